@@ -1,0 +1,82 @@
+# `make` lists the targets. Everything runs in a virtual environment of its own, made on first use.
+#
+#   make test ARGS="-k policy"                                   arguments for the command behind a target
+#   make setup PYTHON=python3.13 VENV=.venv313 TORCH=            the newest JAX, without PyTorch and without pins
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+# PyTorch comes in builds of very different size, and pip must not choose another release than the one that is tested.
+TORCH ?= torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+ARGS ?=
+
+COMMA := ,
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+EXTRAS := gpu-compile,report,dev$(if $(TORCH),$(COMMA)torch)
+PINS := $(if $(TORCH),-c constraints.txt,)
+# Two workers on two cores: more threads in each only take turns.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+
+.PHONY: help
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+
+.PHONY: setup
+setup: $(STAMP)  ## make .venv and install everything that development needs
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q --upgrade pip
+	$(if $(TORCH),$(PIP) install -q $(PINS) '$(TORCH)')
+	$(PIP) install -q $(PINS) -e '.[$(EXTRAS)]'
+	@touch $@
+
+.PHONY: demo
+demo: $(STAMP)  ## train the decoder in every mode and framework, compare, and draw the pictures
+	$(BIN)/remat-jax demo $(ARGS)
+
+.PHONY: test
+test: $(STAMP)  ## run all tests
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 $(ARGS)
+
+.PHONY: lint
+lint: $(STAMP)  ## check style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: format
+format: $(STAMP)  ## put the code into the common format
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: $(STAMP)  ## measure on this machine's processor
+	$(BIN)/python -m benchmarks $(ARGS)
+
+.PHONY: bench-gpu
+bench-gpu: $(STAMP)  ## measure on this machine's GPU
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+.PHONY: docs
+docs: $(STAMP)  ## write the reference of all public names to build/docs
+	$(PIP) install -q $(PINS) -e '.[docs]'
+	$(BIN)/pdoc --output-directory build/docs remat_jax torch_ref
+
+.PHONY: lock
+lock: $(STAMP)  ## write the versions that are installed into constraints.txt
+	$(PIP) freeze --exclude-editable | sed 's/+cpu$$//' | sort -f > $(VENV)/freeze.txt
+	{ sed -n '/^#/p' constraints.txt; cat $(VENV)/freeze.txt; } > $(VENV)/constraints.txt
+	cp $(VENV)/constraints.txt constraints.txt
+
+.PHONY: clean
+clean:  ## remove what was built, but not .venv
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -print0 | xargs -0r rm -rf

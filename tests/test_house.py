@@ -1,0 +1,183 @@
+"""The project's own rules: what imports what, what is pinned, and what a wheel carries."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+PACKAGES = ("remat_jax", "torch_ref")
+ALL_CODE = (*PACKAGES, "examples", "benchmarks", "tests", "parity_tests")
+
+
+def sources(*folders):
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported_names(path):
+    """Every module that a file names in an import, with its line; those of `from a import b` as `a` and `a.b`."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module, node.lineno
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def loaded_after(code):
+    """The names of the top-level modules, and of Matplotlib's, that a fresh Python has loaded after `code`."""
+    program = f"import sys\n{code}\nprint(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def name_of(requirement):
+    return re.match(r"[A-Za-z0-9_.-]+", requirement).group().lower().replace("_", "-")
+
+
+def pins():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+@pytest.mark.parametrize("module", ["remat_jax", "remat_jax.report", "remat_jax.policy", "remat_jax.hardware"])
+def test_importing_loads_no_torch_and_no_plotting(module):
+    loaded = loaded_after(f"import {module}")
+    assert module in loaded
+    assert loaded & {"torch", "torch_ref", "matplotlib", "plotly"} == set()
+
+
+def test_every_module_but_the_examples_imports_without_torch():
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources("remat_jax")]
+    names = [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
+    code = "import importlib\nsys.modules['torch'] = None\n" + "\n".join(
+        f"importlib.import_module({n!r})" for n in names
+    )
+    assert set(names) <= loaded_after(code) and len(names) > 20
+
+
+def test_pictures_are_drawn_without_pyplot(tmp_path):
+    row = {"framework": "a", "model": "m", "mode": "off", "peak_bytes": {"cpu": 2}, "relative_time": 1.0}
+    row |= {"residual_device_bytes": 1, "residual_host_bytes": 0}
+    loaded = loaded_after(f"from remat_jax.report import demo_pictures\ndemo_pictures([{row!r}], {str(tmp_path)!r})")
+    assert "matplotlib.figure" in loaded and "matplotlib.pyplot" not in loaded
+
+
+def test_private_jax_is_used_in_compat_only():
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for path in sources("remat_jax", "examples")
+        for name, _ in imported_names(path)
+        if name.startswith(("jax._src", "jaxlib")) or re.match(r"jax(\.\w+)*\._", name)
+    }
+    assert users <= {"remat_jax/compat.py"}
+
+
+def test_no_module_inside_the_package_imports_its_root():
+    """The root is the sum of the public names: importing it from within makes a circle."""
+    inside = {path.stem for path in (ROOT / "remat_jax").iterdir() if path.suffix in ("", ".py")}
+    through_the_root = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in sources("remat_jax")
+        for name, line in imported_names(path)
+        if re.fullmatch(r"remat_jax\.\w+", name) and name.partition(".")[2] not in inside
+    ]
+    assert [entry for entry in through_the_root if not entry.startswith("remat_jax/cli")] == []
+
+
+def test_files_are_at_most_400_lines():
+    lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in sources(*ALL_CODE)}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
+    assert len(lengths) > 20
+
+
+def test_torch_is_pinned_to_one_release_without_a_build_tag():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", pins()["torch"])
+
+
+def test_everything_that_is_installed_for_development_is_pinned():
+    wanted = list(PROJECT["dependencies"])
+    for extra in ("torch", "gpu-compile", "report", "dev"):
+        wanted += PROJECT["optional-dependencies"][extra]
+    pinned = {name.lower().replace("_", "-") for name in pins()}
+    assert {name_of(requirement) for requirement in wanted} - pinned == set()
+    # The compiler plugin comes through an extra of JAX and must be of JAX's own version.
+    assert pins()["jax-cuda13-plugin"] == pins()["jax"] == pins()["jaxlib"]
+
+
+def test_pins_satisfy_the_lower_bounds():
+    extras = [requirement for group in PROJECT["optional-dependencies"].values() for requirement in group]
+    pinned = {name.lower().replace("_", "-"): version for name, version in pins().items()}
+    checked = 0
+    for requirement in [*PROJECT["dependencies"], *extras]:
+        bound, version = re.search(r">=([\d.]+)", requirement), pinned.get(name_of(requirement))
+        if bound and version:
+            checked += 1
+            assert numbers(version) >= numbers(bound.group(1)), f"{requirement} is pinned to {version}"
+    assert checked >= 12
+
+
+def numbers(version):
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+def test_versions_agree():
+    import remat_jax
+
+    assert importlib.metadata.version("remat_jax") == PROJECT["version"]
+    assert getattr(remat_jax, "__version__", PROJECT["version"]) == PROJECT["version"]
+
+
+def test_a_wheel_carries_the_examples_inside_the_package():
+    wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["only-include"] == ["remat_jax", "torch_ref", "examples"]
+    assert wheel["sources"] == {"examples": "remat_jax/examples"}
+    # Inside a wheel there is no top-level package of that name.
+    through_the_top = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in sources("examples", *PACKAGES)
+        for name, line in imported_names(path)
+        if name.split(".")[0] == "examples"
+    ]
+    assert through_the_top == [], "import relatively: from .models import …"
+
+
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "lint", "format", "bench", "bench-gpu", "docs", "clean"])
+def test_make_knows_its_targets(target):
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_make_installs_the_pinned_torch_and_none_when_told(tmp_path):
+    def plan(*arguments):
+        command = ["make", "-n", "setup", f"VENV={tmp_path}/venv", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert f"install -q -c constraints.txt 'torch=={pins()['torch']}'" in plan()
+    assert "-e '.[gpu-compile,report,dev,torch]'" in plan()
+    without = plan("TORCH=")
+    assert "torch" not in without and "constraints" not in without and "-e '.[gpu-compile,report,dev]'" in without
+
+
+def test_nothing_names_a_machine():
+    """No path of anybody's home and no registry: what is kept here must hold everywhere."""
+    words = re.compile(r"/(?:home|root|Users)/\w|https?://[^\s\"']*/simple\b|file://|--(?:extra-)?index-url")
+    kept = [*ROOT.glob("*.*"), ROOT / "Makefile", ROOT / ".ci" / "run", *sources(*ALL_CODE)]
+    hits = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in kept
+        if path.is_file() and path != Path(__file__).resolve()
+        for number, line in enumerate(path.read_text(errors="ignore").splitlines(), 1)
+        if words.search(line)
+    ]
+    assert hits == []
