@@ -1,0 +1,61 @@
+"""Every error that remat_jax raises on purpose: one base class, and what each of its kinds means."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RematError(Exception):
+    """Base class: raised by every check of ours, so that one ``except`` catches them all."""
+
+
+class PolicyError(RematError, ValueError):
+    """Raised when a policy, its text or its JSON is malformed, or when something else is given for one."""
+
+
+class UnknownPolicyError(PolicyError):
+    """Raised when a word is no policy's name; the message lists the names and the nearest one."""
+
+
+class BlockError(RematError, ValueError):
+    """Raised when there are no blocks where some are asked for, such as a class that is never called."""
+
+
+class NoEffectError(PolicyError):
+    """Raised when a policy would change nothing: a selector that matches no residual, an offload that moves no byte."""
+
+
+class ArgumentError(RematError, TypeError):
+    """Raised when an argument of ours has the wrong type, or is traced where it must be static."""
+
+
+class TargetError(RematError, ValueError):
+    """Raised when a target is unknown, or when the table of targets is malformed."""
+
+
+class CompileError(RematError, RuntimeError):
+    """Raised when the compiler fails, aborts, hangs or runs out of memory."""
+
+
+class UnsupportedError(RematError, NotImplementedError):
+    """Raised when the installed JAX, or the platform, cannot do what is asked."""
+
+
+class InfeasibleBudget(RematError, RuntimeError):
+    """Raised when no policy fits the budget; the message says the least that can be reached."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """The end of a sentence that names the choice closest to ``word``, or nothing where none is close.
+
+    Case is ignored. The text starts with a space, so that it can follow any message.
+
+    >>> nearest("dotz", ["full", "dots"])
+    " Did you mean 'dots'?"
+    >>> nearest("zebra", ["full", "dots"])
+    ''
+    """
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f" Did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -1,0 +1,10 @@
+"""Policies as data: which residuals are saved, offloaded or recomputed. Knows nothing of JAX."""
+
+from __future__ import annotations
+
+from remat_jax.policy.form import Policy
+from remat_jax.policy.named import NAMED, JaxPolicy, as_policy
+from remat_jax.policy.rule import Action, Candidate, Rule
+from remat_jax.policy.text import ALIASES
+
+__all__ = ["ALIASES", "NAMED", "Action", "Candidate", "JaxPolicy", "Policy", "Rule", "as_policy"]

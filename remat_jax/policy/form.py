@@ -1,0 +1,256 @@
+"""The policy itself: ordered rules from residuals to actions, as plain frozen data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from remat_jax.errors import PolicyError
+from remat_jax.policy.rule import (
+    Action,
+    Candidate,
+    Rule,
+    first_unreachable,
+    is_automatic_glob,
+    is_catch_all,
+    matches,
+    to_action,
+)
+from remat_jax.policy.text import ALIASES, NAMED_TEXTS, OFF, not_a_policy, parse_rules, unknown_name
+
+VERSION = 1
+
+
+@dataclass(frozen=True, repr=False)
+class Policy:
+    """Ordered rules that say what happens to each residual; the first rule that matches wins.
+
+    A policy is written as text, ``action: selector[, selector]; …``, with the actions ``save`` (device memory),
+    ``offload`` (host memory) and ``recompute``. A selector is a glob on residual names, ``@inputs``, ``@dots``,
+    ``@dots_with_no_batch_dims`` or ``@primitive:NAME``. Names with a comma or a semicolon in them need a ``?`` there.
+    ``@dots`` and ``@dots_with_no_batch_dims`` are what JAX's ``dots_saveable`` and ``dots_with_no_batch_dims_saveable``
+    save: the first includes convolutions, the second does not.
+
+    The inputs of a block are kept whatever the policy says, as ``jax.checkpoint`` keeps them: for an input,
+    ``recompute`` means ``save``, and only ``offload`` moves it.
+
+    Attributes:
+        rules: the rules, in order. A rule ``*``, which takes every residual, can only be the last.
+        default: what happens to a residual that no rule before ``*`` matches. A default other than ``recompute`` is
+            turned into a last rule ``*``, and a last rule ``*`` sets the default, so that equal policies are equal.
+            Without any rule the policy is ``recompute: *``.
+        checkpoint: False for ``off``, no checkpointing at all, which has no rules.
+
+    Raises:
+        PolicyError: a rule that can never be reached, a default that contradicts the rules, or ``off`` with rules.
+
+    >>> policy = Policy.parse("offload: *ffn/up*; save: @dots_with_no_batch_dims; recompute: *")
+    >>> policy.action(Candidate("Block_0/ffn/up:dot_general#0", "dot_general")).value
+    'offload'
+    >>> policy.action(Candidate("Block_0/ffn:gelu#0", "gelu")).value
+    'recompute'
+    >>> Policy.parse("dots").name, str(Policy.parse("dots"))
+    ('dots', 'save: @dots')
+    """
+
+    rules: tuple[Rule, ...] = ()
+    default: Action = Action.RECOMPUTE
+    checkpoint: bool = True
+
+    def __post_init__(self) -> None:
+        rules, default = _checked_rules(self.rules), to_action(self.default)
+        if not isinstance(self.checkpoint, bool):
+            raise PolicyError(f"Policy: checkpoint={self.checkpoint!r} is not a bool; give True, or False for 'off'.")
+        if not self.checkpoint:
+            if rules or default is Action.OFFLOAD:
+                raise PolicyError(
+                    f"Policy: checkpoint=False is 'off', which has no rules, but rules={rules!r}, "
+                    f"default={default.value!r} were given; leave them out, or leave out checkpoint=False."
+                )
+            default = Action.SAVE
+        elif rules and is_catch_all(rules[-1].selectors[-1]):
+            if default not in (Action.RECOMPUTE, rules[-1].action):
+                raise PolicyError(
+                    f"Policy: default={default.value!r} can never apply after the rule {str(rules[-1])!r}; "
+                    "leave out one of the two."
+                )
+            default = rules[-1].action
+        elif not rules or default is not Action.RECOMPUTE:
+            rules += (Rule(default, ("*",)),)
+        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "default", default)
+
+    @classmethod
+    def parse(cls, text: str, argument: str = "policy") -> Policy:
+        """The policy that a text or a name stands for; ``argument`` is what error messages call it.
+
+        Raises:
+            UnknownPolicyError: a single word that is no name.
+            PolicyError: ``text`` is not a string, or is malformed.
+
+        >>> Policy.parse("offload: attention_out; save: @dots;")
+        Policy.parse('offload: attention_out; save: @dots')
+        """
+        if not isinstance(text, str):
+            raise not_a_policy(text, argument)
+        word = text.strip()
+        meant = NAMED_TEXTS.get(ALIASES.get(word, word), text)
+        if meant == OFF:
+            return cls(checkpoint=False)
+        if word and meant is text and not any(mark in word for mark in ":;,") and len(word.split()) == 1:
+            raise unknown_name(word, argument)
+        return cls(parse_rules(meant, argument))
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.rules)) if self.checkpoint else OFF
+
+    def __repr__(self) -> str:
+        return f"Policy.parse({str(self)!r})"
+
+    @property
+    def name(self) -> str | None:
+        """The name of the named policy that this one is equal to, or None."""
+        text = str(self)
+        return next((name for name, known in NAMED_TEXTS.items() if known == text), None)
+
+    @property
+    def selectors(self) -> tuple[str, ...]:
+        """All selectors, in the order in which they are tried."""
+        return tuple(selector for rule in self.rules for selector in rule.selectors)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any rule offloads."""
+        return any(rule.action is Action.OFFLOAD for rule in self.rules)
+
+    @property
+    def saves_everything(self) -> bool:
+        """Whether every residual stays in device memory whatever it is: ``everything``, ``off``, and their like."""
+        return self.default is Action.SAVE and all(rule.action is Action.SAVE for rule in self.rules)
+
+    @property
+    def automatic_globs(self) -> tuple[str, ...]:
+        """The selectors that need automatic residual names: neither ``@…``, nor ``*``, nor a plain name.
+
+        >>> Policy.parse("save: @dots, attention_out; offload: *ffn/up*; recompute: *").automatic_globs
+        ('*ffn/up*',)
+        """
+        return tuple(filter(is_automatic_glob, self.selectors))
+
+    def action(self, candidate: Candidate) -> Action:
+        """What this policy says of ``candidate``: the action of the first rule that matches, else the default."""
+        return next((rule.action for rule in self.rules if rule.matches(candidate)), self.default)
+
+    def unmatched(self, candidates: Iterable[Candidate]) -> tuple[str, ...]:
+        """The selectors that match none of ``candidates``, each looked at by itself, without regard to rule order.
+
+        >>> Policy.parse("save: atention_out, @dots").unmatched([Candidate("q:dot_general#0", "dot_general")])
+        ('atention_out',)
+        """
+        seen = tuple(candidates)
+        return tuple(one for one in self.selectors if not any(matches(one, candidate) for candidate in seen))
+
+    def __or__(self, other: Policy | str) -> Policy:
+        """This policy's rules, then those of ``other``; what both select goes by this policy.
+
+        Raises:
+            PolicyError: either is ``off``, or this policy has a rule ``*``, so that nothing of ``other`` would count.
+
+        >>> Policy.parse("save: @dots") | "offload: @inputs"
+        Policy.parse('save: @dots; offload: @inputs')
+        """
+        if isinstance(other, str):
+            other = Policy.parse(other)
+        return _join(self, other) if isinstance(other, Policy) else NotImplemented
+
+    def __ror__(self, other: str) -> Policy:
+        return _join(Policy.parse(other), self) if isinstance(other, str) else NotImplemented
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: ``version``, ``checkpoint`` and ``rules``.
+
+        >>> Policy.parse("save: @dots").to_dict()
+        {'version': 1, 'checkpoint': True, 'rules': [{'action': 'save', 'selectors': ['@dots']}]}
+        """
+        rules = [{"action": rule.action.value, "selectors": list(rule.selectors)} for rule in self.rules]
+        return {"version": VERSION, "checkpoint": self.checkpoint, "rules": rules}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Policy:
+        """The policy that ``to_dict`` gave ``data`` for.
+
+        Raises:
+            PolicyError: keys are missing or unknown, the version is another one, or a rule is malformed.
+        """
+        _check_keys(data, ("version", "checkpoint", "rules"), "a policy")
+        if type(data["version"]) is not int or data["version"] != VERSION:
+            raise PolicyError(
+                f"a policy: version={data['version']!r}, and this release reads version {VERSION} only; "
+                "write the file again with this release."
+            )
+        if not isinstance(data["rules"], list) or (data["checkpoint"] is True and not data["rules"]):
+            raise PolicyError(
+                f"a policy: rules={data['rules']!r} is not a list of rules; give one or more, "
+                "or \"checkpoint\": false for 'off'."
+            )
+        for rule in data["rules"]:
+            _check_keys(rule, ("action", "selectors"), "a rule of a policy")
+        return cls(tuple(Rule(**rule) for rule in data["rules"]), checkpoint=data["checkpoint"])
+
+    def to_json(self) -> str:
+        """``to_dict`` as one line of JSON."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> Policy:
+        """The policy that ``to_json`` gave ``text`` for.
+
+        Raises:
+            PolicyError: ``text`` is not JSON, or ``from_dict`` refuses what it says.
+
+        >>> Policy.from_json(Policy.parse("full").to_json()).name
+        'full'
+        """
+        try:
+            data = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise PolicyError(f"a policy: {text!r} is not JSON ({error}); give what Policy.to_json wrote.") from None
+        return cls.from_dict(data)
+
+
+def _checked_rules(rules: object) -> tuple[Rule, ...]:
+    if not isinstance(rules, Sequence) or not all(isinstance(rule, Rule) for rule in rules):
+        raise PolicyError(f"Policy: rules={rules!r} is not a sequence of Rule; for a text, use Policy.parse.")
+    found = first_unreachable([selector for rule in rules for selector in rule.selectors])
+    if found:
+        raise PolicyError(f"Policy: the selector {found[1]}")
+    return tuple(rules)
+
+
+def _join(first: Policy, second: Policy) -> Policy:
+    if not (first.checkpoint and second.checkpoint):
+        raise PolicyError(f"'{first} | {second}': 'off' means no checkpointing and cannot be joined; leave it out.")
+    known = set(first.selectors)
+    kept = [(rule.action, [one for one in rule.selectors if one not in known]) for rule in second.rules]
+    rest = tuple(Rule(action, tuple(selectors)) for action, selectors in kept if selectors)
+    if rest and is_catch_all(first.selectors[-1]):
+        raise PolicyError(
+            f"'{first} | {second}': {first.selectors[-1]!r} on the left takes every residual, so that "
+            "nothing on the right would count; put that policy last."
+        )
+    return Policy(first.rules + rest)
+
+
+def _check_keys(data: object, keys: tuple[str, ...], what: str) -> None:
+    if not isinstance(data, dict):
+        raise PolicyError(f"{what}: {data!r} is a {type(data).__name__}, expected an object with {', '.join(keys)}.")
+    unknown, missing = [key for key in data if key not in keys], [key for key in keys if key not in data]
+    if unknown or missing:
+        wrong = [
+            f"{word} {', '.join(map(repr, found))}"
+            for word, found in (("unknown", unknown), ("missing", missing))
+            if found
+        ]
+        raise PolicyError(f"{what}: {' and '.join(wrong)} in {data!r}; the keys are {', '.join(keys)}.")

@@ -1,0 +1,44 @@
+"""The named policies, and how anything that stands for a policy becomes one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from remat_jax.errors import PolicyError
+from remat_jax.policy.form import Policy
+from remat_jax.policy.text import FACTORIES, NAMED_TEXTS
+
+NAMED: dict[str, Policy] = {name: Policy.parse(name) for name in NAMED_TEXTS}
+
+JaxPolicy = Callable[..., Any]
+
+
+def as_policy(value: Policy | str | JaxPolicy, argument: str = "policy") -> Policy | JaxPolicy:
+    """The policy that ``value`` stands for: a policy, a name, an alias or a text.
+
+    A JAX policy object, which is a function, is returned as it is. ``argument`` is what error messages call ``value``.
+
+    Raises:
+        UnknownPolicyError: a single word that is no name; the message lists the names and the nearest.
+        PolicyError: ``None``, a malformed text, or anything else that is not a policy.
+
+    >>> as_policy("nothing_saveable").name
+    'full'
+    """
+    if isinstance(value, Policy):
+        return value
+    if isinstance(value, str) or not callable(value) or inspect.isclass(value):
+        return Policy.parse(value, argument)  # type: ignore[arg-type]  # it refuses what is not a text
+    _check_not_a_factory(value, argument)
+    return value
+
+
+def _check_not_a_factory(value: JaxPolicy, argument: str) -> None:
+    # JAX would call the factory as a policy and take what it returns, a function, for "save this".
+    name, module = getattr(value, "__name__", ""), getattr(value, "__module__", "") or ""
+    if name in FACTORIES and module.split(".")[0] == "jax":
+        raise PolicyError(
+            f"{argument}={value!r} is not a JAX policy but makes one from arguments: call it, or {FACTORIES[name]}."
+        )

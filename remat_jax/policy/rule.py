@@ -1,0 +1,172 @@
+"""Actions, candidates and rules: what one line of a policy says, and what it looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+
+from remat_jax.errors import PolicyError, nearest
+
+INPUTS, DOTS, DOTS_WITH_NO_BATCH_DIMS, PRIMITIVE = "@inputs", "@dots", "@dots_with_no_batch_dims", "@primitive:"
+
+# What jax.checkpoint_policies.dots_saveable and dots_with_no_batch_dims_saveable save (jax/_src/ad_checkpoint.py):
+# convolutions count as dots in the first and not in the second.
+_DOTS = frozenset({"dot_general", "conv_general_dilated", "scaled_matmul_wrapper"})
+_DOTS_THAT_MAY_HAVE_NO_BATCH_DIMS = frozenset({"dot_general", "scaled_matmul_wrapper"})
+
+
+class Action(StrEnum):
+    """What happens to a residual between the forward and the backward pass.
+
+    >>> Action("offload").value
+    'offload'
+    """
+
+    SAVE = "save"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One array that the backward pass could read, as selectors see it.
+
+    Attributes:
+        name: the residual name, ``module/path:primitive#k``, or the user's own ``checkpoint_name``.
+        primitive: the name of the JAX primitive that makes it; ``"input"`` for an input of the block.
+        is_input: whether it is an input of the block.
+        has_batch_dims: for ``dot_general``, whether its dimension numbers have batch dimensions; for
+            ``scaled_matmul_wrapper``, whether the first dimension of its first operand is not 1. Else not looked at.
+        user_named: whether ``name`` was given by the user. Selectors do not look at it.
+    """
+
+    name: str
+    primitive: str
+    is_input: bool = False
+    has_batch_dims: bool = False
+    user_named: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An action, and the selectors of the residuals that it is for.
+
+    ``action`` may be given as its word, and ``selectors`` as any sequence of texts.
+
+    Raises:
+        PolicyError: an unknown action, no selectors, or a selector that cannot be written in a policy's text.
+
+    >>> str(Rule("save", ["@dots", "*attn/out*"]))
+    'save: @dots, *attn/out*'
+    """
+
+    action: Action
+    selectors: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "action", to_action(self.action))
+        if isinstance(self.selectors, str) or not isinstance(self.selectors, Iterable):
+            example = f"({self.selectors!r},)" if isinstance(self.selectors, str) else "('@dots',)"
+            raise PolicyError(f"Rule: selectors={self.selectors!r} is not a sequence of texts; write {example}.")
+        object.__setattr__(self, "selectors", tuple(self.selectors))
+        if not self.selectors:
+            raise PolicyError(f"Rule: selectors=() for {self.action.value!r}; give one or more, such as '@dots'.")
+        for selector in self.selectors:
+            wrong = what_is_wrong(selector)
+            if wrong:
+                raise PolicyError(f"Rule: selector {selector!r} {wrong}")
+
+    def __str__(self) -> str:
+        return f"{self.action.value}: {', '.join(self.selectors)}"
+
+    def matches(self, candidate: Candidate) -> bool:
+        """Whether any selector of this rule matches ``candidate``."""
+        return any(matches(selector, candidate) for selector in self.selectors)
+
+
+def to_action(word: object) -> Action:
+    """The action that a word stands for.
+
+    Raises:
+        PolicyError: the word is none of ``save``, ``offload``, ``recompute``.
+    """
+    try:
+        return Action(word)  # type: ignore[arg-type]  # it refuses what is not a word
+    except ValueError:
+        words = [action.value for action in Action]
+        raise PolicyError(
+            f"{word!r} is not an action; write one of {', '.join(words)}." + nearest(str(word), words)
+        ) from None
+
+
+def matches(selector: str, candidate: Candidate) -> bool:
+    """Whether ``selector`` matches ``candidate``; a glob must match the whole name, and case counts.
+
+    >>> matches("*/up:*", Candidate("Block/ffn/up:dot_general#0", "dot_general"))
+    True
+    >>> matches("@dots_with_no_batch_dims", Candidate("Block/attn:dot_general#0", "dot_general", has_batch_dims=True))
+    False
+    """
+    if selector == INPUTS:
+        return candidate.is_input
+    if selector == DOTS:
+        return candidate.primitive in _DOTS
+    if selector == DOTS_WITH_NO_BATCH_DIMS:
+        return candidate.primitive in _DOTS_THAT_MAY_HAVE_NO_BATCH_DIMS and not candidate.has_batch_dims
+    if selector.startswith(PRIMITIVE):
+        return fnmatchcase(candidate.primitive, selector[len(PRIMITIVE) :])
+    # A name copied from a table must match itself, also where it has brackets, which a glob reads as a set.
+    return candidate.name == selector or fnmatchcase(candidate.name, selector)
+
+
+def is_catch_all(selector: str) -> bool:
+    """Whether ``selector`` is the glob that matches every residual, inputs included."""
+    return set(selector) == {"*"}
+
+
+def is_automatic_glob(selector: str) -> bool:
+    """Whether ``selector`` can only be resolved where residuals have automatic names.
+
+    False for ``@…`` selectors, for the catch-all ``*``, and for plain names, which may be a user's ``checkpoint_name``.
+    """
+    return not selector.startswith("@") and not is_catch_all(selector) and any(mark in selector for mark in "*?[/:#")
+
+
+def what_is_wrong(selector: object) -> str:
+    """What keeps ``selector`` from being one, as the end of a sentence that begins with it; empty if nothing does."""
+    if not isinstance(selector, str):
+        return "is not a text; write a glob on residual names such as '*ffn/up*', or '@dots'."
+    if not selector.strip():
+        return "is empty; write a glob on residual names such as '*ffn/up*', or '@dots'."
+    if selector != selector.strip() or "," in selector or ";" in selector:
+        return "has a comma, a semicolon or outer whitespace, which separate selectors; give them one by one."
+    if not selector.startswith("@") or selector in (INPUTS, DOTS, DOTS_WITH_NO_BATCH_DIMS):
+        return ""
+    if selector.startswith(PRIMITIVE):
+        named = selector[len(PRIMITIVE) :]
+        if named and named == named.strip():
+            return ""
+        return "names no primitive; write one after the colon, as in '@primitive:exp'."
+    known = [INPUTS, DOTS, DOTS_WITH_NO_BATCH_DIMS, PRIMITIVE + "NAME"]
+    return f"is not a known selector; those with @ are {', '.join(known)}." + nearest(selector, known)
+
+
+def first_unreachable(selectors: Sequence[str]) -> tuple[int, str] | None:
+    """The first selector that can never decide anything, as its index and why, or None.
+
+    >>> first_unreachable(["@dots", "*", "x"])
+    (2, "'x' is never reached: '*' before it takes every residual; move it in front.")
+    """
+    seen: set[str] = set()
+    catch_all = ""
+    for index, selector in enumerate(selectors):
+        if selector in seen:
+            return index, f"{selector!r} is never reached: the same selector comes before it; remove one of them."
+        if catch_all:
+            why = f"{catch_all!r} before it takes every residual; move it in front."
+            return index, f"{selector!r} is never reached: {why}"
+        seen.add(selector)
+        catch_all = selector if is_catch_all(selector) else ""
+    return None

@@ -1,0 +1,128 @@
+"""The text form of policies: ``action: selector[, selector]; …``, the texts of the named ones, and other spellings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from remat_jax.errors import PolicyError, UnknownPolicyError, nearest
+from remat_jax.policy.rule import Action, Rule, first_unreachable, to_action, what_is_wrong
+
+OFF = "off"
+
+# One difference to JAX: its offload_dot_with_no_batch_dims passes by scaled_matmul_wrapper, which its
+# dots_with_no_batch_dims_saveable saves. Ours takes the same dots for both.
+NAMED_TEXTS: dict[str, str] = {
+    OFF: OFF,
+    "full": "recompute: *",
+    "offload_inputs": "offload: @inputs",
+    "dots": "save: @dots",
+    "dots_with_no_batch_dims": "save: @dots_with_no_batch_dims",
+    "offload_dot_with_no_batch_dims": "offload: @dots_with_no_batch_dims",
+    "everything": "save: *",
+}
+
+ALIASES: dict[str, str] = {
+    "checkpoint": "full",
+    "offload": "offload_inputs",
+    "nothing_saveable": "full",
+    "everything_saveable": "everything",
+    "dots_saveable": "dots",
+    "checkpoint_dots": "dots",
+    "dots_with_no_batch_dims_saveable": "dots_with_no_batch_dims",
+    "checkpoint_dots_with_no_batch_dims": "dots_with_no_batch_dims",
+}
+
+# Functions of jax.checkpoint_policies that make a policy from arguments: none of them is a policy by itself.
+FACTORIES: dict[str, str] = {
+    "save_only_these_names": "write 'save: first_name, second_name'",
+    "save_any_names_but_these": "write 'recompute: first_name, second_name; save: ...' with the names or globs to save",
+    "save_and_offload_only_these_names": "write 'save: first_name; offload: second_name'",
+    "save_anything_except_these_names": "write 'recompute: first_name, second_name; save: *'",
+    "save_from_both_policies": "join two policies with |",
+    "offload_dot_with_no_batch_dims": "write 'offload_dot_with_no_batch_dims'",
+}
+
+_GRAMMAR = "'action: selector, selector; action: selector', as in 'offload: *ffn/up*; save: @dots'"
+
+
+def choices() -> str:
+    """The names that a policy can be asked by, for the end of a message."""
+    return f"The names are {', '.join(NAMED_TEXTS)}; also taken: {', '.join(ALIASES)}; or write {_GRAMMAR}."
+
+
+def not_a_policy(value: object, argument: str) -> PolicyError:
+    """The error for a value that cannot be a policy, whatever it says."""
+    if value is None:
+        return PolicyError(
+            f"{argument}=None is read differently by different libraries: as full rematerialisation by JAX, as saving "
+            "everything by others. Write 'full' to recompute everything, or 'off' for no checkpointing."
+        )
+    hint = ""
+    if isinstance(value, bool):
+        hint = " Write 'full' to recompute everything." if value else " Write 'off' for no checkpointing."
+    return PolicyError(f"{argument}={value!r} is of type {type(value).__name__}, not a policy.{hint} {choices()}")
+
+
+def unknown_name(word: str, argument: str) -> UnknownPolicyError:
+    """The error for a single word that is no policy's name."""
+    if word in FACTORIES:
+        hint = f" In JAX it makes a policy from arguments; here {FACTORIES[word]}."
+    elif word in [action.value for action in Action]:
+        hint = f" It is an action, and needs selectors, as in '{word}: *'."
+    else:
+        hint = nearest(word, [*NAMED_TEXTS, *ALIASES])
+    return UnknownPolicyError(f"{argument}={word!r} is not the name of a policy.{hint} {choices()}")
+
+
+def parse_rules(text: str, argument: str = "policy") -> tuple[Rule, ...]:
+    """The rules that ``text`` spells out; a closing semicolon and whitespace around the parts are allowed.
+
+    Raises:
+        PolicyError: the text is malformed; the message quotes the part and its position, counted from 1.
+
+    >>> [str(rule) for rule in parse_rules("save: @dots ;recompute:*;")]
+    ['save: @dots', 'recompute: *']
+    """
+    rules: list[Rule] = []
+    placed: list[tuple[str, int]] = []
+    for part, at in _split(text.rstrip().removesuffix(";"), ";", 0):
+        action, selectors = _parse_rule(part, at, text, argument)
+        rules.append(Rule(action, tuple(selector for selector, _ in selectors)))
+        placed += selectors
+    found = first_unreachable([selector for selector, _ in placed])
+    if found:
+        index, why = found
+        raise _malformed(text, argument, placed[index][1], why)
+    return tuple(rules)
+
+
+def _parse_rule(part: str, at: int, text: str, argument: str) -> tuple[Action, list[tuple[str, int]]]:
+    if not part:
+        raise _malformed(text, argument, at, f"the rule is empty; write {_GRAMMAR}.")
+    # Only the first colon ends the action: residual names and @primitive:NAME have colons of their own.
+    word, colon, listed = part.partition(":")
+    if not colon:
+        known = NAMED_TEXTS.get(ALIASES.get(part, part))
+        hint = f" {part!r} is a named policy; inside a text write {known!r}." if known and known != OFF else ""
+        raise _malformed(text, argument, at, f"the rule {part!r} has no colon; write {_GRAMMAR}.{hint}")
+    try:
+        action = to_action(word.strip())
+    except PolicyError as error:
+        raise _malformed(text, argument, at, f"in the rule {part!r}, {error}") from None
+    selectors = list(_split(listed, ",", at + len(word) + 1))
+    for selector, place in selectors:
+        wrong = what_is_wrong(selector)
+        if wrong:
+            raise _malformed(text, argument, place, f"in the rule {part!r}, the selector {selector!r} {wrong}")
+    return action, selectors
+
+
+def _split(text: str, separator: str, at: int) -> Iterator[tuple[str, int]]:
+    """The stripped parts of ``text``, each with its offset, where ``text`` itself begins at ``at``."""
+    for part in text.split(separator):
+        yield part.strip(), at + len(part) - len(part.lstrip())
+        at += len(part) + len(separator)
+
+
+def _malformed(text: str, argument: str, at: int, why: str) -> PolicyError:
+    return PolicyError(f"{argument}={text!r}, at character {at + 1}: {why}")

@@ -1,0 +1,145 @@
+"""Targets: the table, its strictness, and that its figures agree with each other."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import remat_jax.hardware
+from remat_jax.errors import TargetError
+from remat_jax.hardware import Target, target, targets
+from remat_jax.hardware.target import FACTS, read_table
+
+ENTRY = """
+[toy]
+kind = "gpu"
+description = "a toy"
+memory_bytes = 8
+[toy.source]
+memory_bytes = "made up"
+"""
+
+
+def stated(description: str, key: str) -> float:
+    """The number after ``key:`` in a compiler description."""
+    found = re.findall(rf"\b{key}:\s*([\d.]+)", description)
+    assert len(found) == 1, (key, found)
+    return float(found[0])
+
+
+def test_the_h200_is_what_its_data_sheet_says() -> None:
+    h200 = target("h200")
+    assert (h200.name, h200.kind, h200.devices) == ("h200", "gpu", 1)
+    assert h200.memory_bytes == 143771 * 2**20
+    assert h200.hbm_bytes_per_s == 4.8e12
+    assert h200.host_link_bytes_per_s == pytest.approx(16 * 32e9 * 128 / 130 / 8, rel=1e-3)
+    with_sparsity = {
+        "bfloat16": 1979e12,
+        "float16": 1979e12,
+        "tensorfloat32": 989e12,
+        "int8": 3958e12,
+        "float8_e4m3fn": 3958e12,
+        "float8_e5m2": 3958e12,
+    }
+    without = {"float32": 67e12, "float64": 67e12}
+    assert h200.peak_flops == {**{dtype: rate / 2 for dtype, rate in with_sparsity.items()}, **without}
+
+
+def test_the_h200_peaks_follow_from_its_cores_and_clock() -> None:
+    # Four tensor cores a multiprocessor, 512 bfloat16 multiply-adds a clock each, at the 1.83 GHz they run at.
+    cores = stated(target("h200").compiler_description, "core_count")
+    assert target("h200").peak_flops["bfloat16"] == pytest.approx(cores * 4 * 512 * 2 * 1.83e9, rel=1e-3)
+    lanes = stated(target("h200").compiler_description, "fpus_per_core")
+    clock = stated(target("h200").compiler_description, "clock_rate_ghz") * 1e9
+    assert target("h200").peak_flops["float32"] == pytest.approx(cores * lanes * 2 * clock, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in targets() if target(name).kind == "gpu"])
+def test_what_the_compiler_is_told_agrees_with_the_table(name: str) -> None:
+    gpu = target(name)
+    assert stated(gpu.compiler_description, "device_memory_size") == gpu.memory_bytes
+    assert stated(gpu.compiler_description, "memory_bandwidth") == gpu.hbm_bytes_per_s
+    assert 'platform_name: "CUDA"' in gpu.compiler_description
+    assert gpu.compiler_description.count("{") == gpu.compiler_description.count("}")
+    assert set(gpu.source) == set(FACTS)
+
+
+def test_the_cpu_needs_no_description_and_claims_no_figures() -> None:
+    cpu = target("cpu")
+    assert (cpu.kind, cpu.compiler_description, cpu.memory_bytes, dict(cpu.peak_flops)) == ("cpu", None, None, {})
+
+
+def test_names_are_found_in_any_case() -> None:
+    assert targets() == ("cpu", "h200")
+    assert target("H200") is target(" h200") is target("h200")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h20", "target='h20' is not a known target; the names are cpu, h200. Did you mean 'h200'?"),
+        ("tpu", "target='tpu' is not a known target; the names are cpu, h200. Did you mean 'cpu'?"),
+        ("", "target='' is not a known target; the names are cpu, h200."),
+        (None, "target=None is not a known target"),
+        (200, "target=200 is not a known target"),
+    ],
+)
+def test_unknown_targets_list_the_names(name: str, message: str) -> None:
+    with pytest.raises(TargetError, match=re.escape(message)):
+        target(name)
+
+
+def test_targets_are_frozen_hashable_and_survive_a_pickle() -> None:
+    h200 = target("h200")
+    for twin in (pickle.loads(pickle.dumps(h200)), copy.deepcopy(h200), Target(**h200.to_dict())):
+        assert twin == h200 and hash(twin) == hash(h200)
+    assert dataclasses.replace(h200, devices=8) != h200
+    with pytest.raises(TypeError):
+        h200.peak_flops["bfloat16"] = 1.0  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        h200.memory_bytes = 1  # type: ignore[misc]
+
+
+def test_a_target_is_added_by_data_alone() -> None:
+    toy = read_table(ENTRY)["toy"]
+    assert (toy.memory_bytes, toy.description, dict(toy.source)) == (8, "a toy", {"memory_bytes": "made up"})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("memory_bytes = 8", "memory_bytes = 8\nmemory = 8", "unknown keys ['memory']"),
+        ('description = "a toy"', "", "missing keys ['description']"),
+        ('memory_bytes = "made up"', "", "without a source: ['memory_bytes']"),
+        ("memory_bytes = 8", "", "a source without a figure: ['memory_bytes']"),
+        ('kind = "gpu"', 'kind = "tpu"', 'kind=\'tpu\'; write "cpu" or "gpu"'),
+        ("[toy]", "[TOY]\n[toy]", "names are in lower case"),
+    ],
+)
+def test_the_table_is_read_strictly(old: str, new: str, message: str) -> None:
+    assert ENTRY.count(old) == 1
+    with pytest.raises(TargetError, match=re.escape(message)):
+        read_table(ENTRY.replace(old, new))
+
+
+def test_targets_know_nothing_of_jax() -> None:
+    # A stand-in for the package keeps what its root imports out of the question.
+    root = Path(remat_jax.hardware.__file__).parents[1]
+    program = (
+        "import sys, types\n"
+        "package = types.ModuleType('remat_jax')\n"
+        f"package.__path__ = [{str(root)!r}]\n"
+        "sys.modules['remat_jax'] = package\n"
+        "import remat_jax.hardware\n"
+        "assert remat_jax.hardware.target('h200').devices == 1\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'jax', 'jaxlib', 'flax', 'torch', 'numpy'}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
