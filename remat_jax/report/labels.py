@@ -1,0 +1,96 @@
+"""Placing the labels of points so that none covers another."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+Box = tuple[float, float, float, float]
+"""Left, bottom, right, top."""
+
+_DISTANCES = (9, 12, 16, 22, 30, 40, 52, 66, 82, 100, 122, 148, 178)
+_DIRECTIONS = 24
+_CLEARANCE = 2.0
+
+
+def place_labels(
+    points: Sequence[tuple[float, float]],
+    sizes: Sequence[tuple[float, float]],
+    area: Box,
+    *,
+    radius: float = 6.0,
+    taken: Sequence[Box] = (),
+) -> list[Box]:
+    """A box for every point's label, near its point, inside `area`, off the other labels, all points and `taken`.
+
+    `points` are positions and `sizes` widths and heights, in one unit, with `area` and the points' `radius`. Places are
+    tried ring by ring around each point, the most crowded points first; where no free place is left, the one with the
+    least overlap is taken, so that every point has its label.
+
+    >>> place_labels([(50, 50)], [(20, 10)], (0, 0, 100, 100))
+    [(59.0, 45.0, 79.0, 55.0)]
+    """
+    obstacles = [(x - radius, y - radius, x + radius, y + radius) for x, y in points] + list(taken)
+    placed: dict[int, Box] = {}
+    for index in _crowded_first(points):
+        best, least = None, math.inf
+        for box in _candidates(points[index], sizes[index]):
+            overlap = sum(_shared(box, other) for other in [*obstacles, *placed.values()]) + _outside(box, area)
+            if overlap < least:
+                best, least = box, overlap
+            if overlap == 0:
+                break
+        assert best is not None, "there are always candidates"
+        placed[index] = best
+    return [placed[index] for index in range(len(points))]
+
+
+def boxes_along(path: Sequence[Sequence[float]], step: float = 6.0) -> list[Box]:
+    """Small boxes along the line through `path`, at most `step` apart, for labels to keep off.
+
+    >>> boxes_along([(0, 0), (8, 0)])
+    [(-1.0, -1.0, 1.0, 1.0), (3.0, -1.0, 5.0, 1.0), (7.0, -1.0, 9.0, 1.0)]
+    """
+    boxes: list[Box] = []
+    for (x0, y0), (x1, y1) in itertools.pairwise(path):
+        parts = max(1, math.ceil(math.dist((x0, y0), (x1, y1)) / step))
+        for part in range(parts + 1):
+            x, y = x0 + (x1 - x0) * part / parts, y0 + (y1 - y0) * part / parts
+            boxes.append((x - 1, y - 1, x + 1, y + 1))
+    return boxes
+
+
+def _crowded_first(points: Sequence[tuple[float, float]]) -> list[int]:
+    def nearness(index: int) -> float:
+        x, y = points[index]
+        return sum(1 / (1 + math.hypot(x - a, y - b)) for a, b in points)
+
+    return sorted(range(len(points)), key=nearness, reverse=True)
+
+
+def _candidates(point: tuple[float, float], size: tuple[float, float]) -> Iterator[Box]:
+    """Boxes around the point, nearest first; to the right of it before anywhere else."""
+    (x, y), (width, height) = point, size
+    for distance in _DISTANCES:
+        for step in range(_DIRECTIONS):
+            # 0, 1, -1, 2, -2, …: from the right, turning to both sides.
+            turn = (step + 1) // 2 * (1 if step % 2 else -1)
+            angle = 2 * math.pi * turn / _DIRECTIONS
+            across, up = math.cos(angle), math.sin(angle)
+            # The box's side that faces the point keeps the distance, whatever the direction.
+            left = x + across * distance - width * (1 - across) / 2
+            bottom = y + up * distance - height * (1 - up) / 2
+            yield (left, bottom, left + width, bottom + height)
+
+
+def _shared(one: Box, other: Box) -> float:
+    width = min(one[2], other[2]) - max(one[0], other[0]) + _CLEARANCE
+    height = min(one[3], other[3]) - max(one[1], other[1]) + _CLEARANCE
+    return width * height if width > 0 and height > 0 else 0.0
+
+
+def _outside(box: Box, area: Box) -> float:
+    across = max(0.0, area[0] - box[0]) + max(0.0, box[2] - area[2])
+    up = max(0.0, area[1] - box[1]) + max(0.0, box[3] - area[3])
+    return across * (box[3] - box[1]) + up * (box[2] - box[0])

@@ -1,0 +1,53 @@
+"""Pictures of what checkpointing modes cost, written to files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from remat_jax.report.bars import memory_figure, time_figure
+from remat_jax.report.rows import Row, group, plain_rows
+from remat_jax.report.style import style
+from remat_jax.report.trade_off import trade_off_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def demo_pictures(rows: Iterable[Any], folder: str | Path) -> list[str]:
+    """Draws memory, time and trade-off of `rows` into `folder`, each as PNG and as SVG, and returns the paths.
+
+    A row is a mapping or a dataclass instance with the keys `framework`, `model`, `mode`, `residual_device_bytes`,
+    `residual_host_bytes`, `peak_bytes` (of `torch`, `cpu`, `h200`) and `relative_time`; a value of `None` is drawn as
+    missing, never as zero. `folder` is made if need be. Models differ in size, so that each has pictures of its own:
+    with more than one, its name is added to theirs (`memory-decoder.png`).
+
+    Raises `ValueError` for rows that cannot be drawn, `ImportError` where Matplotlib is not installed.
+
+    >>> import tempfile
+    >>> row = {"framework": "PyTorch", "model": "toy", "mode": "off", "residual_device_bytes": 4096,
+    ...        "residual_host_bytes": 0, "peak_bytes": {"torch": 8192}, "relative_time": 1.0}
+    >>> [Path(path).name for path in demo_pictures([row], tempfile.mkdtemp())][:3]
+    ['memory.png', 'memory.svg', 'time.png']
+    """
+    models = group(plain_rows(rows), "model")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    figures: dict[str, Callable[[Sequence[Row]], Figure]] = {
+        "memory": memory_figure,
+        "time": time_figure,
+        "trade_off": trade_off_figure,
+    }
+    paths: list[str] = []
+    for model, its_rows in models.items():
+        suffix = f"-{re.sub(r'[^A-Za-z0-9]+', '-', model).strip('-').lower()}" if len(models) > 1 else ""
+        for name, draw in figures.items():
+            figure = draw(its_rows)
+            for ending, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+                path = folder / f"{name}{suffix}.{ending}"
+                with style():
+                    figure.savefig(path, metadata=metadata)
+                paths.append(str(path))
+    return paths

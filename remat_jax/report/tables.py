@@ -1,0 +1,168 @@
+"""Tables and number formats shared by the command line and the reports."""
+
+from __future__ import annotations
+
+import io
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsIndex
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+MISSING = "n/a"
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+# A number and its unit: "12", "-3.5 MiB", "1.34×", "1.2e-16"; but not a name such as "8xh100".
+_NUMBER = re.compile(r"[-+]?(\d[\d.,]*(e[-+]?\d+)?|inf|nan)([×%]| ?[A-Za-z/]+)?")
+
+
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    formats: Mapping[str, Callable[[Any], str]] | None = None,
+    caption: str | None = None,
+) -> Table:
+    """A Rich table whose columns of numbers stand on the right, the others on the left.
+
+    `rows` has one sequence per row with one value per column. `formats` maps a column to the function that writes its
+    values (`format_bytes`, `format_ratio`, `format_error`); a value of `None` is written `n/a` in every column. Text
+    stays as it is: square brackets, as in `blocks[0]`, are not taken for Rich's markup.
+
+    Raises `ValueError` for a row of another length than `columns`, and for a format of a column that is not there.
+
+    >>> t = table("memory", ["mode", "device"], [["off", 2048], ["offload", None]], formats={"device": format_bytes})
+    >>> [str(cell) for cell in t.columns[1].cells], t.columns[1].justify
+    (['2.0 KiB', 'n/a'], 'right')
+    """
+    formats = dict(formats or {})
+    unknown = sorted(set(formats) - set(columns))
+    if unknown:
+        raise ValueError(f"formats names {unknown}, which are not among the columns {list(columns)}: correct the names")
+    for position, row in enumerate(rows):
+        if len(row) != len(columns):
+            raise ValueError(
+                f"rows[{position}] has {len(row)} values, expected {len(columns)}, one for each of {list(columns)}"
+            )
+    written = [[_written(value, formats.get(name)) for name, value in zip(columns, row, strict=True)] for row in rows]
+    result = Table(title=Text(title) if title else None, caption=Text(caption) if caption else None)
+    for position, name in enumerate(columns):
+        numeric = _is_numeric([row[position] for row in written])
+        # A wrapped number can be misread, a wrapped name cannot.
+        result.add_column(Text(name), justify="right" if numeric else "left", no_wrap=numeric)
+    for cells in written:
+        result.add_row(*(Text(cell) for cell in cells))
+    return result
+
+
+def format_bytes(n: SupportsIndex | None, unit: str | None = None) -> str:
+    """A number of bytes with one decimal in binary units: 1 KiB = 1024 B, 1 MiB = 1024 KiB, and so on.
+
+    `n` is an integer, negative for a difference, or `None`, written `n/a`. Without `unit` the smallest is taken that
+    keeps the written number below 1024; with it, numbers can be compared down a column.
+
+    Raises `TypeError` for a number that is not an integer and `ValueError` for an unknown unit.
+
+    >>> format_bytes(1536), format_bytes(1536, unit="MiB"), format_bytes(None)
+    ('1.5 KiB', '0.0 MiB', 'n/a')
+    """
+    if unit is not None and unit not in BYTE_UNITS:
+        raise ValueError(f"unit={unit!r} is not a unit of bytes: use one of {', '.join(BYTE_UNITS)}, or None to choose")
+    if n is None:
+        return MISSING
+    try:
+        count = operator.index(n)
+    except TypeError:
+        raise TypeError(f"n={n!r} is not a number of bytes: expected an integer or None") from None
+    unit = byte_unit(count) if unit is None else unit
+    if unit == "B":
+        return f"{count} B"
+    return f"{scaled_bytes(count, unit):.1f} {unit}"
+
+
+def byte_unit(n: int) -> str:
+    """The smallest unit in which `n` bytes, rounded to one decimal, are below 1024.
+
+    >>> byte_unit(1023), byte_unit(1024), byte_unit(1024**2 - 1)
+    ('B', 'KiB', 'MiB')
+    """
+    for unit in BYTE_UNITS[:-1]:
+        # Rounded first: 1024**2 - 1 bytes would otherwise be written "1024.0 KiB".
+        if round(abs(scaled_bytes(n, unit)), 1) < 1024:
+            return unit
+    return BYTE_UNITS[-1]
+
+
+def scaled_bytes(n: int, unit: str) -> float:
+    """`n` bytes, counted in `unit`.
+
+    >>> scaled_bytes(3 * 1024**2, "MiB")
+    3.0
+    """
+    return n / 1024.0 ** BYTE_UNITS.index(unit)
+
+
+def format_ratio(ratio: float | None) -> str:
+    """A ratio to about three significant digits, with a multiplication sign.
+
+    `None` is written `n/a`; NaN, which is a failed measurement and not a missing one, `nan`.
+
+    >>> [format_ratio(r) for r in (1.0, 1.337, 12.34, 123.4, 0.00213, None)]
+    ['1.00×', '1.34×', '12.3×', '123×', '0.0021×', 'n/a']
+    """
+    if ratio is None:
+        return MISSING
+    if not math.isfinite(ratio):
+        return str(float(ratio))
+    size = abs(ratio)
+    if size == 0 or 0.1 <= size:
+        decimals = 2 if round(size, 2) < 10 else 1 if round(size, 1) < 100 else 0
+        return f"{ratio:.{decimals}f}×"
+    return f"{ratio:.2g}×"
+
+
+def format_error(error: float | None) -> str:
+    """An error, which is a norm and not negative, in two significant digits.
+
+    An error of exactly zero is written `0`, so that bit equality shows; `None` is written `n/a`, NaN `nan`.
+
+    Raises `ValueError` for a negative error.
+
+    >>> format_error(1.234e-16), format_error(0.0), format_error(None)
+    ('1.2e-16', '0', 'n/a')
+    """
+    if error is None:
+        return MISSING
+    if error < 0:
+        raise ValueError(f"error={error!r} is negative: expected a norm or the size of a difference, 0 or more")
+    if error == 0:
+        return "0"
+    return f"{error:.1e}" if math.isfinite(error) else str(float(error))
+
+
+def _written(value: object, write: Callable[[Any], str] | None) -> str:
+    if value is None:
+        return MISSING
+    return str(value) if write is None else write(value)
+
+
+def _is_numeric(cells: Sequence[str]) -> bool:
+    present = [cell for cell in cells if cell != MISSING]
+    return bool(present) and all(_NUMBER.fullmatch(cell) for cell in present)
+
+
+def render(renderable: Any, width: int = 160) -> str:
+    """`renderable` (a table, or anything that Rich can draw) as plain text of at most `width` columns.
+
+    >>> "off" in render(table("", ["mode"], [["off"]]))
+    True
+    """
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get().rstrip("\n")
