@@ -1,0 +1,27 @@
+"""What every test needs: JAX on the CPU, and torch-only tests left out where torch is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+# Before JAX starts: no test but those marked `gpu` may touch a GPU, or try the CUDA plugin.
+if not any("gpu" in word and "not gpu" not in word for word in sys.argv):
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+collect_ignore: list[str] = []
+if importlib.util.find_spec("torch") is None:
+    collect_ignore += ["torch_ref", "parity_tests"]
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """Run the test with JAX's 64-bit types."""
+    import jax
+
+    with jax.enable_x64(True):
+        yield

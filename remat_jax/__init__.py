@@ -1,0 +1,29 @@
+"""Activation checkpointing and host offload for Flax models: applied, measured, and proven against PyTorch."""
+
+from remat_jax.apply.blocks import checkpoint_blocks
+from remat_jax.apply.jax_policies import jax_policy
+from remat_jax.apply.pytorch_style import checkpoint_sequential, gradient_checkpoint_forward
+from remat_jax.apply.remat import remat
+from remat_jax.apply.replan import replan
+from remat_jax.apply.switch import disable_gradient_checkpointing, enable_gradient_checkpointing
+from remat_jax.errors import RematError
+from remat_jax.memory import MemoryReport, measure, residuals
+from remat_jax.policy import Policy
+from remat_jax.workload import Workload
+
+__all__ = [
+    "MemoryReport",
+    "Policy",
+    "RematError",
+    "Workload",
+    "checkpoint_blocks",
+    "checkpoint_sequential",
+    "disable_gradient_checkpointing",
+    "enable_gradient_checkpointing",
+    "gradient_checkpoint_forward",
+    "jax_policy",
+    "measure",
+    "remat",
+    "replan",
+    "residuals",
+]

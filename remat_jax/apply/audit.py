@@ -1,0 +1,83 @@
+"""What a policy really met, so that a policy without effect is an error and never silence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from remat_jax.errors import NoEffectError
+from remat_jax.graph import PlannedBlock
+from remat_jax.policy import Candidate, JaxPolicy, Policy
+
+
+@dataclass
+class _Seen:
+    paths: list[str] = field(default_factory=list)
+    unmatched: set[str] | None = None
+    candidates: dict[str, Candidate] = field(default_factory=dict)
+    offloaded: set[str] = field(default_factory=set)
+
+
+class Audit:
+    """A record of the blocks that were traced under each policy."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Policy | JaxPolicy, _Seen] = {}
+
+    def saw(self, path: str, block: PlannedBlock) -> None:
+        """A block at `path` was traced."""
+        seen = self._seen.setdefault(block.policy, _Seen())
+        seen.paths.append(path)
+        seen.candidates |= block.named.candidates
+        seen.offloaded |= block.offloaded
+        if isinstance(block.policy, Policy):
+            missed = set(block.policy.unmatched(block.named.candidates.values()))
+            if missed:
+                # What only a derivative rule computes shows in the linearisation; it costs another trace to look there.
+                missed = set(block.policy.unmatched(block.candidates))
+            seen.unmatched = missed if seen.unmatched is None else seen.unmatched & missed
+
+    @property
+    def reached(self) -> tuple[str, ...]:
+        """The module paths of the blocks that were traced, one entry per trace."""
+        return tuple(path for seen in self._seen.values() for path in seen.paths)
+
+    def check(self) -> None:
+        """Raise unless every selector matched a residual and every offload found something to move.
+
+        Raises:
+          NoEffectError: naming the policy, the selector, the blocks and the residuals that there are.
+        """
+        for policy, seen in self._seen.items():
+            if isinstance(policy, Policy):
+                _check_policy(policy, seen)
+
+
+def _check_policy(policy: Policy, seen: _Seen) -> None:
+    blocks = _some(dict.fromkeys(path or "the block" for path in seen.paths), 3)
+    if policy.offloads and not seen.offloaded:
+        raise NoEffectError(
+            f"policy={str(policy)!r} offloads nothing in {blocks}: no residual that an offload rule selects is an array of "
+            f"rank 1 or more that an earlier rule leaves to it. There are: {_some(seen.candidates, 8)}. Select one of "
+            'these, or use policy="full" if nothing is to be offloaded.'
+        )
+    for selector in policy.selectors:
+        if selector in (seen.unmatched or ()) and selector != "*":
+            raise NoEffectError(
+                f"policy={str(policy)!r}: the selector {selector!r} matches no residual of {blocks}.{_close(selector, seen)} "
+                f"Its residuals are: {_some(seen.candidates, 8)}. Correct the selector or leave it out."
+            )
+
+
+def _close(selector: str, seen: _Seen) -> str:
+    plain = selector.strip("*")
+    tails = {name.rsplit("/", 1)[-1]: name for name in seen.candidates} | {name: name for name in seen.candidates}
+    found = difflib.get_close_matches(plain, tails, n=1, cutoff=0.5)
+    return f" Did you mean {tails[found[0]]!r}?" if found else ""
+
+
+def _some(names: Iterable[str], limit: int) -> str:
+    shown = list(names)
+    more = f", and {len(shown) - limit} more" if len(shown) > limit else ""
+    return (", ".join(shown[:limit]) or "none") + more

@@ -1,0 +1,46 @@
+"""`checkpoint_blocks`: a policy on every block of a finished model, from outside."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from remat_jax.apply import linen, nnx, scope
+from remat_jax.apply.scope import Block, BlockPolicies
+
+
+def checkpoint_blocks(fn: Callable[..., Any], policies: Mapping[Block, Any]) -> Callable[..., Any]:
+    """`fn` with a policy on every call of the named blocks; the model is not edited.
+
+    Parameter names and values, outputs and gradients are those of `fn`. A `jit` inside `fn` is traced anew under each set of
+    policies, whether or not it was traced before, and what is traced here is not seen by later calls of the plain function.
+
+    Args:
+      fn: any function that runs the model, under `jit` or not, differentiated or not.
+      policies: a Linen or NNX module class (subclasses count), or a glob on module paths, → a policy, its name or text.
+
+    Raises:
+      ArgumentError, PolicyError: at once, for a wrong key or value.
+      BlockError: when called, if a block is never called.
+      NoEffectError: when called, if a selector matches no residual, or there is nothing to offload.
+
+    >>> import flax.linen as nn, jax, jax.numpy as jnp
+    >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8)])
+    >>> x = jnp.ones((2, 8))
+    >>> params = model.init(jax.random.key(0), x)
+    >>> loss = lambda params, x: jnp.sum(model.apply(params, x) ** 2)
+    >>> from remat_jax.graph.count import matmuls
+    >>> [matmuls(jax.value_and_grad(f), params, x) for f in (loss, checkpoint_blocks(loss, {nn.Dense: "full"}))]
+    [5, 6]
+    """
+    checked = BlockPolicies.of(policies)
+
+    @functools.wraps(fn)
+    def with_policies(*args: Any, **kwargs: Any) -> Any:
+        with scope.applying(checked) as found, linen.intercepting(), nnx.intercepting(checked, (args, kwargs)):
+            outputs = fn(*args, **kwargs)
+        scope.check_reached(checked, found)
+        return outputs
+
+    return with_policies

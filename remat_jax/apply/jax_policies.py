@@ -1,0 +1,74 @@
+"""A policy for use by hand, with `jax.checkpoint` or `nn.remat`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from remat_jax import compat
+from remat_jax.errors import PolicyError
+from remat_jax.policy import Action, Candidate, JaxPolicy, Policy, as_policy
+
+
+def jax_policy(policy: Any) -> JaxPolicy:
+    """`policy` as a callable that `jax.checkpoint(f, policy=…)` and `nn.remat(Module, policy=…)` take.
+
+    By hand there is no pass that names residuals, so only selectors that JAX itself can see are served: `@dots`,
+    `@dots_with_no_batch_dims`, `@primitive:NAME`, `*`, and names that the model gave with `checkpoint_name`.
+
+    Raises:
+      PolicyError: `policy` is none, is `off`, or has a glob on automatic names or `@inputs`.
+      UnsupportedError: `jax_remat3` is on in a JAX that would ignore it.
+
+    >>> import jax, jax.numpy as jnp
+    >>> f = jax.checkpoint(lambda w, x: jnp.sin(x @ w), policy=jax_policy("dots"))
+    >>> from remat_jax.graph.count import matmuls
+    >>> matmuls(jax.grad(lambda w, x: f(w, x).sum()), jnp.ones((3, 3)), jnp.ones((2, 3)))
+    2
+    """
+    checked = as_policy(policy)
+    if not isinstance(checked, Policy):
+        return checked
+    if not checked.checkpoint:
+        raise PolicyError("policy='off': no checkpointing is no policy of jax.checkpoint; leave jax.checkpoint out instead")
+    unseen = [*checked.automatic_globs, *(one for one in checked.selectors if one == "@inputs")]
+    if unseen:
+        raise PolicyError(
+            f"policy={str(checked)!r}: {unseen[0]!r} selects automatic residual names, which exist only where remat_jax traces "
+            "the block itself. Use remat_jax.remat or remat_jax.checkpoint_blocks with this policy, or name the array with "
+            "jax.ad_checkpoint.checkpoint_name and select that name."
+        )
+    compat.require_named_policies()
+    return _JaxPolicy(checked)
+
+
+class _JaxPolicy:
+    """Equal for equal policies, so that JAX's caches hit."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        action = self.policy.action(_candidate(primitive, avals, params))
+        return compat.OFFLOAD if action is Action.OFFLOAD else action is Action.SAVE
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _JaxPolicy) and self.policy == other.policy
+
+    def __hash__(self) -> int:
+        return hash((_JaxPolicy, self.policy))
+
+    def __repr__(self) -> str:
+        return f"jax_policy({str(self.policy)!r})"
+
+
+def _candidate(primitive: Any, avals: Any, params: dict[str, Any]) -> Candidate:
+    name = primitive.name
+    if name == "name":
+        return Candidate(params["name"], "name", user_named=True)
+    batched = False
+    if name == "dot_general":
+        _, (lhs_batch, rhs_batch) = params["dimension_numbers"]
+        batched = bool(lhs_batch or rhs_batch)
+    elif name == "scaled_matmul_wrapper":
+        batched = bool(avals[0].shape[0] != 1)
+    return Candidate(f":{name}", name, has_batch_dims=batched)

@@ -1,0 +1,113 @@
+"""Blocks that are Linen modules: intercepted, lifted, and run under their policy with their own names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from flax import linen as nn
+from flax.core import lift
+from flax.linen.transforms import lift_direct_transform
+
+from remat_jax.apply import scope
+from remat_jax.apply.audit import Audit
+from remat_jax.apply.region import run_block
+from remat_jax.policy import JaxPolicy, Policy
+
+# The ids of the modules whose own call is being traced under its policy already.
+_inside: ContextVar[tuple[int, ...]] = ContextVar("inside", default=())
+
+
+def call(
+    module: nn.Module, method: str, policy: Policy | JaxPolicy, args: tuple[Any, ...], kwargs: dict[str, Any], audit: Audit
+) -> Any:
+    """`getattr(module, method)(*args, **kwargs)` of a bound module as one checkpointed block.
+
+    Parameters keep their names: nothing is renamed, as `nn.remat` of a class would do. Variables and RNG streams are lifted,
+    so that dropout draws what it would draw without the checkpoint and mutable collections are updated.
+    """
+
+    def body(clone: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with entered(clone):
+            return getattr(type(clone), method)(clone, *args, **kwargs)
+
+    return _lift(body, module, policy, "/".join(module.path) or type(module).__name__, args, kwargs, audit)
+
+
+def call_together(
+    modules: Sequence[nn.Module], run: Callable[..., Any], policy: Policy | JaxPolicy, x: Any, audit: Audit
+) -> Any:
+    """`run(modules, x)` of several bound modules as one checkpointed block."""
+
+    def segment(first: nn.Module, others: tuple[nn.Module, ...], x: Any) -> Any:
+        return run((first, *others), x)
+
+    path = "/".join(modules[0].path) or type(modules[0]).__name__
+    return _lift(segment, modules[0], policy, path, (tuple(modules[1:]), x), {}, audit)
+
+
+def _lift(
+    body: Callable[..., Any],
+    module: nn.Module,
+    policy: Policy | JaxPolicy,
+    path: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    audit: Audit,
+) -> Any:
+    def transform(function: Callable[..., Any], scopes: Any, *args: Any, **kwargs: Any) -> Any:
+        return _lifted(function, policy, path, audit)(scopes, *args, **kwargs)
+
+    return lift_direct_transform(transform, (body,), module, *args, **kwargs)
+
+
+def _lifted(function: Callable[..., Any], policy: Policy | JaxPolicy, path: str, audit: Audit) -> Callable[..., Any]:
+    def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        def pure(groups: Any, *args: Any, **kwargs: Any) -> Any:
+            lifted_scope = scope_fn(*groups)
+            outputs = function(lifted_scope, *args, **kwargs)
+            return outputs, repack(lifted_scope)
+
+        return run_block(pure, policy, path, (variables, rngs), args, kwargs, audit)
+
+    return lift.pack(inner, (True,), (True,), (True,), name="remat", enable_kwargs=True)
+
+
+def is_inside(module: nn.Module) -> bool:
+    """Whether `module`'s own call is being traced under its policy."""
+    return id(module) in _inside.get()
+
+
+@contextmanager
+def entered(module: nn.Module) -> Iterator[None]:
+    """While `module`'s own call runs inside its checkpoint, it is not checkpointed again."""
+    token = _inside.set((*_inside.get(), id(module)))
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def interceptor(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    """A method interceptor that runs every block of the active policies as a checkpointed block."""
+    policies, module = scope.active(), context.module
+    if policies is None or context.method_name != "__call__":
+        return next_fun(*args, **kwargs)
+    found = scope.record()
+    path = "/".join(module.path)
+    found.modules.setdefault(path, type(module).__name__)
+    entry = policies.find(type(module), path)
+    if entry is None or is_inside(module):
+        return next_fun(*args, **kwargs)
+    block, policy = entry
+    found.reached.add(block)
+    return call(module, "__call__", policy, args, kwargs, found.audit)
+
+
+@contextmanager
+def intercepting() -> Iterator[None]:
+    """Intercept the calls of all Linen modules."""
+    with nn.intercept_methods(interceptor):
+        yield

@@ -1,0 +1,294 @@
+"""Blocks that are NNX modules: their class's call is intercepted, their state is split off, and they run under their policy.
+
+NNX leaves no module paths in the jaxpr; they are added while a block is traced, as named scopes.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+from flax import nnx
+
+from remat_jax.apply import scope
+from remat_jax.apply.audit import Audit
+from remat_jax.apply.region import run_block
+from remat_jax.apply.scope import BlockPolicies
+from remat_jax.errors import UnsupportedError
+from remat_jax.policy import JaxPolicy, Policy
+
+Call = Callable[..., Any]
+
+# The ids of the modules whose own call is being traced under its policy already.
+_inside: ContextVar[tuple[int, ...]] = ContextVar("inside", default=())
+# id of a module → its path from the outermost module that is known.
+_paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B039 - never mutated, only replaced
+
+
+def call(
+    module: nnx.Module, original: Call, policy: Policy | JaxPolicy, args: tuple[Any, ...], kwargs: dict[str, Any], audit: Audit
+) -> Any:
+    """`original(module, *args, **kwargs)` as one checkpointed block.
+
+    The state of the module, and of every NNX object among the arguments (an `nnx.Rngs`, a cache), is an input and an output
+    of the block: shared references stay shared, updates are written back.
+    """
+    return _run_split(module, original, policy, path_of(module), args, kwargs, audit)
+
+
+def call_together(
+    modules: Sequence[nnx.Module], run: Callable[..., Any], policy: Policy | JaxPolicy, x: Any, audit: Audit
+) -> Any:
+    """`run(modules, x)` of several modules as one checkpointed block."""
+    path = path_of(modules[0])
+    return _run_split(nnx.List(modules), lambda together, x: run(list(together), x), policy, path, (x,), {}, audit)
+
+
+def path_of(module: nnx.Module) -> str:
+    """The path of `module` from the outermost module that is known, or else the name of its class."""
+    return _paths.get().get(id(module), type(module).__name__)
+
+
+def _run_split(
+    module: Any,
+    original: Call,
+    policy: Policy | JaxPolicy,
+    path: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    audit: Audit,
+) -> Any:
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+    positions = [index for index, leaf in enumerate(leaves) if _is_node(leaf)]
+    nodes = {"self": module, "arguments": {str(index): leaves[index] for index in positions}}
+    arguments = [None if _is_node(leaf) else leaf for leaf in leaves]
+    graphdef, state = nnx.split(nodes)
+    written: list[_Changes] = []
+
+    def pure(state: Any, *arguments: Any) -> Any:
+        inner = nnx.merge(graphdef, state)
+        before = _values(inner)
+        filled = list(arguments)
+        for index in positions:
+            filled[index] = inner["arguments"][str(index)]
+        inner_args, inner_kwargs = jax.tree.unflatten(treedef, filled)
+        with entered(inner["self"]), named_submodules(inner["self"]):
+            outputs = original(inner["self"], *inner_args, **inner_kwargs)
+        _refuse_nodes(outputs, type(module))
+        changes = _Changes.between(before, inner)
+        written.append(changes)
+        return outputs, changes.values
+
+    outputs, values = run_block(pure, policy, path, state, arguments, {}, audit)
+    written[-1].write(nodes, values)
+    return outputs
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, nnx.Variable) or (not isinstance(value, dict | list | tuple) and nnx.graphlib.is_graph_node(value))
+
+
+def _refuse_nodes(outputs: Any, block: type) -> None:
+    for leaf in jax.tree.leaves(outputs, is_leaf=_is_node):
+        if _is_node(leaf):
+            raise UnsupportedError(
+                f"block {block.__name__} returns an NNX object ({type(leaf).__name__}); a checkpointed block returns arrays. "
+                "Return the object's state (nnx.state), or checkpoint the modules inside this one."
+            )
+
+
+def _values(nodes: Any) -> dict[tuple[Any, ...], nnx.Variable[Any]]:
+    return {path: node for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)}
+
+
+class _Changes:
+    """The variables that a call wrote or made: only these leave the block, so that parameters are not its outputs."""
+
+    def __init__(self, values: list[Any], paths: list[tuple[Any, ...]], made: dict[tuple[Any, ...], type]) -> None:
+        self.values, self.paths, self.made = values, paths, made
+
+    @classmethod
+    def between(cls, before: dict[tuple[Any, ...], Any], nodes: Any) -> _Changes:
+        values, paths, made = [], [], {}
+        for path, variable in _values(nodes).items():
+            value = variable.get_raw_value()
+            if path not in before:
+                made[path] = type(variable)
+            elif value is before[path]:
+                continue
+            values.append(value)
+            paths.append(path)
+        return cls(values, paths, made)
+
+    def write(self, nodes: Any, values: list[Any]) -> None:
+        for path, value in zip(self.paths, values, strict=True):
+            owner = nodes
+            for key in path[:-1]:
+                owner = owner[key] if isinstance(owner, dict | list | tuple | nnx.List | nnx.Dict) else getattr(owner, key)
+            if path in self.made:
+                setattr(owner, path[-1], self.made[path](value))
+            else:
+                variable = owner[path[-1]] if isinstance(owner, dict | list | tuple) else getattr(owner, path[-1])
+                variable.set_raw_value(value)
+
+
+def is_inside(module: nnx.Module) -> bool:
+    """Whether `module`'s own call is being traced under its policy."""
+    return id(module) in _inside.get()
+
+
+@contextmanager
+def entered(module: nnx.Module) -> Iterator[None]:
+    """While `module`'s own call runs inside its checkpoint, it is not checkpointed again."""
+    token = _inside.set((*_inside.get(), id(module)))
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+# --- module paths -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def known_paths(root: Any, prefix: str = "") -> Iterator[None]:
+    """While this holds, every module inside `root` (a module, or a pytree of modules) is known by its path."""
+    found = dict(_paths.get())
+    for path, node in nnx.iter_graph(root):
+        if isinstance(node, nnx.Module):
+            found[id(node)] = "/".join([*prefix.split("/"), *map(str, path)]).strip("/") or type(node).__name__
+    token = _paths.set(found)
+    try:
+        yield
+    finally:
+        _paths.reset(token)
+
+
+@contextmanager
+def named_submodules(block: nnx.Module) -> Iterator[None]:
+    """While this holds, a call of a module inside `block` is traced under a named scope of its attribute path."""
+    names = {
+        id(node): "/".join(map(str, path)) for path, node in nnx.iter_graph(block) if isinstance(node, nnx.Module) and path
+    }
+    classes = {type(node) for path, node in nnx.iter_graph(block) if isinstance(node, nnx.Module) and path}
+    scopes = _Scopes(names)
+
+    def wrap(original: Call) -> Call:
+        @functools.wraps(original)
+        def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with scopes.entered(self):
+                return original(self, *args, **kwargs)
+
+        return named
+
+    with _patched(classes, wrap):
+        yield
+
+
+class _Scopes:
+    """The named scope of a module, relative to that of the module that is being called around it."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self.names, self.around = names, ContextVar("around", default="")
+
+    @contextmanager
+    def entered(self, module: Any) -> Iterator[None]:
+        name, around = self.names.get(id(module)), self.around.get()
+        if name is None or name == around:
+            yield
+            return
+        relative = name.removeprefix(around + "/") if around else name
+        token = self.around.set(name)
+        try:
+            with jax.named_scope(relative):
+                yield
+        finally:
+            self.around.reset(token)
+
+
+# --- intercepting -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def intercepting(policies: BlockPolicies, arguments: Any) -> Iterator[None]:
+    """Intercept the calls of the NNX blocks of `policies`; the modules among `arguments` tell their paths."""
+    classes = set(_block_classes(policies))
+    if not classes:
+        yield
+        return
+    roots = [leaf for leaf in jax.tree.leaves(arguments, is_leaf=_is_node) if isinstance(leaf, nnx.Module)]
+    with ExitStack() as stack:
+        for root in roots:
+            stack.enter_context(known_paths(root))
+        stack.enter_context(_patched(classes, _dispatching))
+        yield
+
+
+def _block_classes(policies: BlockPolicies) -> Iterable[type]:
+    """The classes whose own `__call__` runs a block: the named ones with their subclasses, or all if a glob is asked for."""
+    for block, _ in policies.entries:
+        if isinstance(block, str):
+            yield from _with_own_call(nnx.Module)
+        elif issubclass(block, nnx.Module):
+            yield from _with_own_call(block)
+            yield block
+
+
+def _with_own_call(cls: type) -> Iterable[type]:
+    for subclass in cls.__subclasses__():
+        if "__call__" in vars(subclass):
+            yield subclass
+        yield from _with_own_call(subclass)
+
+
+def _dispatching(original: Call) -> Call:
+    @functools.wraps(original)
+    def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        policies = scope.active()
+        if policies is None or is_inside(self):
+            return original(self, *args, **kwargs)
+        found = scope.record()
+        path = path_of(self)
+        found.modules.setdefault(path, type(self).__name__)
+        entry = policies.find(type(self), path)
+        if entry is None:
+            return original(self, *args, **kwargs)
+        block, policy = entry
+        found.reached.add(block)
+        return call(self, original, policy, args, kwargs, found.audit)
+
+    return dispatch
+
+
+_patch_lock = threading.RLock()
+
+
+@contextmanager
+def _patched(classes: Iterable[type], wrap: Callable[[Call], Call]) -> Iterator[None]:
+    """Replace each class's `__call__` by `wrap` of it; NNX has no hook of its own around a call.
+
+    Other threads are held back from patching meanwhile, so that every class gets back the method that it had.
+    """
+    with _patch_lock, ExitStack() as stack:
+        for cls in classes:
+            if callable(getattr(cls, "__call__", None)):
+                stack.enter_context(_one_patched(cls, wrap))
+        yield
+
+
+@contextmanager
+def _one_patched(cls: type, wrap: Callable[[Call], Call]) -> Iterator[None]:
+    own = vars(cls).get("__call__")
+    cls.__call__ = wrap(cls.__call__)  # type: ignore[method-assign, operator]
+    try:
+        yield
+    finally:
+        if own is None:
+            del cls.__call__  # type: ignore[operator]
+        else:
+            cls.__call__ = own  # type: ignore[method-assign, operator]

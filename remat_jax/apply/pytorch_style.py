@@ -1,0 +1,157 @@
+"""The calls of a PyTorch pipeline, with the same arguments and the same meaning."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flax import linen, nnx
+
+from remat_jax.apply import linen as linen_blocks
+from remat_jax.apply import nnx as nnx_blocks
+from remat_jax.apply.audit import Audit
+from remat_jax.apply.remat import call_function
+from remat_jax.errors import ArgumentError
+from remat_jax.policy import JaxPolicy, Policy, as_policy
+
+
+def gradient_checkpoint_forward(
+    model: Any, use_gradient_checkpointing: bool, use_gradient_checkpointing_offload: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """`model(*args, **kwargs)` in one of three modes: off, checkpoint, or offload.
+
+    Both flags false: the plain call. `use_gradient_checkpointing`: policy `full`, the block's inputs are kept and everything
+    else is recomputed. `use_gradient_checkpointing_offload`, which alone suffices: policy `offload_inputs`, the same with the
+    inputs in host memory; arrays anywhere in `args` and `kwargs` are offloaded. The arguments are those of DiffSynth-Studio's
+    function of this name, so that a pipeline's `model_fn` can be ported line by line.
+
+    Args:
+      model: a bound Linen module, an NNX module, or a function.
+      args, kwargs: what `model` is called with.
+
+    Raises:
+      ArgumentError: a flag is no bool, `model` is none of these, or it has an argument of the name of a flag.
+      NoEffectError: in mode offload, if the arguments hold no array of rank 1 or more.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import nnx
+    >>> block = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    >>> gradient_checkpoint_forward(block, True, False, jnp.ones((2, 4))).shape
+    (2, 4)
+    """
+    _check_flags(model, use_gradient_checkpointing, use_gradient_checkpointing_offload)
+    if use_gradient_checkpointing_offload:
+        mode = "offload_inputs"
+    else:
+        mode = "full" if use_gradient_checkpointing else "off"
+    return call_model(model, as_policy(mode), args, kwargs)
+
+
+_OWN = ("model", "use_gradient_checkpointing", "use_gradient_checkpointing_offload")
+
+
+def _check_flags(model: Any, checkpoint: Any, offload: Any) -> None:
+    for name, value in zip(_OWN[1:], (checkpoint, offload), strict=True):
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{name}={value!r}: expected True or False, known while tracing")
+    call = type(model).__call__ if isinstance(model, linen.Module | nnx.Module) else model
+    try:
+        parameters = inspect.signature(call).parameters if callable(call) else {}
+    except ValueError:  # a builtin without a signature has no argument of these names
+        return
+    for name in _OWN:
+        if name in parameters:
+            raise ArgumentError(
+                f"model={getattr(model, '__name__', type(model).__name__)}: it has an argument {name!r} of its own, which "
+                f"gradient_checkpoint_forward takes for itself. Bind it first: functools.partial(model, {name}=…), wrapped in "
+                "a function without that argument, or rename it."
+            )
+
+
+def call_model(model: Any, policy: Policy | JaxPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`model(*args, **kwargs)` as one checkpointed block; `model` is a bound Linen module, an NNX module or a function.
+
+    Raises:
+      ArgumentError: `model` is none of these, or a Linen module that is not bound.
+      NoEffectError: a selector matches no residual, or there is nothing to offload.
+    """
+    if isinstance(policy, Policy) and not policy.checkpoint:
+        return model(*args, **kwargs)
+    audit = Audit()
+    if isinstance(model, linen.Module):
+        if model.scope is None:
+            raise ArgumentError(
+                f"model={type(model).__name__}: this Linen module is not bound, so it has no parameters to run with. Call it "
+                "inside another module, bind it (model.bind(variables)), or pass a function: "
+                "lambda x: model.apply(variables, x)"
+            )
+        outputs = linen_blocks.call(model, "__call__", policy, args, kwargs, audit)
+    elif isinstance(model, nnx.Module):
+        outputs = nnx_blocks.call(model, type(model).__call__, policy, args, kwargs, audit)
+    elif callable(model) and not isinstance(model, type):
+        path = getattr(model, "__name__", type(model).__name__).replace("<lambda>", "lambda")
+        return call_function(model, policy, path, args, kwargs)
+    else:
+        raise ArgumentError(f"model={model!r}: expected a bound Linen module, an NNX module or a function")
+    audit.check()
+    return outputs
+
+
+def checkpoint_sequential(functions: Sequence[Callable[..., Any]], segments: int, x: Any, *, policy: Any = "full") -> Any:
+    """`functions[-1](…functions[0](x))` in `segments` pieces, each but the last a checkpointed block, as in PyTorch.
+
+    The pieces have `len(functions) // segments` functions each; the last one takes the rest and is not checkpointed, because
+    its recomputation would follow its forward pass at once.
+
+    Args:
+      functions: functions, bound Linen modules or NNX modules of one argument each.
+      segments: how many pieces, from 1 to `len(functions)`.
+      x: the input of the first function, an array or a pytree of arrays.
+      policy: what each checkpointed piece does with its residuals.
+
+    Raises:
+      ArgumentError: `functions` is empty, or `segments` is out of range.
+
+    >>> import jax, jax.numpy as jnp
+    >>> round(float(jax.grad(lambda x: checkpoint_sequential([jnp.sin] * 4, 2, x))(1.0)), 4)
+    0.2059
+    """
+    layers, checked = list(functions), as_policy(policy)
+    if not layers:
+        raise ArgumentError("functions=[]: expected at least one function")
+    if not isinstance(segments, int) or isinstance(segments, bool) or not 1 <= segments <= len(layers):
+        raise ArgumentError(f"segments={segments!r}: expected an integer from 1 to the number of functions, {len(layers)}")
+    size = len(layers) // segments
+    for start in range(0, size * (segments - 1), size):
+        x = _segment(layers[start : start + size], checked, x)
+    return _run(layers[size * (segments - 1) :], x)
+
+
+def _run(layers: Sequence[Callable[..., Any]], x: Any) -> Any:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def _segment(layers: Sequence[Callable[..., Any]], policy: Policy | JaxPolicy, x: Any) -> Any:
+    """One checkpointed piece: its modules' parameters are the block's parameters, whatever kind they are of."""
+    if len(layers) == 1:
+        return call_model(layers[0], policy, (x,), {})
+    is_linen = [isinstance(layer, linen.Module) for layer in layers]
+    is_nnx = [isinstance(layer, nnx.Module) for layer in layers]
+    if not any(is_linen) and not any(is_nnx):
+        return call_model(lambda x: _run(layers, x), policy, (x,), {})
+    if any(is_linen) and any(is_nnx):
+        raise ArgumentError("functions: Linen and NNX modules in one segment; checkpoint them in separate calls")
+    audit = Audit()
+    modules = [layer for layer in layers if isinstance(layer, linen.Module | nnx.Module)]
+
+    def run(modules: Sequence[Any], x: Any) -> Any:
+        left = iter(modules)
+        return _run([next(left) if isinstance(layer, linen.Module | nnx.Module) else layer for layer in layers], x)
+
+    blocks = linen_blocks if any(is_linen) else nnx_blocks
+    outputs = blocks.call_together(modules, run, policy, x, audit)
+    audit.check()
+    return outputs

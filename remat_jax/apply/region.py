@@ -1,0 +1,70 @@
+"""Running one block under a policy: where every way of applying a policy meets the graph pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.apply.audit import Audit
+from remat_jax.apply.ties import tied
+from remat_jax.graph import PlannedBlock, plan_block
+from remat_jax.policy import JaxPolicy, Policy
+
+
+def run_block(
+    function: Callable[..., Any],
+    policy: Policy | JaxPolicy,
+    path: str,
+    parameters: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    audit: Audit,
+) -> Any:
+    """`function(parameters, *args, **kwargs)` as one checkpointed block.
+
+    Arrays anywhere in `args` and `kwargs` are inputs of the block; everything else in them (Python scalars, strings, None,
+    functions) reaches the function as it is. Arrays in `parameters` are kept in place whatever the policy says of inputs, and
+    so are those that the function closes over.
+
+    Args:
+      path: the block's module path, which leads the names of its residuals.
+      audit: told what the policy's selectors matched.
+    """
+    if isinstance(policy, Policy) and not policy.checkpoint:
+        return function(parameters, *args, **kwargs)
+    leaves, treedef = jax.tree.flatten((parameters, tuple(args), kwargs))
+    arrays = [index for index, leaf in enumerate(leaves) if compat.is_array(leaf)]
+    first_input = len(jax.tree.leaves(parameters))
+
+    def flat(*values: Any) -> Any:
+        filled = list(leaves)
+        for index, value in zip(arrays, values, strict=True):
+            filled[index] = value
+        params, positional, named = jax.tree.unflatten(treedef, filled)
+        return function(params, *positional, **named)
+
+    values = [leaves[index] for index in arrays]
+    jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*values)
+    # What the function closes over (tracers among it) must reach the block as arguments, or it could not be differentiated.
+    open_jaxpr, consts = compat.hoist_consts(jaxpr)
+    is_input = [False] * len(consts) + [index >= first_input for index in arrays]
+    block = plan_block(open_jaxpr, policy, path, is_input)
+    audit.saw(path, block)
+    outputs = bind_block(block, [*consts, *values])
+    return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+
+
+def bind_block(block: PlannedBlock, values: Sequence[Any], *, looped: bool | None = None) -> list[Any]:
+    """Evaluate a planned block on `values`: under `jax.checkpoint`, and tied where it offloads outside every loop.
+
+    Inside a loop XLA cannot merge the recomputation with the forward pass, so that nothing needs to prevent it, and there a
+    tied block does not compile for a GPU (INTERNAL: shape mismatch after layout assignment).
+    """
+    looped = compat.in_loop() if looped is None else looped
+    run = block.checkpointed(prevent_cse=not looped)
+    if block.offloaded and not looped:
+        run = tied(run)
+    return list(run(*values))

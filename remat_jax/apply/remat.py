@@ -1,0 +1,140 @@
+"""`remat`: a policy on one module class or function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from flax import linen, nnx
+
+from remat_jax import compat
+from remat_jax.apply import linen as linen_blocks
+from remat_jax.apply import nnx as nnx_blocks
+from remat_jax.apply.audit import Audit
+from remat_jax.apply.region import run_block
+from remat_jax.errors import ArgumentError, nearest
+from remat_jax.policy import JaxPolicy, Policy, as_policy
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def remat(target: T, policy: Any = "full", *, static_argnames: str | Iterable[str] = ()) -> T:
+    """`target` with `policy` on every call: a drop-in for `nn.remat`, `nnx.remat` and `jax.checkpoint`.
+
+    A Linen or NNX class gives a subclass of the same name, so that automatic parameter names stay what they are. Keyword
+    arguments, dropout and other RNG streams, and mutable collections work as in the plain class. Python scalars, strings and
+    None in the arguments always reach the target as they are; `static_argnames` makes sure of it: an array there is an error.
+
+    Args:
+      target: a Linen module class, an NNX module class, or a function of arrays (pytrees of them).
+      policy: a policy, its name or text, or a policy object of JAX's.
+      static_argnames: names of arguments that must not be traced.
+
+    Raises:
+      ArgumentError: `target` is none of these, or `static_argnames` names no argument of it.
+      PolicyError: `policy` is none.
+      NoEffectError: when called, if a selector matches no residual, or there is nothing to offload.
+
+    >>> import jax, jax.numpy as jnp
+    >>> block = remat(lambda x: jnp.sin(jnp.sin(x)), "full")
+    >>> round(float(jax.grad(block)(1.0)), 4)
+    0.36
+    """
+    checked = as_policy(policy)
+    if isinstance(target, linen.Module | nnx.Module):
+        raise ArgumentError(
+            f"target={type(target).__name__} instance: expected a module class or a function; use "
+            f"remat({type(target).__name__}, policy), or gradient_checkpoint_forward for a single call"
+        )
+    if not callable(target):
+        raise ArgumentError(f"target={target!r}: expected a Linen or NNX module class or a function")
+    method = target.__call__ if isinstance(target, type) else target
+    static = _StaticArguments(method, static_argnames)
+    if isinstance(target, type) and issubclass(target, linen.Module):
+        return _linen_class(target, checked, static)
+    if isinstance(target, type) and issubclass(target, nnx.Module):
+        return _nnx_class(target, checked, static)
+    if isinstance(target, type):
+        raise ArgumentError(f"target={target!r}: a class must be a flax.linen or flax.nnx module")
+    return _function(target, checked, static)
+
+
+class _StaticArguments:
+    """The arguments that must not be traced, by name."""
+
+    def __init__(self, function: Callable[..., Any], names: str | Iterable[str]) -> None:
+        self.names = (names,) if isinstance(names, str) else tuple(names)
+        self.signature = inspect.signature(function) if self.names else None
+        known = list(self.signature.parameters) if self.signature else []
+        for name in self.names:
+            if name not in known:
+                raise ArgumentError(
+                    f"static_argnames={name!r}: no argument has this name.{nearest(name, known)} There are: {', '.join(known)}"
+                )
+
+    def check(self, *args: Any, **kwargs: Any) -> None:
+        """Raise if a static argument is an array or is traced."""
+        if self.signature is None:
+            return
+        bound = self.signature.bind_partial(*args, **kwargs).arguments
+        for name in self.names:
+            value = bound.get(name)
+            if compat.is_traced(value) or (compat.is_array(value) and getattr(value, "ndim", 0) > 0):
+                kind = "a traced value" if compat.is_traced(value) else f"an array of shape {value.shape}"
+                raise ArgumentError(
+                    f"static_argnames={name!r}: got {kind}, expected a Python value that is known while tracing. Pass it as a "
+                    f"Python scalar (and mark it static in the enclosing jax.jit), or take {name!r} out of static_argnames."
+                )
+
+
+def _function(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
+    path = getattr(target, "__name__", type(target).__name__).replace("<lambda>", "lambda")
+
+    @functools.wraps(target)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        static.check(*args, **kwargs)
+        return call_function(target, policy, path, args, kwargs)
+
+    return checkpointed
+
+
+def call_function(target: Any, policy: Policy | JaxPolicy, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`target(*args, **kwargs)` as one checkpointed block, with the policy's effect checked."""
+    audit = Audit()
+    outputs = run_block(lambda _, *args, **kwargs: target(*args, **kwargs), policy, path, (), args, kwargs, audit)
+    audit.check()
+    return outputs
+
+
+def _linen_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if linen_blocks.is_inside(self):
+            return target.__call__(self, *args, **kwargs)
+        static.check(self, *args, **kwargs)
+        audit = Audit()
+        outputs = linen_blocks.call(self, "__call__", policy, args, kwargs, audit)
+        audit.check()
+        return outputs
+
+    return _subclass(target, functools.wraps(target.__call__)(__call__))
+
+
+def _nnx_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if nnx_blocks.is_inside(self):
+            return target.__call__(self, *args, **kwargs)
+        static.check(self, *args, **kwargs)
+        audit = Audit()
+        outputs = nnx_blocks.call(self, type(self).__call__, policy, args, kwargs, audit)
+        audit.check()
+        return outputs
+
+    return _subclass(target, functools.wraps(target.__call__)(__call__))
+
+
+def _subclass(target: type, method: Callable[..., Any]) -> type:
+    """A subclass under the same name, because Flax makes parameter names of class names."""
+    names = {"__call__": method, "__doc__": target.__doc__, "__module__": target.__module__, "__qualname__": target.__qualname__}
+    return type(target)(target.__name__, (target,), names)

@@ -1,0 +1,84 @@
+"""`replan`: another policy on the `jax.checkpoint` regions that a finished function already has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.apply.audit import Audit
+from remat_jax.apply.region import bind_block
+from remat_jax.errors import ArgumentError, BlockError
+from remat_jax.graph import plan_block
+from remat_jax.graph.rewrite import count_regions, rewrite
+from remat_jax.policy import Policy, as_policy
+
+
+def replan(fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+    """`fn` with `policy` on every checkpoint region that it has, whatever made it: `nn.remat`, `nnx.remat`, `jax.checkpoint`.
+
+    `fn` is traced when it is called, so it must be a function of arrays (Python values in the arguments reach it as they are),
+    and it must be the function that is differentiated, not one that takes the gradient itself. What a region is given from
+    outside the function, directly or as a slice of a scanned stack, counts as its parameters; `@inputs` means the rest. A
+    region inside another region keeps its own policy.
+
+    Args:
+      fn: the function, usually the loss; under `jit` or not.
+      policy: a policy, its name or text; `"off"` takes the checkpoints away.
+
+    Raises:
+      ArgumentError: `fn` is not callable.
+      PolicyError: at once, if `policy` is none.
+      BlockError: when called, if `fn` has no checkpoint region.
+      NoEffectError: when called, if a selector matches no residual, or there is nothing to offload.
+      UnsupportedError: when called, if `fn` takes the gradient itself.
+
+    >>> import jax, jax.numpy as jnp
+    >>> loss = lambda w, x: jnp.sum(jax.checkpoint(lambda x: jnp.sin(x @ w))(x))
+    >>> w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    >>> from remat_jax.graph.count import matmuls
+    >>> matmuls(jax.value_and_grad(loss), w, x), matmuls(jax.value_and_grad(replan(loss, "dots")), w, x)
+    (3, 2)
+    """
+    if not callable(fn):
+        raise ArgumentError(f"fn={fn!r}: expected a function, usually the loss")
+    checked = as_policy(policy)
+
+    @functools.wraps(fn)
+    def replanned(*args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays = [index for index, leaf in enumerate(leaves) if compat.is_array(leaf)]
+
+        def flat(*values: Any) -> Any:
+            filled = list(leaves)
+            for index, value in zip(arrays, values, strict=True):
+                filled[index] = value
+            positional, named = jax.tree.unflatten(treedef, filled)
+            return fn(*positional, **named)
+
+        values = [leaves[index] for index in arrays]
+        jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*values)
+        if count_regions(jaxpr) == 0:
+            raise BlockError(
+                f"fn={getattr(fn, '__name__', fn)}: it has no jax.checkpoint region to replan. Use "
+                "checkpoint_blocks(fn, {BlockClass: policy}) to put a policy on the blocks of a model that has none."
+            )
+        audit = Audit()
+        outputs = rewrite(jaxpr, values, functools.partial(_run_region, checked, audit))
+        audit.check()
+        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+
+    return replanned
+
+
+def _run_region(
+    policy: Any, audit: Audit, body: Any, path: str, inputs: list[bool], values: list[Any], looped: bool
+) -> list[Any]:
+    if isinstance(policy, Policy) and not policy.checkpoint:
+        return compat.jaxpr_function(body)(*values)
+    block = plan_block(body, policy, path, inputs)
+    audit.saw(path, block)
+    return bind_block(block, values, looped=looped or compat.in_loop())

@@ -1,0 +1,146 @@
+"""A switch on the model, as OpenPI has it: checkpointing on, checkpointing off, the model otherwise unchanged."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from flax import linen, nnx
+
+from remat_jax.apply.blocks import checkpoint_blocks
+from remat_jax.apply.remat import remat
+from remat_jax.errors import ArgumentError, BlockError
+from remat_jax.policy import as_policy
+
+
+def enable_gradient_checkpointing(model: Any, policy: Any = "full", *, blocks: Any = None) -> Any:
+    """`model` with `policy` on its blocks from now on.
+
+    An NNX model is changed in place (and returned): its blocks change their class to a checkpointed subclass of the same name,
+    so that functions jitted before are traced anew. A Linen model is immutable: what is returned is checkpointed, with the same
+    parameters. Checkpointing has an effect only where a gradient is taken: in evaluation nothing is recomputed or moved.
+
+    Args:
+      model: an NNX module, or a Linen module that is not bound.
+      policy: a policy, its name or text.
+      blocks: a module class, a tuple of them, or a glob on module paths. An NNX model's default: the modules of one class that
+        stand side by side in a list, the outermost such lists. A Linen model has no such list before it is called: give them.
+
+    Raises:
+      ArgumentError: `model` is no module, or a Linen model without `blocks`.
+      BlockError: the model has no such blocks.
+
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(3)])
+    >>> enabled = enable_gradient_checkpointing(model, "dots", blocks=nnx.Linear)
+    >>> enabled is model, isinstance(model.layers[0], nnx.Linear), type(model.layers[0]) is nnx.Linear
+    (True, True, False)
+    >>> type(disable_gradient_checkpointing(model).layers[0]) is nnx.Linear
+    True
+    """
+    checked = as_policy(policy)
+    if isinstance(model, linen.Module):
+        return _enable_linen(model, checked, blocks)
+    if not isinstance(model, nnx.Module):
+        raise ArgumentError(f"model={model!r}: expected an NNX module or a Linen module")
+    disable_gradient_checkpointing(model)
+    found = _nnx_blocks(model, blocks)
+    if not found:
+        raise BlockError(_no_blocks(model, blocks))
+    for module in found:
+        module.__class__ = _checkpointed_class(type(module), checked)
+    return model
+
+
+def disable_gradient_checkpointing(model: Any) -> Any:
+    """`model` without the checkpointing that `enable_gradient_checkpointing` gave it; a plain model is returned as it is.
+
+    Raises:
+      ArgumentError: `model` is no module.
+    """
+    if isinstance(model, linen.Module):
+        plain = getattr(type(model), "_plain_class", None)
+        return plain(**_fields(model)) if plain is not None else model
+    if not isinstance(model, nnx.Module):
+        raise ArgumentError(f"model={model!r}: expected an NNX module or a Linen module")
+    for _, module in nnx.iter_graph(model):
+        plain = vars(type(module)).get("_plain_class")
+        if plain is not None:
+            module.__class__ = plain
+    return model
+
+
+@functools.lru_cache(maxsize=None)
+def _checkpointed_class(cls: type, policy: Any) -> type:
+    """One class per class and policy, so that the same switch gives the same jit cache entry."""
+    checkpointed = remat(cls, policy)
+    checkpointed._plain_class = cls  # type: ignore[attr-defined]
+    return checkpointed
+
+
+def _nnx_blocks(model: nnx.Module, blocks: Any) -> list[nnx.Module]:
+    modules = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
+    if blocks is None:
+        return _repeated(modules)
+    wanted = blocks if isinstance(blocks, tuple) else (blocks,)
+    classes = tuple(one for one in wanted if isinstance(one, type))
+    globs = [one for one in wanted if isinstance(one, str)]
+    if len(classes) + len(globs) != len(wanted):
+        raise ArgumentError(f"blocks={blocks!r}: expected a module class, a tuple of them, or a glob on module paths")
+    return [
+        node
+        for path, node in modules
+        if isinstance(node, classes) or any(fnmatchcase("/".join(map(str, path)), glob) for glob in globs)
+    ]
+
+
+def _repeated(modules: Iterable[tuple[tuple[Any, ...], nnx.Module]]) -> list[nnx.Module]:
+    """The modules of one class that stand side by side in a list; the outermost lists only."""
+    lists: dict[tuple[Any, ...], list[nnx.Module]] = defaultdict(list)
+    for path, node in modules:
+        if path and isinstance(path[-1], int):
+            lists[path[:-1]].append(node)
+    repeated = {where: nodes for where, nodes in lists.items() if len(nodes) > 1 and len(set(map(type, nodes))) == 1}
+    inner = {where for where in repeated for other in repeated if len(other) < len(where) and where[: len(other)] == other}
+    return [node for where, nodes in repeated.items() if where not in inner for node in nodes]
+
+
+def _no_blocks(model: nnx.Module, blocks: Any) -> str:
+    present = sorted({type(node).__name__ for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)})
+    wanted = "no list of two or more modules of one class" if blocks is None else f"no module for blocks={blocks!r}"
+    return f"model={type(model).__name__} has {wanted}. Pass blocks=… ; the module classes in it are: {', '.join(present)}."
+
+
+def _enable_linen(model: linen.Module, policy: Any, blocks: Any) -> linen.Module:
+    if blocks is None:
+        raise ArgumentError(
+            f"blocks=None for the Linen model {type(model).__name__}: a Linen model has no submodules before it is called. "
+            "Pass the block class: enable_gradient_checkpointing(model, policy, blocks=DecoderLayer)."
+        )
+    if model.scope is not None:
+        raise ArgumentError(f"model={type(model).__name__} is bound: enable checkpointing on the model before model.bind")
+    plain = disable_gradient_checkpointing(model)
+    wanted = blocks if isinstance(blocks, tuple) else (blocks,)
+    return _linen_class(type(plain), tuple((one, policy) for one in wanted))(**_fields(plain))
+
+
+@functools.lru_cache(maxsize=None)
+def _linen_class(cls: Any, policies: tuple[tuple[Any, Any], ...]) -> Any:
+    @functools.wraps(cls.__call__)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        return checkpoint_blocks(functools.partial(cls.__call__, self), dict(policies))(*args, **kwargs)
+
+    names = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    subclass = type(cls)(cls.__name__, (cls,), names)
+    subclass._plain_class = cls
+    return subclass
+
+
+def _fields(model: linen.Module) -> dict[str, Any]:
+    return {
+        field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.init and field.name != "parent"
+    }

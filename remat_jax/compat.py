@@ -1,0 +1,291 @@
+"""The one place that knows private JAX, differences between JAX versions, and the CUDA plugin.
+
+Everything else in the package uses public JAX. Supported: JAX 0.10.2 and later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import mesh as _mesh
+from jax._src import shard_map as _shard_map
+from jax._src import source_info_util as _source_info
+from jax._src.interpreters import partial_eval as _pe
+from jax.extend import core as jex
+
+from remat_jax.errors import UnsupportedError
+
+JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3])
+
+# Two JAX releases bake the wrong slot into the copy back of a scanned block's offloaded residuals on GPUs, so that gradients
+# are silently wrong (openxla/xla#46231). Read from the compiled text; unrolled offload and CPU are not touched.
+SCANNED_OFFLOAD_MISCOMPILED: frozenset[tuple[int, ...]] = frozenset({(0, 10, 2), (0, 11, 0)})
+
+_LOOPS = frozenset({"scan", "while_body", "while_loop", "fori_loop", "map", "associative_scan"})
+
+
+# --- jaxprs -----------------------------------------------------------------------------------------------------------
+
+
+def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
+    """`jaxpr` as a closed jaxpr; JAX 0.12 has one class for both, earlier versions two."""
+    if isinstance(jaxpr, jex.ClosedJaxpr):
+        return jaxpr
+    return jex.ClosedJaxpr(jaxpr, list(consts))
+
+
+def like(jaxpr: Any, template: Any) -> Any:
+    """The closed `jaxpr` in the form (open or closed) that an equation's parameter had."""
+    return jaxpr if isinstance(template, jex.ClosedJaxpr) else jaxpr.jaxpr
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether an equation's parameter is a jaxpr, open or closed."""
+    return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
+
+
+def eqn_outputs(eqn: Any, outputs: Any) -> list[Any]:
+    """The results of binding `eqn`, always as a list."""
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
+    """Evaluate `eqn` on `inputs` as JAX itself would, some of its parameters changed; keeps source lines and name stacks."""
+    params = eqn.primitive.get_bind_params({**eqn.params, **changed})
+    with eqn_context(eqn):
+        return eqn_outputs(eqn, eqn.primitive.bind(*inputs, **params))
+
+
+@contextlib.contextmanager
+def eqn_context(eqn: Any) -> Iterator[None]:
+    """Trace under the source line, name stack and context (mesh, compute type, …) that `eqn` was traced under."""
+    stack = _source_info.current_name_stack() + eqn.source_info.name_stack
+    with _source_info.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+@contextlib.contextmanager
+def inner_context(eqn: Any) -> Iterator[None]:
+    """Trace as inside the body of `eqn`: a `shard_map` binds its mesh axes there."""
+    if eqn.primitive.name != "shard_map":
+        yield
+        return
+    mesh, manual = eqn.params["mesh"], eqn.params["manual_axes"]
+    with _shard_map._extend_axis_env(mesh, manual), _mesh.use_abstract_mesh(_shard_map._as_manual_mesh(mesh, manual)):
+        yield
+
+
+def scopes(eqn: Any) -> tuple[str, ...]:
+    """The module path of `eqn`: the named scopes of its name stack, without the transformations."""
+    stack = eqn.source_info.name_stack.stack
+    return tuple(part for scope in stack if type(scope).__name__ == "Scope" for part in scope.name.split("/") if part)
+
+
+def source_line(eqn: Any) -> str:
+    """The user's `file:line (function)` that made `eqn`."""
+    return _source_info.summarize(eqn.source_info)
+
+
+def dce(jaxpr: Any, used_outputs: Sequence[bool] | None = None, *, keep_inputs: bool = True) -> Any:
+    """`jaxpr` (closed) without the equations that no used output needs, inside scans, jits and checkpoints as well."""
+    used = [True] * len(jaxpr.out_avals) if used_outputs is None else list(used_outputs)
+    pruned, _ = _pe.dce_jaxpr(jaxpr.jaxpr, used, instantiate=keep_inputs)
+    return jex.ClosedJaxpr(pruned, jaxpr.consts)
+
+
+def scan_layout(eqn: Any) -> tuple[int, int]:
+    """How many constants and carried values lead the operands of a `scan` equation."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].elts
+    return len(consts), len(carry)
+
+
+# --- checkpoint regions and names -------------------------------------------------------------------------------------
+
+
+def is_checkpoint(eqn: Any) -> bool:
+    """Whether `eqn` is a `jax.checkpoint` region, of the old rematerialisation or of `jax_remat3`."""
+    return eqn.primitive.name in ("checkpoint", "remat", "remat2") or _hi_primitive(eqn) == "RematTraced"
+
+
+def checkpoint_parts(eqn: Any) -> tuple[Any, dict[str, Any]]:
+    """The body of a checkpoint region as a closed jaxpr, and its other parameters."""
+    params = eqn.params["_prim"].params if _hi_primitive(eqn) == "RematTraced" else eqn.params
+    return closed(params["jaxpr"]), {key: value for key, value in params.items() if key != "jaxpr"}
+
+
+def given_name(eqn: Any) -> str | None:
+    """The name that `jax.ad_checkpoint.checkpoint_name` gave to the output of `eqn`, or None."""
+    if eqn.primitive.name == "name":
+        return eqn.params["name"]
+    if _hi_primitive(eqn) in ("CheckpointName", "CheckpointNameFwd"):
+        return eqn.params["_prim"].params["name"]
+    return None
+
+
+def _hi_primitive(eqn: Any) -> str | None:
+    return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else None
+
+
+def remat3() -> bool:
+    """Whether `jax_remat3`, JAX's new rematerialisation, is switched on."""
+    return bool(_config.remat3.value)
+
+
+def require_named_policies() -> None:
+    """Refuse where this JAX would silently recompute everything instead of honouring a policy of names.
+
+    Raises:
+      UnsupportedError: with `jax_remat3` on before JAX 0.12.
+    """
+    if remat3() and JAX_VERSION < (0, 12, 0):
+        raise UnsupportedError(
+            f"jax_remat3=True with JAX {jax.__version__}: this JAX turns policies of names silently into full recomputation; "
+            'switch it off with jax.config.update("jax_remat3", False), or use JAX 0.12 or later'
+        )
+
+
+# --- the state of tracing ---------------------------------------------------------------------------------------------
+
+
+def in_loop() -> bool:
+    """Whether what is being traced is the body of a `scan` or `while` loop, at any depth of `jit`, `vmap`, `grad`."""
+    trace = _core.trace_ctx.trace
+    while trace is not None:
+        debug = getattr(getattr(trace, "frame", None), "debug_info", None)
+        if getattr(debug, "traced_for", None) in _LOOPS:
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether `leaf` is an array or a tracer (Python scalars, strings, None and objects are not)."""
+    return isinstance(leaf, jax.Array | _core.Tracer) or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
+
+
+def is_traced(leaf: Any) -> bool:
+    """Whether `leaf` is a tracer: its value is not known while Python runs."""
+    return isinstance(leaf, _core.Tracer)
+
+
+def trace_context(default: Any) -> Callable[[Any], contextlib.AbstractContextManager[Any]]:
+    """A context whose value is part of JAX's trace caches: another value, another trace of every `jit` inside."""
+    return jax.make_user_context(default)
+
+
+def trace_context_value(context: Any) -> Any:
+    """The value that a `trace_context` has now."""
+    return context.value
+
+
+def jaxpr_function(jaxpr: Any) -> Callable[..., list[Any]]:
+    """The closed `jaxpr` as a function of its flat inputs."""
+    return jex.jaxpr_as_fun(jaxpr)
+
+
+# --- JAX's own policy objects -----------------------------------------------------------------------------------------
+
+
+def require_callable_policy(policy: Any) -> None:
+    """Refuse a policy object of JAX's where `jax_remat3` is known to turn it silently into full recomputation.
+
+    Raises:
+      UnsupportedError: with `jax_remat3` on before JAX 0.12, for anything but the policies that are data there.
+    """
+    if policy is not jax.checkpoint_policies.nothing_saveable:
+        require_named_policies()
+
+
+def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
+    """The primitives (or names) of `jaxpr`, at any depth, whose outputs JAX's own `policy` would offload."""
+    found = []
+    for eqn in jaxpr.jaxpr.eqns:
+        verdict = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
+        if type(verdict).__name__ == "Offloadable":
+            found.append(given_name(eqn) or eqn.primitive.name)
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                if is_jaxpr(inner):
+                    found += offloaded_by(policy, closed(inner))
+    return found
+
+
+def hoist_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """`jaxpr` with its constants as leading inputs, and the constants."""
+    consts = list(jaxpr.consts)
+    return (closed(_pe.convert_constvars_jaxpr(jaxpr.jaxpr)) if consts else jaxpr), consts
+
+
+BLOCK_NAME = "remat_jax_block"
+
+
+def is_block(eqn: Any) -> bool:
+    """Whether `eqn` is a checkpointed block of `remat_jax`, tied to its place in the schedule or not."""
+    if eqn.primitive.name != "custom_jvp_call":
+        return False
+    debug = getattr(eqn.params["call_jaxpr"].jaxpr, "debug_info", None)
+    return str(getattr(debug, "func_src_info", "")).startswith(BLOCK_NAME)
+
+
+def executed_bodies(eqn: Any) -> list[Any]:
+    """The bodies that running a `jax_remat3` region executes; empty for any other equation."""
+    if _hi_primitive(eqn) != "RematTraced":
+        return []
+    return [closed(eqn.params["_prim"].params["jaxpr"]).jaxpr]
+
+
+def itemsize(dtype: Any) -> int:
+    """The bytes of one element of `dtype`; an RNG key counts its key data."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return int(data.size * data.dtype.itemsize)
+    return int(dtype.itemsize)
+
+
+# --- XLA's GPU compiler without a GPU ---------------------------------------------------------------------------------
+
+GPU_COMPILER_ENVIRONMENT: dict[str, str] = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+"""Without it the CUDA plugin refuses to load where cuDNN is not installed."""
+
+GPU_COMPILER_FLAGS = "--xla_gpu_autotune_level=0"
+"""There is nothing to time kernels on."""
+
+_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+
+
+def gpu_compiler_installed() -> bool:
+    """Whether JAX's CUDA plugin, which holds XLA's GPU compiler, is installed; it is not loaded."""
+    return any(importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(name) for name in _PLUGINS)
+
+
+def require_gpu_compiler() -> None:
+    """Raise where XLA's GPU compiler is not there.
+
+    Raises:
+      UnsupportedError: with the command that installs it, or that there is none for this platform.
+    """
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedError(
+            f"sys.platform={sys.platform!r}: XLA's GPU compiler is published for Linux only; use target='cpu' here"
+        )
+    if not gpu_compiler_installed():
+        raise UnsupportedError(
+            "XLA's GPU compiler is not installed: pip install 'remat-jax[gpu-compile]' (jax-cuda13-plugin; no NVIDIA library "
+            "and no GPU is needed), or use target='cpu'"
+        )
+
+
+def keep_to_cpu_without_gpu() -> None:
+    """Before JAX starts: where there is no NVIDIA device, keep it from trying the CUDA plugin, which prints a traceback."""
+    if "JAX_PLATFORMS" not in os.environ and not os.path.exists("/dev/nvidiactl"):
+        jax.config.update("jax_platforms", "cpu")

@@ -1,0 +1,178 @@
+"""A block with its policy set: the one form in which every checkpoint of this package reaches JAX."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from remat_jax import compat
+from remat_jax.graph.naming import Named, name_linearised, name_residuals
+from remat_jax.policy import Action, Candidate, JaxPolicy, Policy
+
+Function = Callable[..., list[Any]]
+
+
+@dataclass(frozen=True)
+class PlannedBlock:
+    """A block, the names of its residuals, and its policy.
+
+    Attributes:
+      jaxpr: the block as a closed jaxpr, without our names.
+      named: the same with every array named.
+      policy: a policy (not `off`), or a policy object of JAX's own.
+    """
+
+    jaxpr: Any
+    named: Named
+    policy: Policy | JaxPolicy
+
+    @functools.cached_property
+    def linearised(self) -> Named:
+        """The linearisation along every input that has a derivative, its arrays named."""
+        smooth = [index for index, aval in enumerate(self.jaxpr.in_avals) if is_smooth(aval)]
+        avals = list(self.jaxpr.in_avals)
+        return _linearise(self.named, smooth, avals, [avals[index].to_tangent_aval() for index in smooth])
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every array that a policy can select: what the block computes, and what its derivative rules compute beside it."""
+        return tuple({**self.named.candidates, **self.linearised.candidates}.values())
+
+    @functools.cached_property
+    def offloaded(self) -> frozenset[str]:
+        """The names that the policy moves to the host."""
+        if not isinstance(self.policy, Policy):
+            return frozenset(compat.offloaded_by(self.policy, self.jaxpr))
+        if not self.policy.offloads:
+            return frozenset()
+        return decide(self.named, self.policy)[1] or decide(self.linearised, self.policy)[1]
+
+    def checkpointed(self, *, prevent_cse: bool) -> Function:
+        """The block as a function of the jaxpr's inputs, under its policy."""
+        if not isinstance(self.policy, Policy):
+            return jax.checkpoint(compat.jaxpr_function(self.jaxpr), policy=self.policy, prevent_cse=prevent_cse)
+        if compat.remat3():
+            policy = names_policy(*decide(self.named, self.policy))
+            return jax.checkpoint(compat.jaxpr_function(self.named.jaxpr), policy=policy, prevent_cse=prevent_cse)
+        return _differentiated_by_name(self.jaxpr, self.named, self.policy, prevent_cse)
+
+
+def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequence[bool]) -> PlannedBlock:
+    """Name the residuals of the block `jaxpr`, to run it under `policy`.
+
+    Args:
+      jaxpr: the block as a closed jaxpr.
+      policy: a policy (not `off`), or a policy object of JAX's own, which is passed on as it is.
+      path: the module path that leads the names.
+      inputs: for each input of `jaxpr`, whether `@inputs` means it.
+
+    Raises:
+      UnsupportedError: `jax_remat3` is on in a JAX that ignores such policies.
+    """
+    if not isinstance(policy, Policy):
+        compat.require_callable_policy(policy)
+    return PlannedBlock(jaxpr, name_residuals(jaxpr, path, inputs), policy)
+
+
+def decide(named: Named, policy: Policy) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that `policy` saves and those that it offloads."""
+    saved, offloaded = set(), set()
+    for name, candidate in named.candidates.items():
+        action = policy.action(candidate)
+        shape = named.shapes[name]
+        if action is Action.OFFLOAD and shape != () and 0 not in shape:
+            offloaded.add(name)
+        elif action is not Action.RECOMPUTE and not candidate.is_input:
+            # An input costs nothing to keep: it is there anyway. A scalar is not worth a copy.
+            saved.add(name)
+    return frozenset(saved), frozenset(offloaded)
+
+
+def names_policy(saved: frozenset[str], offloaded: frozenset[str]) -> JaxPolicy | None:
+    """The two lists of names as a policy of JAX's; None, JAX's word for recomputing everything, if both are empty.
+
+    Raises:
+      UnsupportedError: `jax_remat3` is on in a JAX that ignores such policies.
+    """
+    if not saved and not offloaded:
+        return None
+    compat.require_named_policies()
+    if not offloaded:
+        return jax.checkpoint_policies.save_only_these_names(*saved)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=sorted(saved),
+        names_which_can_be_offloaded=sorted(offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+def _differentiated_by_name(jaxpr: Any, named: Named, policy: Policy, prevent_cse: bool) -> Function:
+    """The block with a derivative of its own: the checkpoint stands around the linearisation, where every residual has a name.
+
+    `jax.checkpoint` around the block would be linearised by JAX itself, after the names were given.
+    """
+
+    def run(*primals: Any) -> list[Any]:
+        return compat.jaxpr_function(jaxpr)(*primals)
+
+    # `replan` knows a block of ours by this name.
+    run.__name__ = run.__qualname__ = compat.BLOCK_NAME
+    block = jax.custom_jvp(run)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
+        if not live:
+            outputs = run(*primals)
+            return outputs, [zero_tangent(out) for out in outputs]
+        directions = [tangents[index] for index in live]
+        linearised = _linearise(named, live, list(primals), directions)
+        jax_policy = names_policy(*decide(linearised, policy))
+        both = jax.checkpoint(compat.jaxpr_function(linearised.jaxpr), policy=jax_policy, prevent_cse=prevent_cse)
+        results = both(*primals, *directions)
+        outputs, changes = results[: len(jaxpr.out_avals)], iter(results[len(jaxpr.out_avals) :])
+        return outputs, [next(changes) if is_smooth(out) else zero_tangent(out) for out in outputs]
+
+    block.defjvp(jvp, symbolic_zeros=True)
+    return block
+
+
+def _linearise(named: Named, live: Sequence[int], primals: list[Any], directions: list[Any]) -> Named:
+    """The named jaxpr of `(*primals, *directions)` to the outputs and the tangents of the smooth ones."""
+    function = compat.jaxpr_function(named.jaxpr)
+
+    def push(primals: list[Any], directions: list[Any]) -> list[Any]:
+        def of_live(*changed: Any) -> list[Any]:
+            arguments = list(primals)
+            for index, value in zip(live, changed, strict=True):
+                arguments[index] = value
+            return function(*arguments)
+
+        outputs, changes = jax.jvp(of_live, tuple(primals[index] for index in live), tuple(directions))
+        return [*outputs, *(change for out, change in zip(outputs, changes, strict=True) if is_smooth(out))]
+
+    jaxpr, consts = compat.hoist_consts(jax.make_jaxpr(push)(primals, directions))
+    assert not consts, "a block's constants are its inputs"
+    return name_linearised(named, jaxpr, len(primals))
+
+
+def is_live(tangent: Any) -> bool:
+    """Whether a tangent of a `custom_jvp` rule with symbolic zeros is one that is differentiated along."""
+    return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0
+
+
+def is_smooth(out: Any) -> bool:
+    """Whether an output has a derivative; integers, booleans and RNG keys have not."""
+    return bool(jnp.issubdtype(out.dtype, jnp.inexact))
+
+
+def zero_tangent(out: Any) -> Any:
+    """The zero tangent of `out`; what has no derivative has tangents of dtype float0."""
+    return jnp.zeros(out.shape, out.dtype) if is_smooth(out) else np.zeros(out.shape, jax.dtypes.float0)

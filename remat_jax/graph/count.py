@@ -1,0 +1,83 @@
+"""Counting what a jaxpr really executes: matrix multiplications and their FLOPs, after dead code is gone, loops unrolled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.errors import UnsupportedError
+from remat_jax.graph.walk import inner_jaxprs
+
+MATMULS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "scaled_matmul_wrapper"})
+
+
+def matmuls(fn: Callable[..., Any], *args: Any) -> int:
+    """How many matrix multiplications one call of `fn` executes; a scanned one counts once per round.
+
+    >>> import jax, jax.numpy as jnp
+    >>> matmuls(jax.grad(lambda w: jnp.sum(jnp.sin(w @ w))), jnp.ones((4, 4)))
+    3
+    """
+    return count(jax.make_jaxpr(fn)(*args), lambda eqn: eqn.primitive.name in MATMULS)
+
+
+def flops(fn: Callable[..., Any], *args: Any) -> int:
+    """The floating-point operations of the matrix multiplications and convolutions of one call of `fn`, 2 per multiply-add.
+
+    >>> import jax.numpy as jnp
+    >>> flops(lambda a, b: a @ b, jnp.ones((2, 3)), jnp.ones((3, 5)))
+    60
+    """
+    return count(jax.make_jaxpr(fn)(*args), eqn_flops)
+
+
+def count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
+    """The sum of `weight(eqn)` over what the closed `jaxpr` executes, after dead-code elimination.
+
+    A `cond` counts as its most expensive branch.
+
+    Raises:
+      UnsupportedError: a `while` loop, whose number of rounds is not known before it runs, has weight in it.
+    """
+    return _count(compat.dce(jaxpr).jaxpr, weight)
+
+
+def _count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
+    total = 0
+    for eqn in jaxpr.eqns:
+        total += int(weight(eqn))
+        name = eqn.primitive.name
+        bodies = compat.executed_bodies(eqn) or _bodies(eqn)
+        counted = [_count(body, weight) for body in bodies]
+        if name == "cond":
+            total += max(counted, default=0)
+        elif name == "while" and any(counted):
+            raise UnsupportedError(
+                "a while loop with matrix multiplications in it cannot be counted: the number of its rounds is not known "
+                "before it runs. Use lax.scan or a fori_loop with static bounds inside lax.scan."
+            )
+        else:
+            total += sum(counted) * (eqn.params["length"] if name == "scan" else 1)
+    return total
+
+
+def _bodies(eqn: Any) -> list[Any]:
+    values = inner_jaxprs(eqn).values()
+    return [compat.closed(one).jaxpr for value in values for one in (value if isinstance(value, tuple) else (value,))]
+
+
+def eqn_flops(eqn: Any) -> int:
+    """The floating-point operations of one matrix multiplication or convolution, 2 per multiply-add; 0 for anything else."""
+    if eqn.primitive.name == "dot_general":
+        (contracting, _), _ = eqn.params["dimension_numbers"]
+        depth = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracting)
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * depth
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // out_features
+    return 0

@@ -1,0 +1,206 @@
+"""Giving every array of a block a name made of its module path, its primitive and a counter.
+
+A name is what a checkpoint policy can hold on to: JAX's own policies see only primitives. The name of an array is
+`module/path:primitive#k`, k counting from 0 in the order of execution; a user's own `checkpoint_name` takes its place.
+
+Names are given twice. First to what the block computes, so that they do not depend on how it is differentiated. Then, in its
+linearisation, to what the derivative rules compute beside it (the mask of a ReLU, the log-sum-exp of an attention kernel), and
+there a name moves to where its array is made: a rule that reads its own output (exp, tanh, softmax) reads the named array too.
+Without that, JAX would save the named copy and compute the array again for the rule.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from remat_jax import compat
+from remat_jax.graph.flow import flagged, has, inner_flags
+from remat_jax.graph.walk import inner_jaxprs, interpret, retrace
+from remat_jax.policy import Candidate
+
+# JAX's partial evaluation asks the policy about the equations inside these. What is inside anything else (`while`, kernels,
+# another checkpoint) it takes as a whole: only the outputs can be named.
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
+_CONTROL = frozenset({"scan", "cond", "shard_map"})
+
+
+@dataclass(frozen=True)
+class Named:
+    """A jaxpr with every array named, and what each name stands for.
+
+    Attributes:
+      jaxpr: the closed jaxpr; it computes what the unnamed one computes, bit for bit.
+      path: the block's module path.
+      candidates: name → what selectors see of it, in the order of execution.
+      shapes: name → the shape of the array (of a scanned one: in one round).
+      counts: how many names each `module/path:primitive` has.
+    """
+
+    jaxpr: Any
+    path: str
+    candidates: dict[str, Candidate]
+    shapes: dict[str, tuple[int, ...]]
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool]) -> Named:
+    """Name every array that the block `jaxpr` makes, and its inputs.
+
+    Args:
+      jaxpr: the block as a closed jaxpr.
+      path: the block's module path; it leads every automatic name.
+      inputs: for each input of `jaxpr`, whether it is an input of the block (and not a parameter or an RNG key).
+    """
+    namer = _Namer(path, {}, Counter())
+
+    def named(*args: Any) -> list[Any]:
+        args = tuple(namer.input(arg) if is_input else arg for arg, is_input in zip(args, inputs, strict=True))
+        return namer.run(jaxpr, args, (), [True] * len(args))
+
+    return namer.finished(retrace(jaxpr, named))
+
+
+def name_linearised(named: Named, linearised: Any, primals: int) -> Named:
+    """Name what the derivative rules made, in the jaxpr of `named`'s forward-mode derivative, and move the names it has.
+
+    Args:
+      linearised: the closed jaxpr of primals and tangents to both.
+      primals: how many of its inputs are primals; only what depends on nothing else can be kept for a backward pass.
+    """
+    namer = _Namer(named.path, named.candidates, Counter(named.counts))
+    known = [index < primals for index in range(len(linearised.in_avals))]
+    jaxpr = retrace(linearised, lambda *args: namer.run(linearised, args, (), known))
+    return namer.finished(jaxpr)
+
+
+def can_be_named(value: Any) -> bool:
+    """Whether a policy can keep `value`: RNG keys, tokens and references have no storage that could be moved."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended) and dtype != jax.dtypes.float0
+
+
+def _is_known(eqn: Any, flags: list[bool]) -> bool:
+    return all(flags)
+
+
+class _Namer:
+    """Names handed out so far."""
+
+    def __init__(self, path: str, before: dict[str, Candidate], counts: Counter[str]) -> None:
+        self.path = tuple(part for part in path.split("/") if part)
+        self.before, self.counts = before, counts
+        self.candidates: dict[str, Candidate] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def finished(self, jaxpr: Any) -> Named:
+        return Named(jaxpr, "/".join(self.path), self.candidates, self.shapes, self.counts)
+
+    def input(self, value: Any) -> Any:
+        name = self._next("/".join(self.path), "input")
+        return self._name(value, Candidate(name, "input", is_input=True))
+
+    def run(self, jaxpr: Any, args: Sequence[Any], outer: tuple[str, ...], known: Sequence[bool]) -> list[Any]:
+        """Evaluate `jaxpr` on `args` with the names in it; `known` says which inputs depend on primals only."""
+        given = _given_names(jaxpr)
+        fixed = flagged(jaxpr, known, _is_known)
+
+        def visit(eqn: Any, inputs: list[Any]) -> list[Any]:
+            path = self._relative(outer + compat.scopes(eqn))
+            flags = [has(atom, fixed) for atom in eqn.invars]
+            primitive = eqn.primitive.name
+            if compat.given_name(eqn) is not None:
+                outputs = inputs
+            elif primitive in _CALLS or primitive in _CONTROL:
+                outputs = compat.bind(eqn, inputs, **self._inside(eqn, flags, path))
+            else:
+                outputs = compat.bind(eqn, inputs)
+            with compat.eqn_context(eqn):
+                return [
+                    self._named(eqn, var, out, path, given.get(var, ()), var in fixed)
+                    for var, out in zip(eqn.outvars, outputs, strict=True)
+                ]
+
+        named_args = [
+            self._given(arg, given.get(var, ()), None) for var, arg in zip(jaxpr.jaxpr.invars, args, strict=True)
+        ]
+        return interpret(jaxpr, named_args, visit)
+
+    def _named(self, eqn: Any, var: Any, value: Any, path: tuple[str, ...], names: Sequence[str], known: bool) -> Any:
+        if names:
+            return self._given(value, names, eqn)
+        if not known or eqn.primitive.name in _CALLS or compat.given_name(eqn) is not None:
+            return value
+        name = self._next("/".join((*self.path, *path)), eqn.primitive.name)
+        return self._name(value, Candidate(name, eqn.primitive.name, has_batch_dims=_has_batch_dims(eqn)))
+
+    def _given(self, value: Any, names: Sequence[str], producer: Any) -> Any:
+        for name in names:
+            value = self._name(value, self.before.get(name) or _user_named(name, producer))
+        return value
+
+    def _inside(self, eqn: Any, flags: list[bool], path: tuple[str, ...]) -> dict[str, Any]:
+        changed = {}
+        for key, value in inner_jaxprs(eqn).items():
+            many = isinstance(value, tuple)
+            new = []
+            for one in value if many else (value,):
+                inner = compat.closed(one)
+                known = inner_flags(eqn, key, inner, flags, _is_known)
+                with compat.inner_context(eqn):
+                    renamed = retrace(inner, lambda *args, j=inner, k=known: self.run(j, args, path, k))
+                new.append(compat.like(renamed, one))
+            changed[key] = tuple(new) if many else new[0]
+        return changed
+
+    def _relative(self, path: tuple[str, ...]) -> tuple[str, ...]:
+        """`path` inside the block: Linen opens the block's own scope again, twice when it is lifted."""
+        own = self.path[-1] if self.path else ""
+        for _ in range(2):
+            if path and own and (path[0] == own or path[0].startswith(own + ".")):
+                path = path[1:]
+        return path
+
+    def _next(self, path: str, label: str) -> str:
+        base = f"{path}:{label}"
+        self.counts[base] += 1
+        return f"{base}#{self.counts[base] - 1}"
+
+    def _name(self, value: Any, candidate: Candidate) -> Any:
+        if not can_be_named(value):
+            return value
+        self.candidates.setdefault(candidate.name, candidate)
+        self.shapes.setdefault(candidate.name, tuple(value.shape))
+        return checkpoint_name(value, candidate.name)
+
+
+def _given_names(jaxpr: Any) -> dict[Any, list[str]]:
+    """The names that a variable is given in `jaxpr`: its only ones, wherever it is read."""
+    found: dict[Any, list[str]] = {}
+    for eqn in jaxpr.jaxpr.eqns:
+        name = compat.given_name(eqn)
+        if name is not None and not hasattr(eqn.invars[0], "val"):
+            found.setdefault(eqn.invars[0], []).append(name)
+    return found
+
+
+def _user_named(name: str, producer: Any) -> Candidate:
+    """A user's name on what `producer` makes (None: on an input), so that `@dots` still finds a named dot."""
+    if producer is None:
+        return Candidate(name, "name", user_named=True)
+    return Candidate(name, producer.primitive.name, has_batch_dims=_has_batch_dims(producer), user_named=True)
+
+
+def _has_batch_dims(eqn: Any) -> bool:
+    if eqn.primitive.name == "scaled_matmul_wrapper":
+        return bool(eqn.invars[0].aval.shape[0] != 1)
+    if eqn.primitive.name != "dot_general":
+        return False
+    _, (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    return bool(lhs_batch or rhs_batch)

@@ -1,0 +1,98 @@
+"""Where a value of a jaxpr comes from: back through calls, scans, casts and ties to the equation that made it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from remat_jax import compat
+from remat_jax.graph.walk import inner_jaxprs
+
+# What hands an array on unchanged: to the host, past a barrier, rounded to its own precision.
+_SAME = frozenset({"device_put", "reduce_precision", "copy", "optimization_barrier", "mul_identity"})
+_CALLS = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "shard_map", "custom_jvp_call", "custom_vjp_call", "remat2"}
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The maker of an array.
+
+    Attributes:
+      key: equal for values that are the same array.
+      kind: `argument`, `constant`, `named` (a residual name), `carry` (what a scan hands from round to round, stacked),
+        or `equation`.
+      name: the residual name; for what has none, `module/path:primitive`.
+      source: the user's source line.
+      scanned: whether it was stacked by a scan.
+    """
+
+    key: Any
+    kind: str
+    name: str
+    source: str = ""
+    scanned: bool = False
+
+
+def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = ()) -> Origin:
+    """The origin of `atom`, a variable or literal of the open `jaxpr`."""
+    if hasattr(atom, "val"):
+        return Origin(("literal", id(atom)), "constant", "literal")
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    while True:
+        if atom in jaxpr.invars:
+            return Origin(("argument", jaxpr.invars.index(atom)), "argument", f"argument {jaxpr.invars.index(atom)}")
+        if atom in jaxpr.constvars:
+            return Origin(("constant", id(atom)), "constant", "constant")
+        eqn = makers[atom]
+        index = eqn.outvars.index(atom)
+        name = compat.given_name(eqn)
+        if name is not None:
+            return Origin(atom, "named", name, _source(makers.get(eqn.invars[0]), eqn))
+        if eqn.primitive.name in _SAME:
+            atom = eqn.invars[index]
+        elif eqn.primitive.name in _CALLS:
+            found = _through_call(eqn, index, outer + compat.scopes(eqn))
+            if found.kind != "argument":
+                return Origin((atom, found.key), found.kind, found.name, found.source, found.scanned)
+            atom = eqn.invars[found.key[1]]
+        elif eqn.primitive.name == "scan":
+            found = _through_scan(eqn, index, outer + compat.scopes(eqn))
+            if found.kind != "argument":
+                return Origin((atom, found.key), found.kind, found.name, found.source, scanned=True)
+            atom = eqn.invars[found.key[1]]
+        else:
+            path = "/".join(outer + compat.scopes(eqn))
+            return Origin(atom, "equation", f"{path}:{eqn.primitive.name}", compat.source_line(eqn))
+        if hasattr(atom, "val"):
+            return Origin(("literal", id(atom)), "constant", "literal")
+
+
+def _source(producer: Any, eqn: Any) -> str:
+    return compat.source_line(producer if producer is not None else eqn)
+
+
+def _through_call(eqn: Any, index: int, path: tuple[str, ...]) -> Origin:
+    inner = compat.closed(next(iter(inner_jaxprs(eqn).values()))).jaxpr
+    return origin(inner, inner.outvars[index], path)
+
+
+def _through_scan(eqn: Any, index: int, path: tuple[str, ...]) -> Origin:
+    """The origin of an output of a scan: made in its body, carried, or a constant or row that it was given."""
+    body = compat.closed(eqn.params["jaxpr"]).jaxpr
+    consts, carry = compat.scan_layout(eqn)
+    found = origin(body, body.outvars[index], path)
+    if found.kind != "argument":
+        return found
+    operand = found.key[1]
+    if consts <= operand < consts + carry:
+        name = f"{'/'.join(path) or 'scan'}:carry#{operand - consts}"
+        return Origin(("carry", operand), "carry", name, compat.source_line(eqn))
+    return found
+
+
+def is_on_host(atom: Any) -> bool:
+    """Whether a variable of a jaxpr lives in host memory."""
+    space = getattr(atom.aval, "memory_space", None)
+    return getattr(space, "name", str(space)).lower().endswith("host")

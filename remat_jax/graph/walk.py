@@ -1,0 +1,55 @@
+"""Evaluating a jaxpr equation by equation, with some equations replaced: what the naming and the replanning share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+
+Visit = Callable[[Any, list[Any]], "list[Any] | None"]
+
+
+def interpret(jaxpr: Any, args: Sequence[Any], visit: Visit) -> list[Any]:
+    """Evaluate the closed `jaxpr` on `args`; `visit(eqn, inputs)` may give an equation's outputs, or None to bind it as it is."""
+    env: dict[Any, Any] = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    env.update(zip(jaxpr.jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if hasattr(atom, "val") else env[atom]
+
+    for eqn in jaxpr.jaxpr.eqns:
+        inputs = [read(atom) for atom in eqn.invars]
+        outputs = visit(eqn, inputs)
+        if outputs is None:
+            outputs = compat.bind(eqn, inputs)
+        env.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.jaxpr.outvars]
+
+
+def retrace(jaxpr: Any, function: Callable[..., Any]) -> Any:
+    """The closed jaxpr of `function` on the types of `jaxpr`'s inputs; constants that JAX lifts out stay constants."""
+    return jax.make_jaxpr(function)(*jaxpr.in_avals)
+
+
+def inner_jaxprs(eqn: Any) -> dict[str, Any]:
+    """The parameters of `eqn` that are jaxprs, or tuples of jaxprs (the branches of a `cond`)."""
+    found = {}
+    for key, value in eqn.params.items():
+        if compat.is_jaxpr(value) or (isinstance(value, tuple) and value and all(map(compat.is_jaxpr, value))):
+            found[key] = value
+    return found
+
+
+def map_inner(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The jaxpr parameters of `eqn` with `change` applied to each closed jaxpr, in the form that the equation had them."""
+
+    def one(value: Any) -> Any:
+        changed = change(compat.closed(value))
+        return compat.like(changed, value)
+
+    return {
+        key: tuple(map(one, value)) if isinstance(value, tuple) else one(value) for key, value in inner_jaxprs(eqn).items()
+    }

@@ -1,0 +1,62 @@
+"""The process that compiles: reads exported programs, compiles each for the target, prints what the compiler says.
+
+Run as a script, by path, so that it imports nothing but JAX: the CUDA plugin is loaded here and nowhere else, and whatever the
+compiler does (abort, hang, run out of memory) it does here. One JSON object per program on standard output, flushed at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import jax
+from jax import export
+from jax.experimental import topologies
+
+jax.config.update("jax_platforms", "cpu")  # the process itself computes on the CPU; the GPU is only described
+
+
+def sharding(request: dict[str, Any]) -> Any:
+    """Where the program runs: a described device, or the CPU of this process."""
+    if request["compiler_description"] is None:
+        return jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=request["compiler_description"], topology="1x1x1"
+    )
+    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def compiled(program: dict[str, Any], where: Any) -> dict[str, Any]:
+    """The sizes in bytes that the compiler reports for one program."""
+    with open(program["path"], "rb") as file:
+        exported = export.deserialize(bytearray(file.read()))
+    arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=where) for aval in exported.in_avals]
+    jitted = jax.jit(exported.call, donate_argnums=tuple(program["donated"]))
+    lowered = jitted.lower(*arguments)
+    executable = lowered.compile(compiler_options=program["compiler_options"] or None)
+    analysis = executable.memory_analysis()
+    text_path = program.get("text_path")
+    if text_path:
+        with open(text_path, "w", encoding="utf-8") as file:
+            file.write(executable.as_text())
+    names = ("temp", "argument", "output", "alias", "host_temp", "host_argument", "host_output", "host_alias")
+    # `peak_memory_in_bytes` is left out on purpose: on a GPU target it counts host buffers as device memory.
+    return {name: int(getattr(analysis, f"{name}_size_in_bytes")) for name in names}
+
+
+def main() -> None:
+    """Answer the request on standard input."""
+    request = json.load(sys.stdin)
+    where = sharding(request)
+    for program in request["programs"]:
+        try:
+            answer = {"sizes": compiled(program, where)}
+        except Exception as error:
+            # Whatever the compiler raises is the answer; the other programs may still compile.
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"key": program["key"], **answer}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""`measure`: the memory that one training step needs under a policy, as the target's own compiler lays it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.errors import ArgumentError
+from remat_jax.hardware import Target
+from remat_jax.hardware import target as target_named
+from remat_jax.memory.compiler import Program, Sizes, compile_programs, export_step
+from remat_jax.memory.report import MemoryReport, Receipt
+from remat_jax.memory.residuals import ResidualTable, residuals
+from remat_jax.policy import Action, Policy, Rule, as_policy
+from remat_jax.workload import Workload
+
+DEFAULT_TIMEOUT = 300.0
+
+
+def measure(workload: Workload, policy: Any, target: str | Target = "cpu", timeout: float = DEFAULT_TIMEOUT) -> MemoryReport:
+    """The memory of one training step of `workload` under `policy`, compiled for `target`; no GPU is needed or used.
+
+    The compiler runs in a process of its own. Where the policy offloads, a second step with `save` for `offload` is compiled
+    beside it, so that the receipt can say what the device gave back.
+
+    Args:
+      policy: a policy, its name or text, a policy object of JAX's, or a mapping from block to policy.
+      target: the name of a target (`"cpu"`, `"h200"`) or a `Target`.
+      timeout: seconds that compiling may take.
+
+    Raises:
+      TargetError: an unknown target.
+      CompileError: the compiler failed, aborted, hung or ran out of memory.
+      UnsupportedError: the target's compiler is not installed.
+      PolicyError, BlockError, NoEffectError: the policy is none, or has no effect on this workload.
+
+    >>> import jax, jax.numpy as jnp, flax.linen as nn
+    >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8)])
+    >>> x = jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
+    >>> job = Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), blocks=nn.Dense)
+    >>> measure(job, "full").argument_bytes  # two kernels, two biases, the batch
+    640
+    """
+    return measure_many(workload, [policy], target, timeout)[0]
+
+
+def measure_many(
+    workload: Workload,
+    policies: Sequence[Any],
+    target: str | Target = "cpu",
+    timeout: float = DEFAULT_TIMEOUT,
+    on_done: Callable[[str], None] | None = None,
+) -> list[MemoryReport]:
+    """`measure` of several policies in one compiling process; `on_done` is told of each policy as it is compiled."""
+    described = target if isinstance(target, Target) else target_named(target)
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or timeout <= 0:
+        raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds")
+    asked = [_Asked.of(workload, policy) for policy in policies]
+    programs = {}
+    for one in asked:
+        for policy in (one.policy, one.without_offload):
+            if policy is not None and (key := _text(policy)) not in programs:
+                programs[key] = export_step(key, workload.step(policy), described)
+    sizes = compile_programs(list(programs.values()), described, timeout=timeout, on_done=on_done)
+    return [_report(workload, one, described, sizes, programs) for one in asked]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A policy that is measured, the one it is held against, and what it keeps."""
+
+    policy: Any
+    without_offload: Any
+    residuals: ResidualTable | None
+
+    @classmethod
+    def of(cls, workload: Workload, policy: Any) -> _Asked:
+        checked = policy if isinstance(policy, dict) else as_policy(policy)
+        table = residuals(workload, checked) if workload.has_loss else None
+        without = _saving(checked) if isinstance(checked, Policy) and checked.offloads else None
+        return cls(checked, without, table)
+
+
+def _saving(policy: Policy) -> Policy:
+    """`policy` with its offloaded residuals saved; an offloaded input is kept, as `recompute` keeps it."""
+    rules: list[Rule] = []
+    for rule in policy.rules:
+        if rule.action is not Action.OFFLOAD:
+            rules.append(rule)
+            continue
+        saved = tuple(selector for selector in rule.selectors if selector != "@inputs")
+        if saved:
+            rules.append(Rule(Action.SAVE, saved))
+    return Policy(tuple(rules))
+
+
+def _text(policy: Any) -> str:
+    if isinstance(policy, dict):
+        return "; ".join(f"{getattr(block, '__name__', block)}: {_text(as_policy(one))}" for block, one in policy.items())
+    if isinstance(policy, Policy):
+        return policy.name or str(policy)
+    return getattr(policy, "__name__", repr(policy))
+
+
+def _report(
+    workload: Workload, asked: _Asked, target: Target, sizes: dict[str, Sizes], programs: dict[str, Program]
+) -> MemoryReport:
+    text = _text(asked.policy)
+    found, kept = sizes[text], asked.residuals
+    report = MemoryReport(
+        workload=workload.name,
+        policy=text,
+        target=target.name,
+        device_bytes=found.device,
+        temp_bytes=found.temp,
+        host_bytes=found.host,
+        argument_bytes=found.argument,
+        output_bytes=found.output,
+        alias_bytes=found.alias,
+        residual_device_bytes=kept.device_bytes if kept else None,
+        residual_host_bytes=kept.host_bytes if kept else None,
+        receipt=None,
+        measured_peak_bytes=None,
+        jax_version=jax.__version__,
+    )
+    if asked.without_offload is None:
+        return report
+    baseline = sizes[_text(asked.without_offload)]
+    scanned = bool(kept) and any(row.action == "offload" and row.scanned for row in kept)
+    return replace(report, receipt=_receipt(found, baseline, kept, target, scanned))
+
+
+def _receipt(found: Sizes, baseline: Sizes, kept: ResidualTable | None, target: Target, scanned: bool) -> Receipt:
+    offered = kept.host_bytes if kept else None
+    returned = baseline.device - found.device
+    warnings = []
+    if offered == 0:
+        warnings.append("the policy offloads nothing that the backward pass reads")
+    if target.kind == "cpu":
+        warnings.append("a CPU has one memory: what is offloaded stays in temp, and host_bytes is 0; ask a GPU target")
+    else:
+        if offered is not None and found.host < offered:
+            warnings.append(f"of {offered} bytes offered only {found.host} are in host memory")
+        if returned <= 0:
+            warnings.append(f"the device gives back nothing: it needs {-returned} bytes more than with everything saved")
+        if scanned and compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED:
+            warnings.append(
+                f"JAX {jax.__version__} miscompiles offload inside scan for GPUs: gradients are silently wrong "
+                "(openxla/xla#46231). The memory is right. Before running it use JAX 0.11.1 or later, unroll the layers, or "
+                "set XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
+            )
+    return Receipt(offered, found.host, returned, tuple(warnings))

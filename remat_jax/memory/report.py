@@ -1,0 +1,79 @@
+"""What a measurement says: plain data, printable."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from remat_jax.report.tables import format_bytes, render, table
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What an offload really did.
+
+    Attributes:
+      offered_bytes: the residuals that the policy hands to the host, from the linearisation.
+      host_bytes: what the compiled step keeps in host memory.
+      returned_bytes: how much less device memory it needs than under the same policy with `save` for `offload`
+        (an offloaded input: kept where it is); None where that was not compiled.
+      warnings: what did not happen as asked, in plain words; empty when all is well.
+    """
+
+    offered_bytes: int | None
+    host_bytes: int
+    returned_bytes: int | None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The memory of one training step under one policy, as compiled for one target, in bytes.
+
+    Attributes:
+      workload, policy, target: what was asked.
+      device_bytes: device memory needed: arguments + outputs − aliased + temp. Host memory is never part of it.
+      temp_bytes: scratch and everything kept between the passes.
+      host_bytes: host memory needed (temp, arguments and outputs that live there).
+      argument_bytes, output_bytes, alias_bytes: device memory of arguments, outputs, and outputs in an argument's place.
+      residual_device_bytes, residual_host_bytes: what is kept between the passes by the linearisation; None for a finished step.
+      receipt: what the offload did; None where the policy offloads nothing.
+      measured_peak_bytes: the allocator's peak on an attached device; None elsewhere.
+      jax_version: what compiled it.
+    """
+
+    workload: str
+    policy: str
+    target: str
+    device_bytes: int
+    temp_bytes: int
+    host_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    residual_device_bytes: int | None
+    residual_host_bytes: int | None
+    receipt: Receipt | None
+    measured_peak_bytes: int | None
+    jax_version: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; the keys are the attribute names."""
+        return asdict(self)
+
+    def __rich__(self) -> Any:
+        names = ("device_bytes", "temp_bytes", "host_bytes", "argument_bytes", "output_bytes", "alias_bytes")
+        more = ("residual_device_bytes", "residual_host_bytes")
+        rows = [
+            (name.removesuffix("_bytes").replace("_", " "), getattr(self, name), format_bytes(getattr(self, name)))
+            for name in names + more
+        ]
+        if self.receipt is not None:
+            rows.append(("offload: offered", self.receipt.offered_bytes, format_bytes(self.receipt.offered_bytes)))
+            rows.append(("offload: given back", self.receipt.returned_bytes, format_bytes(self.receipt.returned_bytes)))
+        caption = "\n".join(f"warning: {one}" for one in self.receipt.warnings) if self.receipt else None
+        title = f"{self.workload} under {self.policy} on {self.target} (JAX {self.jax_version})"
+        return table(title, ("memory", "bytes", ""), rows, caption=caption or None)
+
+    def __str__(self) -> str:
+        return render(self)

@@ -1,0 +1,195 @@
+"""The table of residuals: what is really kept between the forward and the backward pass, read from JAX's own linearisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.errors import UnsupportedError
+from remat_jax.graph.origins import Origin, is_on_host, origin
+from remat_jax.policy import Action, Policy, as_policy
+from remat_jax.report.tables import format_bytes, render, table
+from remat_jax.workload import Workload
+
+_EVERY_NAME = Policy.parse("everything")
+
+
+@dataclass(frozen=True)
+class Residual:
+    """One array that the backward pass reads, or several of the same name.
+
+    Attributes:
+      name: its residual name; `module/path:primitive` for what is made outside the blocks, `…:carry#k` for what a scan carries.
+      shape, dtype: of one array; a scanned one has the layers in front.
+      bytes: of all `count` arrays together.
+      action: what happens to it under the policy.
+      source: the user's source line.
+      count: how many arrays of this name there are.
+      scanned: whether it comes out of a `scan`, the layers stacked.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    action: str
+    source: str
+    count: int = 1
+    scanned: bool = False
+
+
+@dataclass(frozen=True)
+class ResidualTable:
+    """The residuals of one workload under one policy; parameters and batch are not residuals.
+
+    Attributes:
+      rows: the residuals, the kept ones first, largest first.
+      policy: the policy's text.
+      device_bytes, host_bytes: what is kept between the passes, in device and in host memory.
+      recompute_bytes: what the backward pass makes again.
+    """
+
+    rows: tuple[Residual, ...]
+    policy: str
+
+    def _total(self, action: Action) -> int:
+        return sum(row.bytes for row in self.rows if row.action == action.value)
+
+    @property
+    def device_bytes(self) -> int:
+        return self._total(Action.SAVE)
+
+    @property
+    def host_bytes(self) -> int:
+        return self._total(Action.OFFLOAD)
+
+    @property
+    def recompute_bytes(self) -> int:
+        return self._total(Action.RECOMPUTE)
+
+    def __iter__(self) -> Iterator[Residual]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; the keys are the attribute names."""
+        return {
+            "policy": self.policy,
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
+            "recompute_bytes": self.recompute_bytes,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+    def __rich__(self) -> Any:
+        totals = ", ".join(
+            f"{word} {format_bytes(amount)}"
+            for word, amount in (
+                ("device", self.device_bytes),
+                ("host", self.host_bytes),
+                ("recompute", self.recompute_bytes),
+            )
+        )
+        columns = ("residual", "shape", "dtype", "size", "action", "source")
+        rows = [
+            (
+                row.name + (f" ×{row.count}" if row.count > 1 else ""),
+                "×".join(map(str, row.shape)) or "scalar",
+                row.dtype,
+                format_bytes(row.bytes),
+                row.action,
+                row.source,
+            )
+            for row in self.rows
+        ]
+        return table(f"residuals under {self.policy}: {totals}", columns, rows)
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def residuals(workload: Workload, policy: Any) -> ResidualTable:
+    """What `workload` keeps between its forward and its backward pass under `policy`, and what it computes again.
+
+    Read from the linearisation that JAX itself makes under the policy: saved and offloaded rows are exactly the arrays that
+    leave its forward pass for its backward pass, each array once. Recomputed rows are the residuals that would be kept
+    if every named array were. Nothing is allocated or run.
+
+    Args:
+      workload: with a loss; a finished step has taken its gradient already.
+      policy: a policy, its name or text, `"off"` included.
+
+    Raises:
+      UnsupportedError: the workload was made by `Workload.from_step`.
+      PolicyError, BlockError, NoEffectError: the policy is none, or has no effect on this workload.
+
+    >>> import jax, jax.numpy as jnp, flax.linen as nn
+    >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8)])
+    >>> x = jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
+    >>> job = Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), blocks=nn.Dense)
+    >>> residuals(job, "offload: @inputs").host_bytes  # the inputs of both layers
+    128
+    """
+    checked = as_policy(policy) if not isinstance(policy, dict) else None
+    if not workload.has_loss:
+        raise UnsupportedError(
+            f"workload={workload.name!r} was made from a finished step, which takes its gradient inside: what it keeps between "
+            "the passes cannot be read from outside. Make a Workload of the loss instead."
+        )
+    kept = _kept(workload, policy)
+    rows = list(kept)
+    if not (isinstance(checked, Policy) and not checked.checkpoint):
+        names = {row.name for row in kept}
+        everything = {block: _EVERY_NAME for block in workload.blocks} if checked is not None else _all_of(policy)
+        rows += [replace(row, action="recompute") for row in _kept(workload, everything) if row.name not in names]
+    order = [action.value for action in Action]
+    rows.sort(key=lambda row: (order.index(row.action), -row.bytes, row.name))
+    text = str(checked) if checked is not None else "; ".join(f"{block}: {one}" for block, one in policy.items())
+    return ResidualTable(tuple(rows), text)
+
+
+def _all_of(policies: dict[Any, Any]) -> dict[Any, Policy]:
+    return {block: _EVERY_NAME for block in policies}
+
+
+def _kept(workload: Workload, policy: Any) -> list[Residual]:
+    """The arrays that leave the forward pass for the backward pass, those of one name together."""
+    loss, trained, frozen = workload.split_loss(policy)
+
+    def pullback(trained: Any, frozen: Any, *batch: Any) -> Any:
+        return jax.vjp(lambda p: loss(p, frozen, *batch), trained, has_aux=workload.has_aux)[1]
+
+    jaxpr = jax.make_jaxpr(pullback)(trained, frozen, *workload.batch).jaxpr
+    found: dict[Any, tuple[Origin, Any]] = {}
+    for atom in jaxpr.outvars:
+        if hasattr(atom, "val"):
+            continue
+        made = origin(jaxpr, atom)
+        if made.kind not in ("argument", "constant"):
+            found.setdefault((made.key, is_on_host(atom)), (made, atom))
+    rows: dict[Any, Residual] = {}
+    for made, atom in found.values():
+        row = _row(made, atom)
+        key = (row.name, row.shape, row.dtype, row.action)
+        before = rows.get(key)
+        rows[key] = replace(row, bytes=before.bytes + row.bytes, count=before.count + 1) if before else row
+    return list(rows.values())
+
+
+def _row(made: Origin, atom: Any) -> Residual:
+    aval = atom.aval
+    action = Action.OFFLOAD if is_on_host(atom) else Action.SAVE
+    return Residual(made.name, tuple(aval.shape), str(aval.dtype), _bytes(aval), action.value, made.source, scanned=made.scanned)
+
+
+def _bytes(aval: Any) -> int:
+    """The bytes of an array; an RNG key is as large as its data."""
+    return math.prod(aval.shape) * compat.itemsize(aval.dtype)

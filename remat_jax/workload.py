@@ -1,0 +1,239 @@
+"""A workload: a loss function, its parameters and batch, its blocks, and what else makes up one training step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from remat_jax import compat
+from remat_jax.apply.blocks import checkpoint_blocks
+from remat_jax.apply.nnx import known_paths
+from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.policy import JaxPolicy, Policy, as_policy
+
+Blocks = tuple[type | str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A finished training step: what a `Workload.from_step` was made of, or what a loss becomes.
+
+    Attributes:
+      function: takes the arguments and returns anything.
+      arguments: the flat leaves' shapes and dtypes in their pytrees; nothing is allocated.
+      donate_argnums: the arguments whose buffers the step may reuse.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donate_argnums: tuple[int, ...]
+
+
+class Workload:
+    """One training step of a model, described without running it.
+
+    Args:
+      loss: `loss(params, *batch)` gives a scalar, or a scalar and aux if `has_aux`.
+      params: pytree of arrays or `jax.ShapeDtypeStruct`; with the latter nothing is ever allocated.
+      batch: a tuple of arguments, pytrees of the same.
+      blocks: the unit of checkpointing: a Linen or NNX module class, a tuple of them, or a glob on module paths.
+      optimizer: an optax optimizer; its update is then part of the step.
+      trainable: which parameters have gradients and optimizer state: None for all, a glob (or a tuple of globs) on parameter
+        paths such as `"*lora*"`, or a function of the path and the leaf.
+      has_aux: the loss returns `(scalar, aux)`; aux is an output of the step.
+      donate: the step may reuse the buffers of parameters and optimizer state. Without an optimizer nothing is updated, and
+        nothing is donated.
+      mesh, shardings: for several devices; not served yet.
+      name: what reports call it.
+
+    Raises:
+      ArgumentError: naming the argument, its value, what was expected and the remedy.
+
+    >>> import jax, jax.numpy as jnp, flax.linen as nn
+    >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8)])
+    >>> x = jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
+    >>> job = Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), blocks=nn.Dense)
+    >>> jax.tree.leaves(jax.eval_shape(job.step("full").function, *job.step("full").arguments))[0].shape
+    ()
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        params: Any,
+        batch: tuple[Any, ...],
+        blocks: Any,
+        *,
+        optimizer: Any = None,
+        trainable: Any = None,
+        has_aux: bool = False,
+        donate: bool = True,
+        mesh: Any = None,
+        shardings: Any = None,
+        name: str | None = None,
+    ) -> None:
+        if not callable(loss):
+            raise ArgumentError(f"loss={loss!r}: expected a function loss(params, *batch)")
+        if not isinstance(batch, tuple):
+            raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
+        if mesh is not None or shardings is not None:
+            raise UnsupportedError("mesh/shardings: workloads on several devices are not served yet; leave both out")
+        if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+            raise ArgumentError(f"optimizer={optimizer!r}: expected an optax optimizer, with init and update")
+        self.loss, self.batch, self.optimizer = loss, _structs(batch, "batch"), optimizer
+        self.params = _structs(params, "params")
+        self.blocks = _checked_blocks(blocks)
+        self.trainable, self.has_aux, self.donate = trainable, has_aux, donate
+        self.name = name or getattr(loss, "__name__", "workload")
+        self._finished: Step | None = None
+        self._check_loss()
+
+    @classmethod
+    def from_step(
+        cls, step: Callable[..., Any], *args: Any, blocks: Any, donate_argnums: Sequence[int] = (), name: str | None = None
+    ) -> Workload:
+        """A finished train step as it is; a `jit` around it or inside it is fine.
+
+        What a backward pass keeps cannot be read from a step that takes its gradient inside: `residuals` refuses it.
+        """
+        self = cls.__new__(cls)
+        if not callable(step):
+            raise ArgumentError(f"step={step!r}: expected a function, the training step")
+        self.loss, self.optimizer, self.trainable = step, None, None
+        self.params, self.batch, self.has_aux, self.donate = None, (), False, bool(donate_argnums)
+        self.blocks, self.name = _checked_blocks(blocks), name or getattr(step, "__name__", "step")
+        self._finished = Step(step, _structs(args, "args"), tuple(donate_argnums))
+        return self
+
+    @classmethod
+    def from_nnx(
+        cls, model: nnx.Module, loss: Callable[..., Any], batch: tuple[Any, ...], blocks: Any = None, **options: Any
+    ) -> Workload:
+        """A workload of the NNX `model` and `loss(model, *batch)`.
+
+        The parameters are the model's `nnx.Param` state; other state (RNG counters, batch statistics, caches) is given to the
+        loss as it is. `options` are those of `Workload`.
+        """
+        if not isinstance(model, nnx.Module):
+            raise ArgumentError(f"model={model!r}: expected an NNX module")
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def of_params(params: Any, rest: Any, *batch: Any) -> Any:
+            merged = nnx.merge(graphdef, params, rest)
+            with known_paths(merged):
+                return loss(merged, *batch)
+
+        of_params.__name__ = getattr(loss, "__name__", "loss")
+        if not isinstance(batch, tuple):
+            raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
+        return cls(of_params, params, (rest, *batch), blocks, **options)
+
+    # --- what is measured ---------------------------------------------------------------------------------------------
+
+    def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+        """`fn` with `policy` on every block of the workload; a mapping from block to policy goes as it is."""
+        if isinstance(policy, dict):
+            return checkpoint_blocks(fn, policy)
+        checked: Policy | JaxPolicy = as_policy(policy)
+        if isinstance(checked, Policy) and not checked.checkpoint:
+            return fn
+        return checkpoint_blocks(fn, {block: checked for block in self.blocks})
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss is known, and not only a finished step."""
+        return self._finished is None
+
+    def split_loss(self, policy: Any) -> tuple[Callable[..., Any], Any, Any]:
+        """`(loss(trained, frozen, *batch) → scalar or (scalar, aux), trained, frozen)` under `policy`."""
+        trained, frozen, join = _split(self.params, self.trainable)
+        loss = self.with_policy(self.loss, policy)
+        return (lambda trained, frozen, *batch: loss(join(trained, frozen), *batch)), trained, frozen
+
+    def step(self, policy: Any) -> Step:
+        """One training step under `policy`: the gradient, and the optimizer's update when there is one."""
+        if self._finished is not None:
+            return dataclasses.replace(self._finished, function=self.with_policy(self._finished.function, policy))
+        loss, trained, frozen = self.split_loss(policy)
+        gradient = jax.value_and_grad(loss, has_aux=self.has_aux)
+        if self.optimizer is None:
+            return Step(gradient, (trained, frozen, *self.batch), ())
+        state = jax.eval_shape(self.optimizer.init, trained)
+
+        def update(trained: Any, state: Any, frozen: Any, *batch: Any) -> Any:
+            value, gradients = gradient(trained, frozen, *batch)
+            updates, state = self.optimizer.update(gradients, state, trained)
+            return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), trained, updates), state, value
+
+        return Step(update, (trained, state, frozen, *self.batch), (0, 1) if self.donate else ())
+
+    def _check_loss(self) -> None:
+        out = jax.eval_shape(self.loss, self.params, *self.batch)
+        value = out[0] if self.has_aux and isinstance(out, tuple) and len(out) == 2 else out
+        if not hasattr(value, "shape") or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+            shown = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", out)
+            expected = "(scalar, aux)" if self.has_aux else "a floating-point scalar; with aux, pass has_aux=True"
+            raise ArgumentError(f"loss: it returns {shown}, expected {expected}")
+
+
+def _structs(tree: Any, argument: str) -> Any:
+    """`tree` with a `ShapeDtypeStruct` in place of every array; Python scalars become arrays of their JAX type."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, bool | int | float | complex):
+            leaf = jnp.asarray(leaf)
+        if not compat.is_array(leaf):
+            raise ArgumentError(
+                f"{argument} holds {leaf!r} of type {type(leaf).__name__}: expected arrays or jax.ShapeDtypeStruct. Bind other "
+                "values into the loss (a lambda or functools.partial)."
+            )
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def _checked_blocks(blocks: Any) -> Blocks:
+    wanted = blocks if isinstance(blocks, tuple) else (blocks,)
+    for block in wanted:
+        is_module = isinstance(block, type) and issubclass(block, linen.Module | nnx.Module)
+        if not is_module and not (isinstance(block, str) and block):
+            raise ArgumentError(
+                f"blocks={blocks!r}: expected a flax.linen or flax.nnx module class, a tuple of them, or a glob on module paths"
+            )
+    if not wanted:
+        raise ArgumentError("blocks=(): expected at least one module class or glob on module paths")
+    return wanted
+
+
+def _split(params: Any, trainable: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
+    """The trained leaves, the frozen ones, and how to put them together; both are dicts by parameter path."""
+    if trainable is None:
+        return params, {}, lambda trained, _: trained
+    leaves, treedef = jax.tree.flatten_with_path(params)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    chosen = [_is_trainable(trainable, path, leaf) for path, (_, leaf) in zip(paths, leaves, strict=True)]
+    if not any(chosen):
+        raise ArgumentError(
+            f"trainable={trainable!r} selects no parameter; the first paths are: {', '.join(paths[:5])}"
+        )
+    trained = {path: leaf for path, (_, leaf), yes in zip(paths, leaves, chosen, strict=True) if yes}
+    frozen = {path: leaf for path, (_, leaf), yes in zip(paths, leaves, chosen, strict=True) if not yes}
+
+    def join(trained: Any, frozen: Any) -> Any:
+        return jax.tree.unflatten(treedef, [(trained if path in trained else frozen)[path] for path in paths])
+
+    return trained, frozen, join
+
+
+def _is_trainable(trainable: Any, path: str, leaf: Any) -> bool:
+    if callable(trainable):
+        return bool(trainable(path, leaf))
+    globs = (trainable,) if isinstance(trainable, str) else tuple(trainable)
+    return any(fnmatchcase(path, glob) for glob in globs)
