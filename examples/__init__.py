@@ -1,0 +1,1 @@
+"""Real models, real text and complete jobs, each one runnable."""

@@ -1,0 +1,251 @@
+"""Weights and gradients from the PyTorch reference models into their Flax twins, as a table.
+
+Parameters have one form here: Linen's tree of nested dictionaries, `layers_0/…` unrolled or `layers/…` stacked on axis
+0. `load_nnx` and `nnx_tree` carry that form into an NNX model and back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+Array = Any
+Tree = dict[str, Any]
+
+
+class Entry(NamedTuple):
+    """One line of the map: a PyTorch tensor, its Flax path, the transform, and that transform's adjoint.
+
+    The adjoint pulls a Flax gradient back into PyTorch's shape. Each transform here is a permutation, so it is also
+    the transform's inverse, and the transform itself carries gradients from PyTorch to Flax.
+    """
+
+    torch: str
+    flax: str
+    transform: Callable[[np.ndarray], np.ndarray]
+    adjoint: Callable[[np.ndarray], np.ndarray]
+
+
+def same(x: np.ndarray) -> np.ndarray:
+    """The identity."""
+    return x
+
+
+def _linear(torch: str, flax: str, weight: str = ".weight", bias: str = ".bias") -> tuple[Entry, Entry]:
+    # PyTorch keeps (out, in), Flax (in, out); on a square weight nothing but the numbers shows a missing transpose.
+    kernel = Entry(f"{torch}{weight}", f"{flax}/kernel", np.transpose, np.transpose)
+    return kernel, Entry(f"{torch}{bias}", f"{flax}/bias", same, same)
+
+
+def _norm(name: str) -> tuple[Entry, Entry]:
+    return Entry(f"{name}.weight", f"{name}/scale", same, same), Entry(f"{name}.bias", f"{name}/bias", same, same)
+
+
+LAYER: tuple[Entry, ...] = (
+    *_linear("self_attn", "self_attn/in_proj", ".in_proj_weight", ".in_proj_bias"),
+    *_linear("self_attn.out_proj", "self_attn/out_proj"),
+    *_linear("ffn.0", "ffn/up"),
+    *_linear("ffn.2", "ffn/down"),
+    *_norm("norm1"),
+    *_norm("norm2"),
+)
+AROUND: tuple[Entry, ...] = (
+    Entry("embedding.weight", "embed/embedding", same, same),
+    Entry("position.weight", "positions/embedding", same, same),
+    *_linear("head", "head"),
+)
+
+
+class Model(NamedTuple):
+    """The map of one model: its entries outside the layers, those of each layer, and PyTorch's name of layer {}."""
+
+    around: tuple[Entry, ...] = ()
+    layer: tuple[Entry, ...] = ()
+    layers: str = ""
+
+
+MODELS = {
+    "ToyModel": Model(),
+    "DecoderLayer": Model(around=LAYER),
+    "DecoderStack": Model(layer=LAYER, layers="layers.{}."),
+    "ByteDecoder": Model(around=AROUND, layer=LAYER, layers="decoder.layers.{}."),
+}
+
+
+def from_torch(state_dict: Mapping[str, Any], model_kind: str, *, scan: bool = False, like: Any = None) -> Tree:
+    """Return the Linen parameters that equal a PyTorch state dict, in its dtypes.
+
+    `state_dict` maps names to NumPy arrays or tensors; `model_kind` is a key of `MODELS`; `scan` stacks the layers on
+    axis 0. Every tensor is used exactly once and every parameter filled. `like` (the model's own parameters, arrays or
+    `jax.ShapeDtypeStruct`) is checked for paths and shapes, which alone shows a *last* layer that was forgotten.
+    The leaves are NumPy arrays: `jnp.asarray` makes float64 into float32 unless x64 is on.
+
+    Raises:
+        ValueError: naming every missing or unexpected tensor at once; with `like`, every misshapen one too.
+
+    >>> names = [entry.torch for entry in LAYER]
+    >>> tree = from_torch(dict.fromkeys(names, np.zeros((4, 4))), "DecoderLayer")
+    >>> sorted(tree["ffn"])
+    ['down', 'up']
+    """
+    arrays = {name: as_numpy(tensor) for name, tensor in state_dict.items()}
+    entries = _entries(model_kind, _count_layers(r"(?:decoder\.)?layers\.(\d+)\.", arrays))
+    expected = {entry.torch for entry in entries}
+    problems = [f"{name}: missing from the state dict" for name in sorted(expected - arrays.keys())]
+    problems += [f"{name}: fits no parameter of {model_kind}" for name in sorted(arrays.keys() - expected)]
+    _raise(problems, model_kind)
+    flat = {entry.flax: entry.transform(arrays[entry.torch]) for entry in entries}
+    if scan:
+        flat = _stack(flat)
+    tree = unflatten_dict(flat, sep="/")
+    if like is not None:
+        _raise(_differences(like, tree), model_kind)
+    return tree
+
+
+def gradients_from_torch(
+    named_gradients: Mapping[str, Any], model_kind: str, *, scan: bool = False, like: Any = None
+) -> Tree:
+    """Return PyTorch gradients, name → gradient, where and how Flax has them.
+
+    Gradients travel by the inverse of the adjoint. Every transform of this table is a permutation, for which that is
+    the transform itself; a table with a scaled entry would need the difference.
+
+    Raises:
+        ValueError: as `from_torch`; a parameter whose gradient is None counts as missing.
+    """
+    present = {name: gradient for name, gradient in named_gradients.items() if gradient is not None}
+    return from_torch(present, model_kind, scan=scan, like=like)
+
+
+def gradients_to_torch(tree: Mapping[str, Any], model_kind: str) -> dict[str, np.ndarray]:
+    """Return Flax gradients (unrolled or stacked) under PyTorch's names and in its shapes: the adjoint of the map."""
+    flat = flatten(unstack_layers(tree))
+    entries = _entries(model_kind, _count_layers(r"layers_(\d+)/", flat))
+    missing = [f"{entry.flax}: missing from the gradients" for entry in entries if entry.flax not in flat]
+    extra = sorted(flat.keys() - {entry.flax for entry in entries})
+    _raise(missing + [f"{path}: fits no parameter of {model_kind}" for path in extra], model_kind)
+    return {entry.torch: entry.adjoint(flat[entry.flax]) for entry in entries}
+
+
+def _count_layers(pattern: str, names: Iterable[str]) -> int:
+    """Return one more than the highest layer number, so that a layer left out in between is missed; at least one."""
+    return max((int(match[1]) for name in names if (match := re.match(pattern, name))), default=0) + 1
+
+
+def _entries(model_kind: str, num_layers: int) -> list[Entry]:
+    if model_kind not in MODELS:
+        raise ValueError(f"model_kind={model_kind!r} is unknown: choose one of {', '.join(MODELS)}")
+    model = MODELS[model_kind]
+    repeated = [
+        entry._replace(torch=model.layers.format(index) + entry.torch, flax=f"layers_{index}/{entry.flax}")
+        for index in range(num_layers)
+        for entry in model.layer
+    ]
+    return [*model.around, *repeated]
+
+
+def as_numpy(tensor: Any) -> np.ndarray:
+    """Return a NumPy array of a tensor, a JAX array or a NumPy array, its dtype kept, bfloat16 too."""
+    if not hasattr(tensor, "detach"):
+        return np.asarray(tensor)
+    tensor = tensor.detach().cpu()
+    if str(tensor.dtype) == "torch.bfloat16":  # PyTorch has no way from bfloat16 to NumPy
+        return tensor.float().numpy().astype(jnp.bfloat16)
+    return tensor.numpy().copy()  # a view would change under the next optimizer step
+
+
+def flatten(tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return a tree of parameters or gradients as path → NumPy array, the form that `remat_jax.parity` compares.
+
+    >>> list(flatten({"head": {"bias": np.zeros(2)}}))
+    ['head/bias']
+    """
+    return {path: np.asarray(leaf) for path, leaf in flatten_dict(dict(tree), sep="/").items()}
+
+
+def stack_layers(tree: Mapping[str, Any]) -> Tree:
+    """Return `layers_0/…`, `layers_1/…` as `layers/…`, stacked on axis 0; the rest as it is."""
+    return unflatten_dict(_stack(flatten(tree)), sep="/")
+
+
+def unstack_layers(tree: Mapping[str, Any]) -> Tree:
+    """Return `layers/…`, stacked on axis 0, as `layers_0/…`, `layers_1/…`; the rest as it is.
+
+    >>> unstack_layers({"layers": {"norm1": {"scale": np.array([[1.0], [2.0]])}}})["layers_1"]["norm1"]["scale"]
+    array([2.])
+    """
+    flat: dict[str, np.ndarray] = {}
+    for path, leaf in flatten(tree).items():
+        if path.startswith("layers/"):
+            flat |= {f"layers_{index}/{path.removeprefix('layers/')}": each for index, each in enumerate(leaf)}
+        else:
+            flat[path] = leaf
+    return unflatten_dict(flat, sep="/")
+
+
+def _stack(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    result: dict[str, np.ndarray] = {}
+    numbered: dict[str, dict[int, np.ndarray]] = {}
+    for path, leaf in flat.items():
+        if match := re.match(r"layers_(\d+)/(.*)", path):
+            numbered.setdefault(f"layers/{match[2]}", {})[int(match[1])] = leaf
+        else:
+            result[path] = leaf
+    # By number and not by name, where layers_10 comes before layers_2.
+    return result | {path: np.stack([leaves[i] for i in sorted(leaves)]) for path, leaves in numbered.items()}
+
+
+def load_nnx(model: nnx.Module, tree: Mapping[str, Any]) -> nnx.Module:
+    """Put Linen-form parameters into an NNX model in place, dtypes kept, and return it.
+
+    The model may be abstract (`nnx.eval_shape`), so that it is never initialised; the parameters may be traced.
+
+    Raises:
+        ValueError: naming every parameter that the model or the tree lacks, or whose shape differs; and where JAX
+            would make float64 into float32, x64 being off.
+    """
+    _raise(_differences(nnx_tree(nnx.state(model, nnx.Param)), tree), type(model).__name__)
+    flat = flatten_dict(dict(tree), sep="/")
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    filled = [(keys, variable.replace(_as_jax(flat[_path(keys)]))) for keys, variable in state]
+    nnx.update(model, nnx.from_flat_state(filled))
+    return model
+
+
+def nnx_tree(state: Any) -> Tree:
+    """Return an NNX state of parameters, or gradients of that form, as Linen's tree: `layers.0` becomes `layers_0`."""
+    flat = {_path(keys): variable.get_value() for keys, variable in nnx.to_flat_state(state)}
+    return unflatten_dict(flat, sep="/")
+
+
+def _as_jax(array: Array) -> jax.Array:
+    result = jnp.asarray(array)
+    if result.dtype != array.dtype:
+        raise ValueError(f"the weights are {array.dtype.name} and JAX made {result.dtype.name} of them: enable x64")
+    return result
+
+
+def _path(keys: Iterable[str | int]) -> str:
+    return re.sub(r"^layers/(\d+)/", r"layers_\1/", "/".join(map(str, keys)))
+
+
+def _differences(like: Any, tree: Mapping[str, Any]) -> list[str]:
+    wanted = {"/".join(str(key.key) for key in path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(like)}
+    given = {path: leaf.shape for path, leaf in flatten_dict(dict(tree), sep="/").items()}
+    problems = [f"{path}: missing" for path in sorted(wanted.keys() - given.keys())]
+    problems += [f"{path}: the model has no such parameter" for path in sorted(given.keys() - wanted.keys())]
+    both = sorted(wanted.keys() & given.keys())
+    return problems + [f"{p}: shape {given[p]}, expected {wanted[p]}" for p in both if given[p] != wanted[p]]
+
+
+def _raise(problems: list[str], model: str) -> None:
+    if problems:
+        raise ValueError(f"the weights do not fit {model}, {len(problems)} problems:\n  " + "\n  ".join(problems))

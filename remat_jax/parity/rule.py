@@ -1,0 +1,159 @@
+"""The parity rule: a port's error against float64 may be a few times that of the original, and no more.
+
+A fixed tolerance cannot judge gradients: their norms span many decades, and `rtol=atol=1e-2` passes most tensors with
+the sign flipped. So both frameworks are measured against the same computation in float64, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from remat_jax.errors import ArgumentError
+from remat_jax.parity.tolerances import TOLERANCES, dtype_name, epsilon
+
+Tensors = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The verdict on one tensor.
+
+    `ratio` is err_jax / max(err_torch, ε·g), the number that may be at most 4; `problem` says what made the tensor
+    incomparable (missing, shape, dtype, not finite, no usable reference) and is empty otherwise. A row with a problem
+    has not passed.
+    """
+
+    name: str
+    err_jax: float
+    err_torch: float
+    bound: float
+    ratio: float
+    passed: bool
+    problem: str = ""
+
+
+def judge(reference64: Tensors, candidate_jax: Tensors, candidate_torch: Tensors, dtype: Any) -> list[Row]:
+    """Judge every tensor by the parity rule: err_jax ≤ 4 · max(err_torch, ε(dtype) · g).
+
+    err = ‖x − x₆₄‖ (Euclidean, summed in float64) and g = the norm of all of `reference64` together: give one kind of
+    quantity at a time (all gradients, or all outputs). The three are flat: name → array; the candidates' arrays are in
+    `dtype`. There is a row for every name of any of them, the reference's first; a tensor that is missing, unexpected,
+    of another shape or dtype, or not finite on any side is a failed row. So is one where PyTorch itself is farther from
+    the reference than any rounding (0.1 · g): the two are not the same computation, and the bound would admit anything.
+
+    Raises:
+        ArgumentError: when `reference64` is empty (nothing would be compared) or `dtype` is not in the table.
+
+    >>> reference = {"w": np.array([1.0, 2.0])}
+    >>> torch = {"w": np.array([1.0, 2.0000002], np.float32)}
+    >>> [row.passed for row in judge(reference, {"w": np.array([1.0, 2.0], np.float32)}, torch, "float32")]
+    [True]
+    >>> [row.passed for row in judge(reference, {"w": np.array([1.0, -2.0], np.float32)}, torch, "float32")]
+    [False]
+    """
+    epsilon(dtype)  # an unknown dtype is an error of the caller's, not a failed row
+    norm = global_norm(reference64)
+    return [
+        _row(name, reference64, candidate_jax, candidate_torch, dtype_name(dtype), norm)
+        for name in _names(reference64, candidate_jax, candidate_torch)
+    ]
+
+
+def _row(name: str, reference: Tensors, jax: Tensors, torch: Tensors, dtype: str, norm: float) -> Row:
+    problems = [
+        problem
+        for problem in (
+            _problem("the reference", reference, name, "float64", reference),
+            _problem("JAX", jax, name, dtype, reference),
+            _problem("PyTorch", torch, name, dtype, reference),
+        )
+        if problem
+    ]
+    if not math.isfinite(norm):
+        problems.append("the reference's global norm is not finite")
+    if problems:
+        return Row(name, math.inf, math.inf, 0.0, math.inf, passed=False, problem="; ".join(problems))
+    err_jax, err_torch = _distance(reference[name], jax[name]), _distance(reference[name], torch[name])
+    rounding, meaningful = epsilon(dtype) * norm, TOLERANCES["meaningful_error"].value * norm
+    if not err_torch <= meaningful:
+        problem = f"PyTorch is {err_torch:.2g} from the reference, more than {meaningful:.2g}: no rounding error"
+    else:
+        problem = ""
+    allowed = max(err_torch, rounding)
+    bound = TOLERANCES["error_ratio"].value * allowed
+    ratio = err_jax / allowed if allowed else (0.0 if err_jax == 0 else math.inf)
+    return Row(name, err_jax, err_torch, bound, ratio, passed=not problem and err_jax <= bound, problem=problem)
+
+
+def float64_error(reference: Tensors, candidate: Tensors) -> tuple[float, str]:
+    """Return the largest relative error of a float64 candidate, and the name of the tensor that has it.
+
+    Per tensor ‖candidate − reference‖ / max(‖reference‖, 1e-3 · g), g being the norm of all of `reference` together;
+    compare it with `TOLERANCES["float64"]`. A tensor that is missing, unexpected, of another shape, not float64 or not
+    finite has the error infinity.
+
+    Raises:
+        ArgumentError: when `reference` is empty: nothing would be compared.
+
+    >>> float64_error({"w": np.array([3.0, 4.0])}, {"w": np.array([3.0, 4.5])})
+    (0.1, 'w')
+    >>> float64_error({"w": np.array([3.0, 4.0])}, {})
+    (inf, 'w')
+    """
+    floor = TOLERANCES["float64_floor"].value * global_norm(reference)
+    errors = []
+    for name in _names(reference, candidate):
+        sides = (("the reference", reference), ("the candidate", candidate))
+        if not math.isfinite(floor) or any(_problem(label, x, name, "float64", reference) for label, x in sides):
+            errors.append((math.inf, name))
+            continue
+        distance = _distance(reference[name], candidate[name])
+        scale = max(_norm(np.asarray(reference[name])), floor)
+        errors.append((0.0 if distance == 0 else distance / scale if scale else math.inf, name))
+    return max(errors, key=lambda entry: entry[0])
+
+
+def global_norm(tensors: Tensors) -> float:
+    """Return the Euclidean norm of all tensors together, summed in float64.
+
+    Raises:
+        ArgumentError: when there is no tensor.
+
+    >>> global_norm({"a": np.array([3.0]), "b": np.array([[4.0]])})
+    5.0
+    """
+    if not tensors:
+        raise ArgumentError("the reference holds no tensor, expected at least one: an empty comparison proves nothing")
+    return math.hypot(*(_norm(np.asarray(x).astype(np.float64)) for x in tensors.values()))
+
+
+def _norm(x: np.ndarray) -> float:
+    # Divided by the largest first, so that neither a square overflows nor a wrong tiny value squares to nothing.
+    largest = float(np.max(np.abs(x), initial=0.0))
+    return largest * float(np.linalg.norm(np.ravel(x) / largest)) if 0 < largest < math.inf else largest
+
+
+def _names(*sides: Tensors) -> Iterable[str]:
+    return dict.fromkeys(name for side in sides for name in side)
+
+
+def _problem(side: str, tensors: Tensors, name: str, dtype: str, reference: Tensors) -> str:
+    """Say what makes this side's tensor incomparable; empty when nothing does."""
+    if name not in tensors:
+        return f"missing in {side}"
+    found = np.asarray(tensors[name])
+    if found.dtype.name != dtype:
+        return f"{side} has dtype {found.dtype.name}, expected {dtype}"
+    if name in reference and found.shape != np.shape(reference[name]):
+        return f"{side} has shape {found.shape}, expected {np.shape(reference[name])}"
+    return "" if np.isfinite(found.astype(np.float64)).all() else f"not finite in {side}"
+
+
+def _distance(reference: Any, candidate: Any) -> float:
+    with np.errstate(over="ignore"):  # an infinite distance fails as it should
+        return _norm(np.asarray(candidate).astype(np.float64) - np.asarray(reference))

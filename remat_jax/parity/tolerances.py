@@ -1,0 +1,83 @@
+"""Every constant of the parity checks, each with its reason. There is no tolerance anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from remat_jax.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """A number and why it is that number."""
+
+    value: float
+    reason: str
+
+
+TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
+    {
+        "error_ratio": Tolerance(
+            4.0,
+            "times that JAX's rounding error may exceed PyTorch's. Two correct implementations differ in the order "
+            "of their sums; ratios up to 1.6 are seen on transformers, a wrong sign, scale or transpose gives "
+            "thousands in float32.",
+        ),
+        "float64": Tolerance(
+            1e-12,
+            "relative error of a correct port in float64, norm-wise per tensor. Rounding gives about 1e-15 on a few "
+            "layers and grows with depth and contraction length; a hidden down-cast to float32 gives 1e-8.",
+        ),
+        "float64_floor": Tolerance(
+            1e-3,
+            "the part of the global norm below which a tensor's own norm is no measure of its error: a gradient that "
+            "cancels to nothing still carries rounding of ε·g. 4·ε(float64)/1e-12 = 9e-4, so the float64 check never "
+            "asks for more than the parity rule grants.",
+        ),
+        "meaningful_error": Tolerance(
+            0.1,
+            "part of the global norm beyond which PyTorch's own error is no rounding but another computation: TF32 "
+            "gives 1e-3 and bfloat16 some 1e-2. A bound that grew out of it would admit anything.",
+        ),
+        "loss": Tolerance(
+            1e-5,
+            "relative difference of two training losses in float32 over 20 steps: ε(float32) = 1.2e-7, and each step's "
+            "rounding is carried into the next by the optimizer.",
+        ),
+        "epsilon_float64": Tolerance(2.0**-52, "distance from 1 to the next float64."),
+        "epsilon_float32": Tolerance(2.0**-23, "distance from 1 to the next float32."),
+        "epsilon_float16": Tolerance(2.0**-10, "distance from 1 to the next float16."),
+        "epsilon_bfloat16": Tolerance(2.0**-7, "distance from 1 to the next bfloat16."),
+    }
+)
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype given as its name, a NumPy dtype or a scalar type.
+
+    >>> dtype_name(np.float32), dtype_name("bfloat16")
+    ('float32', 'bfloat16')
+    """
+    return dtype if isinstance(dtype, str) else np.dtype(dtype).name
+
+
+def epsilon(dtype: Any) -> float:
+    """Return ε of a floating dtype: the distance from 1 to the next number.
+
+    Raises:
+        ArgumentError: for a dtype that the table does not hold.
+
+    >>> epsilon("bfloat16")
+    0.0078125
+    """
+    name = dtype_name(dtype)
+    entry = TOLERANCES.get(f"epsilon_{name}")
+    if entry is None:
+        known = ", ".join(key.removeprefix("epsilon_") for key in TOLERANCES if key.startswith("epsilon_"))
+        raise ArgumentError(f"dtype={name!r} has no ε in the table of tolerances: choose one of {known}")
+    return entry.value
