@@ -1,5 +1,7 @@
 """Activation checkpointing and host offload for Flax models: applied, measured, and proven against PyTorch."""
 
+from __future__ import annotations
+
 from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.apply.jax_policies import jax_policy
 from remat_jax.apply.pytorch_style import checkpoint_sequential, gradient_checkpoint_forward

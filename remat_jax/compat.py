@@ -226,7 +226,11 @@ def hoist_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
     return (closed(_pe.convert_constvars_jaxpr(jaxpr.jaxpr)) if consts else jaxpr), consts
 
 
+OFFLOAD = _pe.Offloadable(src="device", dst="pinned_host")
+"""What a policy of JAX's answers to have an array moved to the host."""
+
 BLOCK_NAME = "remat_jax_block"
+"""The name of a checkpointed block's function, by which it is known in a jaxpr."""
 
 
 def is_block(eqn: Any) -> bool:

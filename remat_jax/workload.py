@@ -64,6 +64,8 @@ class Workload:
     ()
     """
 
+    name: str
+
     def __init__(
         self,
         loss: Callable[..., Any],
@@ -91,7 +93,7 @@ class Workload:
         self.params = _structs(params, "params")
         self.blocks = _checked_blocks(blocks)
         self.trainable, self.has_aux, self.donate = trainable, has_aux, donate
-        self.name = name or getattr(loss, "__name__", "workload")
+        self.name = name or str(getattr(loss, "__name__", "workload"))
         self._finished: Step | None = None
         self._check_loss()
 
@@ -108,7 +110,7 @@ class Workload:
             raise ArgumentError(f"step={step!r}: expected a function, the training step")
         self.loss, self.optimizer, self.trainable = step, None, None
         self.params, self.batch, self.has_aux, self.donate = None, (), False, bool(donate_argnums)
-        self.blocks, self.name = _checked_blocks(blocks), name or getattr(step, "__name__", "step")
+        self.blocks, self.name = _checked_blocks(blocks), name or str(getattr(step, "__name__", "step"))
         self._finished = Step(step, _structs(args, "args"), tuple(donate_argnums))
         return self
 
@@ -144,7 +146,7 @@ class Workload:
         checked: Policy | JaxPolicy = as_policy(policy)
         if isinstance(checked, Policy) and not checked.checkpoint:
             return fn
-        return checkpoint_blocks(fn, {block: checked for block in self.blocks})
+        return checkpoint_blocks(fn, dict.fromkeys(self.blocks, checked))
 
     @property
     def has_loss(self) -> bool:
@@ -220,9 +222,7 @@ def _split(params: Any, trainable: Any) -> tuple[Any, Any, Callable[[Any, Any], 
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     chosen = [_is_trainable(trainable, path, leaf) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     if not any(chosen):
-        raise ArgumentError(
-            f"trainable={trainable!r} selects no parameter; the first paths are: {', '.join(paths[:5])}"
-        )
+        raise ArgumentError(f"trainable={trainable!r} selects no parameter; the first paths are: {', '.join(paths[:5])}")
     trained = {path: leaf for path, (_, leaf), yes in zip(paths, leaves, chosen, strict=True) if yes}
     frozen = {path: leaf for path, (_, leaf), yes in zip(paths, leaves, chosen, strict=True) if not yes}
 

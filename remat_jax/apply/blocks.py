@@ -26,13 +26,17 @@ def checkpoint_blocks(fn: Callable[..., Any], policies: Mapping[Block, Any]) -> 
       NoEffectError: when called, if a selector matches no residual, or there is nothing to offload.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp
-    >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8)])
-    >>> x = jnp.ones((2, 8))
+    >>> from remat_jax.graph.count import matmuls
+    >>> class Block(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return x + nn.Dense(8)(nn.gelu(nn.Dense(32)(x)))
+    >>> model, x = nn.Sequential([Block(), Block()]), jnp.ones((2, 8))
     >>> params = model.init(jax.random.key(0), x)
     >>> loss = lambda params, x: jnp.sum(model.apply(params, x) ** 2)
-    >>> from remat_jax.graph.count import matmuls
-    >>> [matmuls(jax.value_and_grad(f), params, x) for f in (loss, checkpoint_blocks(loss, {nn.Dense: "full"}))]
-    [5, 6]
+    >>> full = checkpoint_blocks(loss, {Block: "full"})
+    >>> [matmuls(jax.value_and_grad(f), params, x) for f in (loss, full)]  # full runs the first layer of each block again
+    [11, 13]
     """
     checked = BlockPolicies.of(policies)
 

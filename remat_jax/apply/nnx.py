@@ -239,7 +239,7 @@ def _block_classes(policies: BlockPolicies) -> Iterable[type]:
             yield block
 
 
-def _with_own_call(cls: type) -> Iterable[type]:
+def _with_own_call(cls: Any) -> Iterable[type]:
     for subclass in cls.__subclasses__():
         if "__call__" in vars(subclass):
             yield subclass
@@ -276,7 +276,7 @@ def _patched(classes: Iterable[type], wrap: Callable[[Call], Call]) -> Iterator[
     """
     with _patch_lock, ExitStack() as stack:
         for cls in classes:
-            if callable(getattr(cls, "__call__", None)):
+            if any("__call__" in vars(base) for base in cls.__mro__):
                 stack.enter_context(_one_patched(cls, wrap))
         yield
 

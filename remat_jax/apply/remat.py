@@ -82,7 +82,7 @@ class _StaticArguments:
         for name in self.names:
             value = bound.get(name)
             if compat.is_traced(value) or (compat.is_array(value) and getattr(value, "ndim", 0) > 0):
-                kind = "a traced value" if compat.is_traced(value) else f"an array of shape {value.shape}"
+                kind = "a traced value" if compat.is_traced(value) else f"an array of shape {getattr(value, 'shape', ())}"
                 raise ArgumentError(
                     f"static_argnames={name!r}: got {kind}, expected a Python value that is known while tracing. Pass it as a "
                     f"Python scalar (and mark it static in the enclosing jax.jit), or take {name!r} out of static_argnames."
@@ -109,7 +109,7 @@ def call_function(target: Any, policy: Policy | JaxPolicy, path: str, args: tupl
 
 
 def _linen_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if linen_blocks.is_inside(self):
             return target.__call__(self, *args, **kwargs)
         static.check(self, *args, **kwargs)
@@ -122,7 +122,7 @@ def _linen_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArgumen
 
 
 def _nnx_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if nnx_blocks.is_inside(self):
             return target.__call__(self, *args, **kwargs)
         static.check(self, *args, **kwargs)
@@ -134,7 +134,12 @@ def _nnx_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments
     return _subclass(target, functools.wraps(target.__call__)(__call__))
 
 
-def _subclass(target: type, method: Callable[..., Any]) -> type:
+def _subclass(target: Any, method: Callable[..., Any]) -> type:
     """A subclass under the same name, because Flax makes parameter names of class names."""
-    names = {"__call__": method, "__doc__": target.__doc__, "__module__": target.__module__, "__qualname__": target.__qualname__}
+    names = {
+        "__call__": method,
+        "__doc__": target.__doc__,
+        "__module__": target.__module__,
+        "__qualname__": target.__qualname__,
+    }
     return type(target)(target.__name__, (target,), names)

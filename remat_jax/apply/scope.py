@@ -133,5 +133,3 @@ def _never_called(block: Block, found: Record) -> str:
         f"block={block.__name__}: this class was never called, so its policy has no effect.{hint} {seen} "
         "Name the class whose __call__ runs once per layer."
     )
-
-

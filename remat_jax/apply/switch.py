@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 from flax import linen, nnx
 
@@ -52,7 +52,7 @@ def enable_gradient_checkpointing(model: Any, policy: Any = "full", *, blocks: A
     if not found:
         raise BlockError(_no_blocks(model, blocks))
     for module in found:
-        module.__class__ = _checkpointed_class(type(module), checked)
+        module.__class__ = _checkpointed_class(cast(Hashable, type(module)), checked)
     return model
 
 
@@ -74,8 +74,8 @@ def disable_gradient_checkpointing(model: Any) -> Any:
     return model
 
 
-@functools.lru_cache(maxsize=None)
-def _checkpointed_class(cls: type, policy: Any) -> type:
+@functools.cache
+def _checkpointed_class(cls: Any, policy: Any) -> type:
     """One class per class and policy, so that the same switch gives the same jit cache entry."""
     checkpointed = remat(cls, policy)
     checkpointed._plain_class = cls  # type: ignore[attr-defined]
@@ -125,13 +125,13 @@ def _enable_linen(model: linen.Module, policy: Any, blocks: Any) -> linen.Module
         raise ArgumentError(f"model={type(model).__name__} is bound: enable checkpointing on the model before model.bind")
     plain = disable_gradient_checkpointing(model)
     wanted = blocks if isinstance(blocks, tuple) else (blocks,)
-    return _linen_class(type(plain), tuple((one, policy) for one in wanted))(**_fields(plain))
+    return _linen_class(cast(Hashable, type(plain)), tuple((one, policy) for one in wanted))(**_fields(plain))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _linen_class(cls: Any, policies: tuple[tuple[Any, Any], ...]) -> Any:
     @functools.wraps(cls.__call__)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return checkpoint_blocks(functools.partial(cls.__call__, self), dict(policies))(*args, **kwargs)
 
     names = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}

@@ -35,7 +35,7 @@ def tied(block: Block) -> Block:
 
     # `replan` knows a tied block by this name.
     run.__name__ = run.__qualname__ = compat.BLOCK_NAME
-    run = jax.custom_jvp(run)
+    tied_block = jax.custom_jvp(run)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
@@ -66,8 +66,8 @@ def tied(block: Block) -> Block:
             changes[index] = change
         return outputs, changes
 
-    run.defjvp(jvp, symbolic_zeros=True)
-    return run
+    tied_block.defjvp(jvp, symbolic_zeros=True)
+    return tied_block
 
 
 # The linear part of a tied block: tangents in, tangents out, given residuals. A primitive of its own, because neither

@@ -1,5 +1,7 @@
 """The heart: one pass over a jaxpr that finds the blocks, names every residual by its module path, and sets the policy."""
 
+from __future__ import annotations
+
 from remat_jax.graph.block import PlannedBlock, is_live, is_smooth, plan_block, zero_tangent
 
 __all__ = ["PlannedBlock", "is_live", "is_smooth", "plan_block", "zero_tangent"]

@@ -127,9 +127,7 @@ class _Namer:
                     for var, out in zip(eqn.outvars, outputs, strict=True)
                 ]
 
-        named_args = [
-            self._given(arg, given.get(var, ()), None) for var, arg in zip(jaxpr.jaxpr.invars, args, strict=True)
-        ]
+        named_args = [self._given(arg, given.get(var, ()), None) for var, arg in zip(jaxpr.jaxpr.invars, args, strict=True)]
         return interpret(jaxpr, named_args, visit)
 
     def _named(self, eqn: Any, var: Any, value: Any, path: tuple[str, ...], names: Sequence[str], known: bool) -> Any:

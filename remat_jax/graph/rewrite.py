@@ -16,7 +16,6 @@ _VIEWS = frozenset(
 )
 
 
-
 def _is_view(eqn: Any, flags: list[bool]) -> bool:
     return eqn.primitive.name in _VIEWS and all(flags)
 
@@ -67,7 +66,8 @@ class _Rewriter:
             given = inner_flags(eqn, key, inner[0], flags, _is_view)
             with compat.inner_context(eqn):
                 new = [
-                    retrace(one, lambda *args, one=one: self.evaluate(one, args, given, path, looped=loop)) for one in inner
+                    retrace(one, lambda *args, one=one, given=given: self.evaluate(one, args, given, path, looped=loop))
+                    for one in inner
                 ]
             changed[key] = (
                 tuple(compat.like(a, b) for a, b in zip(new, value, strict=True))

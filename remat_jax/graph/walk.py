@@ -13,7 +13,7 @@ Visit = Callable[[Any, list[Any]], "list[Any] | None"]
 
 
 def interpret(jaxpr: Any, args: Sequence[Any], visit: Visit) -> list[Any]:
-    """Evaluate the closed `jaxpr` on `args`; `visit(eqn, inputs)` may give an equation's outputs, or None to bind it as it is."""
+    """Evaluate the closed `jaxpr` on `args`; `visit(eqn, inputs)` gives an equation's outputs, or None to bind it as it is."""
     env: dict[Any, Any] = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     env.update(zip(jaxpr.jaxpr.invars, args, strict=True))
 
@@ -50,6 +50,4 @@ def map_inner(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
         changed = change(compat.closed(value))
         return compat.like(changed, value)
 
-    return {
-        key: tuple(map(one, value)) if isinstance(value, tuple) else one(value) for key, value in inner_jaxprs(eqn).items()
-    }
+    return {key: tuple(map(one, value)) if isinstance(value, tuple) else one(value) for key, value in inner_jaxprs(eqn).items()}

@@ -21,13 +21,11 @@ def sharding(request: dict[str, Any]) -> Any:
     """Where the program runs: a described device, or the CPU of this process."""
     if request["compiler_description"] is None:
         return jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=request["compiler_description"], topology="1x1x1"
-    )
+    topology = topologies.get_topology_desc(platform="cuda", target_config=request["compiler_description"], topology="1x1x1")
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
-def compiled(program: dict[str, Any], where: Any) -> dict[str, Any]:
+def compiled(program: dict[str, Any], where: Any) -> dict[str, int]:
     """The sizes in bytes that the compiler reports for one program."""
     with open(program["path"], "rb") as file:
         exported = export.deserialize(bytearray(file.read()))
@@ -36,10 +34,6 @@ def compiled(program: dict[str, Any], where: Any) -> dict[str, Any]:
     lowered = jitted.lower(*arguments)
     executable = lowered.compile(compiler_options=program["compiler_options"] or None)
     analysis = executable.memory_analysis()
-    text_path = program.get("text_path")
-    if text_path:
-        with open(text_path, "w", encoding="utf-8") as file:
-            file.write(executable.as_text())
     names = ("temp", "argument", "output", "alias", "host_temp", "host_argument", "host_output", "host_alias")
     # `peak_memory_in_bytes` is left out on purpose: on a GPU target it counts host buffers as device memory.
     return {name: int(getattr(analysis, f"{name}_size_in_bytes")) for name in names}
@@ -50,6 +44,7 @@ def main() -> None:
     request = json.load(sys.stdin)
     where = sharding(request)
     for program in request["programs"]:
+        answer: dict[str, Any]
         try:
             answer = {"sizes": compiled(program, where)}
         except Exception as error:

@@ -55,17 +55,20 @@ class Sizes:
 
     @property
     def device(self) -> int:
+        """Arguments + outputs − aliased + temp."""
         return self.argument + self.output - self.alias + self.temp
 
     @property
     def host(self) -> int:
+        """The same in host memory."""
         return self.host_temp + self.host_argument + self.host_output - self.host_alias
 
 
 def export_step(key: str, step: Step, target: Target) -> Program:
     """`step` lowered for the platform of `target`; nothing is compiled or allocated here."""
     leaves, treedef = jax.tree.flatten(step.arguments)
-    donated, start = [], 0
+    donated: list[int] = []
+    start = 0
     for index, argument in enumerate(step.arguments):
         count = len(jax.tree.leaves(argument))
         if index in step.donate_argnums:

@@ -131,7 +131,7 @@ def _report(
     if asked.without_offload is None:
         return report
     baseline = sizes[_text(asked.without_offload)]
-    scanned = bool(kept) and any(row.action == "offload" and row.scanned for row in kept)
+    scanned = any(row.action == "offload" and row.scanned for row in kept or ())
     return replace(report, receipt=_receipt(found, baseline, kept, target, scanned))
 
 

@@ -36,7 +36,7 @@ class MemoryReport:
       temp_bytes: scratch and everything kept between the passes.
       host_bytes: host memory needed (temp, arguments and outputs that live there).
       argument_bytes, output_bytes, alias_bytes: device memory of arguments, outputs, and outputs in an argument's place.
-      residual_device_bytes, residual_host_bytes: what is kept between the passes by the linearisation; None for a finished step.
+      residual_device_bytes, residual_host_bytes: what the linearisation keeps between the passes; None for a finished step.
       receipt: what the offload did; None where the policy offloads nothing.
       measured_peak_bytes: the allocator's peak on an attached device; None elsewhere.
       jax_version: what compiled it.

@@ -62,14 +62,17 @@ class ResidualTable:
 
     @property
     def device_bytes(self) -> int:
+        """What stays in device memory between the passes."""
         return self._total(Action.SAVE)
 
     @property
     def host_bytes(self) -> int:
+        """What waits in host memory between the passes."""
         return self._total(Action.OFFLOAD)
 
     @property
     def recompute_bytes(self) -> int:
+        """What the backward pass makes again."""
         return self._total(Action.RECOMPUTE)
 
     def __iter__(self) -> Iterator[Residual]:
@@ -148,7 +151,7 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
     rows = list(kept)
     if not (isinstance(checked, Policy) and not checked.checkpoint):
         names = {row.name for row in kept}
-        everything = {block: _EVERY_NAME for block in workload.blocks} if checked is not None else _all_of(policy)
+        everything = dict.fromkeys(workload.blocks, _EVERY_NAME) if checked is not None else _all_of(policy)
         rows += [replace(row, action="recompute") for row in _kept(workload, everything) if row.name not in names]
     order = [action.value for action in Action]
     rows.sort(key=lambda row: (order.index(row.action), -row.bytes, row.name))
@@ -157,7 +160,7 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
 
 
 def _all_of(policies: dict[Any, Any]) -> dict[Any, Policy]:
-    return {block: _EVERY_NAME for block in policies}
+    return dict.fromkeys(policies, _EVERY_NAME)
 
 
 def _kept(workload: Workload, policy: Any) -> list[Residual]:
@@ -187,7 +190,9 @@ def _kept(workload: Workload, policy: Any) -> list[Residual]:
 def _row(made: Origin, atom: Any) -> Residual:
     aval = atom.aval
     action = Action.OFFLOAD if is_on_host(atom) else Action.SAVE
-    return Residual(made.name, tuple(aval.shape), str(aval.dtype), _bytes(aval), action.value, made.source, scanned=made.scanned)
+    return Residual(
+        made.name, tuple(aval.shape), str(aval.dtype), _bytes(aval), action.value, made.source, scanned=made.scanned
+    )
 
 
 def _bytes(aval: Any) -> int:

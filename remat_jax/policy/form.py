@@ -249,8 +249,6 @@ def _check_keys(data: object, keys: tuple[str, ...], what: str) -> None:
     unknown, missing = [key for key in data if key not in keys], [key for key in keys if key not in data]
     if unknown or missing:
         wrong = [
-            f"{word} {', '.join(map(repr, found))}"
-            for word, found in (("unknown", unknown), ("missing", missing))
-            if found
+            f"{word} {', '.join(map(repr, found))}" for word, found in (("unknown", unknown), ("missing", missing)) if found
         ]
         raise PolicyError(f"{what}: {' and '.join(wrong)} in {data!r}; the keys are {', '.join(keys)}.")

@@ -96,9 +96,7 @@ def to_action(word: object) -> Action:
         return Action(word)  # type: ignore[arg-type]  # it refuses what is not a word
     except ValueError:
         words = [action.value for action in Action]
-        raise PolicyError(
-            f"{word!r} is not an action; write one of {', '.join(words)}." + nearest(str(word), words)
-        ) from None
+        raise PolicyError(f"{word!r} is not an action; write one of {', '.join(words)}." + nearest(str(word), words)) from None
 
 
 def matches(selector: str, candidate: Candidate) -> bool:
