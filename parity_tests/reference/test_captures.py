@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import torch_ref
+from parity_tests.reference.blocks import call
+
+
+def stack(seed: int) -> tuple[nn.ModuleList, torch.Tensor]:
+    torch.manual_seed(seed)
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)).double()
+    return layers, torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+
+
+def plain_gradients(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    h = x
+    for layer in layers:
+        h = layer(h)
+    return torch.autograd.grad(h.square().sum(), x)[0]
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "offload"])
+def test_a_late_bound_loop_variable_is_refused(mode):
+    layers, x = stack(0)
+    h = x
+    for layer in layers:
+        h = call(mode, lambda h: layer(h), h)  # noqa: B023
+    with pytest.raises(torch_ref.ReboundVariableError, match=r"<lambda>' captures the variable 'layer'.*layer=layer"):
+        h.square().sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "offload"])
+def test_a_late_bound_index_is_refused(mode):
+    layers, x = stack(0)
+    h = x
+    for k in range(3):
+        h = call(mode, functools.partial(lambda h: layers[k](h)), h)  # noqa: B023
+    with pytest.raises(torch_ref.ReboundVariableError, match="captures the variable 'k'"):
+        h.square().sum().backward()
+
+
+def test_a_late_bound_global_is_refused():
+    layers, x = stack(0)
+    names = {"layers": layers, "h": x, "call": call}
+    exec("for layer in layers:\n    h = call('offload', lambda h: layer(h), h)", names)
+    with pytest.raises(torch_ref.ReboundVariableError, match="captures the variable 'layer'"):
+        names["h"].square().sum().backward()
+
+
+def test_the_faithful_form_gives_wrong_gradients_silently():
+    layers, x = stack(0)
+    h = x
+    for layer in layers:
+        h = torch_ref.faithful.gradient_checkpoint_forward(lambda h: layer(h), True, True, h)  # noqa: B023
+    (found,) = torch.autograd.grad(h.square().sum(), x)
+    expected = plain_gradients(layers, x)
+    assert ((found - expected).norm() / expected.norm()).item() > 0.1
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "offload"])
+def test_the_remedies_work(mode):
+    layers, x = stack(0)
+    expected = plain_gradients(layers, x)
+    remedies = {
+        "default": lambda layer: lambda h, layer=layer: layer(h),
+        "module": lambda layer: layer,
+        "method": lambda layer: layer.forward,
+        "closure of its own": lambda layer: lambda h: layer(h),
+    }
+    for remedy in remedies.values():
+        h = x
+        for layer in layers:
+            h = call(mode, remedy(layer), h)
+        assert torch.equal(torch.autograd.grad(h.square().sum(), x)[0], expected)
+
+
+def test_a_variable_that_the_function_assigns_itself_may_change():
+    calls = 0
+
+    def block(x):
+        nonlocal calls
+        calls += 1
+        return x.sin()
+
+    call("checkpoint", block, torch.ones(2, requires_grad=True)).sum().backward()
+    assert calls == 2
+
+
+def test_a_captured_variable_that_is_gone_is_refused():
+    def make():
+        factor = torch.ones(2)
+
+        def block(x):
+            return (x * factor).sin()
+
+        def drop():
+            nonlocal factor
+            factor = None
+
+        return block, drop
+
+    block, drop = make()
+    y = call("checkpoint", block, torch.ones(2, requires_grad=True))
+    drop()
+    with pytest.raises(torch_ref.ReboundVariableError, match="captures the variable 'factor'"):
+        y.sum().backward()

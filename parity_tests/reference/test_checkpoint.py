@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+import torch_ref
+from parity_tests.reference.blocks import Gate, all_equal, call, gradients, live_copies
+from torch_ref.replay import accelerators_of
+
+Pair = namedtuple("Pair", "left right")
+
+
+@pytest.fixture
+def xy() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+
+
+@pytest.mark.parametrize("mode", torch_ref.MODES)
+@pytest.mark.parametrize("given", ["positional", "mixed", "keywords"])
+def test_gradients_are_those_of_the_plain_call(mode, given, xy):
+    torch.manual_seed(1)
+    block = Gate()
+    calls = {
+        "positional": lambda x, y: call(mode, block, x, y),
+        "mixed": lambda x, y: call(mode, block, x, y=y),
+        "keywords": lambda x, y: call(mode, block, y=y, x=x),
+    }
+    assert all_equal(gradients(calls[given], block, *xy), gradients(block, block, *xy))
+
+
+@pytest.mark.parametrize("mode", torch_ref.MODES)
+def test_dropout_repeats_and_the_random_state_goes_on_as_in_the_plain_call(mode):
+    torch.manual_seed(2)
+    model = torch_ref.DecoderStack(3, 16, 2, dropout=0.3)
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    flags = torch_ref.mode_flags(mode)
+    plain, after_plain = gradients(model, model, x), torch.rand(3)
+    found, after = gradients(lambda x: model(x, **flags), model, x), torch.rand(3)
+    assert all_equal(found, plain)
+    assert torch.equal(after, after_plain)
+    assert not all_equal(gradients(model, model, x, seed=1), plain)
+
+
+def nested(x, extra, *, options):
+    pair, scale = options["pair"], options["scale"]
+    return x * pair.left + extra[0] * pair.right * scale + extra[1]["deep"][0].sin()
+
+
+def test_tensors_anywhere_in_the_arguments_are_offloaded_and_keep_their_gradients():
+    torch.manual_seed(3)
+    a, b, c, d, e = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(5))
+    arguments = ((a, [b, {"deep": (c, None)}]), {"options": {"pair": Pair(d, e), "scale": 3}})
+    with torch_ref.receipt() as r:
+        y = call("offload", nested, *arguments[0], **arguments[1])
+    found = torch.autograd.grad(y.sum(), (a, b, c, d, e))
+    expected = torch.autograd.grad(nested(*arguments[0], **arguments[1]).sum(), (a, b, c, d, e))
+    assert all_equal(list(found), list(expected))
+    assert (r.tensors_packed, r.bytes_offered, r.bytes_on_host, r.bytes_brought_back) == (5, 160, 160, 160)
+
+
+def test_the_block_sees_the_callers_own_objects():
+    seen: list[int] = []
+
+    def collect(x, store, marker):
+        store.append(x * 2)
+        seen.append(id(marker))
+        return store[-1].sin()
+
+    x, store, marker = torch.ones(2, requires_grad=True), [], object()
+    y = call("offload", collect, x, store=store, marker=marker)
+    assert len(store) == 1
+    y.sum().backward()
+    assert len(store) == 1  # the recomputation has a list of its own
+    assert seen == [id(marker)] * 2
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "offload"])
+def test_an_argument_given_three_times_is_one_object_in_the_recomputation_too(mode):
+    torch.manual_seed(4)
+    attention = nn.MultiheadAttention(8, 2)
+    identical: list[bool] = []
+
+    def attend(q, k, v):
+        identical.append(q is k and k is v)
+        return attention(q, k, v)[0]
+
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    with torch_ref.receipt() as r:
+        found = gradients(lambda x: call(mode, attend, x, k=x, v=x), attention, x)
+    assert identical == [True, True]
+    assert r.tensors_packed == (mode == "offload")
+    assert all_equal(found, gradients(lambda x: attention(x, x, x)[0], attention, x))
+
+
+KEYWORDS = {
+    "debug": True,
+    "early_stop": False,
+    "use_reentrant": True,
+    "function": "f",
+    "preserve_rng_state": False,
+    "context_fn": 5,
+    "determinism_check": "x",
+}
+
+
+@pytest.mark.parametrize("mode", torch_ref.MODES)
+def test_keywords_that_the_checkpoint_knows_itself_reach_the_block(mode):
+    received: list[dict] = []
+
+    def block(x, **options):
+        received.append(options)
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    call(mode, block, x=x, **KEYWORDS).sum().backward()
+    assert received == [KEYWORDS] * (1 if mode == "off" else 2)
+
+
+@pytest.mark.parametrize("keyword", ["model", "use_gradient_checkpointing", "use_gradient_checkpointing_offload"])
+def test_keywords_of_the_function_itself_cannot_be_the_blocks(keyword):
+    with pytest.raises(TypeError, match=f"multiple values for argument '{keyword}'"):
+        torch_ref.gradient_checkpoint_forward(lambda **_: None, True, False, **{keyword: True})
+
+
+@pytest.mark.parametrize("mode", torch_ref.MODES)
+def test_without_gradients_the_call_is_plain(mode, xy):
+    block = Gate()
+    before = live_copies()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context, torch_ref.count_calls(block) as calls, torch_ref.receipt() as r:
+            y = call(mode, block, *xy)
+        assert not y.requires_grad
+        assert (calls.total, r.tensors_packed, r.bytes_on_host, live_copies()) == (1, 0, 0, before)
+
+
+@pytest.mark.parametrize("mode", torch_ref.MODES)
+def test_arguments_that_need_no_gradient(mode):
+    torch.manual_seed(5)
+    block, x, y = Gate(), torch.randn(2, 3), torch.randn(2, 3)
+    assert all_equal(gradients(lambda x, y: call(mode, block, x=x, y=y), block, x, y), gradients(block, block, x, y))
+    block.requires_grad_(False)
+    assert not call(mode, block, x, y).requires_grad
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "offload"])
+def test_second_derivatives_and_two_backward_passes(mode):
+    def slope(fn):
+        x = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
+        (first,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    def cube(x):
+        return x.sin() * x.exp() * x
+
+    assert torch.allclose(slope(lambda x: call(mode, cube, x=x)), slope(cube), rtol=1e-14, atol=0)
+    x = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
+    y = call(mode, cube, x=x).sum()
+    once = torch.autograd.grad(y, x, retain_graph=True)
+    assert torch.equal(once[0], torch.autograd.grad(y, x)[0])
+
+
+def test_layout_survives_the_host():
+    base = torch.arange(24.0).reshape(4, 6)
+    variants = [base.t(), base[1:3], base[:, ::2], torch.ones(1, 5).expand(3, 5), torch.tensor([1 + 2j]).conj()]
+    seen: list[torch.Tensor] = []
+
+    def look(w, x):
+        seen.append(x)
+        return (w * x.real.sum()).sin()
+
+    for variant in variants:
+        seen.clear()
+        with torch_ref.receipt() as r:
+            call("offload", look, torch.ones(1, requires_grad=True), x=variant).sum().backward()
+        assert seen[0] is variant and torch.equal(seen[1], variant)
+        # Only where elements are skipped is there another layout: the copy has no gaps.
+        assert seen[1].stride() == ((3, 1) if variant.shape == (4, 3) else variant.stride())
+        assert r.bytes_on_host == 4 + (20 if variant.shape == (3, 5) else variant.nbytes)
+
+
+def test_parameters_given_as_arguments_stay_on_the_device():
+    weight, x = nn.Parameter(torch.randn(3, 3)), torch.randn(2, 3, requires_grad=True)
+    with torch_ref.receipt() as r:
+        y = call("offload", lambda x, w, wt: (x @ w).sin() @ wt, x=x, w=weight, wt=weight.t())
+    assert (r.tensors_packed, r.bytes_offered, r.bytes_on_host) == (1, 24, 24)
+    found = torch.autograd.grad(y.sum(), (x, weight))
+    expected = torch.autograd.grad(((x @ weight).sin() @ weight.t()).sum(), (x, weight))
+    assert all_equal(list(found), list(expected))
+
+
+def test_a_tensor_changed_after_the_forward_pass_is_refused():
+    x = torch.ones(2, requires_grad=True) * 1
+    kept, moved = call("checkpoint", torch.exp, x), call("offload", torch.exp, x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation.*is at version 1; expected version 0"):
+        kept.sum().backward()
+    with pytest.raises(torch_ref.MutatedTensorError, match="argument of exp.*at version 1, expected 0.*a clone"):
+        moved.sum().backward()
+
+
+def test_a_change_before_the_next_call_is_seen_by_it():
+    x = torch.ones(2, dtype=torch.float64)
+    scale = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    with torch_ref.receipt() as r:
+        before = call("offload", lambda s, x: (s * x).sin(), scale, x)
+        x.mul_(2)
+        after = call("offload", lambda s, x: (s * x).sin(), scale, x)
+    assert r.bytes_on_host == 16 + 2 * 16  # the scale once, two values of x
+    (gradient,) = torch.autograd.grad(after.sum(), scale)
+    assert gradient.tolist() == pytest.approx([2 * math.cos(2)] * 2, rel=1e-15)
+    with pytest.raises(torch_ref.MutatedTensorError, match="at version 1, expected 0"):
+        before.sum().backward()
+
+
+def test_a_block_that_changes_its_input_in_place_cannot_spoil_the_host_copy():
+    def doubled(x):
+        return x.mul_(2).sin()
+
+    start = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    y = call("offload", doubled, start * 1)
+    (gradient,) = torch.autograd.grad(y.sum(), start, retain_graph=True)
+    assert gradient[0].item() == pytest.approx(2 * math.cos(2), rel=1e-15)
+    assert torch.equal(torch.autograd.grad(y.sum(), start)[0], gradient)
+
+
+def test_host_copies_go_with_the_graph():
+    before = live_copies()
+    x = torch.ones(2, requires_grad=True)
+    y = call("offload", torch.exp, x)
+    assert live_copies() == before + 1
+    y.sum().backward()
+    assert live_copies() == before
+    y = call("offload", torch.exp, x)
+    del y
+    assert live_copies() == before
+
+
+def test_random_state_is_kept_for_the_blocks_devices_too():
+    class Elsewhere:
+        def __init__(self, device):
+            self.device = torch.device(device)
+
+    assert accelerators_of(nn.Linear(2, 2), [torch.ones(2)]) == set()
+    found = accelerators_of(lambda x: x, [Elsewhere("cuda:1"), Elsewhere("cpu"), Elsewhere("meta")])
+    assert found == {torch.device("cuda:1")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.ones(2), True, False), "model is a Tensor, expected a module or a function"),
+        ((torch.exp, torch.ones(2), True), "use_gradient_checkpointing is a Tensor, expected True or False"),
+        ((torch.exp, False, "no"), "use_gradient_checkpointing_offload is a str, expected True or False"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(torch_ref.InvalidArgumentError, match=message):
+        torch_ref.gradient_checkpoint_forward(*arguments)
+    with pytest.raises(torch_ref.InvalidArgumentError, match=message):
+        torch_ref.faithful.gradient_checkpoint_forward(*arguments)
+
+
+def test_nothing_to_offload_is_an_error():
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(torch_ref.NothingToOffloadError, match=r"no argument of .*<lambda> is a tensor.*Pass the block"):
+        call("offload", lambda w, n: w * n, weight, n=3)
+    empty = torch.ones(0, 2, requires_grad=True)  # an empty batch is no mistake
+    call("offload", torch.exp, empty).sum().backward()
+
+
+def test_unknown_mode():
+    with pytest.raises(
+        torch_ref.InvalidArgumentError, match="mode is 'full', expected one of off, checkpoint, offload"
+    ):
+        torch_ref.mode_flags("full")
+
+
+def test_every_error_has_the_base_class_of_the_package():
+    errors = [getattr(torch_ref, name) for name in torch_ref.__all__ if name.endswith("Error")]
+    assert len(errors) == 6
+    assert all(issubclass(error, torch_ref.TorchRefError) for error in errors)
+
+
+def test_the_package_imports_neither_jax_nor_remat_jax():
+    code = "import sys, torch_ref; print({'jax', 'remat_jax', 'flax', 'deepspeed'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", torch_ref.MODES)
+def test_on_a_gpu(mode):
+    torch.manual_seed(6)
+    model = torch_ref.DecoderStack(4, 64, 4, dropout=0.2).cuda()
+    x = torch.randn(8, 128, 64, device="cuda")
+    flags = torch_ref.mode_flags(mode)
+    gradients(model, model, x)
+
+    def held(**flags):
+        before = torch.cuda.memory_allocated()
+        y = model(x, **flags)
+        return torch.cuda.memory_allocated() - before, y
+
+    plain = gradients(model, model, x)
+    assert all_equal(gradients(lambda x: model(x, **flags), model, x), plain)
+    with torch_ref.receipt() as r:
+        nbytes, _y = held(**flags)
+    kept = {"checkpoint": 4, "offload": 1}
+    if mode in kept:  # x itself was there before; the last output is the caller's
+        assert nbytes == kept[mode] * x.nbytes
+    assert r.bytes_on_host == (4 * x.nbytes if mode == "offload" else 0)
+    assert r.bytes_released == (3 * x.nbytes if mode == "offload" else 0)

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import inspect
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import torch_ref
+from parity_tests.reference.blocks import Gate, all_equal, gradients
+from torch_ref.faithful import gradient_checkpoint_forward as faithful
+
+# Packed tensors and their bytes for a block of two float32 tensors of shape (2, 3).
+PACKED = {
+    ("faithful", "positional"): (2, 48),
+    ("faithful", "mixed"): (1, 24),
+    ("faithful", "keywords"): (0, 0),
+    ("right", "positional"): (2, 48),
+    ("right", "mixed"): (2, 48),
+    ("right", "keywords"): (2, 48),
+}
+
+
+@pytest.mark.parametrize(("form", "given"), PACKED)
+@pytest.mark.parametrize("flags", [(True, True), (False, True)])
+def test_what_is_offloaded(form, given, flags):
+    torch.manual_seed(0)
+    block = Gate()
+    x, y = (torch.randn(2, 3, requires_grad=True) for _ in range(2))
+    forward = faithful if form == "faithful" else torch_ref.gradient_checkpoint_forward
+    calls = {
+        "positional": lambda x, y: forward(block, *flags, x, y),
+        "mixed": lambda x, y: forward(block, *flags, x, y=y),
+        "keywords": lambda x, y: forward(block, *flags, x=x, y=y),
+    }
+    with torch_ref.receipt() as r:
+        found = gradients(calls[given], block, x, y)
+    assert (r.tensors_packed, r.bytes_on_host) == PACKED[form, given]
+    assert (r.bytes_offered, r.bytes_brought_back) == (48, r.bytes_on_host)
+    assert all_equal(found, gradients(block, block, x, y))
+
+
+def test_tensors_inside_containers_are_not_moved():
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    with torch_ref.receipt() as r:
+        faithful(lambda x, ys: (x * ys[0]).sin(), True, True, x, [y])
+    assert (r.calls[0].tensors_offered, r.tensors_packed) == (2, 1)
+
+
+def test_a_shared_tensor_is_copied_once_per_use():
+    shared = torch.ones(10, requires_grad=True)
+    moved = {}
+    for name, forward in (("faithful", faithful), ("right", torch_ref.gradient_checkpoint_forward)):
+        with torch_ref.receipt() as r:
+            _held = [forward(torch.mul, False, True, torch.ones(1), shared) for _ in range(3)]
+        moved[name] = (r.tensors_packed, r.bytes_on_host)
+    with torch_ref.receipt() as r:
+        faithful(torch.mul, False, True, shared, shared)
+    assert (r.calls[0].tensors_offered, r.bytes_offered, r.tensors_packed, r.bytes_on_host) == (1, 40, 2, 80)
+    assert moved == {"faithful": (6, 3 * 44), "right": (6, 3 * 4 + 40)}
+
+
+def test_modes_without_offload():
+    x = torch.ones(2, requires_grad=True)
+    for flags, executions in (((False, False), 1), ((True, False), 2), ((True, True), 2), ((False, True), 2)):
+        block = torch_ref.ToyModel()
+        with torch_ref.count_calls(block) as calls:
+            faithful(block, *flags, x).sum().backward()
+        assert calls.total == executions
+    with torch.no_grad(), torch_ref.receipt() as r:
+        faithful(torch_ref.ToyModel(), True, True, x)
+    assert r.tensors_packed == 0
+
+
+def test_keywords_that_the_checkpoint_knows_never_reach_the_block():
+    swallowed = set(inspect.signature(checkpoint).parameters) - {"function", "use_reentrant", "args", "kwargs"}
+    values = {"debug": False, "early_stop": True, "context_fn": None, "determinism_check": "none"}
+    received: list[dict] = []
+
+    def block(x, **options):
+        received.append(options)
+        return x.sin()
+
+    assert "debug" in swallowed
+    for name in swallowed & {"debug", "early_stop", "determinism_check"}:
+        faithful(block, True, False, torch.ones(1, requires_grad=True), **{name: values[name]})
+        assert received.pop() == {}
+    for name in ("function", "use_reentrant"):
+        with pytest.raises(TypeError, match=f"multiple values for (keyword )?argument '{name}'"):
+            faithful(block, True, False, torch.ones(1), **{name: 1})
+
+
+@pytest.fixture
+def deepspeed(monkeypatch):
+    calls: list[tuple] = []
+
+    def run(function, *args):
+        calls.append(args)
+        return function(*args)
+
+    stub = SimpleNamespace(checkpointing=SimpleNamespace(is_configured=lambda: stub.configured, checkpoint=run))
+    stub.configured, stub.calls = True, calls
+    monkeypatch.setitem(sys.modules, "deepspeed", stub)
+    return stub
+
+
+def test_deepspeed_loses_keyword_names_and_the_offload(deepspeed):
+    def subtract(first, second):
+        return first - second
+
+    one, two = torch.ones(1, requires_grad=True), torch.full((1,), 2.0)
+    with torch_ref.receipt() as r:
+        y = faithful(subtract, True, True, second=two, first=one)
+    assert y.item() == 1.0  # 2 - 1: the names are gone, the order is what counts
+    assert len(deepspeed.calls) == 1
+    assert r.bytes_on_host == 0
+    assert r.warnings == (r.warnings[0],)
+    assert "DeepSpeed's checkpointing is configured, so the offload flag was ignored" in r.warnings[0]
+
+
+def test_deepspeed_runs_unchecked_without_a_top_level_gradient(deepspeed):
+    held = [torch.ones(1, requires_grad=True)]
+    faithful(lambda held: held[0].sin(), True, False, held)
+    assert deepspeed.calls == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "configured"), [((False, True), True), ((False, False), True), ((True, False), False)]
+)
+def test_deepspeed_is_not_used_otherwise(deepspeed, flags, configured):
+    deepspeed.configured = configured
+    faithful(torch.sin, *flags, torch.ones(1, requires_grad=True))
+    assert deepspeed.calls == []

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import torch_ref
+from parity_tests.reference.blocks import all_equal, gradients
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_explicit_attention_is_that_of_pytorch(causal):
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(24, 4).double()
+    ours = torch_ref.ExplicitMultiheadAttention(24, 4).double()
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    x = torch.randn(7, 3, 24, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(7, 7, dtype=torch.bool).triu(1) if causal else None
+    expected = gradients(lambda x: theirs(x, x, x, attn_mask=mask)[0], theirs, x)
+    found = gradients(lambda x: ours(x, causal=causal), ours, x)
+    scale = max(t.norm().item() for t in expected)
+    assert max((a - b).norm().item() for a, b in zip(found, expected, strict=True)) < 1e-14 * scale
+    expected_output, output = theirs(x, x, x, attn_mask=mask)[0], ours(x, causal=causal)
+    assert (output - expected_output).norm() < 1e-14 * expected_output.norm()
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_both_kinds_of_attention_make_the_same_layer(causal):
+    torch.manual_seed(1)
+    explicit = torch_ref.DecoderLayer(16, 4, causal=causal).double()
+    fused = torch_ref.DecoderLayer(16, 4, causal=causal, explicit_attention=False).double()
+    fused.load_state_dict(explicit.state_dict(), strict=True)
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    assert (explicit(x) - fused(x)).norm() < 1e-14 * fused(x).norm()
+
+
+def test_the_layer_is_pytorchs_own_post_norm_layer():
+    torch.manual_seed(6)
+    ours = torch_ref.DecoderLayer(16, 4).double()
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    theirs = nn.TransformerEncoderLayer(16, 4, 64, dropout=0.0, batch_first=True, norm_first=False).double()
+    names = {"ffn.0": "linear1", "ffn.2": "linear2"}
+    weights = {names.get(n[:5], n[:5]) + n[5:]: value for n, value in ours.state_dict().items()}
+    theirs.load_state_dict(weights, strict=True)
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    assert (ours(x) - theirs(x)).norm() < 1e-14 * theirs(x).norm()
+
+
+def test_the_layer_attends_along_time_not_along_the_batch():
+    torch.manual_seed(2)
+    layer = torch_ref.DecoderLayer(16, 4)
+    x = torch.randn(3, 5, 16)
+    alone = torch.cat([layer(row[None]) for row in x])
+    assert torch.allclose(layer(x), alone, atol=1e-6)
+    assert not torch.allclose(layer(x)[:, :3], layer(x[:, :3]), atol=1e-3)
+
+
+def test_parameters_of_the_layer():
+    shapes = {name: tuple(p.shape) for name, p in torch_ref.DecoderLayer().named_parameters()}
+    assert shapes == {
+        "self_attn.in_proj_weight": (1536, 512),
+        "self_attn.in_proj_bias": (1536,),
+        "self_attn.out_proj.weight": (512, 512),
+        "self_attn.out_proj.bias": (512,),
+        "ffn.0.weight": (2048, 512),
+        "ffn.0.bias": (2048,),
+        "ffn.2.weight": (512, 2048),
+        "ffn.2.bias": (512,),
+        "norm1.weight": (512,),
+        "norm1.bias": (512,),
+        "norm2.weight": (512,),
+        "norm2.bias": (512,),
+    }
+
+
+def test_the_decoder_sees_only_the_past():
+    torch.manual_seed(3)
+    model = torch_ref.ByteDecoder(d_model=16, nhead=2, num_layers=2, max_len=8).double()
+    tokens = torch.randint(0, 256, (2, 8))
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert ((before - after).abs().amax(-1)[:, 5:] > 1e-6).all()
+
+
+@pytest.mark.parametrize("mode", torch_ref.MODES)
+def test_float64_is_float64_throughout(mode):
+    torch.manual_seed(4)
+    model = torch_ref.ByteDecoder(d_model=16, nhead=2, num_layers=2, max_len=8).double()
+    tokens = torch.randint(0, 256, (2, 8))
+    flags = torch_ref.mode_flags(mode)
+    saved = torch_ref.saved_for_backward(lambda x: model(x, **flags), tokens)
+    assert {entry.dtype for entry in saved.entries if entry.place != "input"} == {torch.float64}
+    assert model.loss(tokens, tokens, **flags).dtype == torch.float64
+
+
+def test_the_loss_of_a_decoder_that_knows_nothing():
+    model = torch_ref.ByteDecoder(d_model=16, nhead=2, num_layers=1, max_len=8).double()
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    tokens = torch.randint(0, 256, (2, 8))
+    assert model.loss(tokens, tokens).item() == pytest.approx(8 * torch.log(torch.tensor(2.0)).item(), rel=1e-7)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_gradients_are_bit_equal_in_every_mode(dropout):
+    torch.manual_seed(5)
+    model = torch_ref.ByteDecoder(d_model=16, nhead=2, num_layers=3, max_len=8, dropout=dropout)
+    tokens = torch.randint(0, 256, (2, 8))
+    found = {}
+    for mode in torch_ref.MODES:
+        flags = torch_ref.mode_flags(mode)
+        found[mode] = gradients(lambda x, y, flags=flags: model.loss(x, y, **flags), model, tokens, tokens)
+    assert all(g.norm() > 0 for g in found["off"])
+    assert all_equal(found["checkpoint"], found["off"])
+    assert all_equal(found["offload"], found["off"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch_ref.DecoderLayer(10, 3), "nhead is 3, expected a divisor of d_model, which is 10"),
+        (lambda: torch_ref.DecoderStack(0, 8, 2), "num_layers is 0, expected at least 1"),
+        (lambda: small()(torch.ones(2, 3)), r"tokens is torch.float32 of shape \(2, 3\), expected integers"),
+        (
+            lambda: small()(torch.ones(3, dtype=torch.long)),
+            r"of shape \(3,\), expected integers of shape \(batch, time\)",
+        ),
+        (lambda: small()(torch.ones(1, 9, dtype=torch.long)), "tokens has 9 positions, expected at most max_len, 8"),
+        (
+            lambda: small().loss(torch.ones(1, 4, dtype=torch.long), torch.ones(4, 1, dtype=torch.long)),
+            r"targets has shape \(4, 1\), expected that of tokens, \(1, 4\)",
+        ),
+    ],
+)
+def test_wrong_use(make, message):
+    with pytest.raises(torch_ref.InvalidArgumentError, match=message):
+        make()
+
+
+def small() -> torch_ref.ByteDecoder:
+    return torch_ref.ByteDecoder(d_model=8, nhead=2, num_layers=1, max_len=8)

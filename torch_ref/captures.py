@@ -1,0 +1,89 @@
+"""What a function captures, to notice when a variable is bound anew before the function runs again.
+
+`for layer in layers: x = checkpoint(lambda x: layer(x), x)` recomputes every call with the *last* layer, and where the
+shapes agree the gradients are wrong without any error (https://docs.python.org/3/faq/programming.html, "lambdas
+defined in a loop"). Variables that the function assigns itself, such as a counter, are left out.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch_ref.errors import ReboundVariableError
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_MISSING = object()
+
+
+class Captures:
+    """The variables that a function captures, as they are now."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = _plain_function(function)
+        self._before = {name: _remember(value) for name, value in _captured(self._function).items()}
+
+    def check_unchanged(self) -> None:
+        """Refuse if a captured variable now has another value.
+
+        Raises:
+            ReboundVariableError: naming the variable.
+        """
+        if not self._before:
+            return
+        now = _captured(self._function)
+        for name, recalled in self._before.items():
+            if not recalled(now.get(name, _MISSING)):
+                raise ReboundVariableError(
+                    f"the checkpointed function {getattr(self._function, '__qualname__', '?')!r} captures the variable"
+                    f" {name!r}, which was bound anew after the forward pass, so the recomputation would not repeat"
+                    f" it. Bind it when the function is made (`lambda x, {name}={name}: ...`), or checkpoint the"
+                    " module itself."
+                )
+
+
+def _plain_function(function: Any) -> types.FunctionType | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    return function if isinstance(function, types.FunctionType) else None
+
+
+def _captured(function: types.FunctionType | None) -> dict[str, Any]:
+    if function is None:
+        return {}
+    global_reads, assigned = _names(function.__code__)
+    found = {name: function.__globals__[name] for name in global_reads if name in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+    return {name: value for name, value in found.items() if name not in assigned}
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    reads, writes = set(), set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            reads.add(instruction.argval)
+        elif instruction.opname in ("STORE_GLOBAL", "STORE_DEREF"):
+            writes.add(instruction.argval)
+    return frozenset(reads), frozenset(writes)
+
+
+def _remember(value: Any) -> Callable[[Any], bool]:
+    # Held weakly where that is possible: a captured tensor must not live longer than it would without us.
+    if isinstance(value, _PLAIN):
+        return lambda now: now is value or (type(now) is type(value) and now == value)
+    try:
+        reference = weakref.ref(value)
+    except TypeError:
+        return lambda now: now is value
+    return lambda now: now is not None and reference() is now

@@ -1,0 +1,163 @@
+"""What was executed: matrix multiplications and block calls, as integers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_ref.errors import InvalidArgumentError
+
+MATMULS = {
+    torch.ops.aten.mm.default: ("mm", 0),
+    torch.ops.aten.addmm.default: ("addmm", 1),
+    torch.ops.aten.bmm.default: ("bmm", 0),
+    torch.ops.aten.baddbmm.default: ("baddbmm", 1),
+}
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One matrix multiplication: `operator` is `mm`, `addmm`, `bmm` or `baddbmm`; `left` and `right` are shapes."""
+
+    operator: str
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations: two for each multiply and add; an added bias is not counted."""
+        flops = 2 * self.right[-1]
+        for size in self.left:
+            flops *= size
+        return flops
+
+
+@dataclass
+class MatmulCount:
+    """The matrix multiplications that were executed.
+
+    Attributes:
+        executed: one entry each, in order.
+    """
+
+    executed: list[Matmul] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """How many there were."""
+        return len(self.executed)
+
+    @property
+    def per_operator(self) -> dict[str, int]:
+        """How many there were of each operator."""
+        return dict(Counter(matmul.operator for matmul in self.executed))
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all of them."""
+        return sum(matmul.flops for matmul in self.executed)
+
+
+@contextmanager
+def count_matmuls() -> Iterator[MatmulCount]:
+    """Count the matrix multiplications that are executed in the block, in both passes and in recomputation.
+
+    Counted are `mm`, `addmm`, `bmm` and `baddbmm`, which is what linear layers and explicit attention come to. Fused
+    attention (`scaled_dot_product_attention`) is opaque and counts as nothing, and so do convolutions and products
+    with a vector.
+
+    >>> import torch, torch_ref
+    >>> layer, x = torch.nn.Linear(3, 5), torch.ones(2, 3)
+    >>> with torch_ref.count_matmuls() as count:
+    ...     layer(x).sum().backward()
+    >>> count.total, count.per_operator, count.flops
+    (2, {'addmm': 1, 'mm': 1}, 120)
+    """
+    count = MatmulCount()
+    with _MatmulMode(count):
+        yield count
+
+
+class _MatmulMode(TorchDispatchMode):
+    def __init__(self, count: MatmulCount) -> None:
+        super().__init__()
+        self._count = count
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in MATMULS:
+            operator, first = MATMULS[func]
+            self._count.executed.append(Matmul(operator, tuple(args[first].shape), tuple(args[first + 1].shape)))
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class CallCount:
+    """How often the watched blocks were started.
+
+    Attributes:
+        per_module: calls of each module, by object.
+    """
+
+    per_module: Counter[nn.Module] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        """Calls of all of them."""
+        return sum(self.per_module.values())
+
+    @property
+    def per_class(self) -> dict[str, int]:
+        """Calls by the name of the module's class."""
+        found: Counter[str] = Counter()
+        for module, calls in self.per_module.items():
+            found[type(module).__name__] += calls
+        return dict(found)
+
+
+@contextmanager
+def count_calls(*blocks: nn.Module | type[nn.Module]) -> Iterator[CallCount]:
+    """Count how often each block is started in the `with` block: a module, or every module of a class.
+
+    Recomputation counts too. A recomputation that stops early, as soon as backward has what it needs, never reaches
+    the end of the block, so that ordinary forward hooks miss it; therefore starts are counted.
+
+    Raises:
+        InvalidArgumentError: if a block is neither a module nor a class of modules, or if none is given.
+
+    >>> import torch, torch_ref
+    >>> block, x = torch_ref.ToyModel(), torch.ones(2, requires_grad=True)
+    >>> with torch_ref.count_calls(torch_ref.ToyModel) as calls:
+    ...     torch_ref.gradient_checkpoint_forward(block, True, False, x=x).sum().backward()
+    >>> calls.total, calls.per_class
+    (2, {'ToyModel': 2})
+    """
+    classes = tuple(block for block in blocks if isinstance(block, type) and issubclass(block, nn.Module))
+    modules = {id(block) for block in blocks if isinstance(block, nn.Module)}
+    for block in blocks:
+        if not isinstance(block, nn.Module) and block not in classes:
+            raise InvalidArgumentError(
+                f"blocks contains {block!r}, expected modules or classes of modules; wrap a function in a module."
+            )
+    if not blocks:
+        raise InvalidArgumentError("blocks is empty, expected at least one module or class of modules.")
+    count = CallCount()
+
+    def started(module: nn.Module, _: Any) -> None:
+        if id(module) in modules or isinstance(module, classes):
+            count.per_module[module] += 1
+
+    handle = register_module_forward_pre_hook(started)
+    try:
+        yield count
+    finally:
+        handle.remove()

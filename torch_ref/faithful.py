@@ -1,0 +1,109 @@
+"""`gradient_checkpoint_forward` as DiffSynth-Studio does it, with its quirks, to compare a port with.
+
+Written from the behaviour of `diffsynth/core/gradient/gradient_checkpoint.py`. In this order:
+
+1. Checkpointing is on and DeepSpeed's activation checkpointing is configured: the arguments are flattened and given
+   positionally, so keyword names are lost; without a top-level tensor that requires a gradient the block runs
+   unchecked; the offload flag is ignored.
+2. The offload flag is set, which suffices alone: `save_on_cpu()`, unpinned, around a non-reentrant checkpoint.
+3. The checkpointing flag is set: the same without `save_on_cpu`.
+4. Otherwise: a plain call.
+
+What follows from it: only *positional, top-level* tensors go to the host, each use as a copy of its own; a call that
+passes everything by keyword offloads nothing and does not restore the device's random state; keywords that
+`torch.utils.checkpoint.checkpoint` knows (`debug`, `early_stop`, ...) never reach the block, and `use_reentrant` and
+`function` are refused; a captured loop variable gives wrong gradients silently.
+
+One difference: on the CPU, `save_on_cpu` would keep the tensor itself. Here it is copied, as it would be from a GPU,
+so that a machine without one shows the same bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from torch_ref.checkpoint import check_callable
+from torch_ref.host import HostCopy
+from torch_ref.modes import mode_of
+from torch_ref.receipts import CallEntry, record_call, tensors_in
+
+
+def gradient_checkpoint_forward(
+    model: Callable[..., Any],
+    use_gradient_checkpointing: bool,
+    use_gradient_checkpointing_offload: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call `model(*args, **kwargs)` as DiffSynth-Studio's function of this name would; see the module for its quirks.
+
+    Raises:
+        InvalidArgumentError: if `model` cannot be called or a flag is not a bool.
+
+    >>> import torch, torch_ref
+    >>> x = torch.ones(2, 3, requires_grad=True)
+    >>> with torch_ref.receipt() as r:
+    ...     y = torch_ref.faithful.gradient_checkpoint_forward(torch_ref.ToyModel(), False, True, x=x)
+    >>> r.bytes_offered, r.bytes_on_host
+    (24, 0)
+    """
+    check_callable(model)
+    mode = mode_of(use_gradient_checkpointing, use_gradient_checkpointing_offload)
+    entry = record_call(model, mode, "faithful")
+    deepspeed = _configured_deepspeed() if use_gradient_checkpointing else None
+    if deepspeed is not None:
+        return _through_deepspeed(deepspeed, model, args, kwargs, entry)
+    if mode == "off":
+        return model(*args, **kwargs)
+    if mode == "offload":
+        entry.offered(tensors_in(args, kwargs))
+    with _unpinned_save_on_cpu(entry) if mode == "offload" else nullcontext():
+        return checkpoint(_forwarding(model), *args, **kwargs, use_reentrant=False)
+
+
+def _forwarding(model: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return forward
+
+
+def _configured_deepspeed() -> Any:
+    # Whoever has configured it has imported it; a reference must not import it on its own.
+    deepspeed = sys.modules.get("deepspeed")
+    return deepspeed if deepspeed is not None and deepspeed.checkpointing.is_configured() else None
+
+
+def _through_deepspeed(
+    deepspeed: Any, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: CallEntry
+) -> Any:
+    if entry.mode == "offload":
+        entry.note = "DeepSpeed's checkpointing is configured, so the offload flag was ignored."
+    flattened = (*args, *kwargs.values())
+    if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in flattened):
+        return model(*args, **kwargs)
+    return deepspeed.checkpointing.checkpoint(_forwarding(model), *flattened)
+
+
+def _unpinned_save_on_cpu(entry: CallEntry) -> saved_tensors_hooks:
+    def pack(tensor: torch.Tensor) -> HostCopy | torch.Tensor:
+        if not tensor.numel():
+            return tensor.detach()
+        copy = HostCopy(tensor, pin=False)
+        entry.packed(copy, made=True)
+        return copy
+
+    def unpack(packed: HostCopy | torch.Tensor) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        entry.brought_back(packed)
+        return packed.bring_back(requires_grad=False)
+
+    return saved_tensors_hooks(pack, unpack)

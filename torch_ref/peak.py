@@ -1,0 +1,183 @@
+"""Peak memory of a training step, tracked on fake tensors: nothing is allocated, no accelerator is needed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_ref.errors import FakeTensorStepError, InvalidArgumentError
+from torch_ref.host import is_copying_to_host, live_host_copies
+
+CATEGORIES = {
+    "Parameter": "parameters",
+    "Buffer": "buffers",
+    "Gradient": "gradients",
+    "Optstate": "optimizer_state",
+    "Activation": "activations",
+    "Temp": "temp",
+    "Other": "batch",
+}
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """What one step of training consists of.
+
+    Attributes:
+        model: holds the parameters.
+        loss: gives a scalar tensor for `*batch`; often a method of the model, or a function that calls it.
+        batch: the tensors that `loss` is given.
+        optimizer: its update ends the step; without one the step ends with the gradients.
+    """
+
+    model: nn.Module
+    loss: Callable[..., torch.Tensor]
+    batch: tuple[torch.Tensor, ...]
+    optimizer: torch.optim.Optimizer | None = None
+
+    def run(self) -> None:
+        """Run the step once: clear the gradients, forward, backward, update."""
+        self.model.zero_grad(set_to_none=True)
+        self.loss(*self.batch).backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+
+@dataclass(frozen=True)
+class PeakBytes:
+    """Memory of a training step at the moment at which the device holds most.
+
+    Attributes:
+        device_bytes: bytes on the device at that moment, host copies left out.
+        breakdown: the same by category: parameters, buffers, gradients, optimizer_state, activations, temp, batch.
+        host_bytes: the most that host copies held, at whatever moment.
+        tracked_bytes: peak as `MemTracker` gives it, which takes host copies for device memory.
+    """
+
+    device_bytes: int
+    breakdown: dict[str, int]
+    host_bytes: int
+    tracked_bytes: int
+
+
+def peak_bytes(build: Callable[[], TrainingStep]) -> PeakBytes:
+    """Track the memory of a training step, tensor by tensor, and give its peak.
+
+    `build` is called under PyTorch's `FakeTensorMode` and must make model, optimizer and batch itself, so that they
+    are fake CPU tensors, of any size. One step runs first, so that the optimizer has its state; the second one is
+    tracked by `torch.distributed._tools.mem_tracker.MemTracker`.
+
+    What it is: the sum of the storages that are alive, at its highest, after any operator. What it is not: the
+    memory that a CUDA allocator reserves. Rounding to 512 bytes, fragmentation, workspaces inside an operator and
+    those of libraries are missing, and fused attention takes the path that it takes on a CPU. `MemTracker` takes what
+    an optimizer allocates during its update for optimizer state, and memory of a recomputation now for an activation,
+    now for temporary memory; the total is not touched by that.
+
+    On fake CPU tensors a copy in host memory looks like any other tensor. `torch_ref` knows its own host copies: after
+    every operator their bytes are taken off activations, and while one is being made, which allocates nothing on a
+    device, no peak is taken. The copies that a recomputation brings back are device memory and count. Offloads that
+    are not made by `torch_ref` are not known.
+
+    Raises:
+        InvalidArgumentError: if `build` gives something else than a `TrainingStep` of fake tensors.
+        FakeTensorStepError: if the step asks for a value, as `.item()` does; fake tensors have none.
+
+    >>> import torch, torch_ref
+    >>> def build():
+    ...     model = torch.nn.Linear(1000, 1000, bias=False)
+    ...     return torch_ref.TrainingStep(model, lambda x: model(x).sum(), (torch.zeros(10, 1000),))
+    >>> peak = torch_ref.peak_bytes(build)
+    >>> peak.breakdown["parameters"], peak.breakdown["batch"], peak.host_bytes
+    (4000000, 40000, 0)
+    """
+    fake_mode = FakeTensorMode()
+    with fake_mode:
+        try:
+            step = build()
+            _check(step)
+            step.run()
+            gc.collect()
+            return _tracked(step, fake_mode)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise FakeTensorStepError(
+                f"the step asks for the value of a fake tensor ({error}), which it does not have: leave out `.item()`,"
+                " printing and branches on values, and choose an optimizer that needs none (`fused=True`)."
+            ) from error
+
+
+def _check(step: TrainingStep) -> None:
+    if not isinstance(step, TrainingStep):
+        raise InvalidArgumentError(f"build returned a {type(step).__name__}, expected a TrainingStep.")
+    for what, tensors in (("model", step.model.parameters()), ("batch", step.batch)):
+        if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+            raise InvalidArgumentError(
+                f"{what} of the TrainingStep has tensors that existed before, expected ones that build makes itself:"
+                " move their construction into build."
+            )
+
+
+def _tracked(step: TrainingStep, fake_mode: FakeTensorMode) -> PeakBytes:
+    tracker = MemTracker()
+    tracker.track_external(step.model, *step.batch)
+    if step.optimizer is not None:
+        tracker.track_external(step.optimizer)
+    peak = _DevicePeak(tracker, fake_mode)
+    with tracker, peak:
+        step.run()
+    tracked = _by_category(tracker.get_tracker_snapshot("peak"))
+    return PeakBytes(sum(peak.breakdown.values()), peak.breakdown, peak.host_bytes, sum(tracked.values()))
+
+
+@dataclass
+class _DevicePeak(TorchDispatchMode):
+    """Reads the tracker after every operator, takes host copies off, and keeps the highest reading."""
+
+    tracker: MemTracker
+    fake_mode: FakeTensorMode
+    breakdown: dict[str, int] = field(default_factory=dict)
+    host_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not is_copying_to_host():
+            self._read()
+        return result
+
+    def _read(self) -> None:
+        now = _by_category(self.tracker.get_tracker_snapshot("current"))
+        host = sum(copy.nbytes for copy in live_host_copies() if self._is_ours(copy.tensor))
+        now["activations"] -= host
+        self.host_bytes = max(self.host_bytes, host)
+        if sum(now.values()) > sum(self.breakdown.values()):
+            self.breakdown = now
+
+    def _is_ours(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self.fake_mode
+
+
+def _by_category(snapshot: dict[torch.device, dict[str, int]]) -> dict[str, int]:
+    found = dict.fromkeys(CATEGORIES.values(), 0)
+    for device in snapshot.values():
+        for kind, nbytes in device.items():
+            category = CATEGORIES.get(getattr(kind, "value", ""))
+            if category is not None:
+                found[category] += nbytes
+    return found

@@ -1,0 +1,181 @@
+"""Receipts: what the offload really did."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from torch_ref.host import HostCopy
+
+_open: list[Receipt] = []
+
+
+@dataclass
+class CallEntry:
+    """One call of a block through `gradient_checkpoint_forward`.
+
+    Attributes:
+        block: name of the block's class or function.
+        mode: `off`, `checkpoint` or `offload`, as the flags ask for.
+        form: `right` or `faithful`.
+        grad_enabled: whether gradients were recorded; if not, the block was called plainly.
+        note: why the call did something else than its mode, or nothing.
+        tensors_offered: tensor arguments that an offload could move; parameters stay where they are.
+        bytes_offered: their bytes.
+        tensors_packed: tensor arguments that backward will read from host memory.
+        bytes_on_host: bytes copied to the host for this call; 0 for a copy that an earlier call made.
+        bytes_brought_back: bytes copied back so far, counted at every recomputation.
+    """
+
+    block: str
+    mode: str
+    form: str
+    grad_enabled: bool
+    note: str = ""
+    tensors_offered: int = 0
+    bytes_offered: int = 0
+    tensors_packed: int = 0
+    bytes_on_host: int = 0
+    bytes_brought_back: int = 0
+    _sources: dict[Any, int] = field(default_factory=dict, repr=False)
+
+    def offered(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note the tensors that the offload was given."""
+        distinct = {id(t): t for t in tensors}.values()
+        self.tensors_offered = len(distinct)
+        self.bytes_offered = sum(t.nbytes for t in distinct)
+
+    def packed(self, copy: HostCopy, made: bool) -> None:
+        """Note that an argument was put on the host; `made` tells a new copy from one that was there already."""
+        self.tensors_packed += 1
+        self.bytes_on_host += copy.nbytes if made else 0
+        if copy.source_storage is not None:
+            self._sources[copy.source_storage] = copy.source_nbytes
+
+    def brought_back(self, copy: HostCopy) -> None:
+        """Note that a copy was brought back to the device."""
+        self.bytes_brought_back += copy.nbytes
+
+
+class Receipt:
+    """What the calls inside a `receipt()` block did; its numbers go on growing until the backward pass is over.
+
+    >>> import torch, torch_ref
+    >>> block, x = torch_ref.ToyModel(), torch.ones(2, 3, requires_grad=True)
+    >>> with torch_ref.receipt() as r:
+    ...     y = torch_ref.gradient_checkpoint_forward(block, True, True, x=x)
+    >>> r.bytes_offered, r.bytes_on_host, r.tensors_packed, r.bytes_brought_back
+    (24, 24, 1, 0)
+    >>> y.sum().backward()
+    >>> r.bytes_brought_back
+    24
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[CallEntry] = []
+
+    @property
+    def calls(self) -> tuple[CallEntry, ...]:
+        """One entry for each call, in order."""
+        return tuple(self._calls)
+
+    @property
+    def bytes_offered(self) -> int:
+        """Bytes of the tensor arguments of all offloaded calls; one that is given twice counts twice."""
+        return sum(call.bytes_offered for call in self._calls)
+
+    @property
+    def bytes_on_host(self) -> int:
+        """Bytes that were copied to the host; a tensor that several calls share counts once."""
+        return sum(call.bytes_on_host for call in self._calls)
+
+    @property
+    def tensors_packed(self) -> int:
+        """Tensor arguments that backward reads, or read, from host memory."""
+        return sum(call.tensors_packed for call in self._calls)
+
+    @property
+    def bytes_brought_back(self) -> int:
+        """Bytes copied from the host back to the device so far."""
+        return sum(call.bytes_brought_back for call in self._calls)
+
+    @property
+    def bytes_released(self) -> int:
+        """Bytes of copied storages that the device has given back by now; read it between forward and backward.
+
+        A tensor that something else still holds, such as the batch, gives nothing back.
+        """
+        sources = {storage: nbytes for call in self._calls for storage, nbytes in call._sources.items()}
+        return sum(nbytes for storage, nbytes in sources.items() if storage() is None)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences on what did not happen though it was asked for; empty if all is well."""
+        if not self._calls:
+            return ("no call of gradient_checkpoint_forward was made inside this receipt.",)
+        found = [f"{call.block}: {call.note}" for call in self._calls if call.note]
+        idle = [c for c in self._calls if c.mode == "offload" and not c.note and not c.bytes_on_host]
+        idle = [c for c in idle if not c.tensors_packed]
+        if idle:
+            offered = sum(c.bytes_offered for c in idle)
+            remedy = "the faithful form moves positional tensors only; torch_ref.gradient_checkpoint_forward moves all"
+            found.append(
+                f"{len(idle)} offloaded call(s) moved 0 bytes of the {offered} offered to the host"
+                f" ({', '.join(sorted({c.block for c in idle}))}): {remedy}."
+            )
+        if self.bytes_on_host and not self.bytes_released:
+            found.append(
+                f"{self.bytes_on_host} bytes are on the host but the device gave none back: something else still"
+                " holds the tensors."
+            )
+        return tuple(dict.fromkeys(found))
+
+
+@contextmanager
+def receipt() -> Iterator[Receipt]:
+    """Record what every `gradient_checkpoint_forward` call in the block moves, in the right and the faithful form.
+
+    Calls of all threads are recorded. Calls made by a recomputation (nested checkpoints) are recorded if the
+    backward pass runs inside the block too.
+    """
+    opened = Receipt()
+    _open.append(opened)
+    try:
+        yield opened
+    finally:
+        _open.remove(opened)
+
+
+def record_call(block: Callable[..., Any], mode: str, form: str) -> CallEntry:
+    """Make the entry of a call and add it to every open receipt."""
+    entry = CallEntry(_name(block), mode, form, torch.is_grad_enabled())
+    if mode != "off" and not entry.grad_enabled:
+        entry.note = f"called with gradients disabled, so mode {mode!r} had nothing to keep."
+    for opened in _open:
+        opened._calls.append(entry)
+    return entry
+
+
+def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """List the tensors anywhere in the arguments that an offload could move."""
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_offloadable(leaf)]
+
+
+def is_offloadable(leaf: object) -> bool:
+    """Tell whether an argument is a tensor that is worth moving: not empty, and no parameter or view of one."""
+    if not isinstance(leaf, torch.Tensor) or leaf.numel() == 0:
+        return False
+    return not isinstance(leaf, nn.Parameter) and not isinstance(leaf._base, nn.Parameter)
+
+
+def _name(block: Callable[..., Any]) -> str:
+    if inspect.isfunction(block) or inspect.ismethod(block):
+        return block.__qualname__.rpartition("<locals>.")[2]
+    return getattr(block, "__name__", None) or type(block).__name__

@@ -1,0 +1,188 @@
+"""Residual accounting: what the graph holds between the forward and the backward pass, in bytes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from torch_ref.errors import InvalidArgumentError
+from torch_ref.host import is_copying_to_host
+
+
+@dataclass(frozen=True)
+class SavedEntry:
+    """One storage that the graph holds.
+
+    Attributes:
+        nbytes: size of the storage.
+        place: `device`, `host`, or `input` for an argument of the function, on the device.
+        operator: the operator that made it, such as `aten.addmm.default`.
+        shape: shape of the first tensor on it.
+        dtype: its data type.
+    """
+
+    nbytes: int
+    place: str
+    operator: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes that the graph holds for backward; each storage counts once, however many tensors view it.
+
+    Attributes:
+        entries: the storages, in the order in which they were made.
+    """
+
+    entries: tuple[SavedEntry, ...]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes made in the forward pass and held on the device; parameters and inputs excluded."""
+        return self._at("device")
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes held in host memory by an offload, copies of inputs included."""
+        return self._at("host")
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the arguments that are held on the device."""
+        return self._at("input")
+
+    def _at(self, place: str) -> int:
+        return sum(entry.nbytes for entry in self.entries if entry.place == place)
+
+
+def saved_for_backward(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedBytes:
+    """Count what stays alive after `fn(*args, **kwargs)` for the sake of its backward pass, and nothing else.
+
+    The function runs once. Every storage that an operator makes meanwhile is watched through a weak reference; then
+    the result is dropped and only its graph kept, then the graph is dropped too. What lives after the first and dies
+    with the second is held by the graph: through saved tensors, hooks, checkpoints or host copies, in any nesting.
+    (Counting the calls of saved-tensor hooks does not give that: only the innermost pair of hooks is called, and a
+    checkpoint keeps its arguments outside of them.)
+
+    What existed before the call is not counted: parameters, buffers, tensors that `fn` captures. Arguments are passed
+    as copies, so that they are counted, as `input_bytes`, exactly when the graph holds them. Host memory is what an
+    offload of `torch_ref` made and, where tensors are on an accelerator, everything on the CPU. Random states that
+    checkpoints keep (about 5 kB each, on the host) are not tensors of an operator and not counted. Works on fake
+    tensors.
+
+    Raises:
+        InvalidArgumentError: if the result has no tensor with a graph.
+
+    >>> import torch, torch_ref
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Sigmoid())
+    >>> saved = torch_ref.saved_for_backward(model, torch.ones(2, 4))
+    >>> saved.device_bytes, saved.host_bytes, saved.input_bytes
+    (64, 0, 32)
+    """
+    if not callable(fn):
+        raise InvalidArgumentError(f"fn is a {type(fn).__name__}, expected a function or a module.")
+    watch = _StorageWatch()
+    with watch:
+        copied_args, copied_kwargs = watch.copy_inputs((args, kwargs))
+        result = fn(*copied_args, **copied_kwargs)
+        del copied_args, copied_kwargs
+    graph = [leaf.grad_fn for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
+    if not graph:
+        raise InvalidArgumentError(
+            "fn returned no tensor with a graph, expected at least one: call it with gradients enabled, and with a"
+            " parameter or an argument that requires a gradient."
+        )
+    del result
+    # Reference cycles must not be taken for the graph's holdings.
+    gc.collect()
+    held = watch.alive()
+    graph.clear()
+    gc.collect()
+    left = watch.alive()
+    held_by_graph = [entry for key, entry in held.items() if key not in left and entry.nbytes]
+    return SavedBytes(_placed(held_by_graph, watch.accelerated))
+
+
+class _StorageWatch(TorchDispatchMode):
+    """Remembers every storage that operators return, and which one returned it first.
+
+    Views bring in storages that existed before; those outlive the graph and fall out of the count by that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, StorageWeakRef] = {}
+        self._made: dict[int, SavedEntry] = {}
+        self._copies: dict[int, torch.Tensor] = {}
+        self._copying_input = False
+        self.accelerated = False
+
+    def copy_inputs(self, arguments: Any) -> Any:
+        """Give copies that are no leaves: the graph then holds one only if it is saved. Parameters stay themselves."""
+        self._copying_input = True
+        try:
+            return pytree.tree_map_only(torch.Tensor, self._copy_input, arguments)
+        finally:
+            self._copying_input = False
+            self._copies.clear()
+
+    def alive(self) -> dict[int, SavedEntry]:
+        """Give the watched storages that are still alive."""
+        return {key: entry for key, entry in self._made.items() if not self._known[key].expired()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in _with_storage(result):
+            if self._is_new(tensor):
+                self._made[tensor.untyped_storage()._cdata] = self._entry(tensor, str(func))
+        return result
+
+    def _copy_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = tensor.clone()
+        return self._copies[id(tensor)]
+
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known:
+            return False
+        # The weak reference keeps the address from being used for another storage.
+        self._known[storage._cdata] = StorageWeakRef(storage)
+        return True
+
+    def _entry(self, tensor: torch.Tensor, operator: str) -> SavedEntry:
+        place = tensor.device.type
+        self.accelerated |= place != "cpu"
+        if self._copying_input:
+            place = "input"
+        elif is_copying_to_host():
+            place = "host"
+        return SavedEntry(tensor.untyped_storage().nbytes(), place, operator, tuple(tensor.shape), tensor.dtype)
+
+
+def _placed(entries: list[SavedEntry], accelerated: bool) -> tuple[SavedEntry, ...]:
+    def place(entry: SavedEntry) -> str:
+        if entry.place in ("input", "host"):
+            return entry.place
+        return "host" if accelerated and entry.place == "cpu" else "device"
+
+    return tuple(replace(entry, place=place(entry)) for entry in entries)
+
+
+def _with_storage(tree: Any) -> list[torch.Tensor]:
+    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [t for t in tensors if t.layout == torch.strided and not is_traceable_wrapper_subclass(t)]
