@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import flax
 import jax
 from jax._src import config as _config
 from jax._src import core as _core
@@ -28,6 +29,29 @@ JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split
 # Two JAX releases bake the wrong slot into the copy back of a scanned block's offloaded residuals on GPUs, so that gradients
 # are silently wrong (openxla/xla#46231). Read from the compiled text; unrolled offload and CPU are not touched.
 SCANNED_OFFLOAD_MISCOMPILED: frozenset[tuple[int, ...]] = frozenset({(0, 10, 2), (0, 11, 0)})
+
+
+def refuse_miscompiled_offload() -> None:
+    """Refuse offload inside a loop where this JAX would run it on a GPU and silently get wrong gradients.
+
+    Raises:
+      UnsupportedError: the default device is a GPU, this JAX is one of the two, and the pass is not switched off.
+    """
+    cured = "dynamic-slice-annotator" in os.environ.get("XLA_FLAGS", "")
+    if JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and not cured and jax.default_backend() == "gpu":
+        raise UnsupportedError(
+            f"offload inside a scan with JAX {jax.__version__} on a GPU: the compiler reads another layer's residuals back, and "
+            "gradients are silently wrong (openxla/xla#46231). Use JAX 0.11.1 or later, unroll the layers, or start with "
+            "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
+        )
+
+
+_OURS = os.path.dirname(__file__)
+_LIBRARIES = (
+    os.path.dirname(flax.__file__) + os.sep,
+    *(os.path.join(_OURS, part) + os.sep for part in ("apply", "graph", "memory")),
+    *(os.path.join(_OURS, part) for part in ("compat.py", "workload.py")),
+)
 
 _LOOPS = frozenset({"scan", "while_body", "while_loop", "fori_loop", "map", "associative_scan"})
 
@@ -90,8 +114,13 @@ def scopes(eqn: Any) -> tuple[str, ...]:
 
 
 def source_line(eqn: Any) -> str:
-    """The user's `file:line (function)` that made `eqn`."""
-    return _source_info.summarize(eqn.source_info)
+    """The user's `file:line (function)` that made `eqn`: the innermost line that is neither JAX's, Flax's nor ours."""
+    for frame in _source_info.user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(_LIBRARIES):
+            name = os.path.relpath(frame.file_name)
+            shown = frame.file_name if name.startswith("..") else name
+            return f"{shown}:{frame.start_line} ({frame.function_name})"
+    return ""
 
 
 def dce(jaxpr: Any, used_outputs: Sequence[bool] | None = None, *, keep_inputs: bool = True) -> Any:

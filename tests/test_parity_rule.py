@@ -28,9 +28,7 @@ def rounded(tensors: dict[str, np.ndarray], dtype: object = np.float32) -> dict[
 
 def failed(jax: dict, torch: dict | None = None, dtype: object = "float32", against: dict | None = None) -> list[str]:
     against = reference() if against is None else against
-    return [
-        row.name for row in judge(against, jax, rounded(against) if torch is None else torch, dtype) if not row.passed
-    ]
+    return [row.name for row in judge(against, jax, rounded(against) if torch is None else torch, dtype) if not row.passed]
 
 
 def test_the_row_has_the_rule_s_numbers() -> None:
@@ -49,9 +47,7 @@ def test_four_times_pytorch_s_error_is_the_limit(distance: float, passed: bool) 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("factor", "passed"), [(3.9, True), (4.1, False)])
-def test_where_pytorch_is_exact_the_floor_is_epsilon_of_the_global_norm(
-    dtype: str, factor: float, passed: bool
-) -> None:
+def test_where_pytorch_is_exact_the_floor_is_epsilon_of_the_global_norm(dtype: str, factor: float, passed: bool) -> None:
     one = np.dtype(getattr(ml_dtypes, dtype, dtype))
     exact = {"big": np.array([1.0, 0.0]), "zero": np.array([0.0])}
     jax = {"big": exact["big"].astype(one), "zero": np.array([factor * epsilon(dtype)]).astype(one)}

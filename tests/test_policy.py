@@ -87,8 +87,7 @@ def test_whitespace_and_a_closing_semicolon_do_not_count(policy: Policy, space: 
     if not policy.checkpoint:
         return
     rules = [
-        f"{space}{rule.action.value}{space}:{space}" + f"{space},{space}".join(rule.selectors) + space
-        for rule in policy.rules
+        f"{space}{rule.action.value}{space}:{space}" + f"{space},{space}".join(rule.selectors) + space for rule in policy.rules
     ]
     assert Policy.parse(";".join(rules) + (f";{space}" if closed else "")) == policy
 

@@ -64,6 +64,8 @@ def bind_block(block: PlannedBlock, values: Sequence[Any], *, looped: bool | Non
     tied block does not compile for a GPU (INTERNAL: shape mismatch after layout assignment).
     """
     looped = compat.in_loop() if looped is None else looped
+    if block.offloaded and looped:
+        compat.refuse_miscompiled_offload()
     run = block.checkpointed(prevent_cse=not looped)
     if block.offloaded and not looped:
         run = tied(run)

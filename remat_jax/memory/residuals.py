@@ -16,6 +16,9 @@ from remat_jax.policy import Action, Policy, as_policy
 from remat_jax.report.tables import format_bytes, render, table
 from remat_jax.workload import Workload
 
+_SHOWN = 40
+"""Rows of a printed table; `to_dict` has them all."""
+
 _EVERY_NAME = Policy.parse("everything")
 
 
@@ -92,27 +95,24 @@ class ResidualTable:
         }
 
     def __rich__(self) -> Any:
-        totals = ", ".join(
-            f"{word} {format_bytes(amount)}"
-            for word, amount in (
-                ("device", self.device_bytes),
-                ("host", self.host_bytes),
-                ("recompute", self.recompute_bytes),
-            )
-        )
-        columns = ("residual", "shape", "dtype", "size", "action", "source")
+        totals = {"device": self.device_bytes, "host": self.host_bytes, "recompute": self.recompute_bytes}
+        title = ", ".join(f"{word} {format_bytes(amount)}" for word, amount in totals.items())
+        shown, hidden = self.rows[:_SHOWN], self.rows[_SHOWN:]
         rows = [
             (
                 row.name + (f" ×{row.count}" if row.count > 1 else ""),
                 "×".join(map(str, row.shape)) or "scalar",
                 row.dtype,
-                format_bytes(row.bytes),
+                row.bytes,
                 row.action,
                 row.source,
             )
-            for row in self.rows
+            for row in shown
         ]
-        return table(f"residuals under {self.policy}: {totals}", columns, rows)
+        columns = ("residual", "shape", "dtype", "size", "action", "source")
+        rest = f"and {len(hidden)} more, {format_bytes(sum(row.bytes for row in hidden))}" if hidden else None
+        formats = {"size": format_bytes}
+        return table(f"residuals under {self.policy}: {title}", columns, rows, formats=formats, caption=rest)
 
     def __str__(self) -> str:
         return render(self)
@@ -152,7 +152,9 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
     if not (isinstance(checked, Policy) and not checked.checkpoint):
         names = {row.name for row in kept}
         everything = dict.fromkeys(workload.blocks, _EVERY_NAME) if checked is not None else _all_of(policy)
-        rows += [replace(row, action="recompute") for row in _kept(workload, everything) if row.name not in names]
+        rows += [
+            replace(row, action="recompute") for row in _kept(workload, everything, only_named=True) if row.name not in names
+        ]
     order = [action.value for action in Action]
     rows.sort(key=lambda row: (order.index(row.action), -row.bytes, row.name))
     text = str(checked) if checked is not None else "; ".join(f"{block}: {one}" for block, one in policy.items())
@@ -163,8 +165,11 @@ def _all_of(policies: dict[Any, Any]) -> dict[Any, Policy]:
     return dict.fromkeys(policies, _EVERY_NAME)
 
 
-def _kept(workload: Workload, policy: Any) -> list[Residual]:
-    """The arrays that leave the forward pass for the backward pass, those of one name together."""
+def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> list[Residual]:
+    """The arrays that leave the forward pass for the backward pass, those of one name together.
+
+    `only_named` leaves out what no policy can choose: what is made outside the blocks, and what a scan carries.
+    """
     loss, trained, frozen = workload.split_loss(policy)
 
     def pullback(trained: Any, frozen: Any, *batch: Any) -> Any:
@@ -176,7 +181,7 @@ def _kept(workload: Workload, policy: Any) -> list[Residual]:
         if hasattr(atom, "val"):
             continue
         made = origin(jaxpr, atom)
-        if made.kind not in ("argument", "constant"):
+        if made.kind == "named" or (not only_named and made.kind not in ("argument", "constant")):
             found.setdefault((made.key, is_on_host(atom)), (made, atom))
     rows: dict[Any, Residual] = {}
     for made, atom in found.values():
