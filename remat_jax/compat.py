@@ -40,8 +40,8 @@ def refuse_miscompiled_offload() -> None:
     cured = "dynamic-slice-annotator" in os.environ.get("XLA_FLAGS", "")
     if JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and not cured and jax.default_backend() == "gpu":
         raise UnsupportedError(
-            f"offload inside a scan with JAX {jax.__version__} on a GPU: the compiler reads another layer's residuals back, and "
-            "gradients are silently wrong (openxla/xla#46231). Use JAX 0.11.1 or later, unroll the layers, or start with "
+            f"offload inside a scan with JAX {jax.__version__} on a GPU: the compiler reads another layer's residuals back, "
+            "and gradients are silently wrong (openxla/xla#46231). Use JAX 0.11.1 or later, unroll the layers, or start with "
             "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
         )
 

@@ -191,7 +191,8 @@ def _raise_for(
         reason = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
         hint = " (out of memory, or killed from outside)" if status == -signal.SIGKILL else ""
         raise CompileError(
-            f"{where}: the compiling process ended with {reason}{hint} at policy={missing[0]!r}. It said last: {said or 'nothing'}"
+            f"{where}: the compiling process ended with {reason}{hint} at policy={missing[0]!r}. "
+            f"It said last: {said or 'nothing'}"
         )
 
 
