@@ -1,0 +1,45 @@
+"""`python -m benchmarks`: what the wrapper costs against Flax's and JAX's own, on this machine's processor."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.record import ROOT, provenance, write_json
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "benchmarks", help="folder for cpu.json")
+    parser.add_argument("--only", default="", metavar="TEXT", help="settings with this in their name, such as scan")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure every setting and print the table; 1 if the wrapper costs FLOPs or memory, 0 otherwise."""
+    options = parse(arguments)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from benchmarks import cpu, peers  # after the platform is chosen
+
+    settings = [setting for setting in peers.SETTINGS if options.only in str(setting)]
+    if not settings:
+        print(f"--only {options.only}: no setting has this in its name: {', '.join(map(str, peers.SETTINGS))}", file=sys.stderr)
+        return 2
+    groups, found = [], []
+    for setting in settings:
+        group = cpu.measure(setting, list(peers.contenders(setting)), lambda line: print(line, file=sys.stderr, flush=True))
+        groups.append(group)
+        found += [problem for row in group for problem in cpu.problems(row, group[0])]
+        rows = [dataclasses.asdict(row) | {"ratios": cpu.ratios(row, group[0])} for group in groups for row in group]
+        write_json(options.output / "cpu.json", {"provenance": provenance(), "problems": found, "rows": rows})
+    print(cpu.table(groups))
+    print("\n".join(found) or "The same FLOPs and no more memory than by hand.")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

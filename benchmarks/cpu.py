@@ -1,0 +1,161 @@
+"""What the wrapper costs against peers, measured in one run: tracing, FLOPs, compiled memory, step time."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import remat_jax as rj
+from benchmarks.peers import INPUT, Contender, Setting
+from benchmarks.record import text_table
+from remat_jax.errors import UnsupportedError
+from remat_jax.graph.count import flops
+from remat_jax.hardware import target
+from remat_jax.memory.compiler import compile_programs, export_step
+
+TRACES, STEPS = 3, 9
+# What a wrapper may cost against its peer in compiled temporary memory. The contract is the same bytes for a GPU and 2 % on
+# the CPU, where the order of the passes moves some buffers.
+LIMITS = {"h200": 1.0, "cpu": 1.02}
+
+
+@dataclasses.dataclass
+class Measured:
+    """The figures of one contender; None is what was not measured."""
+
+    setting: str
+    contender: str
+    is_ours: bool
+    trace_seconds: float | None = None
+    matmul_flops: int | None = None
+    cpu_temp_bytes: int | None = None
+    h200_temp_bytes: int | None = None
+    step_seconds: float | None = None
+
+
+FIGURES = ("trace_seconds", "matmul_flops", "cpu_temp_bytes", "h200_temp_bytes", "step_seconds")
+
+
+def measure(setting: Setting, group: Sequence[Contender], say: Callable[[str], None]) -> list[Measured]:
+    """Every figure of the contenders of one setting, in turns where time is measured."""
+    found = [Measured(str(setting), one.name, one.is_ours) for one in group]
+    say(f"{setting}: tracing")
+    for row, one, seconds in zip(found, group, _trace_seconds(group), strict=True):
+        row.trace_seconds = seconds
+        row.matmul_flops = flops(jax.value_and_grad(one.loss), one.params, _input())
+    # Unrolled, XLA's CPU compiler does not order blocks for memory, and an offload moves nothing on a CPU.
+    if setting.scan and setting.policy == "full":
+        say(f"{setting}: compiling for the CPU")
+        for row, size in zip(found, _temp_bytes(group, "cpu"), strict=True):
+            row.cpu_temp_bytes = size
+    say(f"{setting}: compiling for an H200")
+    try:
+        for row, size in zip(found, _temp_bytes(group, "h200"), strict=True):
+            row.h200_temp_bytes = size
+    except UnsupportedError as error:
+        say(str(error))
+    if setting.policy == "full":
+        say(f"{setting}: running")
+        for row, seconds in zip(found, _step_seconds(group), strict=True):
+            row.step_seconds = seconds
+    return found
+
+
+def _input() -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(INPUT, jnp.float32)
+
+
+def _trace_seconds(group: Sequence[Contender]) -> list[float]:
+    """The shortest of several first tracings of each: what disturbs a timing only ever adds to it."""
+
+    def once(one: Contender) -> float:
+        jax.clear_caches()  # a step is traced once; traced again, a wrapper around one function is answered from a cache
+        started = time.perf_counter()
+        jax.make_jaxpr(jax.value_and_grad(one.loss))(one.params, _input())
+        return time.perf_counter() - started
+
+    return [min(times) for times in zip(*([once(one) for one in group] for _ in range(TRACES)), strict=True)]
+
+
+def _temp_bytes(group: Sequence[Contender], name: str) -> list[int]:
+    """Temporary device memory of a donated training step, all contenders compiled in one process."""
+    described, programs = target(name), []
+    for one in group:
+        job = rj.Workload(one.loss, one.params, (_input(),), blocks="*", optimizer=optax.adam(1e-3))
+        programs.append(export_step(one.key, job.step("off"), described))
+    sizes = compile_programs(programs, described, timeout=300)
+    return [sizes[one.key].temp for one in group]
+
+
+def _step_seconds(group: Sequence[Contender]) -> list[float]:
+    """The median time of a gradient on this CPU, the contenders in turns so that a slow spell hits all of them."""
+    x = jax.random.normal(jax.random.key(0), INPUT)
+    runs: list[Any] = []
+    for one in group:
+        params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, leaf.dtype), one.params)
+        compiled = jax.jit(jax.value_and_grad(one.loss)).lower(params, x).compile()
+        jax.block_until_ready(compiled(params, x))
+        runs.append((compiled, params))
+    rounds: list[list[float]] = []
+    for _ in range(STEPS):
+        rounds.append([])
+        for compiled, params in runs:
+            started = time.perf_counter()
+            jax.block_until_ready(compiled(params, x))
+            rounds[-1].append(time.perf_counter() - started)
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
+# --- what the figures say ---------------------------------------------------------------------------------------------
+
+
+def ratios(row: Measured, peer: Measured) -> dict[str, float | None]:
+    """Each figure over that of the peer.
+
+    >>> a, b = Measured("s", "rj.remat", True, matmul_flops=6), Measured("s", "nn.remat", False, matmul_flops=6)
+    >>> ratios(a, b)["matmul_flops"]
+    1.0
+    """
+    pairs = {name: (getattr(row, name), getattr(peer, name)) for name in FIGURES}
+    return {name: mine / theirs if mine is not None and theirs else None for name, (mine, theirs) in pairs.items()}
+
+
+def problems(row: Measured, peer: Measured) -> list[str]:
+    """Where ours costs what it must not: other FLOPs than the peer's, or more compiled memory. Time is not judged."""
+    if not row.is_ours:
+        return []
+    ratio, found = ratios(row, peer), []
+    if ratio["matmul_flops"] != 1:
+        found.append(f"matmul FLOPs {row.matmul_flops} against {peer.matmul_flops} of {peer.contender}")
+    for name, limit in LIMITS.items():
+        temp = ratio[f"{name}_temp_bytes"]
+        if temp is not None and temp > limit:
+            found.append(f"{name} temp is {temp:.4f} × that of {peer.contender}, at most {limit} is right")
+    return [f"{row.setting} {row.contender}: {each}" for each in found]
+
+
+def table(groups: Sequence[Sequence[Measured]]) -> str:
+    """The ratios in plain text; the first of each group is the peer, with its own figures in their units."""
+    columns = ("setting and contender", "trace", "matmul FLOPs", "temp on CPU", "temp on H200", "step")
+    rows = []
+    for group in groups:
+        peer = group[0]
+        own = (_unit(peer.trace_seconds, 1e3, "ms"), _unit(peer.matmul_flops, 1e-9, "GFLOP"))
+        own += (_unit(peer.cpu_temp_bytes, 1e-6, "MB"), _unit(peer.h200_temp_bytes, 1e-6, "MB"))
+        rows.append((f"{peer.setting}: {peer.contender}", *own, _unit(peer.step_seconds, 1e3, "ms")))
+        for row in group[1:]:
+            ratio = ratios(row, peer)
+            cells = ("-" if ratio[name] is None else f"× {ratio[name]:.3f}" for name in FIGURES)
+            rows.append((f"  {row.contender}", *cells))
+    return text_table(columns, rows)
+
+
+def _unit(value: float | None, factor: float, unit: str) -> str:
+    return "-" if value is None else f"{value * factor:.1f} {unit}"

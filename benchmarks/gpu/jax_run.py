@@ -1,0 +1,112 @@
+"""One row of JAX: `python -m benchmarks.gpu.jax_run JOB` trains the Flax decoder and prints one line of JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.traverse_util import unflatten_dict
+
+import remat_jax as rj
+from benchmarks.gpu.child import answer_with
+from benchmarks.gpu.gradients import compare_and_keep
+from benchmarks.gpu.job import ADAM, Job, load_arrays
+from examples.models import linen, weights
+
+
+def workload(job: Job) -> rj.Workload:
+    """The training step of the decoder, on abstract values."""
+    size = job.size
+    model = linen.ByteDecoder(
+        d_model=size.d_model,
+        nhead=size.heads,
+        num_layers=size.layers,
+        max_len=size.length,
+        scan=job.form == "scan",
+        param_dtype=jnp.dtype(size.dtype),
+    )
+    tokens = jax.ShapeDtypeStruct((size.batch, size.length), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+
+    def loss(params: Any, tokens: Any, targets: Any) -> Any:
+        return model.apply({"params": params}, tokens, targets, method="loss")
+
+    return rj.Workload(loss, params, (tokens, tokens), blocks=linen.DecoderLayer, optimizer=optax.adam(**ADAM))
+
+
+@contextlib.contextmanager
+def precision(dtype: str) -> Any:
+    """Compute in `dtype`: JAX needs x64 for float64, and on GPUs rounds float32 matmuls to TF32, which PyTorch does not."""
+    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("default" if dtype == "bfloat16" else "highest"):
+        yield
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Compile, train and measure one mode; the fields of its row."""
+    with precision(job.size.dtype):
+        step = workload(job).step(job.mode)
+        started = time.perf_counter()
+        # Compiled before anything is on the device: what autotuning allocates then stays below the step's own peak.
+        compiled = jax.jit(step.function, donate_argnums=step.donate_argnums).lower(*step.arguments).compile()
+        fields = {"compile_seconds": time.perf_counter() - started} | compiled_bytes(compiled)
+        trained, gradients = train(job, compiled)
+        return fields | trained | compare_and_keep(job, gradients)
+
+
+def compiled_bytes(compiled: Any) -> dict[str, int]:
+    """What the executable that runs will need, as its compiler says; host memory apart."""
+    sizes = compiled.memory_analysis()
+
+    def one(name: str) -> int:
+        return int(getattr(sizes, f"{name}_size_in_bytes"))
+
+    return {
+        "compiled_device_bytes": one("argument") + one("output") - one("alias") + one("temp"),
+        "compiled_host_bytes": one("host_temp") + one("host_argument") + one("host_output") - one("host_alias"),
+    }
+
+
+def train(job: Job, compiled: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The figures of the training steps, and the gradients of the first one in the unrolled decoder's names."""
+    params = jax.tree.map(jnp.asarray, initial_params(job))
+    state = jax.jit(optax.adam(**ADAM).init)(params)
+    batches = [tuple(map(jnp.asarray, batch)) for batch in job.batches()]
+    seconds, losses, first_moment = [], [], None
+    jax.block_until_ready((params, state, batches))
+    for batch in batches:
+        started = time.perf_counter()
+        params, state, loss = jax.block_until_ready(compiled(params, state, {}, *batch))
+        seconds.append(time.perf_counter() - started)
+        losses.append(float(loss))
+        if first_moment is None:
+            first_moment = jax.device_get(state[0].mu)
+    memory = jax.local_devices()[0].memory_stats() or {}
+    gradients = weights.flatten(weights.unstack_layers(first_moment))
+    scale = 1 / (1 - ADAM["b1"])
+    for name, moment in gradients.items():
+        gradients[name] = moment * np.asarray(scale, moment.dtype)
+    fields = {
+        "measured_peak_bytes": memory.get("peak_bytes_in_use"),
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "seconds": seconds[job.warm_up :],
+        "losses": losses,
+    }
+    return fields, gradients
+
+
+def initial_params(job: Job) -> Any:
+    """The shared weights as this form's tree of parameters."""
+    flat = load_arrays(Path(job.folder, "weights.npz"), job.size.dtype)
+    tree = unflatten_dict(flat, sep="/")
+    return weights.stack_layers(tree) if job.form == "scan" else tree
+
+
+if __name__ == "__main__":
+    answer_with(run)

@@ -1,0 +1,49 @@
+"""What `rj.measure` says beforehand: `python -m benchmarks.gpu.predict JOB FILE CASE…`, beside the run and without its GPU.
+
+Each case is `form/mode`; each answer is a line of JSON appended to FILE as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import remat_jax as rj
+from benchmarks.gpu.jax_run import precision, workload
+from benchmarks.gpu.job import Job
+
+TARGET = {"cuda": "h200", "cpu": "cpu"}
+
+
+def predict(job: Job) -> dict[str, Any]:
+    """The fields of one row that are known before it runs."""
+    with precision(job.size.dtype):
+        report = rj.measure(workload(job), job.mode, target=TARGET[job.device])
+    warnings = list(report.receipt.warnings) if report.receipt else []
+    return {
+        "predicted_target": report.target,
+        "predicted_device_bytes": report.device_bytes,
+        "predicted_host_bytes": report.host_bytes,
+        "predicted_warnings": warnings,
+    }
+
+
+def main() -> None:
+    """Predict every case, one after the other."""
+    template, path = Job.from_json(sys.argv[1]), Path(sys.argv[2])
+    for case in sys.argv[3:]:
+        form, mode = case.split("/", 1)
+        try:
+            answer = predict(dataclasses.replace(template, form=form, mode=mode))
+        except Exception as error:
+            # One case that does not compile does not keep the others from being predicted.
+            answer = {"predicted_error": f"{type(error).__name__}: {error}"[:1500]}
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"case": case, **answer}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

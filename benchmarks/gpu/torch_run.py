@@ -1,0 +1,80 @@
+"""One row of PyTorch: `python -m benchmarks.gpu.torch_run JOB` trains the same decoder and prints one line of JSON."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from flax.traverse_util import unflatten_dict
+
+import torch_ref
+from benchmarks.gpu.child import answer_with
+from benchmarks.gpu.gradients import compare_and_keep
+from benchmarks.gpu.job import ADAM, Job, load_arrays
+from examples.models import weights
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train and measure one mode; the fields of its row. Offload is `torch_ref`'s, pinned and asynchronous on CUDA."""
+    model = load_model(job)
+    betas = (ADAM["b1"], ADAM["b2"])
+    optimizer = torch.optim.Adam(model.parameters(), ADAM["learning_rate"], betas, ADAM["eps"], fused=job.device == "cuda")
+    flags = torch_ref.mode_flags(job.mode)
+    batches = [tuple(torch.tensor(x, dtype=torch.long, device=job.device) for x in batch) for batch in job.batches()]
+    seconds, losses, gradients = [], [], None
+    synchronize(job)
+    for tokens, targets in batches:
+        started = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        logits = model(tokens, **flags)
+        wide = logits if job.size.dtype == "float64" else logits.float()  # as the Flax twin's loss has it
+        loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten())
+        loss.backward()
+        if gradients is None:
+            gradients = {name: weights.as_numpy(parameter.grad) for name, parameter in model.named_parameters()}
+        optimizer.step()
+        synchronize(job)
+        seconds.append(time.perf_counter() - started)
+        losses.append(loss.item())
+        del logits, wide, loss
+    fields = {
+        "measured_peak_bytes": torch.cuda.max_memory_allocated() if job.device == "cuda" else None,
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "seconds": seconds[job.warm_up :],
+        "losses": losses,
+    }
+    assert gradients is not None
+    return fields | compare_and_keep(job, weights.flatten(weights.gradients_from_torch(gradients, "ByteDecoder")))
+
+
+def load_model(job: Job) -> torch_ref.ByteDecoder:
+    """The decoder with the shared weights, never initialised by PyTorch."""
+    size = job.size
+    with torch.device("meta"):
+        model = torch_ref.ByteDecoder(d_model=size.d_model, nhead=size.heads, num_layers=size.layers, max_len=size.length)
+    model = model.to(getattr(torch, size.dtype)).to_empty(device=job.device)
+    flat = load_arrays(Path(job.folder, "weights.npz"), size.dtype)
+    arrays = weights.gradients_to_torch(unflatten_dict(flat, sep="/"), "ByteDecoder")
+    model.load_state_dict({name: as_tensor(array) for name, array in arrays.items()})
+    return model
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """A tensor of a NumPy array, bfloat16 too, which PyTorch does not know how to read."""
+    if array.dtype.name != "bfloat16":
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+
+
+def synchronize(job: Job) -> None:
+    if job.device == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    answer_with(run)

@@ -1,0 +1,89 @@
+"""What a result is kept with: where, when and with which versions it was measured."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "numpy", "torch", "remat_jax")
+FLAGS = ("XLA_FLAGS", "JAX_PLATFORMS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
+
+
+def provenance(commit: str | None = None) -> dict[str, Any]:
+    """Everything about this run that a figure depends on; `commit` where the sources have no git history beside them."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.orig_argv,
+        "commit": commit or git_commit(),
+        "gpus": gpus(),
+        "versions": versions(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "environment": {name: os.environ[name] for name in FLAGS if name in os.environ},
+    }
+
+
+def versions() -> dict[str, str]:
+    """The installed versions; a package that is not installed is left out."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str | None:
+    """The commit of the sources, marked `+` if a tracked file has changed since; None without git or a commit."""
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}{'+' if changed else ''}" if commit else None
+
+
+def gpus() -> list[dict[str, str]]:
+    """Name, driver and memory of each NVIDIA GPU, as the driver says; empty where there is none."""
+    fields = ("name", "driver_version", "memory.total")
+    listed = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
+    return [dict(zip(fields, line.split(", "), strict=True)) for line in listed.splitlines() if line.count(", ") == 2]
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write `data` so that whoever reads or kills at any moment finds the old file or the new one, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    new.replace(path)
+
+
+def text_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table in plain text, the first column to the left and the others to the right.
+
+    >>> print(text_table(("mode", "GB"), [("off", "72.9"), ("offload", "9.1")]))
+    mode       GB
+    off      72.9
+    offload   9.1
+    """
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    lines = []
+    for row in (columns, *rows):
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

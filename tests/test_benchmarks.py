@@ -1,0 +1,242 @@
+"""The benchmarks' own logic: what is run, what survives a failing child, what a row says; and a dry run on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import cpu
+from benchmarks.__main__ import main as cpu_main
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import child
+from benchmarks.gpu.gradients import compare, compare_and_keep
+from benchmarks.gpu.job import SMALL, Job, Size, load_arrays, make_weights, parameter_shapes, save_arrays
+from benchmarks.gpu.rows import JAX_REFERENCE, ORDER, TORCH_REFERENCE, Case, Row, relate, table
+from benchmarks.record import write_json
+from examples.models import linen, weights
+
+JOB = Job(SMALL, "unrolled", "off", "folder")
+
+
+# What is run.
+
+
+def test_every_mode_and_policy_is_run_in_both_forms_and_the_references_come_first() -> None:
+    modes = {"off", "checkpoint", "offload", "dots", "offload_dot_with_no_batch_dims"}
+    wanted = {Case("jax", form, mode) for form in ("unrolled", "scan") for mode in modes}
+    wanted |= {Case("torch", "eager", mode) for mode in ("off", "checkpoint", "offload")}
+    assert set(ORDER) == wanted and len(ORDER) == len(wanted) == 13
+    for case in ORDER:
+        assert case.reference is None or ORDER.index(case.reference) < ORDER.index(case)
+    assert TORCH_REFERENCE.reference == JAX_REFERENCE and Case("torch", "eager", "offload").reference == TORCH_REFERENCE
+
+
+def test_the_command_line_sets_size_cases_and_budget() -> None:
+    options = gpu.parse(["--layers", "3", "--only", "jax/scan/offload,jax/unrolled/off", "--seconds", "60"])
+    assert options.size == dataclasses.replace(Size(), layers=3) and options.seconds == 60
+    assert [str(case) for case in options.only] == ["jax/unrolled/off", "jax/scan/offload"]
+    assert gpu.parse(["--dry-run", "--d-model", "64"]).size == dataclasses.replace(SMALL, d_model=64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "jax/scan/ofload"], "'jax/scan/ofload' is no case: choose from jax/unrolled/off, "),
+        (["--dtype", "float16"], "expected bfloat16, float32 or float64"),
+        (["--seconds", "0"], "must be positive"),
+    ],
+)
+def test_bad_usage_says_what_is_expected(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        gpu.parse(arguments)
+    assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_benchmark_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(gpu, "gpus", list)
+    assert gpu.main([]) == 2 and "--dry-run" in capsys.readouterr().err
+    assert cpu_main(["--only", "no such setting"]) == 2 and "linen unrolled full" in capsys.readouterr().err
+
+
+# The shared weights.
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_the_shared_weights_are_the_model_s_parameters(dtype: str, tmp_path: Path) -> None:
+    size = dataclasses.replace(SMALL, dtype=dtype)
+    model = linen.ByteDecoder(d_model=size.d_model, nhead=size.heads, num_layers=size.layers, max_len=size.length)
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), int))["params"]
+    leaves = jax.tree.leaves_with_path(params)
+    expected = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves}
+    assert parameter_shapes(size) == expected
+    made = make_weights(size)
+    save_arrays(tmp_path / "weights.npz", made)
+    back = load_arrays(tmp_path / "weights.npz", dtype)
+    assert all(back[name].dtype.name == dtype and np.array_equal(back[name], made[name]) for name in made)
+    assert 0.9 < float(np.std(back["head/kernel"].astype(float))) * size.d_model**0.5 < 1.1
+    assert float(back["layers_1/norm2/scale"].astype(float).min()) == 1
+
+
+# Gradients.
+
+
+def test_the_worst_tensor_is_found_and_a_gradient_of_another_layer_does_not_agree() -> None:
+    random = np.random.default_rng(0)
+    right = {f"layers_{index}/kernel": random.normal(size=(8, 8)).astype("float32") for index in range(2)}
+    swapped = {"layers_0/kernel": right["layers_0/kernel"], "layers_1/kernel": right["layers_0/kernel"]}
+    error, worst, whole = compare(right, swapped)
+    assert error > 1 and worst == "layers_1/kernel" and 0.5 < whole < error
+    assert compare(right, right)[::2] == (0, 0)
+    assert compare(right, {"layers_0/kernel": right["layers_0/kernel"]}) == (np.inf, "layers_1/kernel", np.inf)
+    assert compare(right, right | {"layers_0/kernel": np.full((8, 8), np.nan, "float32")})[::2] == (np.inf, np.inf)
+
+
+def test_gradients_are_kept_and_judged_as_the_job_says(tmp_path: Path) -> None:
+    job = Job(SMALL, "unrolled", "off", str(tmp_path), keep_gradients="plain.npz")
+    right = {"a": np.full(100, 1.0, "float32"), "b": np.full(1, 0.1, "float32")}
+    assert compare_and_keep(job, right) == {}
+    other = dataclasses.replace(job, reference="plain.npz", keep_gradients=None)
+    # Half of a small tensor is rounding beside the norm of all, a fifth of the large one is not.
+    small, large = right | {"b": right["b"] * 1.5}, right | {"a": right["a"] * 1.2}
+    assert [compare_and_keep(other, one)["gradients_agree"] for one in (right, small, large)] == [True, True, False]
+    assert compare_and_keep(other, small)["gradient_error"] == pytest.approx(0.5, rel=1e-5)
+    assert not {"gradients_agree"} & compare_and_keep(dataclasses.replace(other, reference="none.npz"), right).keys()
+
+
+def test_a_gradient_that_cancels_is_measured_by_the_global_norm() -> None:
+    reference = {"large": np.array([1000.0]), "cancelled": np.array([1e-9])}
+    error, worst, _ = compare(reference, {"large": np.array([1000.0]), "cancelled": np.array([2e-9])})
+    assert worst == "cancelled" and error == pytest.approx(1e-9)
+
+
+def test_a_tiny_bfloat16_difference_is_seen() -> None:
+    ones = np.ones(4, jnp.bfloat16)
+    assert compare({"w": ones}, {"w": ones + np.asarray(2**-7, jnp.bfloat16)})[0] == 2**-7
+
+
+# Children.
+
+
+def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    (tmp_path / "one_row.py").write_text(body)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("import sys; print('no memory', file=sys.stderr); sys.exit(3)", "ended with exit status 3; it said last: no memory"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with signal SIGKILL (out of host memory"),
+        ("print('not JSON')", "ended with exit status 0"),
+        ("import time; time.sleep(60)", "not done after 2 s, stopped"),
+    ],
+)
+def test_a_child_that_fails_is_an_error_and_not_the_end(
+    body: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children(tmp_path, monkeypatch, body)
+    answer = child.run_child("one_row", JOB, 2 if "sleep" in body else 60, {})
+    assert answer["error"].startswith(error)
+
+
+def test_a_child_gets_its_job_and_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "import json, os, sys; print('noise'); print(json.dumps({'mode': json.loads(sys.argv[1])['mode'], **os.environ}))"
+    children(tmp_path, monkeypatch, body)
+    answer = child.run_child("one_row", JOB, 60, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    assert answer["mode"] == "off" and answer["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+
+
+def test_an_exception_in_a_child_is_its_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(job: Job) -> dict[str, str]:
+        raise MemoryError(f"RESOURCE_EXHAUSTED in {job.mode}")
+
+    monkeypatch.setattr(sys, "argv", ["run", JOB.to_json()])
+    child.answer_with(run)
+    assert json.loads(capsys.readouterr().out) == {"error": "MemoryError: RESOURCE_EXHAUSTED in off"}
+
+
+def test_a_half_written_prediction_is_left_for_later(tmp_path: Path) -> None:
+    path = tmp_path / "predictions.jsonl"
+    path.write_text('{"case": "scan/off"}\n{"case": "scan/o')
+    assert child.read_lines(path) == [{"case": "scan/off"}]
+
+
+# Rows.
+
+
+def test_a_row_takes_its_median_and_is_related_to_off() -> None:
+    rows = [Row("jax", "scan", "off"), Row("jax", "scan", "offload"), Row("torch", "eager", "offload")]
+    rows[0].take({"seconds": [1.0, 3.0, 2.0], "losses": [5.0, 4.0]}, tokens=100)
+    rows[1].take({"seconds": [3.0], "gradient_global_error": 1.2, "gradients_agree": False}, tokens=100)
+    rows[2].take({"error": "RESOURCE_EXHAUSTED"}, tokens=100)
+    relate(rows)
+    assert (rows[0].step_seconds, rows[0].tokens_per_second, rows[1].relative_time) == (2.0, 50.0, 1.5)
+    assert [row.status for row in rows] == ["done", "done", "failed"] and [row.holds for row in rows] == [True, False, False]
+    text = table([*rows, Row("jax", "scan", "dots")])
+    assert "1.2e+00 WRONG" in text and "torch/eager/offload: failed: RESOURCE_EXHAUSTED" in text
+    assert "jax/scan/dots: skipped: no time was left" in text and Row("jax", "scan", "dots").holds
+    with pytest.raises(ValueError, match="jax/scan/off: a row has no peek"):
+        rows[0].take({"peek": 1}, tokens=1)
+
+
+def test_rows_without_time_are_skipped_and_the_rest_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = gpu.parse(["--dry-run", "--no-predict", "--output", str(tmp_path), "--only", "jax/unrolled/off,jax/scan/off"])
+    run = gpu.Run(options, tmp_path)
+    written = []
+
+    def once(module: str, job: Job, seconds: float, env: dict[str, str]) -> dict[str, object]:
+        written.append(json.loads((tmp_path / "gpu.json").read_text())["rows"] if written else None)
+        run.ends = 0.0
+        return {"seconds": [1.0]}
+
+    monkeypatch.setattr(child, "run_child", once)
+    run.go()
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert len(written) == 1 and [row["status"] for row in rows] == ["done", "skipped"]
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    write_json(tmp_path / "new" / "gpu.json", {"rows": [1]})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "new" / "gpu.json", {"rows": object()})
+    assert json.loads((tmp_path / "new" / "gpu.json").read_text()) == {"rows": [1]}
+
+
+def test_a_dry_run_measures_scan_and_offload_from_end_to_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--output", str(tmp_path), "--commit", "abc"]
+    command += ["--only", "jax/unrolled/off,jax/scan/offload"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert result["provenance"]["commit"] == "abc" and result["provenance"]["versions"]["jax"] == jax.__version__
+    off, offload = result["rows"]
+    assert off["losses"] == pytest.approx(offload["losses"], rel=1e-5) and (len(off["losses"]), len(off["seconds"])) == (3, 2)
+    assert 0 < offload["gradient_error"] < 1e-5 and offload["gradient_reference"] == "jax/unrolled/off"
+    assert off["predicted_device_bytes"] == pytest.approx(off["compiled_device_bytes"], rel=0.02)
+    assert off["predicted_target"] == "cpu" and off["measured_peak_bytes"] is None and off["compiled_host_bytes"] == 0
+
+
+# Peers on the CPU.
+
+
+def test_more_flops_or_more_memory_than_by_hand_is_a_problem_and_time_is_not() -> None:
+    peer = cpu.Measured("linen scan full", "nn.remat", False, 1.0, 100, 1000, 1000, 1.0)
+    ours = dataclasses.replace(peer, contender="rj.remat", is_ours=True, trace_seconds=9.0, cpu_temp_bytes=1020)
+    assert cpu.problems(ours, peer) == []
+    found = cpu.problems(dataclasses.replace(ours, matmul_flops=101, h200_temp_bytes=1001, cpu_temp_bytes=1021), peer)
+    assert len(found) == 3 and found[0] == "linen scan full rj.remat: matmul FLOPs 101 against 100 of nn.remat"
+    assert cpu.problems(dataclasses.replace(peer, matmul_flops=101), peer) == []
+    assert "× 9.000" in cpu.table([[peer, ours]])
+
+
+def test_unstacked_gradients_are_compared_layer_by_layer() -> None:
+    stacked = {"layers": {"kernel": np.arange(6.0).reshape(2, 3)}}
+    assert weights.flatten(weights.unstack_layers(stacked)).keys() == {"layers_0/kernel", "layers_1/kernel"}
