@@ -1,0 +1,248 @@
+"""The table that drives the parity tests: framework × model × layers × mode × dtype. A new mode is a new entry of it.
+
+Every case is one training step. What it computed comes back under PyTorch's names and in PyTorch's shapes, so that
+stacked and unrolled layers, Linen and NNX are all compared tensor by tensor with the plain PyTorch model in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+import torch
+
+import remat_jax as rj
+import torch_ref
+from examples.models import weights as w
+from examples.models.functions import cross_entropy
+from parity_tests import support as s
+from remat_jax.graph.count import count
+from remat_jax.parity import float64_error, judge
+
+MODES = torch_ref.MODES  # the names of the policies of `remat_jax` that do the same
+DTYPES = ("float64", "float32")
+LEARNING_RATE = 1e-2
+# Adam divides a gradient by its own size. Some are zero but for rounding (no attention depends on the bias of its keys),
+# and the default of 1e-8 would make steps of that rounding: 1e-11 off in float64, as large as a real step in float32.
+ADAM_EPSILON = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table; `layers` is "unrolled" or "scan"."""
+
+    framework: str
+    model: str
+    layers: str
+    mode: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return "-".join((self.model, self.framework, self.layers, self.mode, self.dtype))
+
+    @property
+    def reference(self) -> Case:
+        """Plain PyTorch in the same dtype."""
+        return replace(self, framework="torch", layers="unrolled", mode="off")
+
+
+def _cases() -> Iterator[Case]:
+    for model, sizes in s.SIZES.items():
+        for framework in ("torch", "linen", "nnx"):
+            scannable = framework != "torch" and "num_layers" in sizes
+            for layers in ("unrolled", "scan") if scannable else ("unrolled",):
+                for mode in MODES:
+                    yield from (Case(framework, model, layers, mode, dtype) for dtype in DTYPES)
+
+
+CASES = tuple(_cases())
+
+
+class Result(NamedTuple):
+    """What one training step computed: PyTorch's name → array; the input's gradient is called `input`."""
+
+    outputs: Mapping[str, np.ndarray]
+    gradients: Mapping[str, np.ndarray]
+    after_adam: Mapping[str, np.ndarray]
+
+
+# PyTorch.
+
+
+def torch_forward(case: Case, model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Run a model in the case's mode: the stacks take the mode's flags, a bare block goes through the call itself."""
+    flags = torch_ref.mode_flags(case.mode)
+    if "num_layers" in s.SIZES[case.model]:
+        return model(x, **flags)
+    return torch_ref.gradient_checkpoint_forward(model, **flags, x=x)
+
+
+def torch_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cross entropy for integer targets, else the mean squared error."""
+    if target.is_floating_point():
+        return s.mean_squared(output, target)
+    return torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def torch_step(case: Case, model: torch.nn.Module) -> Result:
+    """One step of a PyTorch model, which it changes."""
+    x, target = (torch.tensor(s.in_dtype(array, case.dtype)) for array in s.data(case.model))
+    x.requires_grad_(x.is_floating_point())
+    output = torch_forward(case, model, x)
+    torch_loss(output, target if target.is_floating_point() else target.long()).backward()
+    named = dict(model.named_parameters())
+    gradients = {name: w.as_numpy(parameter.grad) for name, parameter in named.items()}
+    if x.requires_grad:
+        gradients["input"] = w.as_numpy(x.grad)
+    if named:
+        torch.optim.Adam(named.values(), lr=LEARNING_RATE, eps=ADAM_EPSILON).step()
+    return Result({"output": w.as_numpy(output)}, gradients, {name: w.as_numpy(p) for name, p in named.items()})
+
+
+# JAX.
+
+
+class Step(NamedTuple):
+    """A jitted function and its arguments: the parameters, the input, the target."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    tree: Callable[[Any], dict[str, Any]]
+
+
+@functools.cache
+def jax_step(case: Case, policy: Any = None) -> Step:
+    """The gradient and the output of a Flax model under the case's mode, or under another policy in its place."""
+    return make_jax_step(case, s.parameters(case.model, case.layers == "scan", case.dtype), policy)
+
+
+def make_jax_step(case: Case, tree: dict[str, Any], policy: Any = None, **options: Any) -> Step:
+    """The same with other weights, or other options of the model."""
+    scan, (x, target) = case.layers == "scan", s.data(case.model)
+    twin = s.twin(case.model, case.framework, scan, tree, **options)
+    block = s.block_of(case.model, case.framework)
+
+    def loss(parameters: Any, x: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        output = twin.apply(parameters, x)
+        return (s.mean_squared if target.dtype.kind == "f" else cross_entropy)(output, target), output
+
+    wanted = (0, 1) if x.dtype.kind == "f" else (0,)
+    applied = rj.checkpoint_blocks(loss, {block: case.mode if policy is None else policy})
+    arrays = (s.in_dtype(x, case.dtype), s.in_dtype(target, case.dtype))
+    return Step(jax.jit(jax.grad(applied, wanted, has_aux=True)), (twin.parameters, *arrays), twin.tree)
+
+
+@functools.cache
+def compiled(case: Case) -> Any:
+    """The case's step, compiled."""
+    with precision(case):
+        step = jax_step(case)
+        return s.quick(step.function, *step.arguments)
+
+
+def jax_result(case: Case, step: Step, executable: Any) -> Result:
+    """Run a compiled step, and Adam's update after it."""
+    gradients, output = executable(*step.arguments)
+    found = w.gradients_to_torch(step.tree(gradients[0]), case.model)
+    before = w.gradients_to_torch(step.tree(step.arguments[0]), case.model)
+    after = jax.tree.map(np.asarray, _adam_step()(found, before)) if before else {}
+    inputs = {"input": np.asarray(gradients[1])} if len(gradients) == 2 else {}
+    return Result({"output": np.asarray(output)}, found | inputs, after)
+
+
+@functools.cache
+def _adam_step() -> Callable[[Any, Any], Any]:
+    optimizer = optax.adam(LEARNING_RATE, eps=ADAM_EPSILON)
+
+    def step(gradients: Any, parameters: Any) -> Any:
+        updates, _ = optimizer.update(gradients, optimizer.init(parameters), parameters)
+        return optax.apply_updates(parameters, updates)
+
+    return jax.jit(step, compiler_options=s.known_options())
+
+
+# Both.
+
+
+def precision(case: Case) -> Any:
+    """JAX's 64-bit types on for float64 and off for float32, as a user has them."""
+    return jax.enable_x64(case.dtype == "float64")
+
+
+@functools.cache
+def result(case: Case) -> Result:
+    """What the case computes."""
+    if case.framework == "torch":
+        return torch_step(case, s.make_torch(case.model, case.dtype))
+    with precision(case):
+        return jax_result(case, jax_step(case), compiled(case))
+
+
+def problems(case: Case, found: Result) -> list[str]:
+    """What is wrong with a result of the case, against plain PyTorch in float64; empty if nothing is.
+
+    Float64: the largest error per tensor. Float32: the parity rule, with plain PyTorch's float32 error as the measure.
+    """
+    exact, single = result(replace(case.reference, dtype="float64")), result(case.reference)
+    wrong = []
+    for group, reference, candidate, yardstick in zip(Result._fields, exact, found, single, strict=True):
+        if not reference and not candidate:  # a model without parameters
+            continue
+        if case.dtype == "float64":
+            error, where = float64_error(reference, candidate)
+            wrong += [f"{group}: {where} is {error:.1e} off"] if not error <= s.LIMIT else []
+        else:
+            rows = judge(reference, candidate, yardstick, case.dtype)
+            failed = [(row.name, row.problem or f"has {row.ratio:.1f} times PyTorch's error") for row in rows if not row.passed]
+            wrong += [f"{group}: {name} {what}" for name, what in failed]
+    return wrong
+
+
+class Cost(NamedTuple):
+    """What one training step executes, and the bytes that it moves to host memory and back."""
+
+    matmuls: int
+    block_executions: int
+    to_host: int
+    back: int
+
+
+def expected_cost(case: Case) -> Cost:
+    """The cost of a case in closed form; `test_counts` says where the numbers come from."""
+    blocks = s.SIZES[case.model].get("num_layers", 1)
+    per_block = 0 if case.model == "ToyModel" else 6
+    executions = 1 if case.mode == "off" else 2
+    head = 3 if case.model == "ByteDecoder" else 0
+    batch, length = s.data(case.model).x.shape[:2]
+    moved = blocks * batch * length * 16 * np.dtype(case.dtype).itemsize if case.mode == "offload" else 0
+    return Cost(blocks * per_block * (executions + 2) + head, blocks * executions, moved, moved)
+
+
+def cost(case: Case, policy: Any = None) -> Cost:
+    """What the case really costs, or would under another policy of `remat_jax` in its mode's place."""
+    if case.framework == "torch":
+        return torch_cost(case)
+    with precision(case):
+        step = jax_step(case, policy)
+        jaxpr = jax.make_jaxpr(step.function)(*step.arguments)
+    weights = (s.is_matmul, _is_block_execution, s.bytes_to_host, s.bytes_back)
+    return Cost(*(count(jaxpr, weight) for weight in weights))
+
+
+def torch_cost(case: Case) -> Cost:
+    """Count while PyTorch runs."""
+    blocks = (torch_ref.DecoderLayer, torch_ref.ToyModel)
+    with torch_ref.count_matmuls() as matmuls, torch_ref.count_calls(*blocks) as calls, torch_ref.receipt() as receipt:
+        torch_step(case, s.make_torch(case.model, case.dtype))
+    return Cost(matmuls.total, calls.total, receipt.bytes_on_host, receipt.bytes_brought_back)
+
+
+def _is_block_execution(eqn: Any) -> bool:
+    """Whether this is the sigmoid of the toy, or the exponential that a decoder layer computes once."""
+    softmax = eqn.primitive.name == "exp" and "softmax" in str(eqn.source_info.name_stack)
+    return softmax or eqn.primitive.name == "logistic"

@@ -1,0 +1,163 @@
+"""What the parity tests share: the models in both frameworks with the same weights, their inputs, a quick compiler."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+from flax import nnx
+
+import torch_ref
+from examples import text
+from examples.models import linen
+from examples.models import nnx as nnx_models
+from examples.models import weights as w
+from remat_jax.graph.count import MATMULS
+from remat_jax.parity import TOLERANCES
+
+# One thread: two frameworks' pools on a few cores only take turns, and sums keep their order from run to run.
+torch.set_num_threads(1)
+
+LIMIT = TOLERANCES["float64"].value
+LAYERS = 2
+SIZES: dict[str, dict[str, int]] = {
+    "ToyModel": {},
+    "DecoderLayer": {"d_model": 16, "nhead": 4},
+    "DecoderStack": {"num_layers": LAYERS, "d_model": 16, "nhead": 4},
+    "ByteDecoder": {"d_model": 16, "nhead": 4, "num_layers": LAYERS, "max_len": 12},
+}
+MODULES = {"linen": linen, "nnx": nnx_models}
+# Nothing here is timed: what XLA spends on fast code is lost. Together they are about five times quicker to compile.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+
+
+def block_of(kind: str, api: str) -> type:
+    """The class that is checkpointed in a model: `DecoderLayer`, or the toy itself."""
+    return getattr(MODULES[api], "ToyModel" if kind == "ToyModel" else "DecoderLayer")
+
+
+@functools.cache
+def known_options() -> dict[str, Any]:
+    """Those of `QUICK` that this XLA knows."""
+    found: dict[str, Any] = {}
+    for name, value in QUICK.items():
+        try:
+            jax.jit(lambda: 1).lower().compile(compiler_options={name: value})
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+        else:
+            found[name] = value
+    return found
+
+
+def quick(jitted: Any, *args: Any) -> Any:
+    """Compile a jitted function for `args`, quickly."""
+    return jitted.lower(*args).compile(compiler_options=known_options())
+
+
+def run(function: Callable[..., Any], *args: Any) -> Any:
+    """Compile `function` quickly and call it once."""
+    return quick(jax.jit(function), *args)(*args)
+
+
+class Data(NamedTuple):
+    """The inputs of a model in float64 or integers, and its target: for the decoder the next bytes, else an array."""
+
+    x: np.ndarray
+    target: np.ndarray
+
+
+def data(kind: str) -> Data:
+    if kind == "ByteDecoder":
+        return Data(*text.batches(seed=0, batch=2, length=9, steps=1)[0])
+    random = np.random.default_rng(1)
+    return Data(random.normal(size=(2, 7, 16)), random.normal(size=(2, 7, 16)))
+
+
+def make_torch(kind: str, dtype: str = "float64", **options: Any) -> torch.nn.Module:
+    """A fresh PyTorch model with the weights that all tests use."""
+    torch.manual_seed(0)
+    model = getattr(torch_ref, kind)(**(SIZES[kind] | options)).double()
+    with torch.no_grad():  # at their initial 0 and 1, biases and scales would hide a wrong map
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model.to(getattr(torch, dtype))
+
+
+@functools.cache
+def torch_model(kind: str, **options: Any) -> torch.nn.Module:
+    """`make_torch` in float64, one for all tests; nobody may change it."""
+    return make_torch(kind, **options)
+
+
+def parameters(kind: str, scan: bool, dtype: str = "float64", **options: Any) -> dict[str, Any]:
+    """The same weights in Linen's tree, NumPy arrays."""
+    tree = w.from_torch(torch_model(kind, **options).state_dict(), kind, scan=scan)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+
+class Twin(NamedTuple):
+    """A Flax model as a function: `apply(parameters, *inputs, method=…)`; `tree` makes Linen's form of the former."""
+
+    apply: Callable[..., jax.Array]
+    parameters: Any
+    tree: Callable[[Any], dict[str, Any]]
+
+
+def twin(kind: str, api: str, scan: bool, tree: dict[str, Any], **options: Any) -> Twin:
+    """The Flax model of Linen or NNX that holds the weights `tree`."""
+    options = SIZES[kind] | ({"scan": scan} if "num_layers" in SIZES[kind] else {}) | options
+    make = getattr(MODULES[api], kind)
+    if api == "linen":
+        model = make(**options)
+        return Twin(lambda p, *inputs, **kwargs: model.apply({"params": p}, *inputs, **kwargs), tree, lambda p: p)
+    # Abstract until it is loaded: a parameter that were not filled could not be computed with.
+    model = nnx.eval_shape(lambda: make(**options) if kind == "ToyModel" else make(**options, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(w.load_nnx(model, tree))
+
+    def apply(state: Any, *inputs: Any, method: str = "__call__") -> jax.Array:
+        return getattr(type(model), method)(nnx.merge(graph, state), *inputs)
+
+    return Twin(apply, state, w.nnx_tree)
+
+
+def mean_squared(output: Any, target: Any) -> Any:
+    """The mean squared error, written once for the arrays of both frameworks."""
+    return ((output - target) ** 2).mean()
+
+
+def in_dtype(x: np.ndarray, dtype: str) -> np.ndarray:
+    """A floating-point array in `dtype`, an integer one as it is."""
+    return x.astype(dtype) if x.dtype.kind == "f" else x
+
+
+# What an equation of a jaxpr does, for `remat_jax.graph.count.count`.
+
+
+def is_matmul(eqn: Any) -> bool:
+    return eqn.primitive.name in MATMULS
+
+
+def bytes_to_host(eqn: Any) -> int:
+    return sum(_nbytes(out) for out in eqn.outvars if _is_on_host(out)) if eqn.primitive.name == "device_put" else 0
+
+
+def bytes_back(eqn: Any) -> int:
+    return sum(_nbytes(atom) for atom in eqn.invars if _is_on_host(atom)) if eqn.primitive.name == "device_put" else 0
+
+
+def _is_on_host(atom: Any) -> bool:
+    return atom.aval.memory_space == jax.memory.Space.Host
+
+
+def _nbytes(atom: Any) -> int:
+    return atom.aval.size * atom.aval.dtype.itemsize

@@ -1,0 +1,138 @@
+"""What the graph keeps between the passes, in bytes: JAX under scan and PyTorch side by side.
+
+PyTorch: the storages that the graph holds, parameters excluded, an argument that it keeps included: its first block keeps
+the batch itself, where a scan stacks a copy of it with the inputs of the other layers. JAX: the arrays that leave the
+forward pass for the backward pass, parameters and batch excluded.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from flax import nnx
+
+import remat_jax as rj
+import torch_ref
+from parity_tests import support as s
+
+BATCH, TIME, WIDTH, LAYERS, VOCAB = 3, 64, 64, 4, 256
+SIZES = {"num_layers": LAYERS, "d_model": WIDTH, "nhead": 4}
+STREAM = BATCH * TIME * WIDTH * 4
+LOGITS = BATCH * TIME * VOCAB * 4
+# Outside the blocks: the loss keeps the difference for the mean square; the decoder its head's input and, for the cross
+# entropy, one array of the logits' shape.
+AROUND = {"DecoderStack": STREAM, "ByteDecoder": STREAM + LOGITS}
+BYTES = {"checkpoint": (LAYERS * STREAM, 0), "offload": (0, LAYERS * STREAM)}
+
+
+class Kept(NamedTuple):
+    device: int
+    host: int
+
+
+@functools.cache
+def torch_kept(kind: str, mode: str) -> Kept:
+    model, flags = getattr(torch_ref, kind)(**SIZES, **_length(kind)), torch_ref.mode_flags(mode)
+    if kind == "ByteDecoder":
+        tokens = torch.zeros(BATCH, TIME, dtype=torch.long)
+        saved = torch_ref.saved_for_backward(lambda x, y: model.loss(x, y, **flags), tokens, tokens)
+    else:
+        x = torch.zeros(BATCH, TIME, WIDTH, requires_grad=True)
+        saved = torch_ref.saved_for_backward(lambda x, y: s.mean_squared(model(x, **flags), y), x, x.detach())
+    return Kept(saved.device_bytes + saved.input_bytes, saved.host_bytes)
+
+
+def _length(kind: str) -> dict[str, int]:
+    return {"max_len": TIME} if kind == "ByteDecoder" else {}
+
+
+@functools.cache
+def job(kind: str, framework: str, scan: bool) -> rj.Workload:
+    """The training loss of a model that is never allocated."""
+    make, block = getattr(s.MODULES[framework], kind), s.block_of(kind, framework)
+    options: dict[str, Any] = SIZES | _length(kind) | {"scan": scan}
+    x = jax.ShapeDtypeStruct((BATCH, TIME), jnp.int32)
+    if kind == "DecoderStack":
+        x = jax.ShapeDtypeStruct((BATCH, TIME, WIDTH), jnp.float32)
+    if framework == "nnx":
+        model = nnx.eval_shape(lambda: make(**options, rngs=nnx.Rngs(0)))
+        loss = (lambda m, x, y: m.loss(x, y)) if kind == "ByteDecoder" else (lambda m, x, y: s.mean_squared(m(x), y))
+        return rj.Workload.from_nnx(model, loss, (x, x), block)
+    model = make(**options)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def linen_loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        if kind == "ByteDecoder":
+            return model.apply(params, x, y, method="loss")
+        return s.mean_squared(model.apply(params, x), y)
+
+    return rj.Workload(linen_loss, params, (x, x), block)
+
+
+def jax_kept(kind: str, framework: str, policy: str, scan: bool = True) -> Kept:
+    table = rj.residuals(job(kind, framework, scan), policy)
+    return Kept(table.device_bytes, table.host_bytes)
+
+
+def agree(found: Kept, expected: Kept) -> bool:
+    """Whether both are within 1 % of what is expected; nothing expected on the host means nothing there."""
+    return all(abs(a - b) <= 0.01 * b for a, b in zip(found, expected, strict=True))
+
+
+forms = pytest.mark.parametrize("framework", ["linen", "nnx"])
+kinds = pytest.mark.parametrize("kind", AROUND)
+
+
+@kinds
+@pytest.mark.parametrize("mode", ["checkpoint", "offload"])
+def test_pytorch_keeps_the_inputs_of_its_blocks(kind: str, mode: str) -> None:
+    device, host = BYTES[mode]
+    assert agree(torch_kept(kind, mode), Kept(device + AROUND[kind], host))
+
+
+@kinds
+@forms
+@pytest.mark.parametrize("mode", ["checkpoint", "offload"])
+def test_scanned_layers_keep_what_pytorch_keeps(kind: str, framework: str, mode: str) -> None:
+    found, expected = jax_kept(kind, framework, mode), torch_kept(kind, mode)
+    assert agree(found, expected), (found, expected)
+    assert found.host == expected.host == BYTES[mode][1]
+
+
+@forms
+@pytest.mark.parametrize("mode", ["checkpoint", "offload"])
+def test_unrolled_layers_keep_the_same_but_for_a_copy_of_the_batch(framework: str, mode: str) -> None:
+    device, host = torch_kept("DecoderStack", mode)
+    batch = STREAM if mode == "checkpoint" else 0
+    assert jax_kept("DecoderStack", framework, mode, scan=False) == Kept(device - batch, host)
+
+
+@forms
+def test_everything_offloaded_is_in_host_memory_and_nowhere_else(framework: str) -> None:
+    table = rj.residuals(job("ByteDecoder", framework, True), "offload")
+    offloaded = [row for row in table if row.action == "offload"]
+    assert [(row.shape, row.bytes) for row in offloaded] == [((LAYERS, BATCH, TIME, WIDTH), LAYERS * STREAM)]
+    assert not [row.name for row in table if row.action == "save" and row.shape[:1] == (LAYERS,)]
+
+
+# Negative controls: a policy that does not do what its mode says is far outside the one per cent.
+
+
+@kinds
+@forms
+@pytest.mark.parametrize("policy", ["off", "everything"])
+def test_a_policy_that_recomputes_nothing_is_seen(kind: str, framework: str, policy: str) -> None:
+    found, expected = jax_kept(kind, framework, policy), torch_kept(kind, "checkpoint")
+    assert not agree(found, expected) and found.device > 8 * expected.device, (found, expected)
+
+
+@kinds
+@forms
+def test_an_offload_that_moves_nothing_is_seen(kind: str, framework: str) -> None:
+    found, expected = jax_kept(kind, framework, "checkpoint"), torch_kept(kind, "offload")
+    assert not agree(found, expected) and found.host == 0 and found.device == pytest.approx(sum(expected), rel=0.01)
