@@ -1,4 +1,4 @@
-"""The one place that knows private JAX, differences between JAX versions, and the CUDA plugin.
+"""The one place that knows private JAX and Flax, differences between JAX versions, and the CUDA plugin.
 
 Everything else in the package uses public JAX. Supported: JAX 0.10.2 and later.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import flax
 import jax
+from flax.linen import module as _linen_module
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import mesh as _mesh
@@ -102,8 +103,11 @@ def inner_context(eqn: Any) -> Iterator[None]:
     if eqn.primitive.name != "shard_map":
         yield
         return
-    mesh, manual = eqn.params["mesh"], eqn.params["manual_axes"]
-    with _shard_map._extend_axis_env(mesh, manual), _mesh.use_abstract_mesh(_shard_map._as_manual_mesh(mesh, manual)):
+    mesh = eqn.params["mesh"]
+    manual = eqn.params["newly_manual_axes"] if "newly_manual_axes" in eqn.params else eqn.params["manual_axes"]
+    inner_mesh = _shard_map._as_manual_mesh(mesh, manual)
+    checked = _config._check_vma(eqn.params["check_vma"])
+    with _shard_map._extend_axis_env(mesh, manual), _mesh.use_abstract_mesh(inner_mesh), checked:
         yield
 
 
@@ -170,6 +174,18 @@ def remat3() -> bool:
     return bool(_config.remat3.value)
 
 
+@contextlib.contextmanager
+def classic_rematerialisation() -> Iterator[None]:
+    """Have `jax.checkpoint` and `checkpoint_name` mean JAX's established rematerialisation, whatever `jax_remat3` says.
+
+    Only there can every residual of a block be kept by its name. The new one keeps what was named before differentiation, so
+    that a derivative rule's own arrays, and those that a rule reads back (exp, tanh, softmax), are made again; and before
+    JAX 0.12 it ignores named policies altogether.
+    """
+    with _config.remat3(False):
+        yield
+
+
 def require_named_policies() -> None:
     """Refuse where this JAX would silently recompute everything instead of honouring a policy of names.
 
@@ -225,16 +241,6 @@ def jaxpr_function(jaxpr: Any) -> Callable[..., list[Any]]:
 # --- JAX's own policy objects -----------------------------------------------------------------------------------------
 
 
-def require_callable_policy(policy: Any) -> None:
-    """Refuse a policy object of JAX's where `jax_remat3` is known to turn it silently into full recomputation.
-
-    Raises:
-      UnsupportedError: with `jax_remat3` on before JAX 0.12, for anything but the policies that are data there.
-    """
-    if policy is not jax.checkpoint_policies.nothing_saveable:
-        require_named_policies()
-
-
 def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
     """The primitives (or names) of `jaxpr`, at any depth, whose outputs JAX's own `policy` would offload."""
     found = []
@@ -253,6 +259,21 @@ def hoist_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
     """`jaxpr` with its constants as leading inputs, and the constants."""
     consts = list(jaxpr.consts)
     return (closed(_pe.convert_constvars_jaxpr(jaxpr.jaxpr)) if consts else jaxpr), consts
+
+
+def optimization_barrier(operands: Any) -> Any:
+    """`jax.lax.optimization_barrier`, one for each kind of varying over mesh axes.
+
+    Inside a `shard_map` that checks how its values vary, JAX before 0.12 makes everything behind one barrier vary as the
+    operand that varies most, which is then another type.
+    """
+    leaves, treedef = jax.tree.flatten(operands)
+    kinds = [str(getattr(jax.typeof(leaf), "mat", None) or getattr(jax.typeof(leaf), "vma", None)) for leaf in leaves]
+    for kind in dict.fromkeys(kinds):
+        places = [index for index, other in enumerate(kinds) if other == kind]
+        for place, value in zip(places, jax.lax.optimization_barrier([leaves[index] for index in places]), strict=True):
+            leaves[place] = value
+    return jax.tree.unflatten(treedef, leaves)
 
 
 OFFLOAD = _pe.Offloadable(src="device", dst="pinned_host")
@@ -283,6 +304,24 @@ def itemsize(dtype: Any) -> int:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return int(data.size * data.dtype.itemsize)
     return int(dtype.itemsize)
+
+
+# --- Flax -------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def not_captured(module: Any, method: str) -> Iterator[None]:
+    """While this holds, `capture_intermediates` passes by this module's own `method`; what is inside it is still captured."""
+    stack = _linen_module._context.capture_stack
+    wanted = stack[-1] if stack else None
+    if not wanted:
+        yield
+        return
+    stack.append(lambda called, name: not (called is module and name == method) and wanted(called, name))
+    try:
+        yield
+    finally:
+        stack.pop()
 
 
 # --- XLA's GPU compiler without a GPU ---------------------------------------------------------------------------------

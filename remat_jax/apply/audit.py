@@ -17,6 +17,7 @@ class _Seen:
     unmatched: set[str] | None = None
     candidates: dict[str, Candidate] = field(default_factory=dict)
     offloaded: set[str] = field(default_factory=set)
+    moved: bool = False
 
 
 class Audit:
@@ -25,18 +26,32 @@ class Audit:
     def __init__(self) -> None:
         self._seen: dict[Policy | JaxPolicy, _Seen] = {}
 
-    def saw(self, path: str, block: PlannedBlock) -> None:
-        """A block at `path` was traced."""
+    def saw(self, path: str, block: PlannedBlock, *, whole: bool = True) -> None:
+        """A block at `path` was traced, as it is differentiated (`whole`) or while its parameters are made."""
         seen = self._seen.setdefault(block.policy, _Seen())
         seen.paths.append(path)
         seen.candidates |= block.named.candidates
         seen.offloaded |= block.offloaded
+        # One block that moves something is enough, and finding out costs a trace.
+        seen.moved = seen.moved or (bool(block.offloaded) and (not whole or block.moves_bytes))
         if isinstance(block.policy, Policy):
             missed = set(block.policy.unmatched(block.named.candidates.values()))
             if missed:
                 # What only a derivative rule computes shows in the linearisation; it costs another trace to look there.
                 missed = set(block.policy.unmatched(block.candidates))
+                seen.candidates |= {candidate.name: candidate for candidate in block.candidates}
             seen.unmatched = missed if seen.unmatched is None else seen.unmatched & missed
+
+    def add(self, other: Audit) -> None:
+        """The blocks that `other` saw were traced too."""
+        for policy, theirs in other._seen.items():
+            seen = self._seen.setdefault(policy, _Seen())
+            seen.paths += theirs.paths
+            seen.candidates |= theirs.candidates
+            seen.offloaded |= theirs.offloaded
+            seen.moved |= theirs.moved
+            if theirs.unmatched is not None:
+                seen.unmatched = theirs.unmatched if seen.unmatched is None else seen.unmatched & theirs.unmatched
 
     @property
     def reached(self) -> tuple[str, ...]:
@@ -61,6 +76,12 @@ def _check_policy(policy: Policy, seen: _Seen) -> None:
             f"policy={str(policy)!r} offloads nothing in {blocks}: no residual that an offload rule selects is an array of "
             f"rank 1 or more that an earlier rule leaves to it. There are: {_some(seen.candidates, 8)}. Select one of "
             'these, or use policy="full" if nothing is to be offloaded.'
+        )
+    if policy.offloads and not seen.moved:
+        raise NoEffectError(
+            f"policy={str(policy)!r} offloads nothing in {blocks}: it selects {_some(sorted(seen.offloaded), 3)}, but with "
+            "what else it keeps, the backward pass reads none of these. Offload what is computed from them, or "
+            "recompute the rest."
         )
     for selector in policy.selectors:
         if selector in (seen.unmatched or ()) and selector != "*":

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from remat_jax.apply import linen, nnx, scope
+from remat_jax.apply.effect import Effect, run_under
 from remat_jax.apply.scope import Block, BlockPolicies
+from remat_jax.errors import ArgumentError
 
 
 def checkpoint_blocks(fn: Callable[..., Any], policies: Mapping[Block, Any]) -> Callable[..., Any]:
@@ -21,7 +22,7 @@ def checkpoint_blocks(fn: Callable[..., Any], policies: Mapping[Block, Any]) -> 
       policies: a Linen or NNX module class (subclasses count), or a glob on module paths, → a policy, its name or text.
 
     Raises:
-      ArgumentError, PolicyError: at once, for a wrong key or value.
+      ArgumentError, PolicyError: at once, for what is no function, a wrong key or value.
       BlockError: when called, if a block is never called.
       NoEffectError: when called, if a selector matches no residual, or there is nothing to offload.
 
@@ -39,12 +40,14 @@ def checkpoint_blocks(fn: Callable[..., Any], policies: Mapping[Block, Any]) -> 
     [11, 13]
     """
     checked = BlockPolicies.of(policies)
+    if not callable(fn):
+        raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
+    effect = Effect(fn, checked)
 
     @functools.wraps(fn)
     def with_policies(*args: Any, **kwargs: Any) -> Any:
-        with scope.applying(checked) as found, linen.intercepting(), nnx.intercepting(checked, (args, kwargs)):
-            outputs = fn(*args, **kwargs)
-        scope.check_reached(checked, found)
+        outputs, found = run_under(checked, fn, args, kwargs)
+        effect.check(found, args, kwargs)
         return outputs
 
     return with_policies

@@ -3,34 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
+import jax
 from flax import linen as nn
 from flax.core import lift
 from flax.linen.transforms import lift_direct_transform
 
+from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.region import run_block
+from remat_jax.apply.scope import BlockPolicies
 from remat_jax.policy import JaxPolicy, Policy
 
 # The ids of the modules whose own call is being traced under its policy already.
 _inside: ContextVar[tuple[int, ...]] = ContextVar("inside", default=())
+# The globs whose blocks are being traced: a glob means the outermost modules that it matches.
+_globs: ContextVar[tuple[str, ...]] = ContextVar("globs", default=())
 
 
 def call(
-    module: nn.Module, method: str, policy: Policy | JaxPolicy, args: tuple[Any, ...], kwargs: dict[str, Any], audit: Audit
+    module: nn.Module,
+    method: str,
+    policy: Policy | JaxPolicy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    audit: Audit,
+    *,
+    intercepted: bool = False,
 ) -> Any:
     """`getattr(module, method)(*args, **kwargs)` of a bound module as one checkpointed block.
 
     Parameters keep their names: nothing is renamed, as `nn.remat` of a class would do. Variables and RNG streams are lifted,
     so that dropout draws what it would draw without the checkpoint and mutable collections are updated.
+
+    Args:
+      intercepted: Flax itself is calling the method already, and captures what it returns.
     """
 
     def body(clone: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with entered(clone):
+        with entered(clone), compat.not_captured(clone, method) if intercepted else nullcontext():
             return getattr(type(clone), method)(clone, *args, **kwargs)
 
     return _lift(body, module, policy, "/".join(module.path) or type(module).__name__, args, kwargs, audit)
@@ -70,7 +85,8 @@ def _lifted(function: Callable[..., Any], policy: Policy | JaxPolicy, path: str,
             outputs = function(lifted_scope, *args, **kwargs)
             return outputs, repack(lifted_scope)
 
-        return run_block(pure, policy, path, (variables, rngs), args, kwargs, audit)
+        made = bool(jax.tree.leaves(variables))
+        return run_block(pure, policy, path, (variables, rngs), args, kwargs, audit, has_parameters=made)
 
     return lift.pack(inner, (True,), (True,), (True,), name="remat", enable_kwargs=True)
 
@@ -98,12 +114,17 @@ def interceptor(next_fun: Any, args: Any, kwargs: Any, context: nn.module.Interc
     found = scope.record()
     path = "/".join(module.path)
     found.modules.setdefault(path, type(module).__name__)
-    entry = policies.find(type(module), path)
+    left = tuple(entry for entry in policies.entries if entry[0] not in _globs.get())
+    entry = BlockPolicies(left).find(type(module), path)
     if entry is None or is_inside(module):
         return next_fun(*args, **kwargs)
     block, policy = entry
     found.reached.add(block)
-    return call(module, "__call__", policy, args, kwargs, found.audit)
+    token = _globs.set((*_globs.get(), block) if isinstance(block, str) else _globs.get())
+    try:
+        return call(module, "__call__", policy, args, kwargs, found.audit, intercepted=True)
+    finally:
+        _globs.reset(token)
 
 
 @contextmanager

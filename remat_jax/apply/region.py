@@ -22,16 +22,19 @@ def run_block(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     audit: Audit,
+    *,
+    has_parameters: bool = True,
 ) -> Any:
     """`function(parameters, *args, **kwargs)` as one checkpointed block.
 
     Arrays anywhere in `args` and `kwargs` are inputs of the block; everything else in them (Python scalars, strings, None,
-    functions) reaches the function as it is. Arrays in `parameters` are kept in place whatever the policy says of inputs, and
-    so are those that the function closes over.
+    functions) reaches the function as it is, and what is no array among its outputs comes back as it is. Arrays in
+    `parameters` are kept in place whatever the policy says of inputs, and so are those that the function closes over.
 
     Args:
       path: the block's module path, which leads the names of its residuals.
       audit: told what the policy's selectors matched.
+      has_parameters: False where the parameters are still to be made, so that the backward pass reads less than it will.
     """
     if isinstance(policy, Policy) and not policy.checkpoint:
         return function(parameters, *args, **kwargs)
@@ -39,22 +42,32 @@ def run_block(
     arrays = [index for index, leaf in enumerate(leaves) if compat.is_array(leaf)]
     first_input = len(jax.tree.leaves(parameters))
 
-    def flat(*values: Any) -> Any:
-        filled = list(leaves)
-        for index, value in zip(arrays, values, strict=True):
-            filled[index] = value
-        params, positional, named = jax.tree.unflatten(treedef, filled)
-        return function(params, *positional, **named)
+    results: list[tuple[list[Any], Any]] = []
+
+    def flat(*values: Any) -> list[Any]:
+        params, positional, named = jax.tree.unflatten(treedef, _filled(leaves, arrays, values))
+        outputs, structure = jax.tree.flatten(function(params, *positional, **named))
+        # None stands for an array: the trace must not be kept alive.
+        results.append(([None if compat.is_array(out) else out for out in outputs], structure))
+        return [out for out in outputs if compat.is_array(out)]
 
     values = [leaves[index] for index in arrays]
-    jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*values)
+    jaxpr = jax.make_jaxpr(flat)(*values)
     # What the function closes over (tracers among it) must reach the block as arguments, or it could not be differentiated.
     open_jaxpr, consts = compat.hoist_consts(jaxpr)
     is_input = [False] * len(consts) + [index >= first_input for index in arrays]
     block = plan_block(open_jaxpr, policy, path, is_input)
-    audit.saw(path, block)
-    outputs = bind_block(block, [*consts, *values])
-    return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+    audit.saw(path, block, whole=has_parameters)
+    outputs, structure = results[-1]
+    computed = [index for index, out in enumerate(outputs) if out is None]
+    return jax.tree.unflatten(structure, _filled(outputs, computed, bind_block(block, [*consts, *values])))
+
+
+def _filled(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    filled = list(leaves)
+    for index, value in zip(places, values, strict=True):
+        filled[index] = value
+    return filled
 
 
 def bind_block(block: PlannedBlock, values: Sequence[Any], *, looped: bool | None = None) -> list[Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,7 +14,7 @@ from flax import linen, nnx
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
-from remat_jax.errors import ArgumentError, BlockError, nearest
+from remat_jax.errors import ArgumentError, BlockError, NoEffectError, RematError, nearest
 from remat_jax.policy import JaxPolicy, Policy, as_policy
 
 Block = type | str
@@ -25,9 +27,11 @@ class BlockPolicies:
 
     Attributes:
       entries: pairs of a module class (subclasses count) or a glob on module paths, and its policy.
+      trial: another number is another set of policies for JAX's trace caches; 0 outside of trials.
     """
 
     entries: tuple[tuple[Block, Policy | JaxPolicy], ...]
+    trial: int = 0
 
     @classmethod
     def of(cls, policies: Mapping[Block, Any]) -> BlockPolicies:
@@ -55,7 +59,11 @@ class BlockPolicies:
         """These entries first, then those of an enclosing call for other blocks."""
         mine = {block for block, _ in self.entries}
         inherited = tuple(entry for entry in outer.entries if entry[0] not in mine) if outer else ()
-        return BlockPolicies(self.entries + inherited)
+        return BlockPolicies(self.entries + inherited, self.trial or (outer.trial if outer else 0))
+
+    def anew(self) -> BlockPolicies:
+        """The same policies, under which no trace is cached yet."""
+        return BlockPolicies(self.entries, next(_trials))
 
 
 def _checked(block: Any) -> Block:
@@ -71,15 +79,26 @@ def _checked(block: Any) -> Block:
 
 @dataclass
 class Record:
-    """What was traced under one set of policies: kept as long as a trace made under it can be reused."""
+    """What was traced during one call."""
 
     audit: Audit = field(default_factory=Audit)
     reached: set[Block] = field(default_factory=set)
     modules: dict[str, str] = field(default_factory=dict)
+    overruled: set[Block] = field(default_factory=set)
+
+    def add(self, inner: Record, own: BlockPolicies) -> None:
+        """Add what an enclosed call traced; the blocks for which that call has policies of its `own` are not this call's."""
+        self.audit.add(inner.audit)
+        blocks = {block for block, _ in own.entries}
+        self.reached |= inner.reached - blocks
+        self.overruled |= (inner.reached & blocks) | inner.overruled
+        self.modules = inner.modules | self.modules
 
 
 _active = compat.trace_context(None)
-_records: dict[BlockPolicies, Record] = {}
+_trials = itertools.count(1)
+# The records of the calls that are running, the innermost last.
+_calls: ContextVar[tuple[Record, ...]] = ContextVar("calls", default=())
 
 
 def active() -> BlockPolicies | None:
@@ -89,36 +108,40 @@ def active() -> BlockPolicies | None:
 
 
 def record() -> Record:
-    """The record of the policies that hold now."""
-    current = active()
-    assert current is not None
-    return _records.setdefault(current, Record())
+    """The record of the innermost call that is running."""
+    return _calls.get()[-1]
 
 
 @contextlib.contextmanager
 def applying(policies: BlockPolicies) -> Iterator[Record]:
     """Make `policies` hold, over those that hold already."""
-    with _active(policies.over(active())):
-        yield record()
+    outer, found = _calls.get(), Record()
+    token = _calls.set((*outer, found))
+    try:
+        with _active(policies.over(active())):
+            yield found
+    finally:
+        _calls.reset(token)
+        if outer:
+            outer[-1].add(found, policies)
 
 
-@contextlib.contextmanager
-def suspended() -> Iterator[None]:
-    """Make no policies hold: a later trace under the same policies must not see this one's."""
-    with _active(None):
-        yield
-
-
-def check_reached(policies: BlockPolicies, found: Record) -> None:
-    """Raise if a block of `policies` was never called, or a policy was without effect.
-
-    Raises:
-      BlockError, NoEffectError: what was missed, and what there is instead.
-    """
+def missed(policies: BlockPolicies, found: Record) -> RematError | None:
+    """The error for a block of `policies` that was not called, or for a policy without effect; None if there is neither."""
     for block, _ in policies.entries:
+        if block not in found.reached and block in found.overruled:
+            name = block if isinstance(block, str) else block.__name__
+            return BlockError(
+                f"block={name}: another checkpoint_blocks inside has a policy for this block, which wins, so that this one has "
+                "no effect. Take one of the two away."
+            )
         if block not in found.reached:
-            raise BlockError(_never_called(block, found))
-    found.audit.check()
+            return BlockError(_never_called(block, found))
+    try:
+        found.audit.check()
+    except NoEffectError as error:
+        return error
+    return None
 
 
 def _never_called(block: Block, found: Record) -> str:

@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from remat_jax import compat
 from remat_jax.graph.naming import Named, name_linearised, name_residuals
+from remat_jax.graph.origins import is_on_host
 from remat_jax.policy import Action, Candidate, JaxPolicy, Policy
 
 Function = Callable[..., list[Any]]
@@ -54,13 +55,35 @@ class PlannedBlock:
             return frozenset()
         return decide(self.named, self.policy)[1] or decide(self.linearised, self.policy)[1]
 
+    @functools.cached_property
+    def moves_bytes(self) -> bool:
+        """Whether anything leaves the forward pass for host memory when the block is differentiated along every input.
+
+        What a policy offloads is not moved where the backward pass reads none of it: the output of a dot, when the tanh that
+        takes it is saved.
+        """
+        smooth = [index for index, aval in enumerate(self.jaxpr.in_avals) if is_smooth(aval)]
+        block = self.checkpointed(prevent_cse=False)
+
+        def pullback(*primals: Any) -> Any:
+            def of_smooth(*changed: Any) -> list[Any]:
+                arguments = list(primals)
+                for index, value in zip(smooth, changed, strict=True):
+                    arguments[index] = value
+                return [out for out in block(*arguments) if is_smooth(out)]
+
+            return jax.vjp(of_smooth, *(primals[index] for index in smooth))[1]
+
+        try:
+            residuals = jax.make_jaxpr(pullback)(*self.jaxpr.in_avals).jaxpr.outvars
+        except Exception:  # a block that has no reverse mode can still be run forwards
+            return True
+        return any(not hasattr(atom, "val") and is_on_host(atom) for atom in residuals)
+
     def checkpointed(self, *, prevent_cse: bool) -> Function:
         """The block as a function of the jaxpr's inputs, under its policy."""
         if not isinstance(self.policy, Policy):
-            return jax.checkpoint(compat.jaxpr_function(self.jaxpr), policy=self.policy, prevent_cse=prevent_cse)
-        if compat.remat3():
-            policy = names_policy(*decide(self.named, self.policy))
-            return jax.checkpoint(compat.jaxpr_function(self.named.jaxpr), policy=policy, prevent_cse=prevent_cse)
+            return _checkpoint(self.jaxpr, self.policy, prevent_cse)
         return _differentiated_by_name(self.jaxpr, self.named, self.policy, prevent_cse)
 
 
@@ -72,13 +95,9 @@ def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequen
       policy: a policy (not `off`), or a policy object of JAX's own, which is passed on as it is.
       path: the module path that leads the names.
       inputs: for each input of `jaxpr`, whether `@inputs` means it.
-
-    Raises:
-      UnsupportedError: `jax_remat3` is on in a JAX that ignores such policies.
     """
-    if not isinstance(policy, Policy):
-        compat.require_callable_policy(policy)
-    return PlannedBlock(jaxpr, name_residuals(jaxpr, path, inputs), policy)
+    with compat.classic_rematerialisation():
+        return PlannedBlock(jaxpr, name_residuals(jaxpr, path, inputs), policy)
 
 
 def decide(named: Named, policy: Policy) -> tuple[frozenset[str], frozenset[str]]:
@@ -96,14 +115,9 @@ def decide(named: Named, policy: Policy) -> tuple[frozenset[str], frozenset[str]
 
 
 def names_policy(saved: frozenset[str], offloaded: frozenset[str]) -> JaxPolicy | None:
-    """The two lists of names as a policy of JAX's; None, JAX's word for recomputing everything, if both are empty.
-
-    Raises:
-      UnsupportedError: `jax_remat3` is on in a JAX that ignores such policies.
-    """
+    """The two lists of names as a policy of JAX's; None, JAX's word for recomputing everything, if both are empty."""
     if not saved and not offloaded:
         return None
-    compat.require_named_policies()
     if not offloaded:
         return jax.checkpoint_policies.save_only_these_names(*saved)
     return jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -112,6 +126,14 @@ def names_policy(saved: frozenset[str], offloaded: frozenset[str]) -> JaxPolicy 
         offload_src="device",
         offload_dst="pinned_host",
     )
+
+
+def _checkpoint(jaxpr: Any, policy: JaxPolicy | None, prevent_cse: bool) -> Function:
+    def run(*args: Any) -> list[Any]:
+        with compat.classic_rematerialisation():
+            return list(jax.checkpoint(compat.jaxpr_function(jaxpr), policy=policy, prevent_cse=prevent_cse)(*args))
+
+    return run
 
 
 def _differentiated_by_name(jaxpr: Any, named: Named, policy: Policy, prevent_cse: bool) -> Function:
@@ -135,8 +157,7 @@ def _differentiated_by_name(jaxpr: Any, named: Named, policy: Policy, prevent_cs
         directions = [tangents[index] for index in live]
         linearised = _linearise(named, live, list(primals), directions)
         jax_policy = names_policy(*decide(linearised, policy))
-        both = jax.checkpoint(compat.jaxpr_function(linearised.jaxpr), policy=jax_policy, prevent_cse=prevent_cse)
-        results = both(*primals, *directions)
+        results = _checkpoint(linearised.jaxpr, jax_policy, prevent_cse)(*primals, *directions)
         outputs, changes = results[: len(jaxpr.out_avals)], iter(results[len(jaxpr.out_avals) :])
         return outputs, [next(changes) if is_smooth(out) else zero_tangent(out) for out in outputs]
 
@@ -158,9 +179,10 @@ def _linearise(named: Named, live: Sequence[int], primals: list[Any], directions
         outputs, changes = jax.jvp(of_live, tuple(primals[index] for index in live), tuple(directions))
         return [*outputs, *(change for out, change in zip(outputs, changes, strict=True) if is_smooth(out))]
 
-    jaxpr, consts = compat.hoist_consts(jax.make_jaxpr(push)(primals, directions))
-    assert not consts, "a block's constants are its inputs"
-    return name_linearised(named, jaxpr, len(primals))
+    with compat.classic_rematerialisation():
+        jaxpr, consts = compat.hoist_consts(jax.make_jaxpr(push)(primals, directions))
+        assert not consts, "a block's constants are its inputs"
+        return name_linearised(named, jaxpr, len(primals))
 
 
 def is_live(tangent: Any) -> bool:

@@ -25,9 +25,9 @@ from remat_jax.graph.flow import flagged, has, inner_flags
 from remat_jax.graph.walk import inner_jaxprs, interpret, retrace
 from remat_jax.policy import Candidate
 
-# JAX's partial evaluation asks the policy about the equations inside these. What is inside anything else (`while`, kernels,
-# another checkpoint) it takes as a whole: only the outputs can be named.
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
+# JAX's partial evaluation asks the policy about the equations inside these, in another checkpoint too. What is inside anything
+# else (`while`, kernels) it takes as a whole: only the outputs can be named.
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2"})
 _CONTROL = frozenset({"scan", "cond", "shard_map"})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from remat_jax import compat
@@ -26,6 +26,7 @@ class Origin:
       name: the residual name; for what has none, `module/path:primitive`.
       source: the user's source line.
       scanned: whether it was stacked by a scan.
+      aliases: other residual names that the same array has: a block's input is often the output of the block before it.
     """
 
     key: Any
@@ -33,6 +34,7 @@ class Origin:
     name: str
     source: str = ""
     scanned: bool = False
+    aliases: tuple[str, ...] = ()
 
 
 def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = ()) -> Origin:
@@ -49,18 +51,20 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = ()) -> Origin:
         index = eqn.outvars.index(atom)
         name = compat.given_name(eqn)
         if name is not None:
-            return Origin(atom, "named", name, _source(makers.get(eqn.invars[0]), eqn))
+            under = origin(jaxpr, eqn.invars[0], outer)
+            aliases = (under.name, *under.aliases) if under.kind == "named" else ()
+            return Origin(atom, "named", name, _source(makers.get(eqn.invars[0]), eqn), aliases=aliases)
         if eqn.primitive.name in _SAME:
             atom = eqn.invars[index]
         elif eqn.primitive.name in _CALLS:
             found = _through_call(eqn, index, outer + compat.scopes(eqn))
             if found.kind != "argument":
-                return Origin((atom, found.key), found.kind, found.name, found.source, found.scanned)
+                return replace(found, key=(atom, found.key))
             atom = eqn.invars[found.key[1]]
         elif eqn.primitive.name == "scan":
             found = _through_scan(eqn, index, outer + compat.scopes(eqn))
             if found.kind != "argument":
-                return Origin((atom, found.key), found.kind, found.name, found.source, scanned=True)
+                return replace(found, key=(atom, found.key), scanned=True)
             atom = eqn.invars[found.key[1]]
         else:
             path = "/".join(outer + compat.scopes(eqn))
