@@ -14,6 +14,7 @@ from flax import linen, nnx
 from remat_jax import compat
 from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.apply.nnx import known_paths
+from remat_jax.apply.switch import repeated_modules
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.policy import JaxPolicy, Policy, as_policy
 
@@ -93,13 +94,19 @@ class Workload:
         self.params = _structs(params, "params")
         self.blocks = _checked_blocks(blocks)
         self.trainable, self.has_aux, self.donate = trainable, has_aux, donate
+        _check_trained(_split(self.params, trainable)[0])
         self.name = name or str(getattr(loss, "__name__", "workload"))
         self._finished: Step | None = None
         self._check_loss()
 
     @classmethod
     def from_step(
-        cls, step: Callable[..., Any], *args: Any, blocks: Any, donate_argnums: Sequence[int] = (), name: str | None = None
+        cls,
+        step: Callable[..., Any],
+        *args: Any,
+        blocks: Any,
+        donate_argnums: int | Sequence[int] = (),
+        name: str | None = None,
     ) -> Workload:
         """A finished train step as it is; a `jit` around it or inside it is fine.
 
@@ -111,7 +118,12 @@ class Workload:
         self.loss, self.optimizer, self.trainable = step, None, None
         self.params, self.batch, self.has_aux, self.donate = None, (), False, bool(donate_argnums)
         self.blocks, self.name = _checked_blocks(blocks), name or str(getattr(step, "__name__", "step"))
-        self._finished = Step(step, _structs(args, "args"), tuple(donate_argnums))
+        donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+        if not all(isinstance(index, int) and 0 <= index < len(args) for index in donated):
+            raise ArgumentError(
+                f"donate_argnums={donate_argnums!r}: expected positions among the {len(args)} arguments of step"
+            )
+        self._finished = Step(step, _structs(args, "args"), donated)
         return self
 
     @classmethod
@@ -121,14 +133,18 @@ class Workload:
         """A workload of the NNX `model` and `loss(model, *batch)`.
 
         The parameters are the model's `nnx.Param` state; other state (RNG counters, batch statistics, caches) is given to the
-        loss as it is. `options` are those of `Workload`.
+        loss as it is. `options` are those of `Workload`. The default for `blocks` is what stands in a list of modules of one
+        class, as for `enable_gradient_checkpointing`.
         """
         if not isinstance(model, nnx.Module):
             raise ArgumentError(f"model={model!r}: expected an NNX module")
+        if blocks is None:
+            blocks = tuple(dict.fromkeys(type(module) for module in repeated_modules(model))) or None
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
         def of_params(params: Any, rest: Any, *batch: Any) -> Any:
-            merged = nnx.merge(graphdef, params, rest)
+            # Made anew at this level of tracing, or Flax would refuse to write to them (counters, statistics).
+            merged = nnx.merge(graphdef, *jax.tree.map(lambda leaf: leaf, (params, rest)))
             with known_paths(merged):
                 return loss(merged, *batch)
 
@@ -178,7 +194,8 @@ class Workload:
 
     def _check_loss(self) -> None:
         out = jax.eval_shape(self.loss, self.params, *self.batch)
-        value = out[0] if self.has_aux and isinstance(out, tuple) and len(out) == 2 else out
+        is_pair = isinstance(out, tuple) and len(out) == 2
+        value: Any = (out[0] if is_pair else None) if self.has_aux else out
         if not hasattr(value, "shape") or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
             shown = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", out)
             expected = "(scalar, aux)" if self.has_aux else "a floating-point scalar; with aux, pass has_aux=True"
@@ -196,7 +213,8 @@ def _structs(tree: Any, argument: str) -> Any:
                 f"{argument} holds {leaf!r} of type {type(leaf).__name__}: expected arrays or jax.ShapeDtypeStruct. Bind other "
                 "values into the loss (a lambda or functools.partial)."
             )
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        # NumPy's float64 and int64 are what JAX makes of them, which depends on jax_enable_x64.
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
 
     return jax.tree.map(one, tree)
 
@@ -232,8 +250,21 @@ def _split(params: Any, trainable: Any) -> tuple[Any, Any, Callable[[Any, Any], 
     return trained, frozen, join
 
 
+def _check_trained(trained: Any) -> None:
+    for path, leaf in jax.tree.flatten_with_path(trained)[0]:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ArgumentError(
+                f"params: {name!r} is {leaf.dtype} and has no gradient; pass it in batch, or select the others with trainable"
+            )
+
+
 def _is_trainable(trainable: Any, path: str, leaf: Any) -> bool:
     if callable(trainable):
         return bool(trainable(path, leaf))
-    globs = (trainable,) if isinstance(trainable, str) else tuple(trainable)
+    globs = (trainable,) if isinstance(trainable, str) else trainable
+    if not isinstance(globs, Sequence) or not all(isinstance(glob, str) for glob in globs):
+        raise ArgumentError(
+            f"trainable={trainable!r}: expected a glob on parameter paths, several of them, or a function of path and leaf"
+        )
     return any(fnmatchcase(path, glob) for glob in globs)

@@ -17,6 +17,7 @@ from flax import nnx
 
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.nnx_state import Changes, Snapshot
 from remat_jax.apply.region import run_block
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import UnsupportedError
@@ -26,6 +27,8 @@ Call = Callable[..., Any]
 
 # The ids of the modules whose own call is being traced under its policy already.
 _inside: ContextVar[tuple[int, ...]] = ContextVar("inside", default=())
+# The globs whose blocks are being traced: a glob means the outermost modules that it matches.
+_globs: ContextVar[tuple[str, ...]] = ContextVar("globs", default=())
 # id of a module → its path from the outermost module that is known.
 _paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B039 - never mutated, only replaced
 
@@ -68,19 +71,19 @@ def _run_split(
     nodes = {"self": module, "arguments": {str(index): leaves[index] for index in positions}}
     arguments = [None if _is_node(leaf) else leaf for leaf in leaves]
     graphdef, state = nnx.split(nodes)
-    written: list[_Changes] = []
+    written: list[Changes] = []
 
     def pure(state: Any, *arguments: Any) -> Any:
         inner = nnx.merge(graphdef, state)
-        before = _values(inner)
+        before = Snapshot(inner)
         filled = list(arguments)
         for index in positions:
             filled[index] = inner["arguments"][str(index)]
         inner_args, inner_kwargs = jax.tree.unflatten(treedef, filled)
-        with entered(inner["self"]), named_submodules(inner["self"]):
+        with entered(inner["self"]), known_paths(inner["self"], path), named_submodules(inner["self"]):
             outputs = original(inner["self"], *inner_args, **inner_kwargs)
         _refuse_nodes(outputs, type(module))
-        changes = _Changes.between(before, inner)
+        changes = before.changes()
         written.append(changes)
         return outputs, changes.values
 
@@ -100,41 +103,6 @@ def _refuse_nodes(outputs: Any, block: type) -> None:
                 f"block {block.__name__} returns an NNX object ({type(leaf).__name__}); a checkpointed block returns arrays. "
                 "Return the object's state (nnx.state), or checkpoint the modules inside this one."
             )
-
-
-def _values(nodes: Any) -> dict[tuple[Any, ...], nnx.Variable[Any]]:
-    return {path: node for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)}
-
-
-class _Changes:
-    """The variables that a call wrote or made: only these leave the block, so that parameters are not its outputs."""
-
-    def __init__(self, values: list[Any], paths: list[tuple[Any, ...]], made: dict[tuple[Any, ...], type]) -> None:
-        self.values, self.paths, self.made = values, paths, made
-
-    @classmethod
-    def between(cls, before: dict[tuple[Any, ...], Any], nodes: Any) -> _Changes:
-        values, paths, made = [], [], {}
-        for path, variable in _values(nodes).items():
-            value = variable.get_raw_value()
-            if path not in before:
-                made[path] = type(variable)
-            elif value is before[path]:
-                continue
-            values.append(value)
-            paths.append(path)
-        return cls(values, paths, made)
-
-    def write(self, nodes: Any, values: list[Any]) -> None:
-        for path, value in zip(self.paths, values, strict=True):
-            owner = nodes
-            for key in path[:-1]:
-                owner = owner[key] if isinstance(owner, dict | list | tuple | nnx.List | nnx.Dict) else getattr(owner, key)
-            if path in self.made:
-                setattr(owner, path[-1], self.made[path](value))
-            else:
-                variable = owner[path[-1]] if isinstance(owner, dict | list | tuple) else getattr(owner, path[-1])
-                variable.set_raw_value(value)
 
 
 def is_inside(module: nnx.Module) -> bool:
@@ -255,12 +223,17 @@ def _dispatching(original: Call) -> Call:
         found = scope.record()
         path = path_of(self)
         found.modules.setdefault(path, type(self).__name__)
-        entry = policies.find(type(self), path)
+        left = tuple(entry for entry in policies.entries if entry[0] not in _globs.get())
+        entry = BlockPolicies(left).find(type(self), path)
         if entry is None:
             return original(self, *args, **kwargs)
         block, policy = entry
         found.reached.add(block)
-        return call(self, original, policy, args, kwargs, found.audit)
+        token = _globs.set((*_globs.get(), block) if isinstance(block, str) else _globs.get())
+        try:
+            return call(self, original, policy, args, kwargs, found.audit)
+        finally:
+            _globs.reset(token)
 
     return dispatch
 

@@ -40,7 +40,8 @@ def gradient_checkpoint_forward(
     >>> gradient_checkpoint_forward(block, True, False, jnp.ones((2, 4))).shape
     (2, 4)
     """
-    _check_flags(model, use_gradient_checkpointing, use_gradient_checkpointing_offload)
+    _check_flags(use_gradient_checkpointing, use_gradient_checkpointing_offload)
+    _check_names(model, args)
     if use_gradient_checkpointing_offload:
         mode = "offload_inputs"
     else:
@@ -51,21 +52,27 @@ def gradient_checkpoint_forward(
 _OWN = ("model", "use_gradient_checkpointing", "use_gradient_checkpointing_offload")
 
 
-def _check_flags(model: Any, checkpoint: Any, offload: Any) -> None:
+def _check_flags(checkpoint: Any, offload: Any) -> None:
     for name, value in zip(_OWN[1:], (checkpoint, offload), strict=True):
         if not isinstance(value, bool):
             raise ArgumentError(f"{name}={value!r}: expected True or False, known while tracing")
-    call = type(model).__call__ if isinstance(model, linen.Module | nnx.Module) else model
+
+
+def _check_names(model: Any, args: tuple[Any, ...]) -> None:
+    """Refuse a model with an argument of the name of one of ours, unless `args` fill it: a keyword would never reach it."""
+    is_module = isinstance(model, linen.Module | nnx.Module)
+    call = type(model).__call__ if is_module else model
     try:
-        parameters = inspect.signature(call).parameters if callable(call) else {}
-    except ValueError:  # a builtin without a signature has no argument of these names
+        signature = inspect.signature(call) if callable(call) else inspect.Signature()
+        filled = signature.bind_partial(*([model] if is_module else []), *args).arguments
+    except (TypeError, ValueError):  # no signature, or too many arguments: the call itself says so
         return
     for name in _OWN:
-        if name in parameters:
+        if name in signature.parameters and name not in filled:
             raise ArgumentError(
                 f"model={getattr(model, '__name__', type(model).__name__)}: it has an argument {name!r} of its own, which "
-                f"gradient_checkpoint_forward takes for itself. Bind it first: functools.partial(model, {name}=…), wrapped in "
-                "a function without that argument, or rename it."
+                f"gradient_checkpoint_forward takes for itself. Pass it by position, bind it in a function without that "
+                f"argument (lambda *args: model(*args, {name}=…)), or rename it."
             )
 
 
@@ -105,19 +112,24 @@ def checkpoint_sequential(functions: Sequence[Callable[..., Any]], segments: int
     its recomputation would follow its forward pass at once.
 
     Args:
-      functions: functions, bound Linen modules or NNX modules of one argument each.
+      functions: functions, bound Linen modules or NNX modules of one argument each, or an `nnx.Sequential`.
       segments: how many pieces, from 1 to `len(functions)`.
       x: the input of the first function, an array or a pytree of arrays.
       policy: what each checkpointed piece does with its residuals.
 
     Raises:
-      ArgumentError: `functions` is empty, or `segments` is out of range.
+      ArgumentError: `functions` is empty or no list, or `segments` is out of range.
 
     >>> import jax, jax.numpy as jnp
     >>> round(float(jax.grad(lambda x: checkpoint_sequential([jnp.sin] * 4, 2, x))(1.0)), 4)
     0.2059
     """
-    layers, checked = list(functions), as_policy(policy)
+    checked = as_policy(policy)
+    if isinstance(functions, nnx.Sequential):
+        functions = functions.layers
+    if not isinstance(functions, Sequence | nnx.List) or isinstance(functions, str):
+        raise ArgumentError(f"functions={functions!r}: expected a list of functions or modules")
+    layers = list(functions)
     if not layers:
         raise ArgumentError("functions=[]: expected at least one function")
     if not isinstance(segments, int) or isinstance(segments, bool) or not 1 <= segments <= len(layers):

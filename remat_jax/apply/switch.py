@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from flax import linen, nnx
 
 from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.apply.remat import remat
+from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import ArgumentError, BlockError
 from remat_jax.policy import as_policy
 
@@ -52,7 +53,7 @@ def enable_gradient_checkpointing(model: Any, policy: Any = "full", *, blocks: A
     if not found:
         raise BlockError(_no_blocks(model, blocks))
     for module in found:
-        module.__class__ = _checkpointed_class(cast(Hashable, type(module)), checked)
+        _change_class(module, _checkpointed_class(cast(Hashable, type(module)), checked))
     return model
 
 
@@ -70,8 +71,13 @@ def disable_gradient_checkpointing(model: Any) -> Any:
     for _, module in nnx.iter_graph(model):
         plain = vars(type(module)).get("_plain_class")
         if plain is not None:
-            module.__class__ = plain
+            _change_class(module, plain)
     return model
+
+
+def _change_class(module: nnx.Module, cls: type) -> None:
+    # Flax's own __setattr__ would take `__class__` for an attribute of the model, and the graph would never be equal again.
+    object.__setattr__(module, "__class__", cls)
 
 
 @functools.cache
@@ -85,24 +91,23 @@ def _checkpointed_class(cls: Any, policy: Any) -> type:
 def _nnx_blocks(model: nnx.Module, blocks: Any) -> list[nnx.Module]:
     modules = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
     if blocks is None:
-        return _repeated(modules)
+        return repeated_modules(model)
     wanted = blocks if isinstance(blocks, tuple) else (blocks,)
     classes = tuple(one for one in wanted if isinstance(one, type))
     globs = [one for one in wanted if isinstance(one, str)]
     if len(classes) + len(globs) != len(wanted):
         raise ArgumentError(f"blocks={blocks!r}: expected a module class, a tuple of them, or a glob on module paths")
-    return [
-        node
-        for path, node in modules
-        if isinstance(node, classes) or any(fnmatchcase("/".join(map(str, path)), glob) for glob in globs)
-    ]
+    matched = {path for path, _ in modules if any(fnmatchcase("/".join(map(str, path)), glob) for glob in globs)}
+    # A star matches slashes too: of the modules that a glob matches, the outermost are meant.
+    outermost = {path for path in matched if not any(path[:length] in matched for length in range(len(path)))}
+    return [node for path, node in modules if isinstance(node, classes) or path in outermost]
 
 
-def _repeated(modules: Iterable[tuple[tuple[Any, ...], nnx.Module]]) -> list[nnx.Module]:
-    """The modules of one class that stand side by side in a list; the outermost lists only."""
+def repeated_modules(model: nnx.Module) -> list[nnx.Module]:
+    """The modules of one class that stand side by side in a list inside `model`; the outermost such lists only."""
     lists: dict[tuple[Any, ...], list[nnx.Module]] = defaultdict(list)
-    for path, node in modules:
-        if path and isinstance(path[-1], int):
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Module) and path and isinstance(path[-1], int):
             lists[path[:-1]].append(node)
     repeated = {where: nodes for where, nodes in lists.items() if len(nodes) > 1 and len(set(map(type, nodes))) == 1}
     inner = {where for where in repeated for other in repeated if len(other) < len(where) and where[: len(other)] == other}
@@ -125,7 +130,8 @@ def _enable_linen(model: linen.Module, policy: Any, blocks: Any) -> linen.Module
         raise ArgumentError(f"model={type(model).__name__} is bound: enable checkpointing on the model before model.bind")
     plain = disable_gradient_checkpointing(model)
     wanted = blocks if isinstance(blocks, tuple) else (blocks,)
-    return _linen_class(cast(Hashable, type(plain)), tuple((one, policy) for one in wanted))(**_fields(plain))
+    checked = BlockPolicies.of(dict.fromkeys(wanted, policy))
+    return _linen_class(cast(Hashable, type(plain)), checked.entries)(**_fields(plain))
 
 
 @functools.cache

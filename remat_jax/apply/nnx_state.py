@@ -1,0 +1,110 @@
+"""What a call changed in the state of NNX objects, so that it can leave a checkpointed block as arrays and be written back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flax import nnx
+
+from remat_jax import compat
+from remat_jax.errors import UnsupportedError
+
+Path = tuple[Any, ...]
+
+
+class Snapshot:
+    """The variables and attributes of NNX objects at one moment, to be compared with later."""
+
+    def __init__(self, nodes: Any) -> None:
+        self.nodes = nodes
+        # Keyed by identity: a path may change while the object stays, and holding the object keeps its id from being reused.
+        self.variables = {id(variable): (path, variable, variable.get_raw_value()) for path, variable in _variables(nodes)}
+        self.attributes = dict(_attributes(nodes))
+
+    def changes(self) -> Changes:
+        """What was written, made or replaced since.
+
+        Only these leave the block: were every parameter an output of it, each would have a cotangent, and be copied.
+        """
+        found = Changes()
+        for path, variable, before in self.variables.values():
+            now = variable.get_raw_value()
+            if now is not before:
+                found.add(path, now)
+        for path, variable in _variables(self.nodes):
+            if id(variable) not in self.variables:
+                found.add(path, variable.get_raw_value(), made=variable)
+        for path, value in _attributes(self.nodes):
+            if path in self.attributes and self.attributes[path] is value:
+                continue
+            if compat.is_array(value):
+                found.add(path, value, attribute=True)
+            else:
+                found.python[path] = value
+        return found
+
+
+class Changes:
+    """Changed arrays, which leave the block as its outputs, and changed Python values, which are known while tracing."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.python: dict[Path, Any] = {}
+        self._paths: list[Path] = []
+        self._made: dict[Path, nnx.Variable[Any]] = {}
+        self._attributes: set[Path] = set()
+
+    def add(self, path: Path, value: Any, *, made: nnx.Variable[Any] | None = None, attribute: bool = False) -> None:
+        """Record the array (or pytree of arrays) `value` at `path`; `made` is the variable if it is a new one."""
+        self.values.append(value)
+        self._paths.append(path)
+        if made is not None:
+            self._made[path] = made
+        if attribute:
+            self._attributes.add(path)
+
+    def write(self, nodes: Any, values: list[Any]) -> None:
+        """Make the same changes in `nodes`, the objects outside the block, with the block's outputs for the arrays.
+
+        Raises:
+          UnsupportedError: a variable was made inside an object that is not there outside.
+        """
+        known = dict(nnx.iter_graph(nodes))
+        for path, value in zip(self._paths, values, strict=True):
+            if path in self._made:
+                made = self._made[path]
+                _set(known, path, type(made)(value, **made.get_metadata()))
+            elif path in self._attributes:
+                _set(known, path, value)
+            else:
+                known[path].set_raw_value(value)
+        for path, value in self.python.items():
+            _set(known, path, value)
+
+
+def _set(known: dict[Path, Any], path: Path, value: Any) -> None:
+    owner, key = known.get(path[:-1]), path[-1]
+    if owner is None:
+        raise UnsupportedError(
+            f"a checkpointed block made a new object at {'/'.join(map(str, path[1:-1]))!r}, which cannot leave the block; "
+            "make it in __init__, or call the model once before checkpointing it"
+        )
+    if isinstance(owner, dict | list | nnx.List | nnx.Dict):
+        owner[key] = value
+    else:
+        setattr(owner, key, value)
+
+
+def _variables(nodes: Any) -> Iterator[tuple[Path, nnx.Variable[Any]]]:
+    for path, node in nnx.iter_graph(nodes):
+        if isinstance(node, nnx.Variable):
+            yield path, node
+
+
+def _attributes(nodes: Any) -> Iterator[tuple[Path, Any]]:
+    """The arrays and Python values that are attributes themselves; Flax's own bookkeeping left out."""
+    for path, node in nnx.iter_graph(nodes):
+        is_flax = any(str(key).startswith(("_pytree__", "_length")) for key in path)
+        if path and not is_flax and not isinstance(node, nnx.Variable) and not nnx.graphlib.is_node(node):
+            yield path, node

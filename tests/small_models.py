@@ -1,0 +1,120 @@
+"""Tiny models, and the comparisons that several test files make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from remat_jax import compat
+from remat_jax.graph.origins import is_on_host
+from remat_jax.graph.walk import inner_jaxprs
+
+
+class Linear(nn.Module):
+    """`nn.Dense` without a bias, quicker to trace; in the dtype of its input."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return x @ self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.width), x.dtype)
+
+
+class Mlp(nn.Module):
+    """Two matmuls; its modules are named by Flax."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return x + Linear(x.shape[-1])(jnp.tanh(Linear(3)(x)))
+
+
+class Attention(nn.Module):
+    """Six matmuls, of which two have batch dimensions."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        q, k, v = (Linear(4, name=name)(x) for name in "qkv")
+        scores = jnp.exp(q @ jnp.swapaxes(k, -1, -2))
+        return x + Linear(4, name="out")(scores / scores.sum(-1, keepdims=True) @ v)
+
+
+class Stack(nn.Module):
+    """`layers` blocks, unrolled or scanned."""
+
+    block: Any = Mlp
+    layers: int = 2
+    scanned: bool = False
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        if not self.scanned:
+            for index in range(self.layers):
+                x = self.block(name=f"layer_{index}")(x)
+            return x
+        scan = nn.scan(
+            lambda block, x, _: (block(x), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=self.layers,
+        )
+        return scan(self.block(name="layers"), x, None)[0]
+
+
+def make_loss(block: Any = Mlp, *, scanned: bool = False, layers: int = 2) -> tuple[Callable[..., Any], Any, Any]:
+    """`loss(params, x)` of a stack, its parameters and an input, in the float type that is on."""
+    model = Stack(block, layers, scanned)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.float64 if jax.config.jax_enable_x64 else jnp.float32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
+    random = np.random.default_rng(1)
+    params = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape) / 2, leaf.dtype), shapes)
+    return (lambda params, x: jnp.sum(jnp.sin(model.apply(params, x)))), params, x
+
+
+def assert_same(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    """Every array of `actual` is that of `expected`, norm-wise relative to the largest norm."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    wanted = [np.asarray(leaf) for leaf in jax.tree.leaves(expected)]
+    scale = max((float(np.linalg.norm(leaf.ravel())) for leaf in wanted), default=0.0)
+    assert scale > 0, "nothing to compare with"
+    for got, want in zip(jax.tree.leaves(actual), wanted, strict=True):
+        got = np.asarray(got)
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        assert np.linalg.norm((got - want).ravel()) <= tolerance * scale
+
+
+def assert_bit_equal(actual: Any, expected: Any) -> None:
+    """Every array of `actual` has the bits of that of `expected`."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want), strict=True)
+
+
+def equations(fn: Callable[..., Any], *args: Any) -> list[tuple[Any, tuple[str, ...]]]:
+    """Every equation that tracing `fn` gives, at any depth, with the primitives around it; dead code left out."""
+
+    def walk(jaxpr: Any, around: tuple[str, ...]) -> list[tuple[Any, tuple[str, ...]]]:
+        found = []
+        for eqn in jaxpr.eqns:
+            found.append((eqn, around))
+            for value in inner_jaxprs(eqn).values():
+                for one in value if isinstance(value, tuple) else (value,):
+                    found += walk(compat.closed(one).jaxpr, (*around, eqn.primitive.name))
+        return found
+
+    return walk(compat.dce(jax.make_jaxpr(fn)(*args)).jaxpr, ())
+
+
+def times(primitive: str, fn: Callable[..., Any], *args: Any) -> int:
+    """How many equations of `primitive` there are when `fn` is traced; a scan's body counts once."""
+    return sum(eqn.primitive.name == primitive for eqn, _ in equations(fn, *args))
+
+
+def to_host(fn: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
+    """The shapes of the arrays that tracing `fn` sends to host memory."""
+    moved = [eqn.outvars[0] for eqn, _ in equations(fn, *args) if eqn.primitive.name == "device_put"]
+    return sorted(var.aval.shape for var in moved if is_on_host(var))

@@ -1,0 +1,351 @@
+"""Policies on NNX modules: same numbers, same state, same paths, whatever transformation stands around."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import remat_jax as rj
+from remat_jax.apply import nnx as nnx_blocks
+from remat_jax.errors import BlockError, UnsupportedError
+from remat_jax.graph.count import flops, matmuls
+
+
+def float_type() -> Any:
+    return jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+
+
+class FeedForward(nnx.Module):
+    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+        kinds: dict[str, Any] = {"rngs": rngs, "param_dtype": float_type()}
+        self.up = nnx.Linear(width, 2 * width, **kinds)
+        self.down = nnx.Linear(2 * width, width, **kinds)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jnp.tanh(self.up(x)))
+
+
+class Center(nnx.Module):
+    """Takes the batch's mean away, and keeps a running one; `nnx.BatchNorm` keeps float32 statistics in any precision."""
+
+    def __init__(self, width: int) -> None:
+        self.mean = nnx.BatchStat(jnp.zeros(width, float_type()))
+        self.use_running_average = False
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.use_running_average:
+            return x - self.mean[...]
+        mean = x.mean(0)
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * mean
+        return x - mean
+
+
+class Layer(nnx.Module):
+    """Feed-forward, dropout, batch statistics: every kind of state that a block writes."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs, *, rate: float = 0.0) -> None:
+        self.ffn = FeedForward(width, rngs)
+        self.norm = Center(width)
+        self.dropout = nnx.Dropout(rate, rngs=rngs if rate else None)
+
+    def __call__(self, x: jax.Array, *, scale: float = 1.0) -> jax.Array:
+        return x + scale * self.dropout(self.norm(self.ffn(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, layers: int = 2, width: int = 4, rate: float = 0.0, block: Any = Layer) -> None:
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([block(width, rngs, rate=rate) for _ in range(layers)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return x
+
+
+def loss(model: nnx.Module, x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.sin(model(x)))
+
+
+def inputs() -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (3, 4), float_type())
+
+
+def merged(graphdef: Any, *states: Any) -> Any:
+    """The model of a state, with variables of this level of tracing, which Flax lets it write to."""
+    return nnx.merge(graphdef, *jax.tree.map(lambda leaf: leaf, states))
+
+
+def plain_values(tree: Any) -> list[np.ndarray]:
+    keys = lambda leaf: jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf  # noqa: E731
+    return [np.asarray(keys(leaf)) for leaf in jax.tree.leaves(tree)]
+
+
+def assert_same(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    got, want = plain_values(actual), plain_values(expected)
+    assert len(got) == len(want) > 0
+    scale = max(float(np.abs(one).max()) for one in want)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert np.abs(a - b).max() <= tolerance * scale if a.dtype.kind == "f" else (a == b).all()
+
+
+POLICIES = ("full", "offload_inputs", "offload_dot_with_no_batch_dims", "save: *ffn/up*; offload: @inputs")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_statistics_and_rng_counters_are_those_of_the_plain_model(x64, policy):
+    plain, model, x = Model(rate=0.3), Model(rate=0.3), inputs()
+    expected = nnx.value_and_grad(loss)(plain, x)
+    actual = nnx.value_and_grad(rj.checkpoint_blocks(loss, {Layer: policy}))(model, x)
+    assert_same(actual, expected)
+    assert_same(nnx.state(model), nnx.state(plain))
+    assert [int(layer.dropout.rngs.count[...]) for layer in model.layers] == [1, 1]
+    assert float(model.layers[1].norm.mean[...].sum()) != 0.0
+
+
+def test_only_what_was_written_leaves_the_block():
+    """A parameter that were an output of its block would have a cotangent there, and a copy."""
+    model, x = Model(layers=1), inputs()
+    graphdef, state = nnx.split(model)
+    model.eval()
+    evaluated, _ = nnx.split(model)
+
+    def outputs(graphdef):
+        fn = rj.checkpoint_blocks(lambda state, x: merged(graphdef, state)(x), {Layer: "full"})
+        jaxpr = jax.make_jaxpr(fn)(state, x).jaxpr
+        return [len(eqn.outvars) for eqn in jaxpr.eqns if eqn.primitive.name == "custom_jvp_call"]
+
+    assert outputs(graphdef) == [2]  # the output and the mean
+    assert outputs(evaluated) == [1]
+
+
+def test_remat_of_a_class_costs_the_flops_of_nnx_remat_and_gives_its_gradients(x64):
+    class Hand(nnx.Module):
+        def __init__(self, model):
+            self.model = model
+
+        def __call__(self, x):
+            for layer in self.model.layers:
+                x = nnx.remat(lambda layer, x: layer(x, scale=0.5))(layer, x)
+            return x
+
+    model, hand, x = Model(block=rj.remat(Layer)), Hand(Model()), inputs()
+    assert isinstance(model.layers[0], Layer)
+
+    def counted(model):
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        fn = jax.value_and_grad(lambda params: loss(merged(graphdef, params, rest), x))
+        return flops(fn, params), matmuls(fn, params)
+
+    assert counted(model) == counted(hand)
+    assert counted(model)[1] == counted(Model())[1] + 2  # the first matmul of each layer runs again
+    assert_same(nnx.grad(loss)(model, x), nnx.grad(loss)(hand, x))
+
+
+def test_under_jit_vmap_and_grad_over_split_state(x64):
+    x, expected = inputs(), nnx.value_and_grad(loss)(Model(), inputs())
+    checkpointed = rj.checkpoint_blocks(loss, {Layer: "dots"})
+    assert_same(nnx.jit(nnx.value_and_grad(checkpointed))(Model(), x), expected)
+    assert_same(nnx.value_and_grad(nnx.jit(checkpointed))(Model(), x), expected)
+    graphdef, params, rest = nnx.split(Model(), nnx.Param, ...)
+    of_state = rj.checkpoint_blocks(lambda params, x: loss(merged(graphdef, params, rest), x), {Layer: "dots"})
+    assert_same(jax.jit(jax.value_and_grad(of_state))(params, x), expected)
+
+    model = Model()
+    model.eval()
+    batch = jnp.stack([x, 2 * x])
+    each = nnx.vmap(loss, in_axes=(None, 0))(model, batch)
+    assert_same(nnx.vmap(rj.checkpoint_blocks(loss, {Layer: "full"}), in_axes=(None, 0))(model, batch), each)
+
+
+def test_scanned_layers_keep_numbers_and_state(x64):
+    class Scanned(nnx.Module):
+        def __init__(self):
+            @nnx.split_rngs(splits=3)
+            @nnx.vmap
+            def make(rngs):
+                return Layer(4, rngs, rate=0.3)
+
+            self.layers = make(nnx.Rngs(0))
+
+        def __call__(self, x):
+            return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+    plain, model, x = Scanned(), Scanned(), inputs()
+    expected = nnx.value_and_grad(loss)(plain, x)
+    policy = "save: *up:dot_general#0; offload: @inputs"
+    assert_same(nnx.value_and_grad(rj.checkpoint_blocks(loss, {Layer: policy}))(model, x), expected)
+    assert_same(nnx.state(model), nnx.state(plain))
+    assert model.layers.norm.mean.shape == (3, 4)
+
+
+class Shared(nnx.Module):
+    """Two members with one kernel between them, and a block-local cache that is passed in by keyword."""
+
+    def __init__(self) -> None:
+        self.first = nnx.Linear(4, 4, rngs=nnx.Rngs(0), param_dtype=float_type())
+        self.second = nnx.Linear(4, 4, rngs=nnx.Rngs(1), param_dtype=float_type())
+        self.second.kernel = self.first.kernel
+        self.calls = 0
+        self.sums = nnx.List([nnx.BatchStat(jnp.zeros(())), nnx.BatchStat(jnp.zeros(()))])
+
+    def __call__(self, x: Any, rngs: nnx.Rngs, *, cache: nnx.Dict) -> Any:
+        self.calls += 1
+        self.sums[1][...] = self.sums[1][...] + x["x"].sum()
+        cache["seen"][...] = x["x"]
+        h = self.second(jnp.tanh(self.first(x["x"])))
+        self.sow(nnx.Intermediate, "hidden", h)
+        return {"h": h + jax.random.normal(rngs.noise(), h.shape)}
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_shared_variables_caches_rngs_lists_sown_values_and_python_attributes(x64):
+    def run(policy):
+        model, rngs = Shared(), nnx.Rngs(noise=3)
+        cache = nnx.Dict(seen=nnx.Cache(jnp.zeros((3, 4))))
+
+        def loss(model, rngs, cache, x):
+            for _ in range(2):
+                x = model({"x": x}, rngs, cache=cache)["h"]
+            return jnp.sum(x**2)
+
+        fn = loss if policy is None else rj.checkpoint_blocks(loss, {Shared: policy})
+        grads = nnx.grad(fn)(model, rngs, cache, inputs())
+        return grads, nnx.state(model), nnx.state(rngs), nnx.state(cache), model
+
+    plain, full = run(None), run("full")
+    assert_same(full[:4], plain[:4])
+    model = full[4]
+    assert model.second.kernel is model.first.kernel and model.calls == 2
+    assert len(model.hidden.get_value()) == 2 and float(model.sums[1][...]) != 0.0
+    assert "kernel" not in full[0]["second"]  # one gradient for the shared kernel
+
+
+def test_module_paths_lead_the_names_where_the_model_is_an_argument():
+    job = rj.Workload.from_nnx(Model(layers=3), loss, (inputs(),), Layer)
+    names = {row.name for row in rj.residuals(job, "dots")}
+    assert {f"layers/{index}/ffn/up:dot_general#0" for index in range(3)} <= names
+    saved = {row.name for row in rj.residuals(job, "save: layers/1/ffn/up:dot_general*") if row.action == "save"}
+    assert "layers/1/ffn/up:dot_general#0" in saved and "layers/0/ffn/up:dot_general#0" not in saved
+
+
+class Pair(nnx.Module):
+    """Two modules in a row: were both checkpointed inside their checkpointed parent, the first would run once more."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs, *, rate: float) -> None:
+        self.first, self.second = FeedForward(width, rngs), FeedForward(width, rngs)
+
+    def __call__(self, x: jax.Array, *, scale: float) -> jax.Array:
+        return self.second(self.first(x))
+
+
+def test_a_glob_means_the_outermost_modules_and_nested_blocks_keep_their_paths():
+    x = inputs()
+
+    def count(policies):
+        graphdef, state = nnx.split(Model(layers=3, block=Pair))
+        fn = rj.checkpoint_blocks(loss, policies) if policies else loss
+        return matmuls(lambda state: nnx.value_and_grad(fn)(merged(graphdef, state), x), state)
+
+    assert count({"layers/*": "full"}) == count({Pair: "full"}) == count(None) + 3 * 3
+    assert count({"layers/1": "full"}) == count(None) + 3
+    assert count({Pair: "full", FeedForward: "full"}) > count({Pair: "full"})
+    with pytest.raises(BlockError, match=r"layers/1/ffn: FeedForward"):
+        rj.checkpoint_blocks(loss, {"layers/*": "full", "nowhere/*": "full"})(Model(), x)
+
+
+def test_evaluation_recomputes_and_moves_nothing():
+    model, x = Model(), inputs()
+    graphdef, state = nnx.split(model)
+    plain = jax.jit(lambda state, x: loss(merged(graphdef, state), x))
+    fn = jax.jit(rj.checkpoint_blocks(lambda state, x: loss(merged(graphdef, state), x), {Layer: "offload_inputs"}))
+
+    def ops(fn):
+        return sorted(re.findall(r"stablehlo\.\w+", fn.lower(state, x).as_text()))
+
+    assert ops(fn) == ops(plain)
+
+
+def test_both_orders_of_tracing_with_a_jit_inside():
+    x = inputs()
+
+    def make():
+        graphdef, state = nnx.split(Model())
+        inner = jax.jit(lambda state, x: loss(merged(graphdef, state), x))
+        return state, (lambda state, x: inner(state, x))
+
+    for order in ((False, True, False), (True, False, True)):
+        state, fn = make()
+        counts = [
+            matmuls(jax.value_and_grad(rj.checkpoint_blocks(fn, {Layer: "full"}) if policy else fn), state, x)
+            for policy in order
+        ]
+        plain, full = min(counts), max(counts)
+        assert full == plain + 2 and counts == [full if policy else plain for policy in order]
+
+
+def test_call_is_restored_also_after_an_exception():
+    own, inherited = Layer.__dict__["__call__"], type("Inherits", (Layer,), {})
+
+    def fails(model, x):
+        assert vars(Layer)["__call__"] is not own
+        raise ValueError("from the model")
+
+    with pytest.raises(ValueError, match="from the model"):
+        rj.checkpoint_blocks(fails, {Layer: "full"})(Model(), inputs())
+    assert vars(Layer)["__call__"] is own and "__call__" not in vars(inherited)
+    model = Model()
+    rj.checkpoint_blocks(loss, {Layer: "full"})(model, inputs())
+    assert vars(Layer)["__call__"] is own and "__call__" not in vars(inherited)
+    assert nnx_blocks.path_of(model.layers[0]) == "Layer", "its path was known during the call only"
+
+
+def test_threads_do_not_see_each_others_policies():
+    x, counts, errors = inputs(), {}, []
+
+    def work(index, policy):
+        try:
+            graphdef, state = nnx.split(Model())
+            fn = rj.checkpoint_blocks(loss, {Layer: policy}) if policy else loss
+            for _ in range(3):
+                counts.setdefault(index, set()).add(
+                    matmuls(lambda state: nnx.value_and_grad(fn)(merged(graphdef, state), x), state)
+                )
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i, policy)) for i, policy in enumerate((None, "full", "everything", "full"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    plain = next(iter(counts[0]))
+    assert counts == {0: {plain}, 1: {plain + 2}, 2: {plain}, 3: {plain + 2}}
+
+
+def test_what_cannot_leave_a_block_is_refused():
+    class Leaks(nnx.Module):
+        def __init__(self):
+            self.inner = nnx.Linear(4, 4, rngs=nnx.Rngs(0), param_dtype=float_type())
+
+        def __call__(self, x):
+            return self.inner
+
+    class Makes(nnx.Module):
+        def __call__(self, x):
+            self.child = nnx.Linear(4, 4, rngs=nnx.Rngs(0), param_dtype=float_type())
+            return self.child(x)
+
+    with pytest.raises(UnsupportedError, match="Leaks returns an NNX object"):
+        rj.checkpoint_blocks(lambda m, x: m(x), {Leaks: "full"})(Leaks(), inputs())
+    with pytest.raises(UnsupportedError, match="made a new object at 'child'"):
+        rj.checkpoint_blocks(lambda m, x: m(x), {Makes: "full"})(Makes(), inputs())
