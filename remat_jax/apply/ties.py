@@ -3,8 +3,8 @@
 Read from the compiled schedule, XLA:GPU leaves an unrolled block's offload without effect for two reasons: the copy to the
 host waits until the backward pass wants it, so the device buffer lives on; and the weight-gradient matmuls are put off to the
 end, each keeping a block's activations alive. Three ties with `optimization_barrier` cure both: the block's output with its
-residuals in the forward pass, its cotangent with its residuals on entering the backward pass, and all its gradients together
-on leaving it. Values do not change.
+residuals in the forward pass, its cotangent with its residuals on entering the backward pass, and its gradients, each at its
+place inside the backward pass (`gradient_ties`) and all together on leaving it. Values do not change.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
-from jax.lax import optimization_barrier
 
 from remat_jax import compat
+from remat_jax.apply.gradient_ties import in_program_order
 from remat_jax.graph import is_live, is_smooth, zero_tangent
 
 Block = Callable[..., list[Any]]
@@ -51,7 +51,7 @@ def tied(block: Block) -> Block:
 
         outputs, linear = jax.linearize(of_live, *(primals[index] for index in live))
         residuals, treedef = jax.tree.flatten(linear)
-        outputs, residuals = optimization_barrier((outputs, residuals))
+        outputs, residuals = compat.optimization_barrier((outputs, residuals))
         smooth = [index for index, out in enumerate(outputs) if is_smooth(out)]
 
         def pushforward(residuals: list[Any], *directions: Any) -> list[Any]:
@@ -87,11 +87,16 @@ def _abstract(*_: Any, jaxpr: Any, num_residuals: int) -> list[Any]:
 def _transpose(cotangents: Sequence[Any], *args: Any, jaxpr: Any, num_residuals: int) -> list[Any]:
     residuals, tangents = args[:num_residuals], args[num_residuals:]
     concrete = [ad.instantiate_zeros(ct) for ct in cotangents]
-    residuals, concrete = optimization_barrier((list(residuals), concrete))
-    linear = jax.linear_transpose(
-        lambda *directions: jex.jaxpr_as_fun(jaxpr)(*residuals, *directions), *(tangent.aval for tangent in tangents)
-    )
-    return [None] * num_residuals + list(optimization_barrier(linear(concrete)))
+    residuals, concrete = compat.optimization_barrier((list(residuals), concrete))
+
+    def pullback(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
+        linear = jax.linear_transpose(
+            lambda *directions: jex.jaxpr_as_fun(jaxpr)(*residuals, *directions), *(tangent.aval for tangent in tangents)
+        )
+        return list(linear(cotangents))
+
+    gradients = in_program_order(jax.make_jaxpr(pullback)(residuals, concrete), residuals, concrete)
+    return [None] * num_residuals + list(compat.optimization_barrier(gradients))
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, num_residuals: int) -> tuple[Any, Any]:
