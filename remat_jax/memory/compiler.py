@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -129,7 +130,7 @@ def _run_child(
     keys = [entry["key"] for entry in request["programs"]]
     with log.open("w+", encoding="utf-8", errors="replace") as errors:
         child = subprocess.Popen(
-            [sys.executable, str(CHILD)],
+            [sys.executable, "-P", str(CHILD)],  # -P: the modules beside the script must not hide others of their names
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -148,7 +149,9 @@ def _run_child(
             except BrokenPipeError:
                 pass  # the child died at once; its exit status says why
             for line in child.stdout:
-                answer = json.loads(line)
+                answer = _answer(line)
+                if answer is None:
+                    continue
                 if "error" in answer:
                     failed = failed or f"{answer['key']}: {answer['error']}"
                     continue
@@ -159,13 +162,30 @@ def _run_child(
         finally:
             timer.cancel()
             if child.poll() is None:
-                child.kill()
+                _kill(child)
                 child.wait()
             child.stdout.close()
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
         errors.seek(0)
         said = errors.read()[-1500:].strip()
     _raise_for(keys, answers, failed, status, timer.expired, timeout, target, said)
     return answers
+
+
+def _answer(line: str) -> dict[str, Any] | None:
+    """What the child says in a line; None for what some library prints there."""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) and "key" in answer else None
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    """End the child and the processes that the compiler has started: they are a process group of their own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _raise_for(
@@ -207,8 +227,9 @@ class _Alarm:
         self._timer.start()
 
     def _expire(self) -> None:
-        self.expired = True
-        self._child.kill()
+        if self._child.poll() is None:
+            self.expired = True
+            _kill(self._child)
 
     def cancel(self) -> None:
         self._timer.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from remat_jax import compat
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
-from remat_jax.memory.compiler import Program, Sizes, compile_programs, export_step
+from remat_jax.memory.compiler import Sizes, compile_programs, export_step
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, residuals
 from remat_jax.policy import Action, Policy, Rule, as_policy
@@ -58,21 +59,21 @@ def measure_many(
 ) -> list[MemoryReport]:
     """`measure` of several policies in one compiling process; `on_done` is told of each policy as it is compiled."""
     described = target if isinstance(target, Target) else target_named(target)
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or timeout <= 0:
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
         raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds")
     asked = [_Asked.of(workload, policy) for policy in policies]
-    programs = {}
-    for one in asked:
-        for policy in (one.policy, one.without_offload):
-            if policy is not None and (key := _text(policy)) not in programs:
-                programs[key] = export_step(key, workload.step(policy), described)
-    sizes = compile_programs(list(programs.values()), described, timeout=timeout, on_done=on_done)
-    return [_report(workload, one, described, sizes, programs) for one in asked]
+    keys = _keys([policy for one in asked for policy in (one.policy, one.without_offload) if policy is not None])
+    programs = [
+        export_step(key, workload.step(dict(policy) if isinstance(policy, tuple) else policy), described)
+        for policy, key in keys.items()
+    ]
+    sizes = compile_programs(programs, described, timeout=timeout, on_done=on_done)
+    return [_report(workload, one, described, {policy: sizes[key] for policy, key in keys.items()}) for one in asked]
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A policy that is measured, the one it is held against, and what it keeps."""
+    """A policy that is measured, the one it is held against, and what it keeps; a mapping from block to policy as its items."""
 
     policy: Any
     without_offload: Any
@@ -80,13 +81,32 @@ class _Asked:
 
     @classmethod
     def of(cls, workload: Workload, policy: Any) -> _Asked:
-        checked = policy if isinstance(policy, dict) else as_policy(policy)
-        table = residuals(workload, checked) if workload.has_loss else None
-        without = _saving(checked) if isinstance(checked, Policy) and checked.offloads else None
-        return cls(checked, without, table)
+        if not isinstance(policy, dict):
+            checked = as_policy(policy)
+            table = residuals(workload, checked) if workload.has_loss else None
+            return cls(checked, _saving(checked) if _offloads(checked) else None, table)
+        entries = tuple((block, as_policy(one)) for block, one in policy.items())
+        table = residuals(workload, dict(entries)) if workload.has_loss else None
+        saving = tuple((block, _saving(one) if _offloads(one) else one) for block, one in entries)
+        return cls(entries, saving if saving != entries else None, table)
 
 
-def _saving(policy: Policy) -> Policy:
+def _keys(policies: Sequence[Any]) -> dict[Any, str]:
+    """A text for each different policy; two policy objects of JAX's may well print alike."""
+    texts: dict[Any, str] = {}
+    for policy in policies:
+        if policy not in texts:
+            text = _text(policy)
+            alike = sum(one == text or one.startswith(f"{text} (") for one in texts.values())
+            texts[policy] = f"{text} ({alike + 1})" if alike else text
+    return texts
+
+
+def _offloads(policy: Any) -> bool:
+    return isinstance(policy, Policy) and policy.offloads
+
+
+def _saving(policy: Any) -> Policy:
     """`policy` with its offloaded residuals saved; an offloaded input is kept, as `recompute` keeps it."""
     rules: list[Rule] = []
     for rule in policy.rules:
@@ -100,21 +120,18 @@ def _saving(policy: Policy) -> Policy:
 
 
 def _text(policy: Any) -> str:
-    if isinstance(policy, dict):
-        return "; ".join(f"{getattr(block, '__name__', block)}: {_text(as_policy(one))}" for block, one in policy.items())
+    if isinstance(policy, tuple):
+        return ", ".join(f"{getattr(block, '__name__', block)}: {_text(one)}" for block, one in policy)
     if isinstance(policy, Policy):
         return policy.name or str(policy)
     return getattr(policy, "__name__", repr(policy))
 
 
-def _report(
-    workload: Workload, asked: _Asked, target: Target, sizes: dict[str, Sizes], programs: dict[str, Program]
-) -> MemoryReport:
-    text = _text(asked.policy)
-    found, kept = sizes[text], asked.residuals
+def _report(workload: Workload, asked: _Asked, target: Target, sizes: dict[Any, Sizes]) -> MemoryReport:
+    found, kept = sizes[asked.policy], asked.residuals
     report = MemoryReport(
         workload=workload.name,
-        policy=text,
+        policy=_text(asked.policy),
         target=target.name,
         device_bytes=found.device,
         temp_bytes=found.temp,
@@ -128,16 +145,17 @@ def _report(
         measured_peak_bytes=None,
         jax_version=jax.__version__,
     )
-    if asked.without_offload is None:
+    offers = asked.without_offload is not None or (kept is not None and kept.host_bytes > 0)
+    if not offers:
         return report
-    baseline = sizes[_text(asked.without_offload)]
+    baseline = sizes[asked.without_offload] if asked.without_offload is not None else None
     scanned = any(row.action == "offload" and row.scanned for row in kept or ())
     return replace(report, receipt=_receipt(found, baseline, kept, target, scanned))
 
 
-def _receipt(found: Sizes, baseline: Sizes, kept: ResidualTable | None, target: Target, scanned: bool) -> Receipt:
+def _receipt(found: Sizes, baseline: Sizes | None, kept: ResidualTable | None, target: Target, scanned: bool) -> Receipt:
     offered = kept.host_bytes if kept else None
-    returned = baseline.device - found.device
+    returned = baseline.device - found.device if baseline else None
     warnings = []
     if offered == 0:
         warnings.append("the policy offloads nothing that the backward pass reads")
@@ -146,7 +164,7 @@ def _receipt(found: Sizes, baseline: Sizes, kept: ResidualTable | None, target: 
     else:
         if offered is not None and found.host < offered:
             warnings.append(f"of {offered} bytes offered only {found.host} are in host memory")
-        if returned <= 0:
+        if returned is not None and returned <= 0:
             warnings.append(f"the device gives back nothing: it needs {-returned} bytes more than with everything saved")
         if scanned and compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED:
             warnings.append(

@@ -147,14 +147,12 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
             f"workload={workload.name!r} was made from a finished step, which takes its gradient inside: what it keeps between "
             "the passes cannot be read from outside. Make a Workload of the loss instead."
         )
-    kept = _kept(workload, policy)
-    rows = list(kept)
+    rows, aliases = _kept(workload, policy)
     if not (isinstance(checked, Policy) and not checked.checkpoint):
-        names = {row.name for row in kept}
+        kept = {row.name for row in rows} | aliases
         everything = dict.fromkeys(workload.blocks, _EVERY_NAME) if checked is not None else _all_of(policy)
-        rows += [
-            replace(row, action="recompute") for row in _kept(workload, everything, only_named=True) if row.name not in names
-        ]
+        named, _ = _kept(workload, everything, only_named=True)
+        rows += [replace(row, action="recompute") for row in named if row.name not in kept]
     order = [action.value for action in Action]
     rows.sort(key=lambda row: (order.index(row.action), -row.bytes, row.name))
     text = str(checked) if checked is not None else "; ".join(f"{block}: {one}" for block, one in policy.items())
@@ -165,8 +163,8 @@ def _all_of(policies: dict[Any, Any]) -> dict[Any, Policy]:
     return dict.fromkeys(policies, _EVERY_NAME)
 
 
-def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> list[Residual]:
-    """The arrays that leave the forward pass for the backward pass, those of one name together.
+def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> tuple[list[Residual], set[str]]:
+    """The arrays that leave the forward pass for the backward pass, those of one name together, and their other names.
 
     `only_named` leaves out what no policy can choose: what is made outside the blocks, and what a scan carries.
     """
@@ -189,7 +187,7 @@ def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> list[
         key = (row.name, row.shape, row.dtype, row.action)
         before = rows.get(key)
         rows[key] = replace(row, bytes=before.bytes + row.bytes, count=before.count + 1) if before else row
-    return list(rows.values())
+    return list(rows.values()), {alias for made, _ in found.values() for alias in made.aliases}
 
 
 def _row(made: Origin, atom: Any) -> Residual:

@@ -152,7 +152,7 @@ def _written(value: object, write: Callable[[Any], str] | None) -> str:
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:
-    present = [cell for cell in cells if cell != MISSING]
+    present = [cell for cell in cells if cell not in (MISSING, "")]
     return bool(present) and all(_NUMBER.fullmatch(cell) for cell in present)
 
 
