@@ -81,9 +81,7 @@ def batches(
     """
     data = corpus() if data is None else np.asarray(data)
     if len(data) <= length:
-        raise ValueError(
-            f"data has {len(data)} bytes, expected more than length={length}: give more text or less length"
-        )
+        raise ValueError(f"data has {len(data)} bytes, expected more than length={length}: give more text or less length")
     starts = np.random.default_rng(seed).integers(0, len(data) - length, (steps, batch, 1))
     windows = data[starts + np.arange(length + 1)].astype(np.int32)
     return [(window[:, :-1].copy(), window[:, 1:].copy()) for window in windows]

@@ -51,9 +51,7 @@ def check_heads(d_model: int, nhead: int) -> None:
 def check_length(length: int, max_len: int) -> None:
     """Raise `ValueError` when a sequence is longer than the table of positions (a lookup beyond it gives NaN)."""
     if length > max_len:
-        raise ValueError(
-            f"tokens have length {length}, expected at most max_len={max_len}: shorten them or raise max_len"
-        )
+        raise ValueError(f"tokens have length {length}, expected at most max_len={max_len}: shorten them or raise max_len")
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:

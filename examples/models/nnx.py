@@ -85,9 +85,7 @@ class DecoderLayer(nnx.Module):
         check_heads(d_model, nhead)
         # PyTorch's epsilon and its two-pass variance; Flax's own defaults differ in both.
         norm: dict[str, Any] = {"epsilon": 1e-5, "use_fast_variance": False, "param_dtype": param_dtype, "rngs": rngs}
-        self.self_attn = SelfAttention(
-            d_model, nhead, causal=causal, dropout=dropout, param_dtype=param_dtype, rngs=rngs
-        )
+        self.self_attn = SelfAttention(d_model, nhead, causal=causal, dropout=dropout, param_dtype=param_dtype, rngs=rngs)
         self.ffn = FeedForward(d_model, param_dtype=param_dtype, rngs=rngs)
         self.norm1 = nnx.LayerNorm(d_model, **norm)
         self.norm2 = nnx.LayerNorm(d_model, **norm)

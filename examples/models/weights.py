@@ -110,9 +110,7 @@ def from_torch(state_dict: Mapping[str, Any], model_kind: str, *, scan: bool = F
     return tree
 
 
-def gradients_from_torch(
-    named_gradients: Mapping[str, Any], model_kind: str, *, scan: bool = False, like: Any = None
-) -> Tree:
+def gradients_from_torch(named_gradients: Mapping[str, Any], model_kind: str, *, scan: bool = False, like: Any = None) -> Tree:
     """Return PyTorch gradients, name → gradient, where and how Flax has them.
 
     Gradients travel by the inverse of the adjoint. Every transform of this table is a permutation, for which that is

@@ -1,0 +1,13 @@
+"""The main job: one model trained in both frameworks, in every mode, from the same weights on real text.
+
+`run` trains, measures and judges; `tables` and `reading` say what came out. `remat-jax demo` is its command line.
+"""
+
+from __future__ import annotations
+
+from .driver import run
+from .outcome import Check, Outcome, Row
+from .setting import QUICK, Setting
+from .show import LEGEND, reading, tables
+
+__all__ = ["LEGEND", "QUICK", "Check", "Outcome", "Row", "Setting", "reading", "run", "tables"]

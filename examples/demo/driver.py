@@ -1,0 +1,152 @@
+"""The demo from beginning to end: train, compile for the GPU meanwhile, time when it is quiet, judge."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from remat_jax import MemoryReport, compat
+from torch_ref import MODES
+
+from . import jax_rows, torch_rows
+from .cases import CASES, Case
+from .checks import grad_error, judged, reference_of
+from .compiling import Compiling, Key
+from .outcome import Evidence, Outcome, Row
+from .setting import FORMS, Setting
+from .timing import Trainer, relative_times
+
+Tell = Callable[[str, int, int], None]
+"""`tell(what, done, total)`: `what` is being done, and `done` of `total` parts are behind."""
+Trained = list[tuple[Evidence, Trainer]]
+
+
+def run(setting: Setting | None = None, tell: Tell | None = None) -> Outcome:
+    """Train every model in every mode of both frameworks, measure, and judge.
+
+    Nothing is written. `tell` may be called from other threads.
+
+    Raises:
+      CompileError: XLA's GPU compiler failed.
+    """
+    evidence, notes = collect(setting or Setting(), tell)
+    return Outcome(rows_of(evidence), judged(evidence), notes)
+
+
+def collect(setting: Setting, tell: Tell | None = None) -> tuple[list[Evidence], tuple[str, ...]]:
+    """Everything that `run` measures, and what a reader of the figures has to know."""
+    compat.keep_to_cpu_without_gpu()
+    cases = [CASES[name](setting) for name in setting.models]
+    progress = _Progress(tell)
+    with torch_rows.one_thread(), Compiling(cases, setting.target, setting.timeout, progress.done) as compiling:
+        progress.expect(len(compiling.jobs) + sum(len(MODES) + sum(len(f.asked) for f in FORMS[c.name]) for c in cases))
+        # PyTorch first: meanwhile the other threads trace, which JAX does better undisturbed.
+        trained = [*_torch_rows(cases, progress), *_jax_rows(cases, progress)]
+        progress.say("waiting for XLA's GPU compiler")
+        reports = compiling.reports()
+        times = _times(trained, cases, progress)
+    return [_completed(one, times, reports) for one, _ in trained], _notes(compiling.unavailable, reports)
+
+
+def _torch_rows(cases: Sequence[Case], progress: _Progress) -> Trained:
+    trained: Trained = []
+    for case in cases:
+        for mode in MODES:
+            progress.say(f"{case.name} in {torch_rows.FRAMEWORK}: {mode}")
+            trainer = torch_rows.TorchTrainer(case, mode)
+            trained.append((torch_rows.measure(case, mode, trainer), trainer))
+            progress.done()
+    return trained
+
+
+def _jax_rows(cases: Sequence[Case], progress: _Progress) -> Trained:
+    trained: Trained = []
+    for case in cases:
+        for form in FORMS[case.name]:
+            for asked in form.asked:
+                progress.say(f"{case.name} in {form.framework}: {asked.mode}")
+                trainer = jax_rows.JaxTrainer(case, form, asked.policy)
+                trained.append((jax_rows.measure(case, form, asked, trainer), trainer))
+                progress.done()
+    return trained
+
+
+def _times(trained: Trained, cases: Sequence[Case], progress: _Progress) -> dict[Key, float]:
+    """The relative step time of every row; all rows of one framework and model are timed in turn."""
+    groups: dict[tuple[str, str], dict[str, Trainer]] = {}
+    for one, trainer in trained:
+        groups.setdefault((one.model, one.framework), {})[one.mode] = trainer
+    times: dict[Key, float] = {}
+    for (model, framework), trainers in groups.items():
+        progress.say(f"{model} in {framework}: step times")
+        case = next(case for case in cases if case.name == model)
+        found = relative_times(trainers, case.batches(), case.setting.rounds)
+        times |= {(model, framework, mode): ratio for mode, ratio in found.items()}
+    return times
+
+
+def _completed(one: Evidence, times: Mapping[Key, float], reports: Mapping[Key, MemoryReport]) -> Evidence:
+    key = (one.model, one.framework, one.mode)
+    report = reports.get(key)
+    if report is None:
+        return replace(one, relative_time=times[key])
+    peak = {**one.peak_bytes, report.target: report.device_bytes}
+    return replace(one, relative_time=times[key], peak_bytes=peak, host_bytes=report.host_bytes)
+
+
+def rows_of(evidence: Sequence[Evidence]) -> tuple[Row, ...]:
+    """The rows of the table."""
+    return tuple(
+        Row(
+            framework=one.framework,
+            model=one.model,
+            mode=one.mode,
+            loss=one.losses[-1],
+            grad_error=grad_error(reference_of(evidence, one.model), one),
+            block_executions=one.block_executions,
+            residual_device_bytes=one.residual_device_bytes,
+            residual_host_bytes=one.residual_host_bytes,
+            peak_bytes=one.peak_bytes,
+            relative_time=one.relative_time,
+        )
+        for one in evidence
+    )
+
+
+def _notes(unavailable: str, reports: Mapping[Key, MemoryReport]) -> tuple[str, ...]:
+    """What a reader has to know: why there are no figures for the GPU, and each warning of a receipt once."""
+    notes = [f"Nothing was compiled for a GPU. {unavailable}"] if unavailable else []
+    said: dict[str, list[str]] = {}
+    for (model, framework, mode), report in reports.items():
+        for warning in report.receipt.warnings if report.receipt else ():
+            said.setdefault(warning, []).append(f"{model}, {framework}, {mode}")
+    for warning, labels in said.items():
+        where = labels[0] + (f", and {len(labels) - 1} more rows" if len(labels) > 1 else "")
+        notes.append(f"{warning[0].upper()}{warning[1:]}. ({where})")
+    return tuple(notes)
+
+
+class _Progress:
+    """Counts the parts that are done and tells of them, from whatever thread."""
+
+    def __init__(self, tell: Tell | None) -> None:
+        self._tell, self._lock = tell, threading.Lock()
+        self._doing, self._behind, self._total = "", 0, 0
+
+    def expect(self, total: int) -> None:
+        self._total = total
+
+    def say(self, doing: str) -> None:
+        with self._lock:
+            self._doing = doing
+            self._send()
+
+    def done(self) -> None:
+        with self._lock:
+            self._behind += 1
+            self._send()
+
+    def _send(self) -> None:
+        if self._tell is not None:
+            self._tell(self._doing, self._behind, self._total)

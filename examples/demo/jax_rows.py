@@ -1,0 +1,75 @@
+"""What is measured in JAX: gradients, training, executions, residuals and compiled memory under a policy."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from remat_jax import residuals
+from remat_jax.graph.count import count
+
+from .cases import Batch, Case
+from .outcome import Evidence
+from .setting import Asked, Form
+
+
+class JaxTrainer:
+    """The training of a case under one policy: the workload's own step, compiled once, its arguments donated."""
+
+    def __init__(self, case: Case, form: Form, policy: str) -> None:
+        self.job = case.jax_job(form, "float32")
+        step = self.job.workload.step(policy)
+        self.traced = jax.jit(step.function, donate_argnums=step.donate_argnums).trace(*step.arguments)
+        self.compiled = self.traced.lower().compile()
+        # Copies: the step may write over what it is given.
+        self.params = jax.tree.map(jnp.array, self.job.params)
+        self.state = case.optimizer().init(self.params)
+
+    def step(self, batch: Batch) -> tuple[float, float]:
+        """The loss before the update, and the seconds that the step took."""
+        arrays = jax.tree.map(jnp.asarray, (*self.job.extra, *batch))
+        start = time.perf_counter()
+        self.params, self.state, loss = self.compiled(self.params, self.state, {}, *arrays)
+        jax.block_until_ready((self.params, self.state, loss))
+        return float(loss), time.perf_counter() - start
+
+    def cpu_bytes(self) -> int:
+        """The memory of the step that trains: arguments + outputs − aliased + temp."""
+        sizes = self.compiled.memory_analysis()
+        held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+        return int(held + sizes.temp_size_in_bytes)
+
+
+def measure(case: Case, form: Form, asked: Asked, trainer: JaxTrainer) -> Evidence:
+    """Train with `trainer` and measure everything but the step time and the memory on the target."""
+    kept = residuals(trainer.job.workload, asked.policy)
+    return Evidence(
+        framework=form.framework,
+        model=case.name,
+        mode=asked.mode,
+        losses=tuple(trainer.step(batch)[0] for batch in case.batches()),
+        gradients64=gradients(case, form, asked.policy, "float64"),
+        gradients32=gradients(case, form, asked.policy, "float32"),
+        block_executions=count(trainer.traced.jaxpr, case.begins_block),
+        expected_executions=asked.block_runs * case.layers,
+        offloads=asked.offloads,
+        residual_device_bytes=kept.device_bytes,
+        residual_host_bytes=kept.host_bytes,
+        # Of unrolled layers XLA's CPU compiler says nothing: its scheduler does not care for memory.
+        peak_bytes={"torch": None, "cpu": trainer.cpu_bytes() if form.scan else None, "h200": None},
+    )
+
+
+def gradients(case: Case, form: Form, policy: str, dtype: str) -> dict[str, np.ndarray]:
+    """The gradients of the first batch at the initial weights, the whole computation in `dtype`, under PyTorch's names."""
+    with jax.enable_x64(dtype == "float64"):
+        job = case.jax_job(form, dtype)
+        loss = job.workload.with_policy(job.workload.loss, policy)
+        batch = tuple(x if x.dtype.kind == "i" else x.astype(dtype) for x in case.batches()[0])
+        # The proof in float64 does not need fast code; half of its time goes into optimising it.
+        options = {"xla_backend_optimization_level": 0} if dtype == "float64" else None
+        gradient = jax.jit(jax.grad(loss), compiler_options=options)(job.params, *job.extra, *batch)
+        return job.to_torch(gradient)

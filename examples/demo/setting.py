@@ -1,0 +1,113 @@
+"""How large the demo is, and which rows its table has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_ref import MODES
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes, steps and seeds of the demo; the defaults take a few minutes on two cores.
+
+    Attributes:
+      d_model, nhead, num_layers: of the decoder and the stack.
+      length, batch: a batch is `batch` windows of `length` bytes.
+      steps: steps of training in every mode. The losses of the first 20 are compared.
+      rounds: steps that are timed in every mode, one after the other in turn.
+      learning_rate, seed: of Adam, and of weights and data. Adam turns rounding into steps of the learning rate wherever a
+        gradient is next to nothing, so that a high rate drives two correct trainings apart.
+      models: which of `ByteDecoder`, `DecoderStack` and `ToyModel` take part.
+      target: the GPU that the JAX steps are compiled for; None leaves that out.
+      timeout: seconds that compiling for it may take.
+
+    Raises:
+      ValueError: a size that is no positive number, or a model that is unknown.
+
+    >>> Setting(steps=2).steps
+    2
+    """
+
+    d_model: int = 128
+    nhead: int = 4
+    num_layers: int = 8
+    length: int = 64
+    batch: int = 16
+    steps: int = 20
+    rounds: int = 7
+    learning_rate: float = 1e-4
+    seed: int = 1
+    models: tuple[str, ...] = ("ByteDecoder", "DecoderStack", "ToyModel")
+    target: str | None = "h200"
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "nhead", "num_layers", "length", "batch", "steps", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        known = ("ByteDecoder", "DecoderStack", "ToyModel")
+        if not self.models or set(self.models) - set(known):
+            raise ValueError(f"models={self.models}: expected one or more of {', '.join(known)}")
+
+
+QUICK = Setting(num_layers=2, length=16, batch=4, steps=6, rounds=3)
+"""A small one, to see that everything works."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A JAX row that is asked for.
+
+    Attributes:
+      mode: what the table calls it.
+      policy: what `checkpoint_blocks` is given.
+      block_runs: how often each block has to run in one step, counted by its first operation.
+      offloads: whether it has to put anything on the host.
+    """
+
+    mode: str
+    policy: str
+    block_runs: int
+    offloads: bool
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to write the model in Flax, and the rows that it gets.
+
+    Attributes:
+      framework: what the table calls it.
+      api: `linen` or `nnx`.
+      scan: whether the layers run in one `scan` or are unrolled.
+    """
+
+    framework: str
+    api: str
+    scan: bool
+    asked: tuple[Asked, ...]
+
+
+BLOCK_RUNS = dict(zip(MODES, (1, 2, 2), strict=True))
+THREE_MODES = tuple(Asked(mode, mode, BLOCK_RUNS[mode], mode == "offload") for mode in MODES)
+
+# Save the products of the weights, but the widest of them to the host: no policy of JAX's own can say this.
+COMPOSED = "offload: *ffn/up:dot_general#0; save: @dots_with_no_batch_dims"
+# All of these keep the product that a block begins with, so that it is not computed twice.
+POLICIES = (
+    Asked("dots", "dots", 1, False),
+    Asked("offload_dot_with_no_batch_dims", "offload_dot_with_no_batch_dims", 1, True),
+    Asked(COMPOSED, COMPOSED, 1, True),
+)
+
+LINEN = Form("JAX Linen", "linen", True, THREE_MODES)
+FORMS: dict[str, tuple[Form, ...]] = {
+    "ByteDecoder": (
+        Form("JAX Linen", "linen", True, THREE_MODES + POLICIES),
+        Form("JAX NNX", "nnx", True, THREE_MODES),
+        Form("JAX Linen, unrolled", "linen", False, THREE_MODES),
+    ),
+    "DecoderStack": (LINEN,),
+    "ToyModel": (LINEN,),
+}
+"""The Flax rows of every model; PyTorch's rows are the three modes."""

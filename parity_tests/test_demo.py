@@ -1,0 +1,214 @@
+"""The demo: its rows hold on a small model, and every planted fault turns it red."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import remat_jax as rj
+from examples import demo
+from examples.demo import checks, driver, jax_rows, setting, timing
+from examples.demo.cases import CASES
+from examples.demo.outcome import Check, Evidence, Outcome
+from remat_jax.cli.app import app
+from remat_jax.report.tables import render
+
+SMALL = demo.Setting(num_layers=2, length=16, batch=4, steps=4, rounds=1, models=("ByteDecoder",), target=None)
+COMPOSED = setting.POLICIES[-1]
+FORMS = {"ByteDecoder": (dataclasses.replace(setting.LINEN, asked=(*setting.THREE_MODES, COMPOSED)),)}
+BLOCK_INPUTS = 2 * 4 * 16 * 128 * 4
+ROW_KEYS = [
+    "framework",
+    "model",
+    "mode",
+    "loss",
+    "grad_error",
+    "block_executions",
+    "residual_device_bytes",
+    "residual_host_bytes",
+    "peak_bytes",
+    "relative_time",
+]
+
+
+@pytest.fixture(scope="module")
+def evidence() -> list[Evidence]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "FORMS", FORMS)
+        return driver.collect(SMALL)[0]
+
+
+@pytest.fixture(scope="module")
+def outcome(evidence: list[Evidence]) -> Outcome:
+    return Outcome(driver.rows_of(evidence), checks.judged(evidence), ("A remark.",))
+
+
+def row(evidence: list[Evidence], framework: str, mode: str) -> Evidence:
+    return next(one for one in evidence if (one.framework, one.mode) == (framework, mode))
+
+
+def with_row(evidence: list[Evidence], framework: str, mode: str, **changes: object) -> list[Evidence]:
+    wanted = row(evidence, framework, mode)
+    return [dataclasses.replace(one, **changes) if one is wanted else one for one in evidence]
+
+
+def failing(evidence: list[Evidence], *which: Callable[[list[Evidence]], Check]) -> set[str]:
+    found = [check(evidence) for check in which] if which else checks.judged(evidence)
+    return {check.name.split(":")[0] for check in found if not check.holds}
+
+
+def test_the_rows_are_those_that_were_asked_for_and_hold(evidence: list[Evidence], outcome: Outcome) -> None:
+    modes = ["off", "checkpoint", "offload"]
+    assert [(r.framework, r.mode) for r in outcome.rows] == [
+        *(("PyTorch", mode) for mode in modes),
+        *(("JAX Linen", mode) for mode in [*modes, setting.COMPOSED]),
+    ]
+    assert outcome.passed, [check for check in outcome.checks if not check.holds]
+    assert [r.block_executions for r in outcome.rows] == [2, 4, 4, 2, 4, 4, 2]
+    assert [r.residual_host_bytes for r in outcome.rows] == [0, 0, BLOCK_INPUTS, 0, 0, BLOCK_INPUTS, 4 * BLOCK_INPUTS]
+    for r in outcome.rows:
+        assert r.grad_error <= 1e-12 and r.relative_time > 0
+        assert set(r.peak_bytes) == {"torch", "cpu", "h200"} and r.peak_bytes["h200"] is None
+        assert (r.peak_bytes["torch"] is None) == (r.framework != "PyTorch") == (r.peak_bytes["cpu"] is not None)
+
+
+def test_checkpointing_costs_less_memory_in_every_figure(evidence: list[Evidence]) -> None:
+    for framework, kind in (("PyTorch", "torch"), ("JAX Linen", "cpu")):
+        off, on = row(evidence, framework, "off"), row(evidence, framework, "checkpoint")
+        assert on.residual_device_bytes < off.residual_device_bytes / 3
+        assert row(evidence, framework, "offload").residual_device_bytes == on.residual_device_bytes - BLOCK_INPUTS
+        assert on.peak_bytes[kind] <= off.peak_bytes[kind]
+
+
+def test_the_cpu_figure_is_what_measure_says(evidence: list[Evidence]) -> None:
+    job = CASES["ByteDecoder"](SMALL).jax_job(setting.LINEN, "float32").workload
+    assert row(evidence, "JAX Linen", "checkpoint").peak_bytes["cpu"] == rj.measure(job, "checkpoint").device_bytes
+
+
+def test_json_and_tables_say_the_same(outcome: Outcome) -> None:
+    data = outcome.to_dict()
+    assert list(data) == ["passed", "rows", "checks"] and data["passed"] is True
+    assert all(list(one) == ROW_KEYS for one in data["rows"])
+    shown = "\n".join(render(one, width=120) for one in demo.tables(outcome))
+    assert "…" not in shown and setting.COMPOSED.split("; ")[0] in shown and "FAILS" not in shown
+    said = " ".join(demo.reading(outcome))
+    assert "checkpoint runs blocks 4 times in a step instead of 2" in said and "All 7 rows compute the same" in said
+
+
+# Planted faults.
+
+
+@pytest.mark.parametrize("precision", ["gradients64", "gradients32"])
+def test_any_gradient_with_its_sign_flipped_is_caught(evidence: list[Evidence], precision: str) -> None:
+    plain, one = row(evidence, "PyTorch", "off"), row(evidence, "JAX Linen", "offload")
+    check = {"gradients64": checks.gradients_in_float64, "gradients32": checks.gradients_in_float32}[precision]
+    assert check([plain, one]).holds and len(getattr(one, precision)) == 4 + 2 * 12
+    for name, gradient in getattr(one, precision).items():
+        flipped = dataclasses.replace(one, **{precision: {**getattr(one, precision), name: -gradient}})
+        found = check([plain, flipped])
+        assert not found.holds and found.detail == one.label, name
+
+
+def test_a_gradient_that_is_missing_or_no_number_is_caught(evidence: list[Evidence]) -> None:
+    plain, one = row(evidence, "PyTorch", "off"), row(evidence, "JAX Linen", "off")
+    gradients = dict(one.gradients64)
+    name, value = gradients.popitem()
+    for wrong in (gradients, {**gradients, name: np.full_like(value, np.nan)}):
+        assert not checks.gradients_in_float64([plain, dataclasses.replace(one, gradients64=wrong)]).holds
+
+
+def test_losses_that_drift_or_do_not_fall_are_caught(evidence: list[Evidence]) -> None:
+    both = (checks.losses_agree, checks.losses_fall)
+    assert failing(evidence, *both) == set()
+    losses = row(evidence, "JAX Linen", "offload").losses
+    drifted = with_row(evidence, "JAX Linen", "offload", losses=(*losses[:-1], losses[-1] * (1 + 2e-5)))
+    assert failing(drifted, *both) == {"losses of the first 4 steps"}
+    stuck = [dataclasses.replace(one, losses=(5.0,) * 4) for one in evidence]
+    assert failing(stuck, *both) == {"training"}
+    lost = with_row(evidence, "JAX Linen", "off", losses=(*losses[:-1], math.nan))
+    assert failing(lost, *both) == {"training", "losses of the first 4 steps"}
+
+
+def test_host_memory_that_is_not_what_was_offered_is_caught(evidence: list[Evidence]) -> None:
+    def compiled(short_by: int) -> list[Evidence]:
+        return with_row(evidence, "JAX Linen", "offload", host_bytes=BLOCK_INPUTS - short_by)
+
+    assert failing(compiled(0), checks.host_bytes) == set()
+    assert failing(compiled(4)) == failing(compiled(-4), checks.host_bytes) == {"offload, compiled for the GPU"}
+
+
+def test_a_control_that_catches_nothing_fails(evidence: list[Evidence], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "flipped", lambda one, name: one)
+    assert failing(evidence) == {"control"}
+
+
+def test_planted_faults_end_the_command_with_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    faulty = (
+        setting.THREE_MODES[0],
+        dataclasses.replace(setting.THREE_MODES[1], policy="everything"),  # recomputes nothing
+        dataclasses.replace(setting.THREE_MODES[2], policy="full"),  # moves nothing
+    )
+    monkeypatch.setattr(driver, "FORMS", {"ByteDecoder": (dataclasses.replace(setting.LINEN, asked=faulty),)})
+    monkeypatch.setattr(demo, "QUICK", SMALL)
+    right = jax_rows.gradients
+
+    def flipped(case: object, form: object, policy: str, dtype: str) -> dict[str, np.ndarray]:
+        found = right(case, form, policy, dtype)
+        return {**found, "head.bias": -found["head.bias"]} if policy == "off" else found
+
+    monkeypatch.setattr(jax_rows, "gradients", flipped)
+    found = CliRunner().invoke(app, ["demo", "--quick", "--json", "--output", str(tmp_path / "new" / "demo")])
+    assert found.exit_code == 1, found.stderr
+    data = json.loads(found.stdout)
+    assert list(data) == ["passed", "rows", "checks", "pictures"] and data["passed"] is False
+    worst = {check["name"].split(":")[0]: check for check in data["checks"] if not check["holds"]}
+    assert worst["gradients in float64"]["detail"] == "ByteDecoder, JAX Linen, off"
+    assert worst["gradients in float32"]["detail"] == "ByteDecoder, JAX Linen, off"
+    assert worst["block executions"]["detail"] == "ByteDecoder, JAX Linen, checkpoint"
+    assert worst["residual bytes, checkpoint and offload"]["detail"] == "ByteDecoder, JAX Linen, checkpoint"
+    assert worst["offload"]["figure"] == 1 and worst["offload"]["detail"] == "ByteDecoder, JAX Linen, offload"
+    assert len(data["pictures"]) == 6 and all(Path(one).stat().st_size > 1000 for one in data["pictures"])
+    assert "[6/6]" in found.stderr
+
+
+# The parts.
+
+
+def test_the_other_models_hold_and_the_gpu_keeps_what_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = dataclasses.replace(SMALL, models=("ToyModel",), target="h200")
+    evidence, notes = driver.collect(small)
+    assert failing(evidence) == set()
+    # A single sigmoid reads only its own input, which has to be on the device then: the receipt says that this gains nothing.
+    assert len(notes) == 1 and "gives back nothing" in notes[0] and "ToyModel, JAX Linen, offload" in notes[0]
+    jax_row = row(evidence, "JAX Linen", "offload")
+    assert jax_row.host_bytes == jax_row.residual_host_bytes == 4 * 16 * 128 * 4
+    assert [one.block_executions for one in evidence] == [1, 2, 2, 1, 2, 2]
+    assert row(evidence, "JAX Linen", "off").peak_bytes["h200"] > 0
+
+
+def test_step_times_are_medians_relative_to_off() -> None:
+    class Fake:
+        def __init__(self, *seconds: float) -> None:
+            self.seconds, self.calls = seconds, 0
+
+        def step(self, batch: object) -> tuple[float, float]:
+            self.calls += 1
+            return 0.0, 99.0 if self.calls == 1 else self.seconds[self.calls % len(self.seconds)]
+
+    plain, slow = Fake(0.5, 0.5, 9.0), Fake(0.75, 0.75, 0.1)
+    assert timing.relative_times({"off": plain, "slow": slow}, [()], rounds=3) == {"off": 1.0, "slow": 1.5}
+    assert plain.calls == slow.calls == 4
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="steps=0: expected at least 1"):
+        demo.Setting(steps=0)
+    with pytest.raises(ValueError, match="expected one or more of ByteDecoder"):
+        demo.Setting(models=("Bytedecoder",))

@@ -1,0 +1,13 @@
+"""The command line `remat-jax`: one file per command."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Run the command line on the arguments of this process; exits 0, 1 (a check fails) or 2 (bad usage)."""
+    from remat_jax.cli.app import app
+
+    app(prog_name="remat-jax")
+
+
+__all__ = ["main"]

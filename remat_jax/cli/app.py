@@ -1,0 +1,22 @@
+"""The commands, put together."""
+
+from __future__ import annotations
+
+import typer
+
+from remat_jax.cli.demo import demo
+from remat_jax.cli.lists import policies, targets
+from remat_jax.cli.measure import measure
+
+app = typer.Typer(
+    help="Activation checkpointing and host offload for Flax models: apply, measure, and prove against PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Every command takes --json. Exit status: 0 when it holds, 1 when a check or the compiler fails, 2 for bad usage.",
+)
+app.command()(demo)
+app.command()(measure)
+app.command()(policies)
+app.command()(targets)

@@ -1,0 +1,108 @@
+"""`remat-jax demo`: train a model in both frameworks and in every mode, compare, and draw."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+import remat_jax
+from remat_jax import compat
+from remat_jax.cli.output import FAILED, Answer, Json, answering, progress
+from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.report import demo_pictures
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="The folder for the pictures; made if need be.")] = Path("build/demo"),
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of training; 20 unless given, 6 with --quick.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A small model and few steps.")] = False,
+    target: Annotated[
+        Literal["h200", "none"], typer.Option(help="Compile the JAX steps for this GPU as well; none leaves it out.")
+    ] = "h200",
+    as_json: Json = False,
+) -> None:
+    """Train a byte-level language model in PyTorch and in Flax, in every mode, and show that they agree and what each costs.
+
+    Real text (the source of the Python standard library), the same initial weights, the same batches. No GPU is needed; it
+    takes some minutes on two cores. Exits with 1 if a check fails.
+    """
+    with answering(as_json) as answer:
+        driver = _driver()
+        setting = driver.QUICK if quick else driver.Setting()
+        changes: dict[str, Any] = {"target": None} if target == "none" else {}
+        if steps is not None:
+            changes["steps"] = steps
+        _check_folder(output)
+        compat.keep_to_cpu_without_gpu()
+        with progress() as bar:
+            outcome = driver.run(dataclasses.replace(setting, **changes), bar.tell)
+        main_model = outcome.rows[0].model
+        pictures = _pictures([row for row in outcome.rows if row.model == main_model], output, answer)
+        _show(driver, outcome, pictures, answer)
+        answer.data({**outcome.to_dict(), "pictures": pictures})
+        if not outcome.passed:
+            raise typer.Exit(FAILED)
+
+
+def _driver() -> ModuleType:
+    """The demo's own code: a part of the examples, which lie inside the package in a wheel and beside it in a checkout."""
+    if importlib.util.find_spec("torch") is None:
+        raise UnsupportedError(
+            "the demo compares with PyTorch, which is not installed: pip install 'remat_jax[torch]'; "
+            "on a machine without a GPU take PyTorch's CPU build, which is far smaller"
+        )
+    inside = importlib.util.find_spec("remat_jax.examples")
+    if inside is not None:
+        return importlib.import_module("remat_jax.examples.demo")
+    beside = importlib.util.find_spec("examples")
+    root = Path(remat_jax.__file__).parent.parent
+    if beside is None or beside.origin is None or Path(beside.origin).parent.parent != root:
+        raise UnsupportedError(f"the examples are not there: expected the folder examples in {root}; install remat_jax again")
+    return importlib.import_module("examples.demo")
+
+
+def _check_folder(output: Path) -> None:
+    """Make the folder now: minutes later it would be too late to say that it cannot be written."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"output={str(output)!r} cannot be made into a folder ({error}); give another one") from None
+
+
+def _pictures(rows: list[Any], output: Path, answer: Answer) -> list[str]:
+    try:
+        return demo_pictures(rows, output)
+    except ImportError as error:
+        answer.remark(f"no pictures: {error}")
+        return []
+
+
+def _show(driver: ModuleType, outcome: Any, pictures: list[str], answer: Answer) -> None:
+    *models, checks = driver.tables(outcome)
+    for one in models:
+        answer.show(one)
+    answer.show(driver.LEGEND, "")
+    for sentence in driver.reading(outcome):
+        answer.show(_point(sentence))
+    for note in outcome.notes:
+        answer.remark(_point(f"Note: {note}"))
+    answer.show("", checks)
+    if pictures:
+        names = ", ".join(Path(one).name for one in pictures)
+        answer.show(f"Pictures in {Path(pictures[0]).parent}: {names}")
+    answer.show("PASSED" if outcome.passed else "NOT PASSED")
+
+
+def _point(text: str) -> Table:
+    """`text` behind a bullet, its further lines indented."""
+    point = Table.grid(padding=(0, 1))
+    point.add_row("•", Text(text))
+    return point

@@ -1,0 +1,58 @@
+"""`remat-jax policies` and `remat-jax targets`: what can be asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from remat_jax.cli.output import Json, answering
+from remat_jax.hardware import target
+from remat_jax.hardware import targets as target_names
+from remat_jax.policy import ALIASES, NAMED
+from remat_jax.report import format_bytes, table
+
+MEANINGS = {
+    "off": "no checkpointing: JAX keeps what the backward pass reads",
+    "full": "keep a block's inputs, recompute everything else",
+    "offload_inputs": "as full, with the inputs in host memory",
+    "dots": "keep the results of matrix multiplications and convolutions, recompute the rest",
+    "dots_with_no_batch_dims": "keep the products with weights, recompute attention's own products and the rest",
+    "offload_dot_with_no_batch_dims": "as dots_with_no_batch_dims, with what is kept in host memory",
+    "everything": "keep every residual, recompute nothing, but as a checkpointed block",
+}
+GRAMMAR = (
+    "Or write your own: action: selector[, selector]; ...  Actions: save, offload, recompute. Selectors: globs on residual "
+    "names, @inputs, @dots, @dots_with_no_batch_dims, @primitive:NAME. The first rule that matches wins; what none matches "
+    'is recomputed. Example: "offload: *ffn/up*; save: @dots_with_no_batch_dims". '
+    "The names of a model's residuals: remat-jax measure FILE:FUNCTION --residuals"
+)
+
+
+def policies(as_json: Json = False) -> None:
+    """List the named policies: what each says, and what it does."""
+    with answering(as_json) as answer:
+        rows = [_policy(name) for name in NAMED]
+        cells = [(row["name"], row["text"], _meaning(row)) for row in rows]
+        shown = table("Policies", ("name", "text", "what it does"), cells)
+        for column in shown.columns[:2]:
+            column.no_wrap = True
+        answer.show(shown, GRAMMAR)
+        answer.data({"policies": rows})
+
+
+def targets(as_json: Json = False) -> None:
+    """List the hardware that memory can be asked about; none of it has to be there."""
+    with answering(as_json) as answer:
+        known = [target(name) for name in target_names()]
+        cells = [(one.name, one.kind, format_bytes(one.memory_bytes), one.description) for one in known]
+        answer.show(table("Targets", ("name", "kind", "memory", "what it is"), cells))
+        answer.data({"targets": [one.to_dict() for one in known]})
+
+
+def _meaning(row: dict[str, Any]) -> str:
+    also = f" (also called {', '.join(row['aliases'])})" if row["aliases"] else ""
+    return f"{row['meaning']}{also}"
+
+
+def _policy(name: str) -> dict[str, Any]:
+    aliases = [alias for alias, meant in ALIASES.items() if meant == name]
+    return {"name": name, "text": str(NAMED[name]), "meaning": MEANINGS[name], "aliases": aliases}

@@ -1,0 +1,106 @@
+"""What all commands share: where output goes, how errors end, and how long work shows that it lives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from remat_jax.errors import CompileError, RematError, UnsupportedError
+
+FAILED, BAD_USAGE = 1, 2
+# Where nobody looks at a terminal (a log, a file) there is no width to keep to.
+_WIDTH_WITHOUT_TERMINAL = 120
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else there.")]
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on standard output or standard error, as they are now."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL, highlight=False)
+
+
+class Answer:
+    """A command's answer: as JSON on standard output, or printed for people."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self._out = sys.stdout
+
+    def show(self, *renderables: Any) -> None:
+        """Print for people: on standard output, and not at all with `--json`."""
+        if not self.as_json:
+            for renderable in renderables:
+                console().print(renderable, markup=False, soft_wrap=False)
+
+    def remark(self, text: Any) -> None:
+        """Print what must be seen either way: after the answer for people, on standard error with `--json`."""
+        console(stderr=self.as_json).print(text, markup=False)
+
+    def data(self, values: dict[str, Any]) -> None:
+        """Print the JSON object; not at all without `--json`."""
+        if self.as_json:
+            print(json.dumps(finite(values), allow_nan=False), file=self._out, flush=True)
+
+    def error(self, message: str, status: int) -> NoReturn:
+        """End the command with a message on standard error, and the same as a JSON object with `--json`."""
+        print(f"error: {message}", file=sys.stderr)
+        self.data({"error": message})
+        raise typer.Exit(status)
+
+
+@contextlib.contextmanager
+def answering(as_json: bool) -> Iterator[Answer]:
+    """Give the command its `Answer`, and end it with a message and an exit status where one of our errors is raised.
+
+    With `--json`, whatever else prints meanwhile (a user's own file, say) prints to standard error.
+    """
+    answer = Answer(as_json=as_json)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        try:
+            yield answer
+        except RematError as error:
+            answer.error(str(error), FAILED if isinstance(error, CompileError | UnsupportedError) else BAD_USAGE)
+
+
+@contextlib.contextmanager
+def progress(total: int | None = None) -> Iterator[_Steps]:
+    """A bar on standard error; where that is no terminal, a line for each thing that begins."""
+    screen = console(stderr=True)
+    columns = (BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    with Progress(
+        *columns, TextColumn("{task.description}", markup=False), console=screen, transient=True, disable=not screen.is_terminal
+    ) as bar:
+        yield _Steps(bar, screen, total)
+
+
+class _Steps:
+    """Tells what is being done, and how much of it is behind."""
+
+    def __init__(self, bar: Progress, screen: Console, total: int | None) -> None:
+        self._bar, self._screen, self._said = bar, screen, ""
+        self._task = bar.add_task("", total=total)
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """`what` is being done, and `done` of `total` parts are behind."""
+        self._bar.update(self._task, description=what, completed=done, total=total)
+        if self._bar.disable and what != self._said:
+            self._screen.print(f"[{done}/{total}] {what}", markup=False)
+        self._said = what
+
+
+def finite(value: Any) -> Any:
+    """Plain data in which every number that JSON cannot write (infinity, not a number) is None."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

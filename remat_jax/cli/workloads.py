@@ -1,0 +1,124 @@
+"""Finding the workload that a user names on the command line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from remat_jax.errors import ArgumentError, RematError, nearest
+from remat_jax.workload import Workload
+
+_EXPECTED = "expected path/to/file.py:function or package.module:function"
+
+
+def load_workload(name: str) -> Workload:
+    """The workload that `name` stands for: a function without arguments that returns one, or the workload itself.
+
+    A file inside a package is imported as a part of it, so that its relative imports work; a file by itself may import
+    what lies beside it, as if Python ran it.
+
+    Raises:
+      ArgumentError: there is no such file, module or function, it cannot be run, or it gives something else.
+    """
+    where, colon, attribute = name.rpartition(":")
+    if not colon or not where or not attribute.isidentifier():
+        raise ArgumentError(f"workload={name!r}: {_EXPECTED}, such as train.py:job")
+    module = _guarded(name, lambda: _module(where, name))
+    if not hasattr(module, attribute):
+        choices = [one for one, value in vars(module).items() if _may_be_meant(module, one, value)]
+        raise ArgumentError(
+            f"workload={name!r}: {where} has no {attribute!r}.{nearest(attribute, choices)} "
+            f"It has {', '.join(choices[:8]) or 'no function of its own'}."
+        )
+    found = getattr(module, attribute)
+    if not isinstance(found, Workload):
+        found = _called(name, found)
+    if not isinstance(found, Workload):
+        raise ArgumentError(f"workload={name!r} gave a {type(found).__name__}: expected a remat_jax.Workload")
+    return found
+
+
+def _called(name: str, function: Any) -> Any:
+    if not callable(function):
+        raise ArgumentError(
+            f"workload={name!r} is a {type(function).__name__}: expected a remat_jax.Workload, or a function that returns one"
+        )
+    needed = [
+        one.name
+        for one in inspect.signature(function).parameters.values()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if needed:
+        raise ArgumentError(
+            f"workload={name!r} needs the arguments {', '.join(needed)}: expected a function without arguments; "
+            "give them defaults, or wrap it in one that takes none"
+        )
+    return _guarded(name, function)
+
+
+def _module(where: str, name: str) -> ModuleType:
+    path = Path(where)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise ArgumentError(f"workload={name!r}: there is no file {where} in {Path.cwd()}; {_EXPECTED}")
+        return _from_file(path.resolve())
+    if not all(part.isidentifier() for part in where.split(".")):
+        raise ArgumentError(f"workload={name!r}: {where!r} is neither a .py file nor a module's name; {_EXPECTED}")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    if not _exists(where):
+        raise ArgumentError(f"workload={name!r}: there is no module {where!r} here or among what is installed; {_EXPECTED}")
+    return importlib.import_module(where)
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _from_file(path: Path) -> ModuleType:
+    root, parts = path.parent, [path.stem]
+    while (root / "__init__.py").is_file():
+        root, parts = root.parent, [root.name, *parts]
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    if len(parts) > 1:
+        return importlib.import_module(".".join(parts))
+    # Under its own name a file such as types.py would stand in for the module of that name.
+    spec = importlib.util.spec_from_file_location(f"_workload_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _guarded(name: str, run: Callable[[], Any]) -> Any:
+    """`run()`, with whatever the user's code raises told in one line that says where."""
+    try:
+        return run()
+    except RematError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        users = [frame for frame in frames if "importlib" not in frame.filename and Path(frame.filename).parent != _HERE]
+        at = f", at {users[0].filename}:{users[0].lineno} in {users[0].name}" if users else ""
+        raise ArgumentError(f"workload={name!r}: running it raised {type(error).__name__}: {error}{at}") from error
+
+
+_HERE = Path(__file__).parent
+
+
+def _may_be_meant(module: ModuleType, name: str, value: Any) -> bool:
+    if isinstance(value, Workload):
+        return True
+    return inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")

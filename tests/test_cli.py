@@ -1,0 +1,224 @@
+"""The command line: what it prints where, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import remat_jax as rj
+from remat_jax.cli import output, workloads
+from remat_jax.cli.app import app
+from remat_jax.errors import ArgumentError
+from remat_jax.policy import ALIASES, NAMED
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKLOAD = """
+    from __future__ import annotations
+    import flax.linen as nn, jax, jax.numpy as jnp, optax
+    import remat_jax as rj
+    print("a line of the user's own")
+    LAYERS, WIDTH, ROWS = 3, 8, 4
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.Dense(WIDTH, name="down")(nn.gelu(nn.Dense(4 * WIDTH, name="up")(x)))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for index in range(LAYERS):
+                x = Block(name=f"block_{index}")(x)
+            return x
+
+    def job():
+        model, x = Model(), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+        params = jax.eval_shape(model.init, jax.random.key(0), x)
+        loss = lambda params, x: jnp.mean(model.apply(params, x) ** 2)
+        return rj.Workload(loss, params, (x,), Block, optimizer=optax.sgd(0.1), name="three blocks")
+
+    def needs(width, depth=2): ...
+    def wrong(): return 3
+    def broken(): return {}["missing"]
+    ready, number = job(), 3
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "train.py").write_text(textwrap.dedent(WORKLOAD))
+    (folder / "bad.py").write_text("import not_there_at_all\n")
+    package = folder / "team" / "jobs"
+    package.mkdir(parents=True)
+    for one in (package, package.parent):
+        (one / "__init__.py").write_text("")
+    (package / "inner.py").write_text("from ..models import train_job as job\n")
+    (package.parent / "models.py").write_text(textwrap.dedent(WORKLOAD).replace("def job", "def train_job", 1))
+    models = (package.parent / "models.py").read_text().replace("ready, number = job(), 3", "")
+    (package.parent / "models.py").write_text(models)
+    return folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+def shell(*arguments, cwd=ROOT):
+    command = [sys.executable, "-m", "remat_jax.cli", *map(str, arguments)]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+
+
+# What there is.
+
+
+def test_help_lists_the_commands_that_work_and_no_other():
+    found = run("--help")
+    assert found.exit_code == 0
+    assert [info.callback.__name__ for info in app.registered_commands] == ["demo", "measure", "policies", "targets"]
+    assert all(f" {name} " in found.stdout for name in ("demo", "measure", "policies", "targets"))
+
+
+def test_help_loads_neither_torch_nor_plotting():
+    code = "import sys\nfrom typer.testing import CliRunner\nfrom remat_jax.cli.app import app\n"
+    code += "assert CliRunner().invoke(app, ['--help']).exit_code == 0\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "remat_jax.cli.demo" in loaded and not loaded & {"torch", "torch_ref", "matplotlib", "examples"}
+
+
+def test_policies_lists_every_named_policy_with_its_text():
+    found = json.loads(run("policies", "--json").stdout)["policies"]
+    assert {row["name"]: row["text"] for row in found} == {name: str(policy) for name, policy in NAMED.items()}
+    assert {alias: row["name"] for row in found for alias in row["aliases"]} == ALIASES
+    assert all(len(row["meaning"]) > 20 for row in found)
+    shown = run("policies").stdout
+    assert all(name in shown for name in [*NAMED, *ALIASES]) and "…" not in shown
+
+
+def test_targets_lists_every_target():
+    found = {row["name"]: row for row in json.loads(run("targets", "--json").stdout)["targets"]}
+    assert list(found) == ["cpu", "h200"] and found["h200"]["memory_bytes"] == 150_754_820_096
+    assert "140.4 GiB" in run("targets").stdout
+
+
+# measure
+
+
+def test_measure_says_what_the_library_says_as_one_json_object_and_nothing_else(folder):
+    done = shell("measure", "train.py:job", "-p", "full", "-p", "save: @dots", "--residuals", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    job = workloads.load_workload(f"{folder}/train.py:job")
+    assert found["workload"] == "three blocks" and found["target"] == "cpu"
+    assert [report["policy"] for report in found["reports"]] == ["full", "dots"]
+    assert found["reports"][0] == rj.measure(job, "full").to_dict()
+    assert [one["policy"] for one in found["residuals"]] == ["recompute: *", "save: @dots"]
+    assert {row["name"]: row["bytes"] for row in found["residuals"][1]["rows"]}["block_2/up:dot_general#0"] == 4 * 32 * 4
+    # Backward reads the first product of each of three blocks (4 rows, 32 wide); what is only added it does not read.
+    assert found["reports"][1]["residual_device_bytes"] - found["reports"][0]["residual_device_bytes"] == 3 * 4 * 32 * 4
+    assert "a line of the user's own" in done.stderr and "compiled full for cpu" in done.stderr
+
+
+def test_measure_prints_a_table_and_warns(folder):
+    found = run("measure", f"{folder}/train.py:job", "-p", "offload_inputs", "--residuals")
+    assert found.exit_code == 0, found.output
+    assert "three blocks: one training step compiled for cpu" in found.stdout
+    assert "block_1:input#0" in found.stdout and "384 B" in found.stdout
+    assert "warning: a CPU has one memory" in found.stdout
+
+
+def test_measure_compares_off_and_full_unless_told(folder):
+    found = json.loads(run("measure", f"{folder}/train.py:job", "--json").stdout)
+    assert [report["policy"] for report in found["reports"]] == ["off", "full"] and "residuals" not in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.py"], "expected path/to/file.py:function or package.module:function"),
+        (["train.py:"], "expected path/to/file.py:function"),
+        (["none.py:job"], "there is no file"),
+        (["no.such.module:job"], "there is no module 'no.such.module'"),
+        (["a b:job"], "neither a .py file nor a module's name"),
+        (["train.py:jop"], "has no 'jop'. Did you mean 'job'? It has job, needs, wrong, broken, ready"),
+        (["train.py:needs"], "needs the arguments width: expected a function without arguments"),
+        (["train.py:wrong"], "gave a int: expected a remat_jax.Workload"),
+        (["train.py:number"], "is a int: expected a remat_jax.Workload, or a function that returns one"),
+        (["train.py:broken"], "running it raised KeyError: 'missing', at "),
+        (["bad.py:job"], "raised ModuleNotFoundError: No module named 'not_there_at_all', at "),
+        (["train.py:job", "-p", "dotz"], "policy='dotz' is not the name of a policy. Did you mean 'dots'?"),
+        (["train.py:job", "-p", "save: nothing_of_the_kind"], "matches no residual"),
+        (["train.py:job", "--target", "h2000"], "target='h2000' is not a known target"),
+        (["train.py:job", "--timeout", "-1"], "timeout=-1.0: expected a positive number of seconds"),
+    ],
+)
+def test_wrong_use_ends_with_2_and_a_message(folder, monkeypatch, arguments, message):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    found = run("measure", *arguments)
+    assert found.exit_code == 2 and "Traceback" not in found.output
+    assert found.stdout.replace("a line of the user's own\n", "") == ""
+    assert message in found.stderr
+    as_json = run("measure", *arguments, "--json")
+    assert as_json.exit_code == 2 and message in json.loads(as_json.stdout)["error"]
+
+
+def test_wrong_options_end_with_2():
+    for arguments in (["measure"], ["measure", "x.py:y", "--polcy", "full"], ["no-such-command"], ["demo", "--steps", "0"]):
+        found = run(*arguments)
+        assert found.exit_code == 2 and found.stdout == "" and "Traceback" not in found.stderr, arguments
+
+
+def test_a_compiler_that_does_not_end_ends_the_command_with_1(folder):
+    found = run("measure", f"{folder}/train.py:job", "-p", "full", "--timeout", "0.05", "--json")
+    assert found.exit_code == 1
+    assert "not done after timeout=0.05 s" in json.loads(found.stdout)["error"]
+
+
+# Finding workloads.
+
+
+def test_a_file_in_a_package_may_import_relatively_and_a_module_is_found_from_here(folder, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert workloads.load_workload(f"{folder}/team/jobs/inner.py:job").name == "three blocks"
+    monkeypatch.chdir(folder)
+    assert workloads.load_workload("team.models:train_job").name == "three blocks"
+    assert workloads.load_workload("train.py:ready").name == "three blocks"
+
+
+def test_a_file_does_not_take_the_name_of_a_module(tmp_path):
+    import types
+
+    (tmp_path / "types.py").write_text("def job():\n    raise ValueError('mine')\n")
+    with pytest.raises(ArgumentError, match=r"raised ValueError: mine, at .*types\.py:2 in job"):
+        workloads.load_workload(f"{tmp_path}/types.py:job")
+    assert sys.modules["types"] is types
+
+
+def test_the_example_of_the_command_line_is_a_workload():
+    job = workloads.load_workload(f"{ROOT}/examples/byte_decoder.py:job")
+    table = rj.residuals(job, "offload_inputs")
+    # 32 layers, 16 sequences of 2048 bytes, 1280 wide, two bytes a number.
+    assert table.host_bytes == 32 * 16 * 2048 * 1280 * 2
+
+
+# demo, as far as it goes without PyTorch
+
+
+def test_demo_without_torch_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found = run("demo", "--json")
+    assert found.exit_code == 1 and "pip install 'remat_jax[torch]'" in json.loads(found.stdout)["error"]
+    assert "Traceback" not in found.stderr
+
+
+def test_json_has_no_numbers_that_json_does_not_know():
+    assert output.finite({"a": [float("inf"), 1.5], "b": (float("nan"), 2)}) == {"a": [None, 1.5], "b": [None, 2]}
