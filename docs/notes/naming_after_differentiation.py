@@ -1,8 +1,14 @@
 """Why residuals are named in a block's linearisation: a name given before differentiation misses the rules that read outputs.
 
 `exp` is differentiated as `tangent * exp(x)`: its rule reads its own output. A name on that output, saved, is another variable:
-JAX keeps the named copy, and runs the matmul and `exp` again for the rule. Run: `python docs/notes/naming_after_differentiation.py`.
+JAX keeps the named copy, and runs the matmul and `exp` again for the rule.
+
+Run: `python docs/notes/naming_after_differentiation.py`.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +20,14 @@ from remat_jax.graph.count import matmuls
 w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
 
 
-def block(w, x):
+def block(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Two matmuls, the first one's output named after `exp`."""
     scores = checkpoint_name(jnp.exp(x @ w), "scores")
     return jnp.sin(scores @ w)
 
 
-def loss(block):
+def loss(block: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Value and gradient of the sum of `block`."""
     return jax.value_and_grad(lambda w, x: block(w, x).sum())
 
 
