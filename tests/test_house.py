@@ -60,9 +60,7 @@ def test_importing_loads_no_torch_and_no_plotting(module):
 def test_every_module_but_the_examples_imports_without_torch():
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources("remat_jax")]
     names = [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
-    code = "import importlib\nsys.modules['torch'] = None\n" + "\n".join(
-        f"importlib.import_module({n!r})" for n in names
-    )
+    code = "import importlib\nsys.modules['torch'] = None\n" + "\n".join(f"importlib.import_module({n!r})" for n in names)
     assert set(names) <= loaded_after(code) and len(names) > 20
 
 

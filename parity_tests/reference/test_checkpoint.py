@@ -276,9 +276,7 @@ def test_nothing_to_offload_is_an_error():
 
 
 def test_unknown_mode():
-    with pytest.raises(
-        torch_ref.InvalidArgumentError, match="mode is 'full', expected one of off, checkpoint, offload"
-    ):
+    with pytest.raises(torch_ref.InvalidArgumentError, match="mode is 'full', expected one of off, checkpoint, offload"):
         torch_ref.mode_flags("full")
 
 

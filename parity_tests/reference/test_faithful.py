@@ -126,9 +126,7 @@ def test_deepspeed_runs_unchecked_without_a_top_level_gradient(deepspeed):
     assert deepspeed.calls == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "configured"), [((False, True), True), ((False, False), True), ((True, False), False)]
-)
+@pytest.mark.parametrize(("flags", "configured"), [((False, True), True), ((False, False), True), ((True, False), False)])
 def test_deepspeed_is_not_used_otherwise(deepspeed, flags, configured):
     deepspeed.configured = configured
     faithful(torch.sin, *flags, torch.ones(1, requires_grad=True))

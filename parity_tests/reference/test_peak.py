@@ -122,9 +122,7 @@ def test_nothing_is_left_behind():
 
 def test_tensors_that_existed_before_are_refused():
     model = nn.Linear(2, 2)
-    with pytest.raises(
-        torch_ref.InvalidArgumentError, match="model of the TrainingStep has tensors that existed before"
-    ):
+    with pytest.raises(torch_ref.InvalidArgumentError, match="model of the TrainingStep has tensors that existed before"):
         torch_ref.peak_bytes(lambda: torch_ref.TrainingStep(model, model, (torch.ones(2),)))
     batch = (torch.ones(2),)
     with pytest.raises(torch_ref.InvalidArgumentError, match="batch of the TrainingStep has tensors.*into build"):

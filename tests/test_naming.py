@@ -1,0 +1,274 @@
+"""The names of residuals: what they are made of, where they can be given, and that keeping a name keeps its array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.errors import NoEffectError
+from remat_jax.graph import plan_block
+from remat_jax.graph.count import matmuls
+from remat_jax.policy import Policy
+from tests.small_models import Attention, Linear, Mlp, assert_bit_equal, assert_same, make_loss, times, to_host
+
+# NumPy arrays, so that they are float64 where JAX's 64-bit types are on.
+W, X = np.random.default_rng(0).normal(size=(4, 4)) / 2, np.random.default_rng(1).normal(size=(3, 4))
+
+
+def names(fn: Callable[..., Any], *args: Any, path: str = "b", linearised: bool = False) -> list[str]:
+    """The names in the block `fn`; with `linearised`, those that its derivative rules add."""
+    block = plan_block(jax.make_jaxpr(fn)(*args), Policy.parse("full"), path, [True] * len(args))
+    found = list(block.named.candidates)
+    return [name for name in block.linearised.candidates if name not in found] if linearised else found
+
+
+def again(fn: Callable[..., Any], policy: str, *args: Any) -> int:
+    """How many matmuls the backward pass of `fn` makes again under `policy`."""
+
+    def count(f: Any) -> int:
+        return matmuls(jax.value_and_grad(lambda *args: jnp.sum(f(*args)), tuple(range(len(args)))), *args)
+
+    return count(rj.remat(fn, policy)) - count(fn)
+
+
+# --- what a name is made of -------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_path_primitive_and_number() -> None:
+    def block(w: Any, x: Any) -> Any:
+        with jax.named_scope("ffn"):
+            with jax.named_scope("up"):
+                h = x @ w
+            h = jnp.exp(h) * jnp.exp(x)
+        return h @ w
+
+    assert names(block, W, X) == [
+        "b:input#0",
+        "b:input#1",
+        "b/ffn/up:dot_general#0",
+        "b/ffn:exp#0",
+        "b/ffn:exp#1",
+        "b/ffn:mul#0",
+        "b:dot_general#0",
+    ]
+    assert names(block, W, X, path="net/b")[3] == "net/b/ffn:exp#0"
+
+
+def test_linen_paths_are_in_the_names_and_the_blocks_own_is_there_once() -> None:
+    loss, params, x = make_loss(Attention)
+    with pytest.raises(NoEffectError) as error:
+        rj.checkpoint_blocks(loss, {Attention: "save: nothing"})(params, x)
+    found = str(error.value)
+    assert "layer_0/q:dot_general#0" in found and "layer_0:input#0" in found and "layer_0/layer_0" not in found
+    scanned, params, x = make_loss(Attention, scanned=True)
+    # A block has the same names unrolled and scanned: `layers` is what its stack calls it.
+    for policy, moved in (("offload: layers/v:dot_general#0", (2, 3, 4)), ("offload: layers:exp#0", (2, 3, 3))):
+        assert to_host(jax.grad(rj.checkpoint_blocks(scanned, {Attention: policy})), params, x) == [moved]
+
+
+def test_a_derivative_rule_names_only_what_the_block_has_not() -> None:
+    def block(x: Any) -> Any:
+        return jax.nn.relu(jnp.exp(x)) * jnp.sin(x)
+
+    assert "b:exp#0" in names(block, X) and "b:cos#0" not in names(block, X)
+    added = names(block, X, linearised=True)
+    assert "b:cos#0" in added and not any("exp" in name or "sin" in name for name in added)
+
+
+def test_a_users_name_wins() -> None:
+    def block(w: Any, x: Any) -> Any:
+        x = checkpoint_name(x, "given")
+        h = checkpoint_name(jnp.exp(x @ w), "mine")
+        return checkpoint_name(h @ w, "out") @ w
+
+    found = names(block, W, X)
+    assert {"given", "mine", "out"} <= set(found) and not any("exp" in name for name in found)
+    # `mine` is read by the rule of exp as well, so that saving it spares the dot in front of it.
+    assert [again(block, policy, W, X) for policy in ("full", "save: mine", "save: out", "save: mine, out")] == [2, 1, 1, 0]
+    # A user's name on a dot is still a dot.
+    assert again(block, "dots", W, X) == 0 and again(block, "save: @primitive:exp", W, X) == 1
+    assert to_host(jax.grad(lambda x: jnp.sum(rj.remat(block, "offload: given")(W, x))), X) == [(3, 4)]
+
+
+# --- where names can be given -----------------------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def rooted(x: Any) -> Any:
+    return jnp.sqrt(x)
+
+
+@rooted.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    with jax.named_scope("rule"):
+        half = jnp.power(primals[0] + 0.0, -0.5) / 2
+    return rooted(*primals), half * tangents[0]
+
+
+@jax.custom_vjp
+def kernel(q: Any, k: Any) -> Any:
+    return jnp.tanh(q @ k)
+
+
+def _kernel_fwd(q: Any, k: Any) -> Any:
+    scores = q @ k
+    with jax.named_scope("statistics"):
+        lse = jax.nn.logsumexp(scores @ k, axis=-1)
+    return jnp.tanh(scores), (q, k, scores, lse)
+
+
+def _kernel_bwd(saved: Any, ct: Any) -> Any:
+    q, k, scores, lse = saved
+    d = ct * (1 - jnp.tanh(scores) ** 2) + 0 * lse[:, None]
+    return d @ k.T, q.T @ d
+
+
+kernel.defvjp(_kernel_fwd, _kernel_bwd)
+
+INSIDE: dict[str, tuple[Callable[..., Any], str, int]] = {
+    # how: (block, selector, matmuls that saving what it selects keeps from being made again, of those under `full`)
+    "jit": (lambda w, x: jax.jit(lambda x: jnp.exp(x @ w))(x) @ w, "*:exp#0", 1),
+    "jit in jit": (lambda w, x: jax.jit(jax.jit(lambda x: jnp.exp(x @ w)))(x) @ w, "*:exp#0", 1),
+    "scan": (
+        lambda w, x: jax.lax.scan(lambda x, _: (jnp.exp(-((x @ w) ** 2)) @ w, None), x, None, length=3)[0] @ w,
+        "*:exp#0, *:dot_general#*",
+        6,
+    ),
+    "cond": (lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda x: jnp.exp(x @ w), jnp.sin, x) @ w, "*:exp#0, *:sin#0, *:cond#*", 1),
+    "custom_jvp": (lambda w, x: rooted(jnp.exp(x @ w)) @ w, "*rule:*, *:custom_jvp_call#0, *:exp#0", 1),
+    # The log-sum-exp is for the backward pass only: recomputing drops its matmul from the forward pass.
+    "custom_vjp": (lambda w, x: kernel(x, w) @ w, "*:dot_general#*, *statistics*", 1),
+    "vmap": (lambda w, x: jax.vmap(lambda row: jnp.exp(row @ w))(x) @ w, "*:exp#0", 1),
+    # Its own checkpoint makes the dot again even without ours.
+    "checkpoint": (lambda w, x: jax.checkpoint(lambda x: jnp.exp(x @ w))(x) @ w, "*:exp#0", 2),
+}
+
+
+@pytest.mark.parametrize("how", INSIDE)
+def test_what_is_inside_can_be_named_and_kept(x64: None, how: str) -> None:
+    fn, selector, kept = INSIDE[how]
+    if how == "checkpoint" and jax.config.jax_remat3:
+        pytest.skip("a region of the new rematerialisation has a rule of its own")
+    assert again(fn, "full", W, X) - again(fn, f"save: {selector}", W, X) == kept
+    for policy in ("full", f"save: {selector}", f"offload: {selector}", "offload: *"):
+        grads = [
+            jax.jit(jax.grad(lambda w, x, f=f: jnp.sum(jnp.sin(f(w, x))), (0, 1)))(W, X) for f in (rj.remat(fn, policy), fn)
+        ]
+        assert_same(*grads)
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
+def test_inside_shard_map(x64: None, check: bool) -> None:
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def body(w: Any, x: Any) -> Any:
+        return jax.lax.psum(jnp.exp(x @ w), "i") @ w
+
+    def sharded(f: Any) -> Any:
+        return jax.shard_map(f, mesh=mesh, in_specs=(spec(), spec("i")), out_specs=spec(), check_vma=check)
+
+    around, inside = rj.remat(sharded(body), "save: *exp*"), sharded(rj.remat(body, "save: *exp*"))
+    full = rj.remat(sharded(body), "full")
+
+    def count(f: Any) -> int:
+        return matmuls(jax.value_and_grad(lambda w, x: jnp.sum(f(w, x)), (0, 1)), W, X)
+
+    assert count(full) - 1 == count(around) == count(inside) == count(sharded(body))
+    expected = jax.grad(lambda w: jnp.sum(body_alone(w)))(W)
+    for f in (around, inside, full, sharded(rj.remat(body, "offload: *exp*"))):
+        assert_same(jax.jit(jax.grad(lambda w, f=f: jnp.sum(f(w, X))))(W), expected)
+
+
+def body_alone(w: Any) -> Any:
+    return jnp.exp(X @ w) @ w
+
+
+def test_a_while_loop_is_kept_as_a_whole() -> None:
+    def block(w: Any, x: Any) -> Any:
+        steps = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, jax.lax.stop_gradient(x)))[
+            1
+        ]
+        return (steps * x) @ w
+
+    assert [name for name in names(block, W, X) if "while" in name] == ["b:while#0", "b:while#1"]
+    assert not any("tanh" in name for name in names(block, W, X))
+    keeping = jax.value_and_grad(lambda x: jnp.sum(rj.remat(block, "save: *:while#1")(W, x)))
+    remaking = jax.value_and_grad(lambda x: jnp.sum(rj.remat(block, "full")(W, x)))
+    assert (times("while", keeping, X), times("while", remaking, X)) == (1, 2)
+
+
+# --- what keeping a name keeps ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "selector"),
+    [
+        (jnp.exp, "*:exp#0"),
+        (jnp.tanh, "*:tanh#0"),
+        (jax.nn.sigmoid, "*:logistic#0"),
+        (jnp.sqrt, "*:sqrt#0"),
+        (lambda x: jax.nn.softmax(x), "*:div#*, *:exp#*"),
+        (lambda x: jax.nn.silu(x), "*:mul#*, *:logistic#0, *:dot_general#0"),
+        (lambda x: jax.nn.relu(x), "*"),
+        (lambda x: jnp.sort(x), "*"),
+        (lambda x: x[jnp.argsort(x[:, 0])], "*"),
+    ],
+    ids=["exp", "tanh", "sigmoid", "sqrt", "softmax", "silu", "relu", "sort", "gather"],
+)
+def test_what_is_saved_is_not_computed_again_for_a_rule_that_reads_it(op: Any, selector: str) -> None:
+    def block(w: Any, x: Any) -> Any:
+        return op(x @ w) @ w
+
+    assert again(block, "full", W, X) == 1 and again(block, f"save: {selector}", W, X) == 0
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("block", [Mlp, Attention])
+def test_everything_keeps_exactly_what_plain_keeps(block: Any, scanned: bool) -> None:
+    loss, params, x = make_loss(block, scanned=scanned)
+    job = rj.Workload(loss, params, (x,), blocks=block)
+    off, everything = rj.residuals(job, "off"), rj.residuals(job, "everything")
+    assert off.device_bytes == everything.device_bytes > 0 == everything.host_bytes
+    assert rj.residuals(job, "full").device_bytes < off.device_bytes
+
+
+def test_the_values_are_those_of_the_unnamed_block_to_the_bit() -> None:
+    def block(w: Any, x: Any) -> Any:
+        return jax.nn.softmax(jnp.where(x > 0, x, jnp.exp(x)) @ w), x.astype(jnp.bfloat16), x > 0
+
+    jaxpr = jax.make_jaxpr(block)(W, X)
+    named = plan_block(jaxpr, Policy.parse("dots"), "b", [False, True]).named
+    with jax.disable_jit():
+        assert_bit_equal(compat.jaxpr_function(named.jaxpr)(W, X), compat.jaxpr_function(jaxpr)(W, X))
+    assert named.jaxpr.in_avals == jaxpr.in_avals and named.jaxpr.out_avals == jaxpr.out_avals
+    assert "b:input#0" in named.candidates and "b:input#1" not in named.candidates
+
+
+def test_names_stay_with_their_arrays_in_numbers() -> None:
+    class Three(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for width in (5, 6, 7):
+                x = jnp.exp(-(Linear(width)(x) ** 2))
+            return x
+
+    model = Three()
+    x = jnp.asarray(X)
+    params = model.init(jax.random.key(0), x)
+
+    def moved(policy: str) -> list[tuple[int, ...]]:
+        return to_host(jax.grad(rj.checkpoint_blocks(lambda p: jnp.sum(model.apply(p, x)), {Three: policy})), params)
+
+    assert [moved(f"offload: *Linear_{k}:dot_general#0") for k in range(3)] == [[(3, 5)], [(3, 6)], [(3, 7)]]
+    assert [moved(f"offload: *exp#{k}") for k in range(3)] == [[(3, 5)], [(3, 6)], [(3, 7)]]
+    assert moved("offload: *exp#0, *exp#2") == [(3, 5), (3, 7)]

@@ -1,0 +1,361 @@
+"""`rj.remat` and every policy: exact counts against hand-written code, gradients in float64, wrong use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_jax as rj
+from remat_jax.errors import ArgumentError, NoEffectError, PolicyError, UnknownPolicyError
+from remat_jax.graph.count import matmuls
+from tests.small_models import Attention, Linear, Mlp, Stack, assert_bit_equal, assert_same, make_loss, times, to_host
+
+JAX = jax.checkpoint_policies
+BY_HAND = {
+    "full": None,
+    "offload_inputs": None,
+    "dots": JAX.dots_saveable,
+    "dots_with_no_batch_dims": JAX.dots_with_no_batch_dims_saveable,
+    "offload_dot_with_no_batch_dims": JAX.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "everything": JAX.everything_saveable,
+}
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize(
+    ("policy", "expected", "moved"),
+    [
+        # 6 matmuls of the attention forward, 12 backward, and what is made again in each of 2 layers: q, k, v, q·k, weights·v.
+        ("full", 46, 0),
+        ("offload_inputs", 46, 1),
+        ("dots", 36, 0),
+        ("dots_with_no_batch_dims", 40, 0),
+        ("offload_dot_with_no_batch_dims", 40, 3),
+        ("everything", 36, 0),
+    ],
+)
+def test_matmuls_are_those_of_nn_remat(policy: str, expected: int, moved: int, scanned: bool) -> None:
+    loss, params, x = make_loss(rj.remat(Attention, policy), scanned=scanned)
+    by_hand, _, _ = make_loss(nn.remat(Attention, policy=BY_HAND[policy]), scanned=scanned)
+    grads = functools.partial(jax.grad, argnums=(0, 1))
+    assert matmuls(grads(loss), params, x) == expected
+    if not jax.config.jax_remat3:
+        assert matmuls(grads(by_hand), params, x) == expected
+    assert len(to_host(grads(loss), params, x)) == moved * (1 if scanned else 2)
+
+
+def test_a_composed_policy_saves_the_dots_and_offloads_a_name() -> None:
+    # JAX itself cannot say this: its dots policies see no names.
+    policy = "offload: */out*; save: @dots; recompute: *"
+    loss, params, x = make_loss(rj.remat(Mlp, "save: @dots; offload: *tanh*"))
+    assert matmuls(jax.grad(loss), params, x) == 11
+    assert to_host(jax.grad(loss), params, x) == [(2, 3, 3), (2, 3, 3)]
+    loss, params, x = make_loss(rj.remat(Attention, policy.replace("*/out*", "*/q:*")))
+    assert matmuls(jax.grad(loss, (0, 1)), params, x) == 36
+    assert to_host(jax.grad(loss), params, x) == [(2, 3, 4), (2, 3, 4)]
+
+
+def test_the_order_of_rules_decides() -> None:
+    first, params, x = make_loss(rj.remat(Mlp, "offload: *tanh*; save: *"))
+    second, _, _ = make_loss(rj.remat(Mlp, "save: *tanh*; offload: @inputs, *tanh#0"))
+    assert to_host(jax.grad(first), params, x) == [(2, 3, 3), (2, 3, 3)]
+    assert to_host(jax.grad(second), params, x) == [(2, 3, 4), (2, 3, 4)]
+
+
+def test_jax_policy_objects_are_taken_as_they_are() -> None:
+    for name in ("dots", "offload_dot_with_no_batch_dims"):
+        loss, params, x = make_loss(rj.remat(Attention, BY_HAND[name]))
+        expected = {"dots": (36, 0), "offload_dot_with_no_batch_dims": (40, 6)}[name]
+        assert (matmuls(jax.grad(loss, (0, 1)), params, x), len(to_host(jax.grad(loss), params, x))) == expected
+
+
+def test_in_evaluation_nothing_is_checkpointed_or_moved() -> None:
+    loss, params, x = make_loss(rj.remat(Mlp, "offload: *"))
+    assert matmuls(loss, params, x) == 4
+    assert times("device_put", loss, params, x) == times("optimization_barrier", loss, params, x) == 0
+    compiled = jax.jit(loss).lower(params, x).as_text()
+    assert "optimization_barrier" not in compiled and "pinned_host" not in compiled
+
+
+@pytest.mark.parametrize("frozen", ["Linear_0", "Linear_1"])
+def test_frozen_parameters_cost_what_they_cost_by_hand(frozen: str) -> None:
+    def counted(block: Any) -> int:
+        loss, params, x = make_loss(block)
+
+        def of_trained(trained: Any) -> Any:
+            whole = jax.tree.map_with_path(
+                lambda path, leaf: leaf if frozen in jax.tree_util.keystr(path) else trained[jax.tree_util.keystr(path)], params
+            )
+            return loss(whole, x)
+
+        flat = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+        return matmuls(jax.grad(of_trained), {path: leaf for path, leaf in flat.items() if frozen not in path})
+
+    assert counted(rj.remat(Mlp, "full")) == counted(nn.remat(Mlp)) == {"Linear_0": 11, "Linear_1": 10}[frozen]
+    assert counted(rj.remat(Mlp, "offload_inputs")) == counted(nn.remat(Mlp))
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+POLICIES = ("full", "dots", "everything", "offload_inputs", "offload: *tanh*; save: @dots")
+WAYS: dict[str, Callable[..., Any]] = {
+    "grad": lambda f, p, x: jax.grad(f, (0, 1))(p, x),
+    "grad of jit": lambda f, p, x: jax.grad(jax.jit(f))(p, x),
+    "vmap": lambda f, p, x: jax.vmap(jax.grad(f), (None, 0))(p, jnp.stack([x, 2 * x])),
+    "forward over reverse": lambda f, p, x: jax.jvp(jax.grad(f), (p, x), (p, x)),
+}
+MORE_WAYS: dict[str, Callable[..., Any]] = {
+    "vmap over parameters": lambda f, p, x: jax.vmap(jax.grad(f), (0, None))(jax.tree.map(lambda a: jnp.stack([a, -a]), p), x),
+    "jvp": lambda f, p, x: jax.jvp(f, (p, x), (p, x)),
+    "jvp of jvp": lambda f, p, x: jax.jvp(lambda x: jax.jvp(lambda x: f(p, x), (x,), (x,)), (x,), (x,)),
+    "linearize": lambda f, p, x: jax.linearize(f, p, x)[1](p, x),
+    "jacfwd": lambda f, p, x: jax.jacfwd(f, 1)(p, x),
+    "batched forward over reverse": lambda f, p, x: jax.vmap(lambda v: jax.jvp(lambda x: jax.grad(f, 1)(p, x), (x,), (v,))[1])(
+        jnp.stack([x, x * x])
+    ),
+}
+REVERSE_TWICE: dict[str, Callable[..., Any]] = {
+    "reverse over forward": lambda f, p, x: jax.grad(lambda p: jax.jvp(lambda x: f(p, x), (x,), (x,))[1])(p),
+    "reverse over reverse": lambda f, p, x: jax.grad(lambda x: jnp.sum(jax.grad(f, 1)(p, x) ** 2))(x),
+}
+
+
+def compute(ways: dict[str, Callable[..., Any]], f: Any, params: Any, x: Any) -> Any:
+    return jax.jit(lambda: {name: way(f, params, x) for name, way in ways.items()})()
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+def test_gradients_are_the_plain_ones_in_every_way_of_taking_them(x64: None, scanned: bool) -> None:
+    plain, params, x = make_loss(Mlp, scanned=scanned)
+    ways = WAYS if scanned else WAYS | MORE_WAYS
+    expected = compute(ways, plain, params, x)
+    for policy in POLICIES:
+        loss, _, _ = make_loss(rj.remat(Mlp, policy), scanned=scanned)
+        actual = compute(ways, loss, params, x)
+        for name in ways:
+            assert_same(actual[name], expected[name])
+
+
+def test_reverse_mode_twice_is_right_or_refused(x64: None) -> None:
+    plain, params, x = make_loss(Mlp)
+    expected = compute(REVERSE_TWICE, plain, params, x)
+    for policy in ("full", "dots", "offload_inputs"):
+        loss, _, _ = make_loss(rj.remat(Mlp, policy))
+        try:
+            assert_same(compute(REVERSE_TWICE, loss, params, x), expected)
+        except ValueError as error:
+            # JAX before 0.12 cannot transpose a copy to the host, whoever asks for it.
+            assert policy == "offload_inputs" and "float64<host>" in str(error)
+
+
+@pytest.mark.parametrize("policy", ["full", "offload: *tanh*; save: @dots", "everything"])
+def test_unrolled_op_by_op_the_bits_are_those_of_the_plain_function(policy: str) -> None:
+    plain, params, x = make_loss(Mlp)
+    loss, _, _ = make_loss(rj.remat(Mlp, policy))
+    gradients = functools.partial(jax.value_and_grad, argnums=(0, 1))
+    with jax.disable_jit():
+        assert_bit_equal(gradients(loss)(params, x), gradients(plain)(params, x))
+
+
+def test_an_offload_inside_a_vmap_over_everything_moves_the_whole_batch() -> None:
+    loss, params, x = make_loss(rj.remat(Mlp, "offload: *tanh*"))
+    batched = jax.vmap(jax.grad(loss), (None, 0))
+    assert to_host(batched, params, jnp.stack([x] * 5)) == [(5, 2, 3, 3)] * 2
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_of_any_kind_reach_a_function_as_they_are() -> None:
+    seen = []
+
+    def block(tree: Any, scale: float, *, mode: str, flag: bool, nothing: None, function: Any, index: Any) -> Any:
+        seen.append((scale, mode, flag, nothing, function))
+        return {"y": function(tree["a"] @ tree["b"]) * scale, "index": index + 1, "flag": index > 1}, mode
+
+    tree = {"a": jnp.ones((2, 3)), "b": jnp.full((3, 2), 0.5)}
+    options = {"mode": "m", "flag": True, "nothing": None, "function": jnp.sin, "index": jnp.arange(3)}
+
+    def loss(f: Any, tree: Any) -> Any:
+        outputs, mode = f(tree, 2.0, **options)
+        assert mode == "m"
+        return outputs["y"].sum(), outputs
+
+    for policy in ("full", "offload: *dot*", "save: *"):
+        (value, outputs), grads = jax.value_and_grad(
+            lambda tree, policy=policy: loss(rj.remat(block, policy), tree), has_aux=True
+        )(tree)
+        assert seen[-1] == (2.0, "m", True, None, jnp.sin)
+        (plain_value, plain_outputs), plain_grads = jax.value_and_grad(lambda tree: loss(block, tree), has_aux=True)(tree)
+        assert_same((value, grads), (plain_value, plain_grads), 1e-6)
+        assert outputs["index"].dtype == plain_outputs["index"].dtype == jnp.int32
+        assert outputs["index"].tolist() == [1, 2, 3] and outputs["flag"].tolist() == [False, False, True]
+
+
+def test_what_a_function_closes_over_is_differentiated_and_is_no_input() -> None:
+    def loss(w: Any, x: Any, policy: str) -> Any:
+        return jnp.sum(rj.remat(lambda x: jnp.tanh(x @ w), policy)(x))
+
+    w, x = jnp.eye(3) + 0.1, jnp.ones((2, 3))
+    plain = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+    assert_same(jax.grad(loss)(w, x, "full"), plain, 1e-6)
+    assert_same(jax.jit(jax.grad(loss), static_argnums=2)(w, x, "offload_inputs"), plain, 1e-6)
+    assert to_host(lambda w: jax.grad(loss)(w, x, "offload_inputs"), w) == [(2, 3)]
+
+
+def test_keys_and_complex_and_empty_arrays_pass_through() -> None:
+    def block(x: Any, key: Any, phase: Any, empty: Any) -> Any:
+        return x * jax.random.bernoulli(key, 0.5, x.shape) * jnp.abs(phase), empty
+
+    args = (jnp.arange(8.0), jax.random.key(3), jnp.exp(1j * jnp.arange(8.0)), jnp.zeros((0, 4)))
+    for policy in ("full", "offload: *", "everything"):
+        for f in (block, rj.remat(block, policy)):
+            assert f(*args)[1].shape == (0, 4)
+        grads = [
+            jax.grad(lambda x, z, f=f: jnp.sum(f(x, args[1], z, args[3])[0]), (0, 1))(args[0], args[2])
+            for f in (block, rj.remat(block, policy))
+        ]
+        assert_bit_equal(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("inner", ["full", "dots", "everything"])
+@pytest.mark.parametrize("outer", ["full", "dots", "everything"])
+def test_a_block_inside_a_block_costs_what_it_costs_by_hand(inner: str, outer: str) -> None:
+    def plain(w: Any, x: Any) -> Any:
+        return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    def nested(inner: Any, remat: Callable[..., Any]) -> Any:
+        return remat(lambda w, x: jnp.sin(inner(w, x)) @ w)
+
+    def count(f: Any) -> int:
+        return matmuls(jax.value_and_grad(lambda w, x: jnp.sum(f(w, x)), (0, 1)), w, x)
+
+    w, x = jnp.eye(3) + 0.1, jnp.ones((2, 3))
+    ours = nested(rj.remat(plain, inner), functools.partial(rj.remat, policy=outer))
+    by_hand = nested(jax.checkpoint(plain, policy=BY_HAND[inner]), functools.partial(jax.checkpoint, policy=BY_HAND[outer]))
+    mixed = nested(jax.checkpoint(plain, policy=BY_HAND[inner]), functools.partial(rj.remat, policy=outer))
+    expected = {"full": {"full": 13}.get(inner, 11)}.get(outer, 9)
+    assert count(ours) == expected
+    if not jax.config.jax_remat3:
+        assert count(by_hand) == count(mixed) == expected
+    grads = [jax.grad(lambda w, f=f: jnp.sum(f(w, x)))(w) for f in (ours, nested(plain, lambda f: f))]
+    assert_same(grads[0], grads[1], 1e-6)
+
+
+def test_a_policy_may_be_made_by_a_decorator_and_keeps_the_signature() -> None:
+    @functools.partial(rj.remat, policy="full", static_argnames="n")
+    def block(x: Any, n: int = 2) -> Any:
+        """Doc."""
+        return jnp.sin(x) * n
+
+    assert block.__name__ == "block" and block.__doc__ == "Doc."
+    assert float(block(jnp.float32(0.0), n=3)) == 0.0
+
+
+# --- Linen classes ----------------------------------------------------------------------------------------------------
+
+
+def test_a_class_keeps_its_name_and_so_its_parameters() -> None:
+    class Net(nn.Module):
+        block: Any
+
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return self.block()(self.block()(x))
+
+    x = jnp.ones((2, 4))
+    plain = Net(Mlp).init(jax.random.key(0), x)
+    assert_bit_equal(Net(rj.remat(Mlp, "full")).init(jax.random.key(0), x), plain)
+    assert sorted(plain["params"]) == ["Mlp_0", "Mlp_1"]
+    # Flax's own renames, and so cannot read them.
+    assert sorted(Net(nn.remat(Mlp)).init(jax.random.key(0), x)["params"]) == ["CheckpointMlp_0", "CheckpointMlp_1"]
+
+
+def test_static_arguments_by_name() -> None:
+    class Gated(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, deterministic: bool, mode: str = "tanh") -> Any:
+            y = Linear(4)(x)
+            return y if deterministic else getattr(jnp, mode)(y)
+
+    class Net(nn.Module):
+        block: Any
+
+        @nn.compact
+        def __call__(self, x: Any, **options: Any) -> Any:
+            return self.block(name="b")(x, **options)
+
+    block = rj.remat(Gated, "full", static_argnames=("deterministic", "mode"))
+    x = jnp.ones((2, 4))
+    params = Net(Gated).init(jax.random.key(0), x, deterministic=True)
+    for options in ({"deterministic": True}, {"deterministic": False, "mode": "sin"}):
+        assert_bit_equal(Net(block).apply(params, x, **options), Net(Gated).apply(params, x, **options))
+    with pytest.raises(ArgumentError, match=r"static_argnames='deterministic': got a traced value.*mark it static"):
+        jax.jit(lambda flag: Net(block).apply(params, x, deterministic=flag))(True)
+    with pytest.raises(ArgumentError, match=r"static_argnames='mode': got an array of shape \(2,\)"):
+        Net(block).apply(params, x, deterministic=True, mode=jnp.ones(2))
+    with pytest.raises(ArgumentError, match="static_argnames='deterministc': no argument.*Did you mean 'deterministic'"):
+        rj.remat(Gated, "full", static_argnames="deterministc")
+
+
+def test_remat_inside_nn_vmap_and_nn_scan_lifts() -> None:
+    x = jnp.ones((3, 2, 4))
+    lift = functools.partial(nn.vmap, variable_axes={"params": 0}, split_rngs={"params": True})
+    plain, ours = (lift(block)() for block in (Mlp, rj.remat(Mlp, "dots")))
+    params = plain.init(jax.random.key(0), x)
+    assert_bit_equal(ours.init(jax.random.key(0), x), params)
+    grads = [jax.grad(lambda p, m=m: jnp.sum(m.apply(p, x) ** 2))(params) for m in (plain, ours)]
+    assert_same(grads[1], grads[0], 1e-6)
+
+
+# --- wrong use --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_target_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"target=Mlp instance: expected a module class.*use remat\(Mlp, policy\)"):
+        rj.remat(Mlp(), "full")
+    with pytest.raises(ArgumentError, match="target=3: expected a Linen or NNX module class or a function"):
+        rj.remat(3, "full")
+    with pytest.raises(ArgumentError, match="target=<class 'dict'>: a class must be a flax.linen or flax.nnx module"):
+        rj.remat(dict, "full")
+
+
+def test_what_is_no_policy_is_refused_at_once() -> None:
+    with pytest.raises(PolicyError, match="policy=None is read differently.*Write 'full'.*or 'off'"):
+        rj.remat(Mlp, None)
+    with pytest.raises(UnknownPolicyError, match="policy='dot' is not the name of a policy. Did you mean 'dots'"):
+        rj.remat(Mlp, "dot")
+    with pytest.raises(PolicyError, match="makes one from arguments"):
+        rj.remat(Mlp, JAX.save_only_these_names)
+
+
+def test_a_policy_without_effect_is_an_error_when_it_runs() -> None:
+    x = jnp.ones((2, 4))
+    with pytest.raises(NoEffectError, match=r"selector '\*tanhh\*' matches no residual of Mlp. Did you mean 'Mlp:tanh#0'"):
+        rj.remat(Mlp, "save: *tanhh*")().init(jax.random.key(0), x)
+    with pytest.raises(NoEffectError, match="offloads nothing in Mlp"):
+        rj.remat(Mlp, "save: @dots; offload: *Linear_0:dot*")().init(jax.random.key(0), x)
+    with pytest.raises(NoEffectError, match="offloads nothing in lambda: no residual.*rank 1 or more"):
+        rj.remat(lambda x: jnp.sin(x), "offload_inputs")(1.0)
+    with pytest.raises(NoEffectError, match="it selects Mlp/Linear_0:dot_general#0, .*the backward pass reads none of these"):
+        rj.remat(Mlp, "offload: @dots; save: *")().apply(Mlp().init(jax.random.key(0), x), x)
+    with pytest.raises(NoEffectError, match="'@primitive:cos'"):
+        rj.remat(lambda x: jnp.tanh(x), "save: @primitive:cos")(x)
+    # What only a derivative rule computes can be selected too.
+    assert times("cos", jax.grad(lambda x: rj.remat(jnp.sin, "save: @primitive:cos")(x).sum()), x) == 1
+
+
+def test_off_is_the_plain_function() -> None:
+    loss, params, x = make_loss(rj.remat(Mlp, "off"))
+    plain, _, _ = make_loss(Mlp)
+    assert str(jax.make_jaxpr(jax.grad(loss))(params, x)) == str(jax.make_jaxpr(jax.grad(plain))(params, x))
+    assert Stack(rj.remat(Mlp, "off")).init(jax.random.key(0), x).keys() == {"params"}

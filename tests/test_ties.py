@@ -1,0 +1,146 @@
+"""Ties: there where a policy offloads outside every loop, nowhere else, and without effect on values."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.apply.ties import tied
+from remat_jax.graph.count import matmuls
+from tests.small_models import Attention, Mlp, assert_bit_equal, assert_same, equations, make_loss, times, to_host
+
+OFFLOADS = ("offload_inputs", "offload: *tanh*; save: @dots")
+
+
+def barriers(fn: Any, *args: Any) -> int:
+    return times("optimization_barrier", fn, *args)
+
+
+@pytest.mark.parametrize("policy", OFFLOADS)
+def test_each_unrolled_offload_is_tied_and_nothing_else_is(policy: str) -> None:
+    loss, params, x = make_loss()
+    gradient = jax.grad(rj.checkpoint_blocks(loss, {Mlp: policy}))
+    # Per block at least: forward, entering the backward pass, leaving it.
+    assert barriers(gradient, params, x) >= 3 * 2
+    assert barriers(jax.jit(gradient), params, x) == barriers(gradient, params, x)
+    for untied in ("full", "dots", "everything"):
+        assert barriers(jax.grad(rj.checkpoint_blocks(loss, {Mlp: untied})), params, x) == 0
+    lowered = jax.jit(gradient).lower(params, x).as_text()
+    assert lowered.count("optimization_barrier") >= 3 * 2
+
+
+@pytest.mark.parametrize("policy", OFFLOADS)
+@pytest.mark.parametrize("around", ["scan", "jit in scan", "vmap in scan", "checkpoint in scan", "cond in scan", "while"])
+def test_nothing_is_tied_inside_a_loop(policy: str, around: str) -> None:
+    block = rj.remat(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), policy)
+    bodies = {
+        "scan": block,
+        "jit in scan": jax.jit(block),
+        "vmap in scan": jax.vmap(block, (None, 0)),
+        "checkpoint in scan": jax.checkpoint(block),
+        "cond in scan": lambda w, x: jax.lax.cond(x[0, 0] > 0, block, lambda w, x: x, w, x),
+        "while": block,
+    }
+
+    def loss(w: Any, x: Any) -> Any:
+        if around == "while":
+            step = jax.grad(lambda x: jnp.sum(block(w, x)))
+            return jnp.sum(jax.lax.fori_loop(0, x.shape[0], lambda _, x: x - step(x), x))
+        return jnp.sum(jax.lax.scan(lambda x, _: (bodies[around](w, x), None), x, None, length=3)[0])
+
+    w, x = jnp.eye(3), jnp.ones((2, 3))
+    found = equations(loss if around == "while" else jax.grad(loss), w, x)
+    loops = [eqn for eqn, outer in found if "scan" in outer or "while" in outer]
+    moved = [eqn for eqn in loops if eqn.primitive.name == "device_put"]
+    assert moved and not any(eqn.primitive.name in ("optimization_barrier", "tied_linear") for eqn in loops)
+    # The same block outside a loop is tied.
+    assert barriers(jax.grad(lambda w: jnp.sum(bodies["scan"](w, x))), w) >= 3
+
+
+def test_linen_scan_is_not_tied() -> None:
+    loss, params, x = make_loss(scanned=True)
+    gradient = jax.grad(rj.checkpoint_blocks(loss, {Mlp: "offload: *tanh*"}))
+    assert barriers(gradient, params, x) == 0 and to_host(gradient, params, x) == [(2, 3, 3)]
+
+
+def test_ties_cost_no_matmul_and_move_nothing_more() -> None:
+    loss, params, x = make_loss(Attention)
+    job = {"offload_dot_with_no_batch_dims": "dots_with_no_batch_dims", "offload_inputs": "full"}
+    for offload, untied in job.items():
+        ours, same = (jax.grad(rj.checkpoint_blocks(loss, {Attention: policy}), (0, 1)) for policy in (offload, untied))
+        assert matmuls(ours, params, x) == matmuls(same, params, x)
+
+
+@pytest.mark.parametrize("policy", OFFLOADS)
+def test_values_op_by_op_have_the_bits_of_the_untied_block(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, params, x = make_loss(Attention if policy == "offload_inputs" else Mlp)
+    block = Attention if policy == "offload_inputs" else Mlp
+    gradient = jax.value_and_grad(rj.checkpoint_blocks(loss, {block: policy}), (0, 1))
+    with jax.disable_jit():
+        assert_bit_equal(gradient(params, x), jax.value_and_grad(loss, (0, 1))(params, x))
+
+
+def plain(w: Any, x: Any, index: Any) -> list[Any]:
+    h = jnp.sin(x @ w)
+    return [h @ w, jnp.argmax(h, -1) + index, (h * 1j).astype(complex)]
+
+
+@functools.partial(tied)
+def block(w: Any, x: Any, index: Any) -> list[Any]:
+    return jax.checkpoint(plain)(w, x, index)
+
+
+def test_tied_functions_of_any_outputs(x64: None) -> None:
+    w, x, index = jnp.eye(3) + 0.1, jnp.ones((2, 3)) / 3, jnp.arange(2)
+
+    def loss(f: Any, w: Any, x: Any) -> Any:
+        y, which, z = f(w, x, index)
+        return jnp.sum(y**2) + jnp.sum(jnp.abs(z - 2) * which[:, None])
+
+    for way in (
+        lambda f: jax.grad(functools.partial(loss, f), (0, 1))(w, x),
+        lambda f: jax.jvp(functools.partial(loss, f), (w, x), (w, x)),
+        lambda f: jax.vmap(jax.grad(functools.partial(loss, f)), (0, None))(jnp.stack([w, 2 * w]), x),
+        lambda f: jax.vmap(jax.grad(functools.partial(loss, f)), (None, 1))(w, jnp.stack([x, 2 * x], 1)),
+        lambda f: jax.hessian(functools.partial(loss, f), 1)(w, x),
+        lambda f: jax.jit(jax.grad(jax.jit(functools.partial(loss, f)), (0, 1)))(w, x),
+    ):
+        assert_same(way(block), way(plain))
+
+
+def test_nothing_to_differentiate_means_nothing_to_tie() -> None:
+    w, x, index = jnp.eye(3), jnp.ones((2, 3)), jnp.arange(2)
+    assert barriers(lambda w: block(w, x, index), w) == 0
+    assert barriers(lambda w: jax.jvp(lambda s: s * jnp.sum(block(w, x, index)[0]), (1.0,), (1.0,)), w) == 0
+
+
+def test_in_loop_sees_through_every_transformation() -> None:
+    seen = {}
+
+    def note(name: str) -> Any:
+        def run(x: Any) -> Any:
+            seen[name] = compat.in_loop()
+            return x * 2
+
+        return run
+
+    x = jnp.ones(3)
+    jax.jit(note("jit"))(x)
+    jax.grad(lambda x: jnp.sum(jax.jit(note("grad"))(x)))(x)
+    jax.vmap(note("vmap"))(x)
+    jax.lax.cond(True, note("cond"), lambda x: x, x)
+    jax.lax.scan(lambda c, _: (jax.jit(jax.vmap(note("scan")))(c), None), x, None, length=2)
+    jax.grad(lambda x: jnp.sum(jax.lax.scan(lambda c, _: (note("grad scan")(c), None), x, None, length=2)[0]))(x)
+    jax.lax.scan(lambda c, _: (jax.grad(lambda c: jnp.sum(note("scan grad")(c)))(c), None), x, None, length=2)
+    jax.lax.fori_loop(0, 2, lambda _, c: note("fori")(c), x)
+    jax.lax.while_loop(lambda c: c[0] < 3, note("while"), x)
+    jax.lax.map(note("map"), x)
+    note("after")(x)
+    expected = dict.fromkeys(("jit", "grad", "vmap", "cond", "after"), False)
+    assert seen == expected | dict.fromkeys(("scan", "grad scan", "scan grad", "fori", "while", "map"), True)
