@@ -93,7 +93,8 @@ def _check_policy(policy: Policy, seen: _Seen) -> None:
 
 def _close(selector: str, seen: _Seen) -> str:
     plain = selector.strip("*")
-    tails = {name.rsplit("/", 1)[-1]: name for name in seen.candidates} | {name: name for name in seen.candidates}
+    tails = {name.rsplit(":", 1)[-1].partition("#")[0]: name for name in seen.candidates}
+    tails |= {name.rsplit("/", 1)[-1]: name for name in seen.candidates} | {name: name for name in seen.candidates}
     found = difflib.get_close_matches(plain, tails, n=1, cutoff=0.5)
     return f" Did you mean {tails[found[0]]!r}?" if found else ""
 

@@ -45,7 +45,7 @@ def measure(
         compat.keep_to_cpu_without_gpu()
         job = load_workload(workload)
         with progress() as steps:
-            steps.tell(f"tracing {job.name}", 0, len(asked))
+            steps.tell(f"{job.name}: tracing, then compiling for {described.name}", 0, len(asked))
             tables = [residuals(job, one) for one in asked] if show_residuals else []
             done: list[str] = []
 

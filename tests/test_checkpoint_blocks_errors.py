@@ -1,0 +1,62 @@
+"""`rj.checkpoint_blocks`: wrong use is refused with the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import pytest
+
+import remat_jax as rj
+from remat_jax.errors import ArgumentError, BlockError, PolicyError
+from remat_jax.graph.count import matmuls
+from tests.small_models import Mlp, Stack, make_loss
+
+# Matmuls of value and gradient of two `Mlp`s, plain and under `full`.
+PLAIN, FULL = 11, 13
+
+
+def test_wrong_keys_and_values_are_refused_at_once() -> None:
+    loss, _, _ = make_loss()
+    with pytest.raises(ArgumentError, match="policies='full': expected a mapping from block to policy"):
+        rj.checkpoint_blocks(loss, "full")
+    with pytest.raises(ArgumentError, match="policies={}: expected a mapping.*at least one entry"):
+        rj.checkpoint_blocks(loss, {})
+    with pytest.raises(ArgumentError, match="block=3: expected a flax.linen or flax.nnx module class, or a glob"):
+        rj.checkpoint_blocks(loss, {3: "full"})
+    with pytest.raises(ArgumentError, match="for a plain function use remat_jax.remat"):
+        rj.checkpoint_blocks(loss, {loss: "full"})
+    with pytest.raises(PolicyError, match="policy=None is read differently"):
+        rj.checkpoint_blocks(loss, {Mlp: None})
+    with pytest.raises(ArgumentError, match="fn=3: expected a function"):
+        rj.checkpoint_blocks(3, {Mlp: "full"})
+
+
+def test_a_block_that_is_not_there_names_those_that_are() -> None:
+    loss, params, x = make_loss()
+
+    class Mlpp(nn.Module):
+        pass
+
+    with pytest.raises(BlockError, match=r"block=Mlpp: this class was never called.* Did you mean 'Mlp'\?.*layer_0: Mlp"):
+        rj.checkpoint_blocks(loss, {Mlpp: "full"})(params, x)
+    with pytest.raises(BlockError, match=r"block='layers_\*': the glob matches the path of no module.*Did you mean 'layer_\d'"):
+        rj.checkpoint_blocks(loss, {"layers_*": "full"})(params, x)
+    with pytest.raises(BlockError, match="No module of this kind was called at all"):
+        rj.checkpoint_blocks(lambda x: x, {Mlp: "full"})(x)
+
+
+def test_an_error_of_the_model_leaves_nothing_behind() -> None:
+    class Failing(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            raise ValueError("the model's own")
+
+    loss, params, x = make_loss()
+    with pytest.raises(ValueError, match="the model's own"):
+        rj.checkpoint_blocks(lambda x: Failing().apply({}, x), {Failing: "full", Stack: "full"})(x)
+    assert (
+        matmuls(jax.value_and_grad(loss), params, x) == PLAIN
+        and matmuls(jax.value_and_grad(rj.checkpoint_blocks(loss, {Mlp: "full"})), params, x) == FULL
+    )
