@@ -58,7 +58,9 @@ def test_nothing_is_tied_inside_a_loop(policy: str, around: str) -> None:
     found = equations(loss if around == "while" else jax.grad(loss), w, x)
     loops = [eqn for eqn, outer in found if "scan" in outer or "while" in outer]
     moved = [eqn for eqn in loops if eqn.primitive.name == "device_put"]
-    assert moved and not any(eqn.primitive.name in ("optimization_barrier", "tied_linear") for eqn in loops)
+    # The new rematerialisation puts barriers of its own into a region.
+    ties = {"tied_linear"} | ({"optimization_barrier"} if not jax.config.jax_remat3 else set())
+    assert moved and not any(eqn.primitive.name in ties for eqn in loops)
     # The same block outside a loop is tied.
     assert barriers(jax.grad(lambda w: jnp.sum(bodies["scan"](w, x))), w) >= 3
 

@@ -104,17 +104,24 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, num_res
     return jax.jvp(jex.jaxpr_as_fun(jaxpr), tuple(primals), tuple(ad.instantiate_zeros(t) for t in tangents))
 
 
-def _batch(args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, num_residuals: int) -> tuple[list[Any], list[int]]:
-    moved = [arg if axis is None else jnp.moveaxis(arg, axis, 0) for arg, axis in zip(args, axes, strict=True)]
-    in_axes = [None if axis is None else 0 for axis in axes]
-    batched = jax.make_jaxpr(jax.vmap(jex.jaxpr_as_fun(jaxpr), in_axes=in_axes))(*moved)
-    outputs = tied_linear_p.bind(*moved, jaxpr=batched, num_residuals=num_residuals)
+def _batch(
+    axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, num_residuals: int
+) -> tuple[list[Any], list[int]]:
+    moved = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
+    in_axes = [None if dim is None else 0 for dim in axes]
+    # The name of the axis, for the collectives inside.
+    vmapped = jax.vmap(
+        jex.jaxpr_as_fun(jaxpr), in_axes=in_axes, axis_size=axis.size, axis_name=axis.name, spmd_axis_name=axis.spmd_name
+    )
+    outputs = tied_linear_p.bind(*moved, jaxpr=jax.make_jaxpr(vmapped)(*moved), num_residuals=num_residuals)
     return outputs, [0] * len(outputs)
 
 
 tied_linear_p.def_impl(_evaluate)
+# Asked for where the block has a region of `jax_remat3` in it, when everything is differentiated.
+tied_linear_p.to_lojax = _evaluate
 tied_linear_p.def_abstract_eval(_abstract)
 mlir.register_lowering(tied_linear_p, mlir.lower_fun(_evaluate, multiple_results=True))
 ad.primitive_transposes[tied_linear_p] = _transpose
 ad.primitive_jvps[tied_linear_p] = _jvp
-batching.primitive_batchers[tied_linear_p] = _batch
+batching.fancy_primitive_batchers[tied_linear_p] = _batch
