@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from remat_jax import MemoryReport, compat
@@ -42,11 +41,8 @@ def collect(setting: Setting, tell: Tell | None = None) -> tuple[list[Evidence],
     progress = _Progress(tell)
     with torch_rows.one_thread(), Compiling(cases, setting.target, setting.timeout, progress.done) as compiling:
         progress.expect(len(compiling.jobs) + sum(len(MODES) + sum(len(f.asked) for f in FORMS[c.name]) for c in cases))
-        # Both frameworks do most of their work in one thread at a time: side by side they keep two cores busy.
-        with ThreadPoolExecutor(1, thread_name_prefix="torch") as pool:
-            torch_rows_to_come = pool.submit(_torch_rows, cases, progress)
-            jax_trained = _jax_rows(cases, progress)
-            trained = [*torch_rows_to_come.result(), *jax_trained]
+        # PyTorch first: meanwhile the other threads trace, which JAX does better undisturbed.
+        trained = [*_torch_rows(cases, progress), *_jax_rows(cases, progress)]
         progress.say("waiting for XLA's GPU compiler")
         reports = compiling.reports()
         times = _times(trained, cases, progress)
