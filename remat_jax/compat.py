@@ -152,7 +152,11 @@ def is_checkpoint(eqn: Any) -> bool:
 
 def checkpoint_parts(eqn: Any) -> tuple[Any, dict[str, Any]]:
     """The body of a checkpoint region as a closed jaxpr, and its other parameters."""
-    params = eqn.params["_prim"].params if _hi_primitive(eqn) == "RematTraced" else eqn.params
+    params = eqn.params
+    if _hi_primitive(eqn) == "RematTraced":
+        # The new rematerialisation does not say so, but it names what its backward pass runs again.
+        spent = "rematted_computation" in str(eqn.source_info.name_stack)
+        params = {**params["_prim"].params, "differentiated": spent}
     return closed(params["jaxpr"]), {key: value for key, value in params.items() if key != "jaxpr"}
 
 
@@ -253,6 +257,13 @@ def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
                 if is_jaxpr(inner):
                     found += offloaded_by(policy, closed(inner))
     return found
+
+
+def uses_references(jaxpr: Any) -> bool:
+    """Whether the closed `jaxpr` makes or is given a mutable array (`jax.new_ref`) on its own level."""
+    inner = jaxpr.jaxpr
+    made = (var for eqn in inner.eqns for var in eqn.outvars)
+    return any(type(var.aval).__name__ == "AbstractRef" for var in (*inner.constvars, *inner.invars, *made))
 
 
 def hoist_consts(jaxpr: Any) -> tuple[Any, list[Any]]:

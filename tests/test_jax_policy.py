@@ -88,11 +88,8 @@ def test_a_policy_of_jax_is_given_back() -> None:
 
 
 @pytest.mark.skipif(compat.JAX_VERSION >= (0, 12, 0), reason="honoured from 0.12 on")
-def test_with_remat3_before_0_12_a_policy_by_hand_is_refused() -> None:
-    with (
-        jax._src.config.remat3(True),
-        pytest.raises(UnsupportedError, match=r"jax_remat3=True with JAX.*use JAX 0.12 or later"),
-    ):
+def test_with_remat3_before_0_12_a_policy_by_hand_is_refused(remat3: None) -> None:
+    with pytest.raises(UnsupportedError, match=r"jax_remat3=True with JAX.*use JAX 0.12 or later"):
         rj.jax_policy("dots")
 
 

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import remat_jax as rj
 from remat_jax import compat
-from remat_jax.errors import NoEffectError
+from remat_jax.errors import NoEffectError, UnsupportedError
 from remat_jax.graph import plan_block
 from remat_jax.graph.count import matmuls
 from remat_jax.policy import Policy
@@ -252,6 +252,43 @@ def test_the_values_are_those_of_the_unnamed_block_to_the_bit() -> None:
         assert_bit_equal(compat.jaxpr_function(named.jaxpr)(W, X), compat.jaxpr_function(jaxpr)(W, X))
     assert named.jaxpr.in_avals == jaxpr.in_avals and named.jaxpr.out_avals == jaxpr.out_avals
     assert "b:input#0" in named.candidates and "b:input#1" not in named.candidates
+
+
+@pytest.mark.parametrize("policy", ["full", "save: *:*slice*", "everything", "offload_inputs"])
+def test_a_print_in_a_block_runs(policy: str, capfd: pytest.CaptureFixture[str]) -> None:
+    def block(x: Any) -> Any:
+        jax.debug.print("first {}", x[0, 0] * 2)
+        return jnp.tanh(x)
+
+    x = jnp.ones((2, 3))
+    jax.block_until_ready(jax.jit(jax.grad(lambda x: jnp.sum(rj.remat(block, policy)(x))))(x))
+    jax.effects_barrier()
+    # JAX runs it again with what is computed again.
+    assert capfd.readouterr().out.count("first 2.0") in {"full": (2,), "everything": (1,)}.get(policy, (1, 2, 3))
+
+
+def test_a_mutable_array_is_refused() -> None:
+    def block(x: Any) -> Any:
+        ref = jax.new_ref(x)
+        ref[...] = jnp.tanh(ref[...])
+        return ref[...]
+
+    with pytest.raises(
+        UnsupportedError, match=r"block 'block' uses a mutable array \(jax.new_ref\).*as an argument and a result"
+    ):
+        rj.remat(block, "full")(jnp.ones(3))
+
+
+def test_a_collective_over_a_vmapped_axis() -> None:
+    def block(w: Any, x: Any) -> Any:
+        return jax.lax.psum(jnp.tanh(x @ w), "i") @ w
+
+    def gradient(f: Any, w: Any, x: Any) -> Any:
+        return jax.grad(lambda w: jnp.sum(jax.vmap(f, (None, 0), axis_name="i")(w, jnp.stack([x, 2 * x]))))(w)
+
+    w, x = jnp.asarray(W), jnp.asarray(X)
+    for policy in ("dots", "offload_inputs"):
+        assert_same(gradient(rj.remat(block, policy), w, x), gradient(block, w, x), 1e-5)
 
 
 def test_names_stay_with_their_arrays_in_numbers() -> None:

@@ -91,7 +91,7 @@ def test_regions_are_found_wherever_they_are(x64: None, around: str) -> None:
             "cond": lambda w, x: jax.lax.cond(x[0, 0] > 0, block, lambda w, x: x @ w, w, x),
             "vmap": lambda w, x: jax.vmap(block, (None, 0))(w, x),
             "custom_jvp function": lambda w, x: jax.nn.relu(block(w, jax.nn.relu(x))),
-            "shard_map": jax.shard_map(block, mesh=mesh, in_specs=(spec(), spec("i")), out_specs=spec("i")),
+            "shard_map": jax.shard_map(block, mesh=mesh, in_specs=(spec(), spec("i")), out_specs=spec("i"), check_vma=False),
         }[around]
 
     w, x = jnp.eye(3) / 2 + 0.1, jnp.ones((2, 3)) / 3
@@ -170,7 +170,10 @@ def test_wrong_use() -> None:
     plain, _, _ = make_loss(Mlp)
     with pytest.raises(BlockError, match=r"it has no jax.checkpoint region to replan. Use checkpoint_blocks"):
         rj.replan(plain, "full")(params, x)
-    with pytest.raises(UnsupportedError, match="differentiated already.*Give replan the loss function"):
+    # Before 0.12 the new rematerialisation leaves no region behind at all.
+    gone = jax.config.jax_remat3 and compat.JAX_VERSION < (0, 12, 0)
+    spent = "no jax.checkpoint region" if gone else "differentiated already.*Give replan the loss function"
+    with pytest.raises(BlockError if gone else UnsupportedError, match=spent):
         rj.replan(jax.value_and_grad(loss), "dots")(params, x)
     with pytest.raises(ArgumentError, match="fn=3: expected a function, usually the loss"):
         rj.replan(3, "dots")

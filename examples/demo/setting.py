@@ -35,7 +35,7 @@ class Setting:
     length: int = 64
     batch: int = 16
     steps: int = 20
-    rounds: int = 7
+    rounds: int = 5
     learning_rate: float = 1e-4
     seed: int = 1
     models: tuple[str, ...] = ("ByteDecoder", "DecoderStack", "ToyModel")

@@ -13,6 +13,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from remat_jax import compat
+from remat_jax.errors import UnsupportedError
 from remat_jax.graph.naming import Named, name_linearised, name_residuals
 from remat_jax.graph.origins import is_on_host
 from remat_jax.policy import Action, Candidate, JaxPolicy, Policy
@@ -95,7 +96,15 @@ def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequen
       policy: a policy (not `off`), or a policy object of JAX's own, which is passed on as it is.
       path: the module path that leads the names.
       inputs: for each input of `jaxpr`, whether `@inputs` means it.
+
+    Raises:
+      UnsupportedError: the block uses a mutable array.
     """
+    if compat.uses_references(jaxpr):
+        raise UnsupportedError(
+            f"block {path or 'function'!r} uses a mutable array (jax.new_ref), which JAX cannot differentiate under a "
+            "checkpoint. Carry the value as an argument and a result instead."
+        )
     with compat.classic_rematerialisation():
         return PlannedBlock(jaxpr, name_residuals(jaxpr, path, inputs), policy)
 
@@ -114,18 +123,29 @@ def decide(named: Named, policy: Policy) -> tuple[frozenset[str], frozenset[str]
     return frozenset(saved), frozenset(offloaded)
 
 
+@dataclass(frozen=True)
+class _NamesPolicy:
+    """A policy of JAX's in two lists of names; equal for equal lists, so that JAX's caches hit."""
+
+    saved: frozenset[str]
+    offloaded: frozenset[str]
+
+    def __call__(self, primitive: Any, *_: Any, **params: Any) -> Any:
+        if primitive.name in _PRINTS:
+            # Run in the forward pass only. JAX fails (a KeyError) if it is to be run again and a name it reads is kept.
+            return True
+        if primitive.name != "name":
+            return False
+        name = params["name"]
+        return compat.OFFLOAD if name in self.offloaded else name in self.saved
+
+
+_PRINTS = frozenset({"debug_callback", "debug_print"})
+
+
 def names_policy(saved: frozenset[str], offloaded: frozenset[str]) -> JaxPolicy | None:
     """The two lists of names as a policy of JAX's; None, JAX's word for recomputing everything, if both are empty."""
-    if not saved and not offloaded:
-        return None
-    if not offloaded:
-        return jax.checkpoint_policies.save_only_these_names(*saved)
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=sorted(saved),
-        names_which_can_be_offloaded=sorted(offloaded),
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
+    return _NamesPolicy(saved, offloaded) if saved or offloaded else None
 
 
 def _checkpoint(jaxpr: Any, policy: JaxPolicy | None, prevent_cse: bool) -> Function:
