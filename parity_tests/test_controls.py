@@ -14,7 +14,8 @@ import torch_ref
 from examples.models import weights as w
 from parity_tests import matrix
 from parity_tests import support as s
-from torch_ref import faithful, models
+from torch_ref import faithful
+from torch_ref.models import decoder
 
 FORMS = [(framework, layers) for framework in ("linen", "nnx") for layers in ("unrolled", "scan")]
 forms = pytest.mark.parametrize(("framework", "layers"), FORMS)
@@ -113,7 +114,7 @@ def test_an_offload_that_moves_nothing_or_something_else_is_seen(framework: str,
 @pytest.fixture
 def in_its_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
     """Put another function in the place of `gradient_checkpoint_forward` in PyTorch's models."""
-    yield lambda function: monkeypatch.setattr(models, "gradient_checkpoint_forward", function)
+    yield lambda function: monkeypatch.setattr(decoder, "gradient_checkpoint_forward", function)
 
 
 @pytest.mark.parametrize("mode", ["checkpoint", "offload"])

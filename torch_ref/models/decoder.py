@@ -1,7 +1,4 @@
-"""The PyTorch side of the models that both frameworks are compared on.
-
-Every data type comes from the parameters: a model after `.double()` computes in float64 throughout.
-"""
+"""A post-norm transformer: one layer, a stack of them, and a language model over bytes."""
 
 from __future__ import annotations
 
@@ -13,22 +10,6 @@ from torch import nn
 
 from torch_ref.checkpoint import gradient_checkpoint_forward
 from torch_ref.errors import InvalidArgumentError
-
-
-class ToyModel(nn.Module):
-    """A single sigmoid, the smallest block there is.
-
-    >>> ToyModel()(torch.zeros(1)).item()
-    0.5
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.activation = nn.Sigmoid()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the sigmoid to a tensor of any shape."""
-        return self.activation(x)
 
 
 class ExplicitMultiheadAttention(nn.MultiheadAttention):

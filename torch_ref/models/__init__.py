@@ -1,0 +1,11 @@
+"""The PyTorch side of the models that both frameworks are compared on.
+
+Every data type comes from the parameters: a model after `.double()` computes in float64 throughout.
+"""
+
+from __future__ import annotations
+
+from torch_ref.models.decoder import ByteDecoder, DecoderLayer, DecoderStack, ExplicitMultiheadAttention
+from torch_ref.models.toy import ToyModel
+
+__all__ = ["ByteDecoder", "DecoderLayer", "DecoderStack", "ExplicitMultiheadAttention", "ToyModel"]
