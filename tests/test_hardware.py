@@ -17,6 +17,7 @@ from remat_jax.errors import TargetError
 from remat_jax.hardware import Target, target, targets
 from remat_jax.hardware.target import FACTS, read_table
 
+NAMES = ", ".join(targets())
 ENTRY = """
 [toy]
 kind = "gpu"
@@ -24,6 +25,27 @@ description = "a toy"
 memory_bytes = 8
 [toy.source]
 memory_bytes = "made up"
+"""
+
+GPU = """
+[toy]
+kind = "gpu"
+description = "a toy"
+memory_bytes = 1_000_000_000
+hbm_bytes_per_s = 2e9
+[toy.compiler]
+compute_capability = "9.1"
+core_count = 7
+fpus_per_core = 1
+clock_rate_ghz = 1.5
+threads_per_core_limit = 2048
+shared_memory_per_core = 1000
+shared_memory_per_block_optin = 1000
+l2_cache_size = 1000
+[toy.source]
+memory_bytes = "made up"
+hbm_bytes_per_s = "made up"
+compiler = "made up"
 """
 
 
@@ -77,16 +99,57 @@ def test_the_cpu_needs_no_description_and_claims_no_figures() -> None:
 
 
 def test_names_are_found_in_any_case() -> None:
-    assert targets() == ("cpu", "h200")
-    assert target("H200") is target(" h200") is target("h200")
+    assert targets() == ("cpu", "h200", "h100", "h100-pcie", "a100", "a100-40", "l40s", "l4", "rtx4090", "b200", "gb200")
+    assert target("H200") is target(" h200") is target("h200-sxm") is target("h200")
+
+
+@pytest.mark.parametrize(("name", "devices", "hosts"), [("8xH100", 8, 1), ("8x8xh200", 64, 8), ("1xa100-80", 1, 1)])
+def test_several_of_one(name: str, devices: int, hosts: int) -> None:
+    several, one = target(name), target(name.rpartition("x")[2])
+    assert (several.name, several.devices, several.hosts) == (name.lower(), devices, hosts)
+    assert dataclasses.replace(several, name=one.name, devices=1, hosts=1) == one
+
+
+def test_a_target_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "gpus.toml"
+    path.write_text(GPU, encoding="utf-8")
+    toy = target(f"{path}:Toy")
+    assert (toy.name, toy.memory_bytes) == ("toy", 10**9)
+    for line in ("core_count: 7", "device_memory_size: 1000000000", "memory_bandwidth: 2000000000", "{ major: 9 minor: 1 }"):
+        assert line in str(toy.compiler_description)
+    with pytest.raises(TargetError, match=r"target=.*gpus.toml:tory' is not a known target of .*the names are toy. Did you"):
+        target(f"{path}:tory")
+    with pytest.raises(TargetError, match=r"target file 'none.toml' cannot be read.*Give a TOML file in the form of targets"):
+        target("none.toml:toy")
+    path.write_text(GPU + "[", encoding="utf-8")
+    with pytest.raises(TargetError, match="cannot be read"):
+        target(f"{path}:toy")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("core_count = 7\n", "", "missing ['compiler.core_count']"),
+        ("core_count = 7", "core_count = 7\ncores = 7", "unknown ['cores']"),
+        ('"9.1"', '"9"', "compute_capability as a text such as"),
+        ("hbm_bytes_per_s = 2e9\n", "", "the target needs memory_bytes and hbm_bytes_per_s"),
+    ],
+)
+def test_what_the_compiler_needs_is_read_strictly(old: str, new: str, message: str) -> None:
+    text = GPU.replace(old, new) if "hbm" not in old else GPU.replace(old, new).replace('hbm_bytes_per_s = "made up"', "")
+    assert text != GPU
+    with pytest.raises(TargetError, match=re.escape(message)):
+        read_table(text)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("h20", "target='h20' is not a known target; the names are cpu, h200. Did you mean 'h200'?"),
-        ("tpu", "target='tpu' is not a known target; the names are cpu, h200. Did you mean 'cpu'?"),
-        ("", "target='' is not a known target; the names are cpu, h200."),
+        ("h20", f"target='h20' is not a known target; the names are {NAMES}. Did you mean 'h200'?"),
+        ("tpu", f"target='tpu' is not a known target; the names are {NAMES}. Did you mean 'cpu'?"),
+        ("", f"target='' is not a known target; the names are {NAMES}."),
+        ("0xh100", "target='0xh100' is not a known target"),
+        ("8xtpu", "target='tpu' is not a known target"),
         (None, "target=None is not a known target"),
         (200, "target=200 is not a known target"),
     ],

@@ -26,6 +26,11 @@ GRAMMAR = (
     "The names of a model's residuals: remat-jax measure FILE:FUNCTION --residuals"
 )
 
+SEVERAL = (
+    "8xh100 are eight of them, 8x8xh200 eight hosts with eight each; FILE.toml:NAME is a target of a file of your own, in the "
+    "form of remat_jax/hardware/targets.toml."
+)
+
 
 def policies(as_json: Json = False) -> None:
     """List the named policies: what each says, and what it does."""
@@ -43,9 +48,24 @@ def targets(as_json: Json = False) -> None:
     """List the hardware that memory can be asked about; none of it has to be there."""
     with answering(as_json) as answer:
         known = [target(name) for name in target_names()]
-        cells = [(one.name, one.kind, format_bytes(one.memory_bytes), one.description) for one in known]
-        answer.show(table("Targets", ("name", "kind", "memory", "what it is"), cells))
+        cells = [
+            (
+                one.name,
+                format_bytes(one.memory_bytes),
+                _rate(one.hbm_bytes_per_s, 1e9, "GB/s"),
+                _rate(one.host_link_bytes_per_s, 1e9, "GB/s"),
+                _rate(one.peak_flops.get("bfloat16"), 1e12, "TFLOP/s"),
+                one.description,
+            )
+            for one in known
+        ]
+        columns = ("name", "memory", "its rate", "to the host, each way", "bfloat16", "what it is")
+        answer.show(table("Targets", columns, cells, caption="All rates are nominal."), SEVERAL)
         answer.data({"targets": [one.to_dict() for one in known]})
+
+
+def _rate(value: float | None, unit: float, name: str) -> str | None:
+    return None if value is None else f"{value / unit:,.0f} {name}"
 
 
 def _meaning(row: dict[str, Any]) -> str:

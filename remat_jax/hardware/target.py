@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from remat_jax.errors import TargetError, nearest
+from remat_jax.hardware.describe import describe
 
 TABLE = "targets.toml"
-FACTS = ("memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s", "peak_flops", "compiler_description")
+FACTS = ("memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s", "peak_flops", "compiler")
+ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "a100-80": "a100", "a100-sxm": "a100", "4090": "rtx4090"}
+# "8xh100": GPUs; "8x8xh200": hosts, and GPUs in each.
+_SEVERAL = re.compile(r"(?:(?P<hosts>\d+)x)?(?P<each>\d+)x(?P<one>.+)")
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class Target:
         peak_flops: FLOPs per second by dtype name, dense; ``tensorfloat32`` is float32 at reduced matmul precision.
         compiler_description: what XLA needs in order to compile for the target where it is absent, a
             ``GpuTargetConfigProto`` as text; None where it compiles for the machine it runs on.
-        devices: how many of them.
+        devices: how many of them, on all hosts together.
+        hosts: how many hosts they are in, the same number in each.
         source: where each of these figures comes from, by attribute name.
     """
 
@@ -45,6 +52,7 @@ class Target:
     peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
     compiler_description: str | None = None
     devices: int = 1
+    hosts: int = 1
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -68,26 +76,44 @@ class Target:
 def target(name: str) -> Target:
     """The target called ``name``; case does not count.
 
-    Raises:
-        TargetError: there is none of that name; the message lists the names and the nearest.
+    ``8xh100`` are eight of them in one host, ``8x8xh200`` eight hosts with eight each. ``path/to/file.toml:name`` is a
+    target of a file of one's own, in the form of this package's ``targets.toml``.
 
-    >>> round(target("H200").memory_bytes / 2**30, 1)
-    140.4
+    Raises:
+        TargetError: there is none of that name (the message lists the names and the nearest), or the file is wrong.
+
+    >>> round(target("H200").memory_bytes / 2**30, 1), target("2x8xh100").devices
+    (140.4, 16)
     """
-    known = targets()
-    if not isinstance(name, str) or name.strip().lower() not in known:
-        hint = nearest(name, known) if isinstance(name, str) else ""
-        raise TargetError(f"target={name!r} is not a known target; the names are {', '.join(known)}.{hint}")
-    return _table()[name.strip().lower()]
+    wanted = name.strip() if isinstance(name, str) else ""
+    several = _SEVERAL.fullmatch(wanted.lower()) if ":" not in wanted else None
+    if several is not None and int(several["each"]) and int(several["hosts"] or 1):
+        hosts = int(several["hosts"] or 1)
+        return replace(target(several["one"]), name=wanted.lower(), devices=hosts * int(several["each"]), hosts=hosts)
+    path, colon, inside = wanted.rpartition(":")
+    known = _read_file(path) if colon else _table()
+    found = known.get(inside.lower() if colon else ALIASES.get(inside.lower(), inside.lower()))
+    if found is None:
+        where = f" of {path}" if colon else ""
+        hint = nearest(inside, known) if inside else ""
+        raise TargetError(f"target={name!r} is not a known target{where}; the names are {', '.join(known)}.{hint}")
+    return found
 
 
 def targets() -> tuple[str, ...]:
     """The names of all targets, in the order of the table.
 
-    >>> targets()
-    ('cpu', 'h200')
+    >>> targets()[:3]
+    ('cpu', 'h200', 'h100')
     """
     return tuple(_table())
+
+
+def _read_file(path: str) -> dict[str, Target]:
+    try:
+        return read_table(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise TargetError(f"target file {path!r} cannot be read: {error}. Give a TOML file in the form of {TABLE}.") from error
 
 
 @cache
@@ -121,7 +147,10 @@ def _read_target(name: str, entry: dict[str, Any]) -> Target:
             f"target table [{name}]: without a source: {sorted(stated - sourced)}; a source without a "
             f"figure: {sorted(sourced - stated)}. Say under [{name}.source] where each figure is from."
         )
-    return Target(name=name, **entry)
+    facts = dict(entry)
+    compiler = facts.pop("compiler", None)
+    described = describe(facts, compiler, name) if compiler is not None else None
+    return Target(name=name, compiler_description=described, **facts)
 
 
 def _rebuild(values: dict[str, Any]) -> Target:
