@@ -15,6 +15,7 @@ import remat_jax as rj
 from remat_jax.cli import output, workloads
 from remat_jax.cli.app import app
 from remat_jax.errors import ArgumentError
+from remat_jax.hardware import targets as target_names
 from remat_jax.policy import ALIASES, NAMED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,8 +106,9 @@ def test_policies_lists_every_named_policy_with_its_text():
 
 def test_targets_lists_every_target():
     found = {row["name"]: row for row in json.loads(run("targets", "--json").stdout)["targets"]}
-    assert list(found) == ["cpu", "h200"] and found["h200"]["memory_bytes"] == 150_754_820_096
-    assert "140.4 GiB" in run("targets").stdout
+    assert tuple(found) == target_names() and found["h200"]["memory_bytes"] == 150_754_820_096
+    shown = run("targets").stdout
+    assert "140.4 GiB" in shown and "8x8xh200" in shown and all(name in shown for name in found)
 
 
 # measure

@@ -1,7 +1,8 @@
 """The PyTorch reference: gradient checkpointing and host offload as a port should do them, and what they cost.
 
-`gradient_checkpoint_forward` runs a block in one of three modes: off, checkpoint, offload. `faithful` holds the same
-function as DiffSynth-Studio has it. The rest measures: `receipt` what an offload moved, `saved_for_backward` what the
+`gradient_checkpoint_forward` runs a block in one of three modes: off, checkpoint, offload. `selective_checkpoint` runs
+it under any policy of `remat_jax`, and `checkpoint_blocks` puts policies on a finished model. `faithful` holds the first
+as DiffSynth-Studio has it. The rest measures: `receipt` what an offload moved, `saved_for_backward` what the
 graph holds after the forward pass, `count_matmuls` and `count_calls` what is executed, `peak_bytes` the memory of a
 training step, on fake tensors.
 """
@@ -9,51 +10,114 @@ training step, on fake tensors.
 from __future__ import annotations
 
 from torch_ref import faithful
+from torch_ref.blocks import AppliedPolicies, checkpoint_blocks
 from torch_ref.checkpoint import gradient_checkpoint_forward
+from torch_ref.diagnosis import Diagnosis, Finding, doctor
 from torch_ref.errors import (
+    ChangedRecomputationError,
     FakeTensorStepError,
     InvalidArgumentError,
     MutatedTensorError,
+    NoEffectError,
     NothingToOffloadError,
+    PolicyError,
     ReboundVariableError,
     TorchRefError,
 )
 from torch_ref.executions import CallCount, Matmul, MatmulCount, count_calls, count_matmuls
-from torch_ref.models import ByteDecoder, DecoderLayer, DecoderStack, ExplicitMultiheadAttention, ToyModel
+from torch_ref.models import (
+    ByteDecoder,
+    DecoderLayer,
+    DecoderStack,
+    DeepMLP,
+    ExplicitMultiheadAttention,
+    JointDecoder,
+    JointLayer,
+    MlpLayer,
+    ToyModel,
+)
 from torch_ref.modes import MODES, mode_flags, mode_of
+from torch_ref.offload import OffloadFunction
 from torch_ref.peak import PeakBytes, TrainingStep, peak_bytes
+from torch_ref.policy import Policy
 from torch_ref.receipts import CallEntry, Receipt, receipt
 from torch_ref.saved import SavedBytes, SavedEntry, saved_for_backward
+from torch_ref.segment_costs import SegmentCost, deep_mlp_cost
+from torch_ref.segments import (
+    checkpoint_segments,
+    decreasing_boundaries,
+    kept_activations,
+    most_activations,
+    optimal_segments,
+    recomputed_layers,
+    sqrt_segments,
+    uniform_boundaries,
+)
+from torch_ref.selective import selective_checkpoint
+from torch_ref.switch import gradient_checkpointing_disable, gradient_checkpointing_enable, is_gradient_checkpointing
+from torch_ref.train import HybridOptimizer, accumulate_gradients, accumulated_step, micro_batches
 
 __all__ = [
     "MODES",
+    "AppliedPolicies",
     "ByteDecoder",
     "CallCount",
     "CallEntry",
+    "ChangedRecomputationError",
     "DecoderLayer",
     "DecoderStack",
+    "DeepMLP",
+    "Diagnosis",
     "ExplicitMultiheadAttention",
     "FakeTensorStepError",
+    "Finding",
+    "HybridOptimizer",
     "InvalidArgumentError",
+    "JointDecoder",
+    "JointLayer",
     "Matmul",
     "MatmulCount",
+    "MlpLayer",
     "MutatedTensorError",
+    "NoEffectError",
     "NothingToOffloadError",
+    "OffloadFunction",
     "PeakBytes",
-    "Receipt",
+    "Policy",
+    "PolicyError",
     "ReboundVariableError",
+    "Receipt",
     "SavedBytes",
     "SavedEntry",
-    "ToyModel",
+    "SegmentCost",
     "TorchRefError",
+    "ToyModel",
     "TrainingStep",
+    "accumulate_gradients",
+    "accumulated_step",
+    "checkpoint_blocks",
+    "checkpoint_segments",
     "count_calls",
     "count_matmuls",
+    "decreasing_boundaries",
+    "deep_mlp_cost",
+    "doctor",
     "faithful",
     "gradient_checkpoint_forward",
+    "gradient_checkpointing_disable",
+    "gradient_checkpointing_enable",
+    "is_gradient_checkpointing",
+    "kept_activations",
+    "micro_batches",
     "mode_flags",
     "mode_of",
+    "most_activations",
+    "optimal_segments",
     "peak_bytes",
     "receipt",
+    "recomputed_layers",
     "saved_for_backward",
+    "selective_checkpoint",
+    "sqrt_segments",
+    "uniform_boundaries",
 ]

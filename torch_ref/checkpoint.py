@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from torch_ref.errors import InvalidArgumentError
 from torch_ref.modes import mode_of
 from torch_ref.receipts import record_call
-from torch_ref.replay import Replay, accelerators_of
+from torch_ref.replay import Replay
 
 
 def gradient_checkpoint_forward(
@@ -66,14 +65,11 @@ def gradient_checkpoint_forward(
     entry = record_call(model, mode, "right")
     if mode == "off" or not torch.is_grad_enabled():
         return model(*args, **kwargs)
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    devices = accelerators_of(model, leaves)
-    del leaves
     replay = Replay(model, args, kwargs)
     del args, kwargs
     if mode == "offload":
         replay.offload(entry)
-    return checkpoint(replay, *replay.take_kept(devices), use_reentrant=False, preserve_rng_state=True)
+    return checkpoint(replay, *replay.take_kept(), use_reentrant=False, preserve_rng_state=True)
 
 
 def check_callable(model: object) -> None:

@@ -25,3 +25,15 @@ class ReboundVariableError(TorchRefError, RuntimeError):
 
 class FakeTensorStepError(TorchRefError, RuntimeError):
     """A training step cannot be run on fake tensors, because it asks for a tensor's value."""
+
+
+class PolicyError(InvalidArgumentError):
+    """A policy's text or name is malformed, or something else is given for one."""
+
+
+class NoEffectError(PolicyError):
+    """A policy would do nothing: a selector that matches no array, a class of blocks that is not there."""
+
+
+class ChangedRecomputationError(TorchRefError, RuntimeError):
+    """A block computes something else in its recomputation than it did in its forward pass."""

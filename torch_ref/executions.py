@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,7 +157,18 @@ def count_calls(*blocks: nn.Module | type[nn.Module]) -> Iterator[CallCount]:
             count.per_module[module] += 1
 
     handle = register_module_forward_pre_hook(started)
+    _watching.append(started)
     try:
         yield count
     finally:
         handle.remove()
+        _watching.remove(started)
+
+
+def note_start(module: nn.Module) -> None:
+    """Tell those who count that a module's forward is run again without the module being called."""
+    for started in _watching:
+        started(module, ())
+
+
+_watching: list[Callable[[nn.Module, Any], None]] = []

@@ -1,6 +1,6 @@
 """Copies of tensors in host memory: made, shared, counted, brought back.
 
-A host copy is pinned and copied without waiting where the tensor is on a CUDA device. Where it is on the CPU
+A host copy is pinned and made beside the computation where the tensor is on a CUDA device. Where it is on the CPU
 already it is a plain second copy, so that a machine without an accelerator moves the same bytes as one with it.
 """
 
@@ -10,10 +10,12 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torch_ref.layout import Layout
+from torch_ref.transfers import Arrival, copy_out, fetch
 
 _copying = threading.local()
 
@@ -21,9 +23,13 @@ _copying = threading.local()
 class HostCopy:
     """The content of one tensor, in host memory, until it is garbage collected.
 
+    A tensor without gaps is kept as the stretch of storage that it covers, and other views of that stretch can be had
+    from the same copy.
+
     Attributes:
-        tensor: the copy, without dimensions that were only expanded.
+        tensor: the copy, without gaps and without dimensions that were only expanded.
         nbytes: its size in bytes.
+        layout: where the tensor was in its storage; None for sparse tensors and wrapper subclasses.
         version: version counter of the tensor when it was copied; None where it has none.
         source_storage: weak reference to the storage that was copied, to tell whether the device gave it back.
         source_nbytes: size of that storage in bytes.
@@ -31,49 +37,78 @@ class HostCopy:
 
     def __init__(self, source: torch.Tensor, pin: bool) -> None:
         self.device = source.device
-        self.size = source.size()
+        self.layout = None if is_opaque(source) else Layout.of(source)
         with torch.no_grad(), _marked_as_host():
-            self.tensor, self._copied = _copy_to_host(_without_expanded(source.detach()), pin)
+            self.tensor, self._copied = copy_out(self._stored(source.detach()), pin and self.layout is not None)
         self.nbytes = self.tensor.nbytes
         self.version = version_of(source)
-        storage = None if _is_opaque(source) else source.untyped_storage()
+        storage = None if self.layout is None else source.untyped_storage()
         # A weak reference of Python's: one of torch.multiprocessing's own keeps MemTracker of PyTorch 2.7 from noticing
         # that the storage is gone.
         self.source_storage = None if storage is None else weakref.ref(storage)
         self.source_nbytes = source.nbytes if storage is None else storage.nbytes()
+        self._ahead: Arrival | None = None
         _live.add(self)
 
-    def bring_back(self, requires_grad: bool) -> torch.Tensor:
+    def bring_back(self) -> torch.Tensor:
         """Copy the content to the device that it came from; the host copy stays as it is.
 
-        With `requires_grad` the result is no leaf, so that a block may change it in place as it could its own input.
+        The result can have a gradient where its data type allows it, but is no leaf, so that a block may change it in
+        place as it could its own input. `view` gives it the layout of a tensor.
         """
-        if self._copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._copied)
+        arrival, self._ahead = self._ahead or fetch(self.tensor, self.device, self._copied), None
+        return arrival.wait()
+
+    def fetch_ahead(self) -> None:
+        """Start bringing the content back, beside the computation; where that is not possible do nothing."""
+        if self._copied is not None and self._ahead is None:
+            self._ahead = fetch(self.tensor, self.device, self._copied)
+
+    def view(self, back: torch.Tensor, layout: Layout | None, requires_grad: bool) -> torch.Tensor:
+        """Give what `bring_back` returned the layout of a tensor that this copy covers."""
+        back = back if requires_grad else back.detach()
+        if self.layout is None or layout is None:
+            return back
         with torch.set_grad_enabled(requires_grad):
-            host = self.tensor.detach().requires_grad_(requires_grad)
-            back = host.to(self.device, non_blocking=self._copied is not None, copy=True)
-            return back if back.size() == self.size else back.expand(self.size)
+            if not self.layout.is_dense:
+                return back if back.size() == layout.size else back.expand(layout.size)
+            return back.as_strided(layout.size, layout.stride, layout.offset - self.layout.offset)
+
+    def covers(self, layout: Layout) -> bool:
+        """Tell whether a tensor of `layout` on the same storage can be had from this copy."""
+        return self.layout is not None and self.layout.covers(layout)
+
+    def _stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.layout is None:
+            return tensor
+        if self.layout.is_dense:
+            return tensor.as_strided((self.layout.extent,), (1,))
+        for dim in self.layout.expanded:
+            tensor = tensor.narrow(dim, 0, 1)
+        return tensor
 
 
 _live: weakref.WeakSet[HostCopy] = weakref.WeakSet()
-_shared: weakref.WeakValueDictionary[tuple[Any, ...], HostCopy] = weakref.WeakValueDictionary()
+_by_storage: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.WeakSet[HostCopy]] = weakref.WeakKeyDictionary()
 
 
 def to_host(source: torch.Tensor) -> tuple[HostCopy, bool]:
-    """Copy a tensor to host memory, or find the copy that exists already; says whether a copy was made.
+    """Copy a tensor to host memory, or find a copy that covers it; says whether a copy was made.
 
-    Two arguments share a copy if they are the same view of the same storage at the same version. Writes that hide
-    from the version counter (through `.data` or a NumPy alias) are not seen; autograd does not see them either.
+    Arguments share a copy if they are the same view of the same storage at the same version, or views of a stretch of
+    it that was copied whole: give the largest first. Writes that hide from the version counter (through `.data` or a
+    NumPy alias) are not seen; autograd does not see them either.
     """
-    key = _identity(source)
-    found = None if key is None else _shared.get(key)
-    # The address in the key may have gone to another storage meanwhile.
-    if found is not None and found.source_storage is not None and found.source_storage() is source.untyped_storage():
-        return found, False
+    version = version_of(source)
+    if version is None or is_opaque(source):
+        return HostCopy(source, pin=True), True
+    copies = _by_storage.setdefault(source.untyped_storage(), weakref.WeakSet())
+    layout = Layout.of(source)
+    for copy in copies:
+        if copy.version == version and copy.covers(layout):
+            return copy, False
     made = HostCopy(source, pin=True)
-    if key is not None:
-        _shared[key] = made
+    copies.add(made)
     return made, True
 
 
@@ -92,6 +127,11 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def is_opaque(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has no storage of its own that could be looked at: sparse ones and wrapper subclasses."""
+    return tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor)
+
+
 @contextmanager
 def _marked_as_host() -> Iterator[None]:
     _copying.depth = getattr(_copying, "depth", 0) + 1
@@ -99,35 +139,3 @@ def _marked_as_host() -> Iterator[None]:
         yield
     finally:
         _copying.depth -= 1
-
-
-def _copy_to_host(tensor: torch.Tensor, pin: bool) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    if not pin or tensor.device.type != "cuda" or _is_opaque(tensor):
-        return tensor.to("cpu", copy=True), None
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    # The recomputation may run on another stream than the one that the copy was put on.
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(tensor.device))
-    return host, copied
-
-
-def _without_expanded(tensor: torch.Tensor) -> torch.Tensor:
-    if _is_opaque(tensor):
-        return tensor
-    for dim, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    version = version_of(tensor)
-    if version is None or _is_opaque(tensor):
-        return None
-    view = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    return (tensor.untyped_storage()._cdata, *view, version)
-
-
-def _is_opaque(tensor: torch.Tensor) -> bool:
-    return tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor)

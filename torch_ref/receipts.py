@@ -19,17 +19,18 @@ _open: list[Receipt] = []
 
 @dataclass
 class CallEntry:
-    """One call of a block through `gradient_checkpoint_forward`.
+    """One call of a block through `gradient_checkpoint_forward`, or under a policy.
 
     Attributes:
         block: name of the block's class or function.
-        mode: `off`, `checkpoint` or `offload`, as the flags ask for.
-        form: `right` or `faithful`.
+        mode: `off`, `checkpoint` or `offload`, as the flags ask for; under a policy its name, or its text.
+        form: `right`, `faithful` or `selective`.
         grad_enabled: whether gradients were recorded; if not, the block was called plainly.
         note: why the call did something else than its mode, or nothing.
-        tensors_offered: tensor arguments that an offload could move; parameters stay where they are.
+        tensors_offered: tensors that an offload could move: arguments, and under a policy what the block computes;
+            parameters stay where they are, and a view of an array is no tensor of its own.
         bytes_offered: their bytes.
-        tensors_packed: tensor arguments that backward will read from host memory.
+        tensors_packed: those of them that backward will read from host memory.
         bytes_on_host: bytes copied to the host for this call; 0 for a copy that an earlier call made.
         bytes_brought_back: bytes copied back so far, counted at every recomputation.
     """
@@ -47,10 +48,10 @@ class CallEntry:
     _sources: dict[Any, int] = field(default_factory=dict, repr=False)
 
     def offered(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note the tensors that the offload was given."""
+        """Note tensors that the offload is given."""
         distinct = {id(t): t for t in tensors}.values()
-        self.tensors_offered = len(distinct)
-        self.bytes_offered = sum(t.nbytes for t in distinct)
+        self.tensors_offered += len(distinct)
+        self.bytes_offered += sum(t.nbytes for t in distinct)
 
     def packed(self, copy: HostCopy, made: bool) -> None:
         """Note that an argument was put on the host; `made` tells a new copy from one that was there already."""
@@ -119,7 +120,7 @@ class Receipt:
     def warnings(self) -> tuple[str, ...]:
         """Sentences on what did not happen though it was asked for; empty if all is well."""
         if not self._calls:
-            return ("no call of gradient_checkpoint_forward was made inside this receipt.",)
+            return ("no block was called through torch_ref inside this receipt.",)
         found = [f"{call.block}: {call.note}" for call in self._calls if call.note]
         idle = [c for c in self._calls if c.mode == "offload" and not c.note and not c.bytes_on_host]
         idle = [c for c in idle if not c.tensors_packed]
@@ -140,7 +141,7 @@ class Receipt:
 
 @contextmanager
 def receipt() -> Iterator[Receipt]:
-    """Record what every `gradient_checkpoint_forward` call in the block moves, in the right and the faithful form.
+    """Record what every call in the block moves: of `gradient_checkpoint_forward`, right and faithful, and under a policy.
 
     Calls of all threads are recorded. Calls made by a recomputation (nested checkpoints) are recorded if the
     backward pass runs inside the block too.
@@ -155,7 +156,7 @@ def receipt() -> Iterator[Receipt]:
 
 def record_call(block: Callable[..., Any], mode: str, form: str) -> CallEntry:
     """Make the entry of a call and add it to every open receipt."""
-    entry = CallEntry(_name(block), mode, form, torch.is_grad_enabled())
+    entry = CallEntry(name_of(block), mode, form, torch.is_grad_enabled())
     if mode != "off" and not entry.grad_enabled:
         entry.note = f"called with gradients disabled, so mode {mode!r} had nothing to keep."
     for opened in _open:
@@ -175,7 +176,8 @@ def is_offloadable(leaf: object) -> bool:
     return not isinstance(leaf, nn.Parameter) and not isinstance(leaf._base, nn.Parameter)
 
 
-def _name(block: Callable[..., Any]) -> str:
+def name_of(block: Callable[..., Any]) -> str:
+    """Give the name of a block's class or function."""
     if inspect.isfunction(block) or inspect.ismethod(block):
         return block.__qualname__.rpartition("<locals>.")[2]
     return getattr(block, "__name__", None) or type(block).__name__

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch.utils.weak import TensorWeakRef
 
 from torch_ref.captures import Captures
 from torch_ref.errors import MutatedTensorError, NothingToOffloadError
-from torch_ref.host import to_host, version_of
+from torch_ref.host import HostCopy, is_opaque, to_host, version_of
+from torch_ref.layout import Layout
 from torch_ref.receipts import CallEntry, is_offloadable
 
 
@@ -22,43 +25,63 @@ class Replay:
     The first call passes the caller's own containers and tensors on, so that a block sees exactly what it sees
     without checkpointing. Later calls rebuild the containers, and an argument that was given twice is one object
     again (`nn.MultiheadAttention` takes another path otherwise).
+
+    `run` is called in the block's place, each time after what was offloaded is back.
     """
 
-    def __init__(self, block: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        block: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any] | None = None,
+    ) -> None:
         flat, self._spec = pytree.tree_flatten((args, kwargs))
         distinct = list({id(leaf): leaf for leaf in flat}.values())
         index = {id(leaf): k for k, leaf in enumerate(distinct)}
         self._positions = [index[id(leaf)] for leaf in flat]
-        self._block = block
+        self.block = block
+        self._run = block if run is None else run
         self._captures = Captures(block)
+        self._devices = accelerators_of(block, [leaf for leaf in distinct if isinstance(leaf, torch.Tensor)])
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._anchors = 0
         self._kept: list[Any] = distinct
+        self._copies: list[weakref.ref[HostCopy]] = []
+        self._previous: weakref.ref[Replay] | None = None
 
-    def offload(self, entry: CallEntry) -> None:
-        """Put every argument that can be moved on the host.
+    def offload(
+        self, entry: CallEntry, min_bytes: int = 0, chosen: Callable[[torch.Tensor], bool] = lambda tensor: True
+    ) -> None:
+        """Put every argument that can be moved, has at least `min_bytes`, and is `chosen`, on the host.
 
         Raises:
             NothingToOffloadError: if there is none.
         """
-        tensors = [leaf for leaf in self._kept if is_offloadable(leaf)]
-        if not tensors and not any(isinstance(leaf, torch.Tensor) and not leaf.numel() for leaf in self._kept):
-            raise NothingToOffloadError(
-                f"use_gradient_checkpointing_offload is True, but no argument of {entry.block} is a tensor that can be"
-                " moved (parameters stay on the device): expected at least one. Pass the block's input as an"
-                " argument instead of capturing it, or use use_gradient_checkpointing alone."
-            )
+        tensors = [leaf for leaf in self._kept if is_offloadable(leaf) and chosen(leaf)]
+        large = [tensor for tensor in tensors if tensor.nbytes >= min_bytes]
+        if not large and not any(isinstance(leaf, torch.Tensor) and not leaf.numel() for leaf in self._kept):
+            raise NothingToOffloadError(_nothing_to_offload(entry, tensors, min_bytes))
         entry.offered(tensors)
-        self._kept = [OffloadedArgument(leaf, entry) if is_offloadable(leaf) else leaf for leaf in self._kept]
+        # The largest first, so that smaller views of the same storage find their content on the host already.
+        moved = {id(tensor): OffloadedArgument(tensor, entry) for tensor in sorted(large, key=_stretch, reverse=True)}
+        self._kept = [moved.get(id(leaf), leaf) for leaf in self._kept]
+        self._copies = [weakref.ref(argument.copy) for argument in moved.values()]
+        self._previous, _latest.replay = getattr(_latest, "replay", None), weakref.ref(self)
 
-    def take_kept(self, devices: set[torch.device]) -> list[Any]:
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The caller's arguments, until the block is run with them."""
+        return self._first or ((), {})
+
+    def take_kept(self) -> list[Any]:
         """Hand over what the checkpoint must keep; nothing of it is held here afterwards.
 
         `torch.utils.checkpoint` keeps the random state of the devices of its tensor arguments only, so an empty
-        tensor stands for each other device in `devices`.
+        tensor stands for each other accelerator of the block.
         """
         present = {leaf.device for leaf in self._kept if isinstance(leaf, torch.Tensor)}
-        anchors = [torch.empty(0, device=device) for device in sorted(devices - present, key=str)]
+        anchors = [torch.empty(0, device=device) for device in sorted(self._devices - present, key=str)]
         self._anchors = len(anchors)
         kept, self._kept = [*anchors, *self._kept], []
         return kept
@@ -67,39 +90,72 @@ class Replay:
         """Run the block: the first time as the caller called it, later with `kept`, fetching what was offloaded."""
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
-            return self._block(*args, **kwargs)
+            return self._run(*args, **kwargs)
         self._captures.check_unchanged()
-        leaves = [leaf.fetch() if isinstance(leaf, OffloadedArgument) else leaf for leaf in kept[self._anchors :]]
+        fetched: dict[HostCopy, torch.Tensor] = {}
+        leaves = [leaf.fetch(fetched) if isinstance(leaf, OffloadedArgument) else leaf for leaf in kept[self._anchors :]]
+        # Backward comes to the call before this one next: its arguments can travel while this one is computed.
+        previous = self._previous() if self._previous is not None else None
+        if previous is not None:
+            previous.fetch_ahead()
         args, kwargs = pytree.tree_unflatten([leaves[k] for k in self._positions], self._spec)
-        return self._block(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def fetch_ahead(self) -> None:
+        """Start bringing the offloaded arguments back, where that runs beside the computation."""
+        for reference in self._copies:
+            copy = reference()
+            if copy is not None:
+                copy.fetch_ahead()
+
+
+_latest = threading.local()
 
 
 class OffloadedArgument:
     """A tensor argument's place on the host; its content is fetched at every recomputation."""
 
     def __init__(self, source: torch.Tensor, entry: CallEntry) -> None:
-        self._copy, made = to_host(source)
+        self.copy, made = to_host(source)
+        self._layout = None if is_opaque(source) else Layout.of(source)
         self._source = TensorWeakRef(source)
         self._requires_grad = source.requires_grad
         self._entry = entry
-        entry.packed(self._copy, made)
+        entry.packed(self.copy, made)
 
-    def fetch(self) -> torch.Tensor:
-        """Bring the content back.
+    def fetch(self, fetched: dict[HostCopy, torch.Tensor]) -> torch.Tensor:
+        """Bring the content back, unless it is among what was `fetched` for this recomputation already.
 
         Raises:
             MutatedTensorError: if the tensor still lives and was changed in place, which without offload autograd
                 refuses too.
         """
         source = self._source()
-        if source is not None and version_of(source) != self._copy.version:
+        if source is not None and version_of(source) != self.copy.version:
             raise MutatedTensorError(
                 f"an offloaded argument of {self._entry.block}, shape {tuple(source.shape)}, was changed in place"
                 f" between the forward and the backward pass: it is at version {version_of(source)}, expected"
-                f" {self._copy.version}. Give the block a clone, or make the change out of place."
+                f" {self.copy.version}. Give the block a clone, or make the change out of place."
             )
-        self._entry.brought_back(self._copy)
-        return self._copy.bring_back(self._requires_grad)
+        if self.copy not in fetched:
+            self._entry.brought_back(self.copy)
+            fetched[self.copy] = self.copy.bring_back()
+        return self.copy.view(fetched[self.copy], self._layout, self._requires_grad)
+
+
+def _stretch(tensor: torch.Tensor) -> int:
+    return 0 if is_opaque(tensor) else Layout.of(tensor).extent * tensor.itemsize
+
+
+def _nothing_to_offload(entry: CallEntry, tensors: list[torch.Tensor], min_bytes: int) -> str:
+    if tensors:
+        largest = max(tensor.nbytes for tensor in tensors)
+        return f"min_bytes is {min_bytes}, but the largest tensor argument of {entry.block} has {largest}: lower the floor."
+    return (
+        f"offload is asked for, but no argument of {entry.block} is a tensor that can be moved (parameters stay on the"
+        " device): expected at least one. Pass the block's input as an argument instead of capturing it, or use"
+        " use_gradient_checkpointing alone."
+    )
 
 
 def accelerators_of(block: Callable[..., Any], leaves: list[torch.Tensor]) -> set[torch.device]:

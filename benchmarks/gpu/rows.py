@@ -69,6 +69,8 @@ ORDER: tuple[Case, ...] = tuple(
         "jax/scan/checkpoint",
         "jax/scan/dots",
         "jax/unrolled/dots",
+        "torch/eager/dots",
+        "torch/eager/offload_dot_with_no_batch_dims",
     )
 )
 

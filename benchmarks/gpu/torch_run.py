@@ -24,7 +24,9 @@ def run(job: Job) -> dict[str, Any]:
     model = load_model(job)
     betas = (ADAM["b1"], ADAM["b2"])
     optimizer = torch.optim.Adam(model.parameters(), ADAM["learning_rate"], betas, ADAM["eps"], fused=job.device == "cuda")
-    flags = torch_ref.mode_flags(job.mode)
+    flags = torch_ref.mode_flags(job.mode) if job.mode in torch_ref.MODES else {}
+    if not flags:
+        torch_ref.checkpoint_blocks(model, {torch_ref.DecoderLayer: job.mode})
     batches = [tuple(torch.tensor(x, dtype=torch.long, device=job.device) for x in batch) for batch in job.batches()]
     seconds, losses, gradients = [], [], None
     synchronize(job)

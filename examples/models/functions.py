@@ -54,6 +54,24 @@ def check_length(length: int, max_len: int) -> None:
         raise ValueError(f"tokens have length {length}, expected at most max_len={max_len}: shorten them or raise max_len")
 
 
+def check_depth(num_layers: int) -> None:
+    """Raise `ValueError` unless a deep perceptron has an input layer, at least one hidden layer, and a head."""
+    if num_layers < 3:
+        raise ValueError(f"num_layers={num_layers}, expected at least 3: an input layer, a hidden layer and a head")
+
+
+def check_cut(layers: int, segments: int) -> None:
+    """Raise `ValueError` unless `layers` layers can be cut into `segments` equal segments."""
+    if segments < 1 or layers % segments:
+        raise ValueError(f"segments={segments} does not divide the {layers} hidden layers: choose a divisor")
+
+
+def check_width(x: jax.Array, features: int) -> None:
+    """Raise `ValueError` when an input has another width than the model: Linen would make parameters of that width."""
+    if x.shape[-1] != features:
+        raise ValueError(f"x has {x.shape[-1]} features, expected in_features={features}")
+
+
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Return the mean cross entropy of integer targets, a scalar in the dtype of the logits, at least float32.
 

@@ -64,11 +64,15 @@ AROUND: tuple[Entry, ...] = (
 
 
 class Model(NamedTuple):
-    """The map of one model: its entries outside the layers, those of each layer, and PyTorch's name of layer {}."""
+    """The map of one model: its entries outside the layers, those of each layer, and PyTorch's name of layer {}.
+
+    `ends` are the entries of the first and of the last layer, where Flax numbers only the layers between them.
+    """
 
     around: tuple[Entry, ...] = ()
     layer: tuple[Entry, ...] = ()
     layers: str = ""
+    ends: tuple[tuple[Entry, ...], ...] = ()
 
 
 MODELS = {
@@ -76,6 +80,11 @@ MODELS = {
     "DecoderLayer": Model(around=LAYER),
     "DecoderStack": Model(layer=LAYER, layers="layers.{}."),
     "ByteDecoder": Model(around=AROUND, layer=LAYER, layers="decoder.layers.{}."),
+    "DeepMLP": Model(
+        layer=_linear("", "linear", "weight", "bias"),
+        layers="layers.{}.",
+        ends=(_linear("", "first/linear", "weight", "bias"), _linear("", "head", "weight", "bias")),
+    ),
 }
 
 
@@ -126,7 +135,7 @@ def gradients_from_torch(named_gradients: Mapping[str, Any], model_kind: str, *,
 def gradients_to_torch(tree: Mapping[str, Any], model_kind: str) -> dict[str, np.ndarray]:
     """Return Flax gradients (unrolled or stacked) under PyTorch's names and in its shapes: the adjoint of the map."""
     flat = flatten(unstack_layers(tree))
-    entries = _entries(model_kind, _count_layers(r"layers_(\d+)/", flat))
+    entries = _entries(model_kind, _count_layers(r"layers_(\d+)/", flat) + len(_model(model_kind).ends))
     missing = [f"{entry.flax}: missing from the gradients" for entry in entries if entry.flax not in flat]
     extra = sorted(flat.keys() - {entry.flax for entry in entries})
     _raise(missing + [f"{path}: fits no parameter of {model_kind}" for path in extra], model_kind)
@@ -138,16 +147,26 @@ def _count_layers(pattern: str, names: Iterable[str]) -> int:
     return max((int(match[1]) for name in names if (match := re.match(pattern, name))), default=0) + 1
 
 
-def _entries(model_kind: str, num_layers: int) -> list[Entry]:
+def _model(model_kind: str) -> Model:
     if model_kind not in MODELS:
         raise ValueError(f"model_kind={model_kind!r} is unknown: choose one of {', '.join(MODELS)}")
-    model = MODELS[model_kind]
-    repeated = [
-        entry._replace(torch=model.layers.format(index) + entry.torch, flax=f"layers_{index}/{entry.flax}")
-        for index in range(num_layers)
-        for entry in model.layer
-    ]
-    return [*model.around, *repeated]
+    return MODELS[model_kind]
+
+
+def _entries(model_kind: str, num_layers: int) -> list[Entry]:
+    """The entries of a model with `num_layers` layers, as PyTorch counts them: its ends are layers there too."""
+    model = _model(model_kind)
+
+    def numbered(layer: tuple[Entry, ...], index: int, flax: str) -> list[Entry]:
+        return [entry._replace(torch=model.layers.format(index) + entry.torch, flax=flax + entry.flax) for entry in layer]
+
+    entries = list(model.around)
+    for layer, index in zip(model.ends, (0, num_layers - 1), strict=False):
+        entries += numbered(layer, index, "")
+    before = len(model.ends) // 2
+    for index in range(num_layers - len(model.ends)):
+        entries += numbered(model.layer, index + before, f"layers_{index}/")
+    return entries
 
 
 def as_numpy(tensor: Any) -> np.ndarray:

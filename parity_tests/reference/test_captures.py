@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -52,13 +53,22 @@ def test_a_late_bound_global_is_refused():
 
 
 def test_the_faithful_form_gives_wrong_gradients_silently():
-    layers, x = stack(0)
-    h = x
-    for layer in layers:
-        h = torch_ref.faithful.gradient_checkpoint_forward(lambda h: layer(h), True, True, h)  # noqa: B023
-    (found,) = torch.autograd.grad(h.square().sum(), x)
-    expected = plain_gradients(layers, x)
-    assert ((found - expected).norm() / expected.norm()).item() > 0.1
+    """Layers that multiply by 1, 3 and √7: backward multiplies by √7 three times, an error of (7 − 3) / 3 = 1.33."""
+    layers = [nn.Linear(1, 1, bias=False).double() for _ in range(3)]
+    for layer, factor in zip(layers, (1, 3, math.sqrt(7)), strict=True):
+        nn.init.constant_(layer.weight, factor)
+    x = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
+
+    def error(bind):
+        h = x
+        for layer in layers:
+            function = (lambda h, layer=layer: layer(h)) if bind else (lambda h: layer(h))  # noqa: B023
+            h = torch_ref.faithful.gradient_checkpoint_forward(function, True, True, h)
+        (found,) = torch.autograd.grad(h, x)
+        return (found.item() - 3 * math.sqrt(7)) / (3 * math.sqrt(7))
+
+    assert error(bind=False) == pytest.approx(4 / 3, rel=1e-14)
+    assert error(bind=True) == 0.0
 
 
 @pytest.mark.parametrize("mode", ["checkpoint", "offload"])

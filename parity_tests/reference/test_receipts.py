@@ -50,7 +50,7 @@ def test_a_storage_gives_back_all_of_it_and_once():
 def test_calls_that_could_keep_nothing_say_so():
     with torch_ref.receipt() as empty:
         pass
-    assert empty.warnings == ("no call of gradient_checkpoint_forward was made inside this receipt.",)
+    assert empty.warnings == ("no block was called through torch_ref inside this receipt.",)
     with torch_ref.receipt() as r, torch.no_grad():
         call("offload", torch_ref.ToyModel(), torch.ones(2))
     assert r.warnings == ("ToyModel: called with gradients disabled, so mode 'offload' had nothing to keep.",)

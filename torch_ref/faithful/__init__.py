@@ -1,10 +1,23 @@
 """What other projects' code does, quirks included: one module for each of them, to compare a port with.
 
-`diffsynth`: DiffSynth-Studio's `gradient_checkpoint_forward`.
+`diffsynth`: DiffSynth-Studio's `gradient_checkpoint_forward`. `openpi`: OpenPI's switch. `offload_function`: the
+`OffloadFunction` of tutorials. `deep_mlp`: a tutorial's experiment on a deep perceptron. `accumulate`: a tutorial's
+accumulation loop.
 """
 
 from __future__ import annotations
 
+from torch_ref.faithful import accumulate, deep_mlp
 from torch_ref.faithful.diffsynth import gradient_checkpoint_forward
+from torch_ref.faithful.offload_function import OffloadDecoder, OffloadFunction
+from torch_ref.faithful.openpi import Pi0, prepare_for_training
 
-__all__ = ["gradient_checkpoint_forward"]
+__all__ = [
+    "OffloadDecoder",
+    "OffloadFunction",
+    "Pi0",
+    "accumulate",
+    "deep_mlp",
+    "gradient_checkpoint_forward",
+    "prepare_for_training",
+]

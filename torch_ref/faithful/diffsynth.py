@@ -104,6 +104,6 @@ def _unpinned_save_on_cpu(entry: CallEntry) -> saved_tensors_hooks:
         if isinstance(packed, torch.Tensor):
             return packed
         entry.brought_back(packed)
-        return packed.bring_back(requires_grad=False)
+        return packed.view(packed.bring_back(), packed.layout, requires_grad=False)
 
     return saved_tensors_hooks(pack, unpack)

@@ -6,6 +6,18 @@ Every data type comes from the parameters: a model after `.double()` computes in
 from __future__ import annotations
 
 from torch_ref.models.decoder import ByteDecoder, DecoderLayer, DecoderStack, ExplicitMultiheadAttention
+from torch_ref.models.deep_mlp import DeepMLP, MlpLayer
+from torch_ref.models.joint import JointDecoder, JointLayer
 from torch_ref.models.toy import ToyModel
 
-__all__ = ["ByteDecoder", "DecoderLayer", "DecoderStack", "ExplicitMultiheadAttention", "ToyModel"]
+__all__ = [
+    "ByteDecoder",
+    "DecoderLayer",
+    "DecoderStack",
+    "DeepMLP",
+    "ExplicitMultiheadAttention",
+    "JointDecoder",
+    "JointLayer",
+    "MlpLayer",
+    "ToyModel",
+]

@@ -1,0 +1,158 @@
+"""The forms in JAX, what is measured of each, and what its closed form says."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import remat_jax as rj
+import torch_ref
+from remat_jax.graph.count import matmuls
+
+from ..models import deep_mlp_linen, deep_mlp_scan, weights
+from .setting import Setting
+
+FRAMEWORK = "JAX Linen"
+# XLA takes the barriers of `jax.checkpoint` away on the CPU, and then merges what is computed again with what was computed
+# before: an unrolled form would run no longer than plain, and save nothing. Without this pass it runs what it says.
+KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+# Nothing is timed where gradients are compared: what XLA spends on fast code is lost.
+QUICKLY = {"xla_backend_optimization_level": 0}
+
+
+class Form(NamedTuple):
+    """A form: its forward pass, how its parameters come from Linen's tree and gradients go back, and its closed forms."""
+
+    apply: Callable[[Any, jax.Array], jax.Array]
+    stacked: bool
+    fold: Callable[[Any], Any]
+    unfold: Callable[[Any], Any]
+    saved_bytes: int
+    recomputed: int
+
+
+def same(tree: Any) -> Any:
+    """The tree as it is."""
+    return tree
+
+
+def divisor_nearest_to_root(number: int) -> int:
+    """The divisor of `number` that is nearest to its square root.
+
+    >>> divisor_nearest_to_root(60), divisor_nearest_to_root(64)
+    (6, 8)
+    """
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - math.sqrt(number)))
+
+
+def forms(setting: Setting, num_layers: int | None = None) -> dict[str, Form]:
+    """The forms by name: plain, `checkpoint_sequential` unrolled, and scans.
+
+    Of a plain layer JAX keeps more than PyTorch: the ReLU's result (a bytes), its mask (one byte an element), and the zeros
+    that its derivative selects from (a bytes again, which XLA makes where it needs them). Under `scan` the zeros are one
+    array for all rounds, and beside the stacked inputs there is the last output, which the head reads.
+    """
+    layers = num_layers or setting.num_layers
+    hidden, sqrt, best = layers - 2, torch_ref.sqrt_segments(layers), torch_ref.optimal_segments(layers)
+    elements = setting.batch * setting.hidden_size
+    a, mask = 4 * elements, elements
+    unrolled = deep_mlp_linen.DeepMLP(layers, **setting.widths)
+    scanned = deep_mlp_linen.DeepMLP(layers, **setting.widths, scan=True)
+    nested = divisor_nearest_to_root(hidden)
+
+    def sequential(segments: int) -> Form:
+        boundaries = torch_ref.uniform_boundaries(layers, segments)
+        again = torch_ref.recomputed_layers(layers, boundaries)
+        kept = (segments - 1) * a + (layers - again - 1) * (2 * a + mask)
+        return Form(lambda p, x: unrolled.apply({"params": p}, x, segments=segments), False, same, same, kept, again)
+
+    return {
+        "plain": sequential(1),
+        "checkpoint_sequential, 3": sequential(3),
+        f"√L uniform, {sqrt}": sequential(sqrt),
+        f"best uniform, {best}": sequential(best),
+        "scan, plain": Form(
+            lambda p, x: scanned.apply({"params": p}, x), True, same, same, hidden * (a + mask) + 3 * a + mask, 0
+        ),
+        f"nested scan, {nested}": Form(
+            deep_mlp_scan.nested_scan,
+            True,
+            lambda tree: deep_mlp_scan.fold_layers(tree, nested),
+            deep_mlp_scan.unfold_layers,
+            (nested + 2) * a + mask,
+            hidden,
+        ),
+    }
+
+
+def parameters(setting: Setting, form: Form, state: dict[str, Any], dtype: str = "float32") -> Any:
+    """PyTorch's weights in the form's own tree, in `dtype`."""
+    arrays = {name: weights.as_numpy(tensor).astype(dtype) for name, tensor in state.items()}
+    return form.fold(weights.from_torch(arrays, "DeepMLP", scan=form.stacked))
+
+
+def loss_of(form: Form) -> Callable[..., jax.Array]:
+    """The weighted sum of the outputs."""
+    return lambda params, x, weights: jnp.sum(form.apply(params, x) * weights)
+
+
+def gradients(setting: Setting, form: Form, state: dict[str, Any]) -> dict[str, np.ndarray]:
+    """All gradients in float64, in PyTorch's form."""
+    with jax.enable_x64(True):
+        params = parameters(setting, form, state, "float64")
+        data = setting.data("float64")
+        step = jax.jit(jax.grad(loss_of(form))).lower(params, *data).compile(compiler_options=QUICKLY)
+        found = step(params, *data)
+        return weights.gradients_to_torch(form.unfold(found), "DeepMLP")
+
+
+def workload(setting: Setting, form: Form, num_layers: int | None = None) -> rj.Workload:
+    """The gradient step on shapes alone: nothing is allocated."""
+    model = deep_mlp_linen.DeepMLP(num_layers or setting.num_layers, **setting.widths, scan=form.stacked)
+    x, out = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in setting.data())
+    tree = jax.eval_shape(lambda x: form.fold(model.init(jax.random.key(0), x)["params"]), x)
+    return rj.Workload(loss_of(form), tree, (x, out), deep_mlp_linen.MlpLayer)
+
+
+def saved_bytes(setting: Setting, form: Form, num_layers: int | None = None) -> int:
+    """What JAX keeps between the passes; the form checkpoints itself, so that no policy is asked for."""
+    return rj.residuals(workload(setting, form, num_layers), "off").device_bytes
+
+
+def peak_bytes(setting: Setting, form: Form) -> int | None:
+    """What the step needs when compiled for the target; None without one."""
+    return None if setting.target is None else rj.measure(workload(setting, form), "off", target=setting.target).device_bytes
+
+
+def matmul_count(setting: Setting, form: Form, num_layers: int | None = None) -> int:
+    """The matrix multiplications of a step that gives the loss and the gradients, after dead code is gone."""
+    job = workload(setting, form, num_layers)
+    return matmuls(jax.value_and_grad(loss_of(form)), job.params, *job.batch)
+
+
+class Stepper:
+    """Makes one step after the other and says how long each takes."""
+
+    def __init__(self, setting: Setting, form: Form, state: dict[str, Any]) -> None:
+        self._params = jax.tree.map(jnp.asarray, parameters(setting, form, state))
+        self._data = [jnp.asarray(array) for array in setting.data()]
+        lowered = jax.jit(jax.value_and_grad(loss_of(form))).lower(self._params, *self._data)
+        self._step = lowered.compile(compiler_options=KEEP_BARRIERS)
+        self._stacked = form.stacked
+
+    def compiled_matmuls(self) -> int | None:
+        """How many matrix multiplications the compiled program has; None for a scan, whose body stands there once."""
+        return None if self._stacked else len(re.findall(r" dot\(", self._step.as_text()))
+
+    def step(self, batch: object) -> tuple[float, float]:
+        """The loss, and the seconds of the step."""
+        start = time.perf_counter()
+        loss, gradient = jax.block_until_ready(self._step(self._params, *self._data))
+        return float(loss), time.perf_counter() - start

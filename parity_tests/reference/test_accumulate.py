@@ -1,0 +1,179 @@
+"""Gradient accumulation in PyTorch: the right loop against the whole batch, and a tutorial's with its faults in numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torch_ref.errors import InvalidArgumentError
+from torch_ref.faithful.accumulate import train
+from torch_ref.train import accumulate_gradients, accumulated_step, micro_batches
+
+COUNTS = (5, 1, 4, 2, 1, 5)
+"""Targets in each of six micro-batches."""
+
+
+def model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def data(dtype: torch.dtype = torch.float64) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(n, 4, generator=generator).to(dtype), torch.randint(0, 3, (n,), generator=generator)) for n in COUNTS]
+
+
+def summed(model: nn.Module) -> Any:
+    def loss(x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return nn.functional.cross_entropy(model(x), target, reduction="sum"), len(target)
+
+    return loss
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])  # type: ignore[union-attr]
+
+
+def whole_batch(dtype: torch.dtype = torch.float64) -> tuple[float, torch.Tensor]:
+    whole = model(dtype)
+    loss = nn.functional.cross_entropy(whole(torch.cat([x for x, _ in data(dtype)])), torch.cat([y for _, y in data(dtype)]))
+    loss.backward()
+    return loss.item(), gradients(whole)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+# --- the right loop ---------------------------------------------------------------------------------------------------
+
+
+def test_it_is_the_whole_batchs_gradient() -> None:
+    accumulating = model()
+    list(accumulating.parameters())[0].grad = torch.ones(8, 4, dtype=torch.float64)  # an older one is dropped
+    found = accumulate_gradients(summed(accumulating), data(), accumulating.parameters())
+    loss, expected = whole_batch()
+    assert found.targets == sum(COUNTS) and abs(found.loss - loss) <= 1e-12
+    assert error(gradients(accumulating), expected) <= 1e-12
+
+
+def test_the_tutorials_mean_of_means_is_another_gradient() -> None:
+    class Kept(torch.optim.SGD):
+        """Keeps the gradient of its only step."""
+
+        def step(self, closure: Any = None) -> None:
+            self.seen = torch.cat([p.grad.flatten() for group in self.param_groups for p in group["params"]])
+
+    faithful = model()
+    optimizer = Kept(faithful.parameters(), lr=1.0)
+    log = train(faithful, optimizer, nn.CrossEntropyLoss(), data(), len(COUNTS), epochs=1)
+    expected = sum(
+        torch.autograd.grad(nn.functional.cross_entropy(faithful(x), y) / len(COUNTS), list(faithful.parameters()))[0].flatten()
+        for x, y in data()
+    )
+    assert error(optimizer.seen[:32], expected) <= 1e-12, "it does what its text says"
+    assert error(optimizer.seen, whole_batch()[1]) > 0.1, "which is off by more than a tenth of the gradient"
+    # The loss that is printed is that of the last five targets of eighteen.
+    last = nn.functional.cross_entropy(faithful(data()[-1][0]), data()[-1][1]).item()
+    assert [(line.epoch, line.step) for line in log] == [(0, 5)] and abs(log[0].loss - last) <= 1e-12
+    assert abs(log[0].loss - whole_batch()[0]) > 0.01
+
+
+def test_the_tutorial_never_steps_an_incomplete_last_group() -> None:
+    """Six micro-batches in groups of four: two of them are dropped, and an epoch of three changes nothing at all."""
+    dropping, four = model(), model()
+    for one, batches in ((dropping, data()), (four, data()[:4])):
+        log = train(one, torch.optim.SGD(one.parameters(), lr=0.5), nn.CrossEntropyLoss(), batches, 4, epochs=2)
+        assert [(line.epoch, line.step) for line in log] == [(0, 3), (1, 3)]
+    assert all(torch.equal(a, b) for a, b in zip(dropping.parameters(), four.parameters(), strict=True))
+    idle = model()
+    assert train(idle, torch.optim.SGD(idle.parameters(), lr=0.5), nn.CrossEntropyLoss(), data()[:3], 4, epochs=5) == []
+    assert all(torch.equal(a, b) for a, b in zip(idle.parameters(), model().parameters(), strict=True))
+
+
+def test_a_batch_without_targets_divides_by_nothing() -> None:
+    accumulating = model()
+    empty = [(torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0, dtype=torch.long))] * 2
+    found = accumulate_gradients(summed(accumulating), empty, accumulating.parameters())
+    assert (found.loss, found.targets) == (0.0, 0.0) and float(gradients(accumulating).abs().max()) == 0.0
+    first_empty = accumulate_gradients(summed(accumulating), empty[:1] + data(), accumulating.parameters())
+    assert first_empty.targets == sum(COUNTS) and error(gradients(accumulating), whole_batch()[1]) <= 1e-12
+
+
+# --- mixed precision --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("autocast", "bound"), [(None, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_autocast_runs_narrow_and_keeps_the_gradient(autocast: torch.dtype | None, bound: float) -> None:
+    accumulating, seen = model(torch.float32), []
+    accumulating[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))  # type: ignore[index]
+    scaler = torch.amp.GradScaler("cpu") if autocast is torch.float16 else None
+    optimizer = torch.optim.SGD(accumulating.parameters(), lr=1.0)
+    outcome = accumulated_step(summed(accumulating), data(torch.float32), optimizer, autocast=autocast, scaler=scaler)
+    assert outcome.stepped and outcome.gradient_norm is None and abs(outcome.loss - whole_batch()[0]) < 0.01
+    assert set(seen) == {autocast or torch.float32} and len(seen) == len(COUNTS)
+    start = torch.cat([parameter.detach().flatten() for parameter in model(torch.float32).parameters()])
+    stepped = torch.cat([parameter.detach().flatten() for parameter in accumulating.parameters()])
+    found = error(start - stepped, whole_batch()[1])
+    assert found <= bound and (autocast is None or found > 1e-6)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_clipping_sees_the_unscaled_gradient(scaled: bool) -> None:
+    accumulating = model(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled else None
+    optimizer = torch.optim.SGD(accumulating.parameters(), lr=1.0)
+    outcome = accumulated_step(summed(accumulating), data(torch.float32), optimizer, scaler=scaler, clip_norm=0.01)
+    expected = float(whole_batch()[1].norm())
+    assert outcome.gradient_norm == pytest.approx(expected, rel=1e-5) and expected > 0.1
+    pairs = zip(accumulating.parameters(), model(torch.float32).parameters(), strict=True)
+    moved = [new.detach() - old.detach() for new, old in pairs]
+    assert float(torch.cat([one.flatten() for one in moved]).norm()) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_an_infinite_gradient_skips_the_step_and_lowers_the_scale() -> None:
+    accumulating = model(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = torch.optim.SGD(accumulating.parameters(), lr=1.0)
+    spoiled = data(torch.float32)
+    spoiled[2][0][0, 0] = float("inf")
+    outcome = accumulated_step(summed(accumulating), spoiled, optimizer, scaler=scaler)
+    assert not outcome.stepped and scaler.get_scale() == 2.0**9
+    assert all(torch.equal(a, b) for a, b in zip(accumulating.parameters(), model(torch.float32).parameters(), strict=True))
+    assert accumulated_step(summed(accumulating), data(torch.float32), optimizer, scaler=scaler).stepped
+    assert scaler.get_scale() == 2.0**9
+
+
+# --- wrong use --------------------------------------------------------------------------------------------------------
+
+
+def test_cutting_a_batch() -> None:
+    x = torch.arange(6)
+    parts = micro_batches(({"x": x, "scale": 2.0}, x.view(6, 1)), 3)
+    assert [part[0]["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    assert [tuple(part[1].shape) for part in parts] == [(2, 1)] * 3 and parts[2][0]["scale"] == 2.0
+    for n in (0, True, 2.0):
+        with pytest.raises(InvalidArgumentError, match="n=.*a positive int"):
+            micro_batches((x,), n)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match=r"n=4 does not divide the 6 rows.*what divides them: \[1, 2, 3, 6\]"):
+        micro_batches((x,), 4)
+    with pytest.raises(InvalidArgumentError, match=r"first dimensions of one size, but found \[5, 6\]"):
+        micro_batches((x, x[1:]), 2)
+
+
+def test_wrong_arguments_are_named() -> None:
+    one = model()
+    optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
+    with pytest.raises(InvalidArgumentError, match="batches=list: expected a sequence of one tuple or more"):
+        accumulate_gradients(summed(one), [], one.parameters())
+    with pytest.raises(InvalidArgumentError, match="parameters: expected at least one"):
+        accumulate_gradients(summed(one), data(), [])
+    with pytest.raises(InvalidArgumentError, match="loss returned Tensor: expected the sum of the losses.*not a mean"):
+        accumulated_step(lambda x, y: nn.functional.cross_entropy(one(x), y), data(), optimizer)  # type: ignore[arg-type, return-value]
+    with pytest.raises(InvalidArgumentError, match="clip_norm=0: expected a positive number"):
+        accumulated_step(summed(one), data(), optimizer, clip_norm=0)
+    with pytest.raises(InvalidArgumentError, match=r"autocast=torch.float16 without scaler.*pass a torch.amp.GradScaler"):
+        accumulated_step(summed(one), data(), optimizer, autocast=torch.float16)

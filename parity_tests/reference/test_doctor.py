@@ -1,0 +1,321 @@
+"""Every trap planted and found, its remedy followed, and nothing found in models that are right."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import torch_ref
+from torch_ref import faithful
+
+X, W = torch.ones(2, 4), nn.Parameter(torch.ones(4))
+
+
+def keep(function, *args, **kwargs):
+    return checkpoint(function, *args, **{"use_reentrant": False} | kwargs)
+
+
+class Stack(nn.Module):
+    """Layers that `run(layer, x)` calls."""
+
+    def __init__(self, run, count=3):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
+        self.run = run
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return x
+
+
+class LateBound(Stack):
+    def forward(self, x):
+        for layer in self.layers:
+            x = keep(lambda x: layer(x), x)  # noqa: B023
+        return x
+
+
+class BoundNow(Stack):
+    def forward(self, x):
+        for layer in self.layers:
+            x = keep(lambda x, layer=layer: layer(x), x)
+        return x
+
+
+class Nested(Stack):
+    """A checkpoint around all layers, and one around each, which is given a list."""
+
+    def forward(self, x):
+        return keep(self.whole, x)
+
+    def whole(self, x):
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return x
+
+
+class Flagged(Stack):
+    """Has the flag of Hugging Face's models."""
+
+    reads = False
+
+    def __init__(self):
+        super().__init__(lambda layer, x: layer(x))
+        self.gradient_checkpointing = True
+
+    def forward(self, x):
+        if self.reads and self.gradient_checkpointing and self.training:
+            return Stack.forward(self, keep(torch.sin, x))
+        return Stack.forward(self, x)
+
+
+class FlaggedAndRead(Flagged):
+    reads = True
+
+
+def first_of(layer):
+    return lambda xs: layer(xs[0])
+
+
+def offloaded(layer, x):
+    with save_on_cpu():
+        return keep(layer, x)
+
+
+def offloaded_by_keyword(layer, x):
+    with save_on_cpu():
+        return keep(layer, input=x)
+
+
+def in_place(x):
+    return x.mul_(2).sin()
+
+
+def changed_later(x):
+    h = x * W
+    y = keep(torch.sin, h)
+    return y + h.add_(1)
+
+
+PLANTED = [
+    (
+        "hidden_from_offload",
+        lambda: Stack(offloaded_by_keyword),
+        r"layers.0 \(Linear\) at .*test_doctor.py:\d+ \(keep\), from .*:\d+ \(offloaded_by_keyword\): "
+        r"1 tensor.*32 bytes \(keyword 'input' \[2, 4\]\)",
+        lambda: Stack(offloaded),
+    ),
+    (
+        "hidden_from_offload",
+        lambda: Stack(lambda layer, x: faithful.gradient_checkpoint_forward(layer, True, True, input=x)),
+        r"stay on the device.*or use torch_ref.gradient_checkpoint_forward, which moves tensors anywhere",
+        lambda: Stack(lambda layer, x: torch_ref.gradient_checkpoint_forward(layer, True, True, input=x)),
+    ),
+    (
+        "flag_without_effect",
+        Flagged,
+        r"the model \(Flagged\): gradient_checkpointing is set, but nothing read it.*put the policy on them from outside",
+        FlaggedAndRead,
+    ),
+    (
+        "rebound_variable",
+        lambda: LateBound(None),
+        r"layers.\d \(Linear\) at .*\(keep\), from .*\(forward\).*captures the variable 'layer', "
+        r"which was bound anew.*layer=layer",
+        lambda: BoundNow(None),
+    ),
+    (
+        "nested_container",
+        lambda: Nested(lambda layer, x: keep(lambda xs, layer=layer: layer(xs[0]), [x])),
+        r"layers.0 \(Linear\).*keeps 1 tensor\(s\), 32 bytes \(argument 0\[0\] \[2, 4\]\), alive.*Pass the tensors by position",
+        lambda: Nested(lambda layer, x: keep(layer, x)),
+    ),
+    (
+        "nested_container",
+        lambda: Nested(lambda layer, x: keep(lambda xs, layer=layer: layer(xs[0]), [x])),
+        r"use torch_ref.gradient_checkpoint_forward for the inner one",
+        lambda: Nested(lambda layer, x: torch_ref.gradient_checkpoint_forward(first_of(layer), True, False, [x])),
+    ),
+    (
+        "mutated_input",
+        lambda: lambda x: keep(in_place, x * W),
+        r"in_place at .*1 tensor\(s\), 32 bytes \(argument 0 \[2, 4\]\), changed in place by the block itself.*a clone",
+        lambda: lambda x: keep(lambda x: in_place(x.clone()), x * W),
+    ),
+    (
+        "mutated_input",
+        lambda: changed_later,
+        r"changed in place after the call: the recomputation would start from other values\. Make the change out of place",
+        lambda: lambda x: keep(torch.sin, x * W) + (x * W).add(1),
+    ),
+    (
+        "reentrant_without_gradient",
+        lambda: Stack(lambda layer, x: checkpoint(layer, x, use_reentrant=True), count=1),
+        r"layers.0 \(Linear\).*the parameters inside get no gradient\. Use use_reentrant=False",
+        lambda: Stack(keep, count=1),
+    ),
+    (
+        "random_state",
+        lambda: Stack(lambda layer, x: keep(lambda x: torch.dropout(layer(x), 0.5, True), x, preserve_rng_state=False)),
+        r"preserve_rng_state=False: backward is that of another mask\. Leave preserve_rng_state at its default",
+        lambda: Stack(lambda layer, x: keep(lambda x: torch.dropout(layer(x), 0.5, True), x)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("trap", "wrong", "message", "cured"), PLANTED, ids=[f"{k}-{p[0]}" for k, p in enumerate(PLANTED)])
+def test_a_planted_trap_is_found_and_its_remedy_makes_it_go_away(trap, wrong, message, cured):
+    found = torch_ref.doctor(wrong(), X)
+    assert {finding.trap for finding in found.findings} == {trap}
+    assert not found.ok
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(str(found))
+    healthy = torch_ref.doctor(cured(), X)
+    assert healthy.ok, str(healthy)
+    assert healthy.regions >= 1
+
+
+def test_the_rebound_variable_is_a_wrong_gradient_and_no_error():
+    """In the faithful form with offload: the relative error of field notes, and zero where the variable is bound."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6).double() for _ in range(4)]
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+
+    def late(x):
+        for layer in layers:
+            x = faithful.gradient_checkpoint_forward(lambda x: torch.tanh(layer(x)), True, True, x)  # noqa: B023
+        return x
+
+    def bound(x):
+        for layer in layers:
+            x = faithful.gradient_checkpoint_forward(lambda x, layer=layer: torch.tanh(layer(x)), True, True, x)
+        return x
+
+    def gradient(forward):
+        return torch.autograd.grad(forward(x).sum(), x)[0]
+
+    plain = gradient(nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers)))
+    assert (gradient(late) - plain).norm() / plain.norm() > 0.1
+    assert torch.equal(gradient(bound), plain)
+    assert [f.trap for f in torch_ref.doctor(late, x).findings] == ["rebound_variable"]
+    assert torch_ref.doctor(bound, x).ok
+
+
+def images():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout2d())
+
+
+CLEAN = {
+    "toy": lambda: (torch_ref.ToyModel(), (X.clone().requires_grad_(),), {}),
+    "decoder, off": lambda: (torch_ref.DecoderStack(2, 8, 2), (torch.ones(2, 3, 8),), {}),
+    "decoder, checkpoint": lambda: (
+        torch_ref.DecoderStack(2, 8, 2, dropout=0.5),
+        (torch.ones(2, 3, 8),),
+        {"use_gradient_checkpointing": True},
+    ),
+    "decoder, offload": lambda: (
+        torch_ref.DecoderStack(2, 8, 2),
+        (torch.ones(2, 3, 8),),
+        {"use_gradient_checkpointing_offload": True},
+    ),
+    "bytes": lambda: (
+        torch_ref.ByteDecoder(d_model=8, nhead=2, num_layers=2),
+        (torch.zeros(2, 5, dtype=torch.long),),
+        {"use_gradient_checkpointing": True},
+    ),
+    "joint, checkpoint": lambda: (
+        torch_ref.JointDecoder(2),
+        (torch.ones(2, 5, 48), torch.ones(2, 4, 8)),
+        {"use_gradient_checkpointing": True},
+    ),
+    "joint, offload": lambda: (
+        torch_ref.JointDecoder(2),
+        (torch.ones(2, 5, 48), torch.ones(2, 4, 8)),
+        {"use_gradient_checkpointing_offload": True},
+    ),
+    "sequential": lambda: (
+        functools.partial(checkpoint_sequential, Stack(None).layers, 2, use_reentrant=False),
+        (X,),
+        {},
+    ),
+    "reentrant": lambda: (
+        Stack(lambda layer, x: checkpoint(layer, x, use_reentrant=True)),
+        (X.clone().requires_grad_(),),
+        {},
+    ),
+    "frozen, reentrant": lambda: (
+        Stack(lambda layer, x: checkpoint(layer, x, use_reentrant=True)).requires_grad_(False),
+        (X,),
+        {},
+    ),
+    "save_on_cpu": lambda: (Stack(offloaded), (X,), {}),
+    "keywords": lambda: (Stack(lambda layer, x: keep(layer, input=x)), (X,), {}),
+    "keywords after an offload": lambda: (Stack(lambda layer, x: keep(layer, input=offloaded(layer, x))), (X,), {}),
+    "offload function": lambda: (Stack(lambda layer, x: torch_ref.OffloadFunction(layer)(input=x)), (X,), {}),
+    "images": lambda: (functools.partial(keep, images()), (torch.ones(2, 3, 5, 5),), {}),
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_models_that_are_right(name):
+    module, args, kwargs = CLEAN[name]()
+    found = torch_ref.doctor(module, *args, **kwargs)
+    assert found.ok, str(found)
+    assert found.regions == {
+        "toy": 0,
+        "decoder, off": 0,
+        "sequential": 1,
+        "reentrant": 3,
+        "frozen, reentrant": 3,
+        "save_on_cpu": 3,
+        "keywords": 3,
+        "keywords after an offload": 6,
+        "offload function": 3,
+        "images": 1,
+    }.get(name, 2)
+
+
+def test_openpis_form():
+    """Flags that nothing reads, and layers that are nested with a list; in the right form nothing."""
+    model = faithful.Pi0(torch_ref.JointDecoder(3))
+    model.gradient_checkpointing_enable()
+    inputs = (torch.randn(2, 5, 48), torch.randn(2, 4, 8))
+    found = torch_ref.doctor(model, *inputs)
+    assert [(finding.trap, finding.block) for finding in found.findings] == [
+        ("flag_without_effect", "transformer.language_model (Flagged)"),
+        ("flag_without_effect", "transformer.vision_tower (Flagged)"),
+        ("nested_container", "transformer (TransformerWithExpert)"),
+        ("nested_container", "transformer (TransformerWithExpert)"),
+    ]
+    assert torch_ref.doctor(model.decoder, *inputs, use_gradient_checkpointing=True).ok
+
+
+def test_flags_of_a_model_in_evaluation_mode_and_of_the_call():
+    found = torch_ref.doctor(FlaggedAndRead().eval(), X)
+    assert "evaluation mode, where nothing is checkpointed. Call train() on the model first." in str(found)
+
+    class Deaf(Stack):
+        def forward(self, x, use_gradient_checkpointing=False):
+            return super().forward(x)
+
+    found = torch_ref.doctor(Deaf(lambda layer, x: layer(x)), X, use_gradient_checkpointing=True)
+    assert [f.block for f in found.findings] == ["the call"] and "no checkpoint was made in this call" in str(found)
+
+
+def test_the_model_is_left_as_it_was():
+    model = Flagged()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_ref.doctor(model, X)
+    assert type(model) is Flagged and not model._forward_hooks and model.gradient_checkpointing is True
+    with pytest.raises(ZeroDivisionError):
+        torch_ref.doctor(Stack(lambda layer, x: 1 / 0), X)
+    with pytest.raises(torch_ref.InvalidArgumentError, match="module is a Tensor, expected a module or a function"):
+        torch_ref.doctor(X)

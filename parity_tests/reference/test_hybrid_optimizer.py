@@ -1,0 +1,262 @@
+"""The hybrid optimizer in PyTorch: the plain optimizer's results to the bit, what is where, and its life between steps."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torch_ref.errors import InvalidArgumentError, NothingToOffloadError
+from torch_ref.train import HybridOptimizer
+
+LEARNING_RATE = 0.1
+"""Ten steps of it move every parameter by far more than rounding: an optimizer that does nothing is seen."""
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int]] = {
+    "sgd": (torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.9}, 1),
+    "adam": (torch.optim.Adam, {"lr": LEARNING_RATE}, 2),
+    "adamw": (torch.optim.AdamW, {"lr": LEARNING_RATE, "weight_decay": 0.1}, 2),
+}
+MATRIX = 8 * 8
+"""Four equal matrices: a share of one half is two of them."""
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))).to(dtype)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(4, 8, generator=generator).to(next(model.parameters()).dtype)
+    return ((model(x) - x) ** 2).sum() / 4
+
+
+def groups_of(model: nn.Module, groups: int) -> list[Any]:
+    parameters = list(model.parameters())
+    return parameters if groups == 1 else [{"params": parameters[:2], "lr": 0.05}, {"params": parameters[2:]}]
+
+
+def make(name: str, fraction: float | None, groups: int, model: nn.Module) -> torch.optim.Optimizer:
+    """The plain optimizer for a fraction of None."""
+    kind, options, _ = OPTIMIZERS[name]
+    if fraction is None:
+        return kind(groups_of(model, groups), **options)
+    return HybridOptimizer(groups_of(model, groups), kind, offload_fraction=fraction, **options)
+
+
+def train(optimizer: torch.optim.Optimizer, model: nn.Module, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+@functools.cache
+def plain(name: str, groups: int) -> nn.Module:
+    trained = model()
+    train(make(name, None, groups, trained), trained, range(10))
+    return trained
+
+
+def assert_same_bits(found: nn.Module, expected: nn.Module) -> None:
+    for got, want in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("fraction", [0, 0.5, 1.0])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_ten_steps_are_the_plain_optimizers_to_the_bit(name: str, fraction: float, groups: int) -> None:
+    trained = model()
+    optimizer = make(name, fraction, groups, trained)
+    train(optimizer, trained, range(10))
+    assert_same_bits(trained, plain(name, groups))
+    assert all(
+        float((new - old).detach().abs().max()) > 0.02
+        for new, old in zip(trained.parameters(), model().parameters(), strict=True)
+    )
+    assert isinstance(optimizer, HybridOptimizer)
+    placement, state = optimizer.placement(), 4 * MATRIX * OPTIMIZERS[name][2]
+    counts = 4 if name != "sgd" else 0
+    assert placement.host_bytes == fraction * 4 * (state + counts)
+    assert placement.device_bytes == (1 - fraction) * 4 * (state + counts)
+    assert len(optimizer.offloaded_parameters) == 4 * fraction
+
+
+def test_an_optimizer_that_does_nothing_would_be_seen() -> None:
+    with pytest.raises(AssertionError):
+        assert_same_bits(model(), plain("adamw", 1))
+
+
+def test_a_parameter_without_gradient_is_left_alone_and_a_closure_is_run() -> None:
+    trained, expected = model(), model()
+    optimizer, reference = make("adam", 0.5, 1, trained), make("adam", None, 1, expected)
+    for one, by in ((trained, optimizer), (expected, reference)):
+        next(one.parameters()).requires_grad_(False)
+
+        def closure(one: nn.Module = one, by: torch.optim.Optimizer = by) -> torch.Tensor:
+            by.zero_grad()
+            loss = loss_of(one, 0)
+            loss.backward()
+            return loss
+
+        assert by.step(closure).item() == loss_of(model(), 0).item()
+    assert_same_bits(trained, expected)
+    assert torch.equal(next(trained.parameters()), next(model().parameters()))
+
+
+def test_schedulers_and_hyperparameters_reach_the_optimizers_inside() -> None:
+    trained, expected = model(), model()
+    optimizer, reference = make("adamw", 0.5, 2, trained), make("adamw", None, 2, expected)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, gamma=0.5) for one in (optimizer, reference)]
+    for step in range(4):
+        train(optimizer, trained, range(step, step + 1))
+        train(reference, expected, range(step, step + 1))
+        for scheduler in schedulers:
+            scheduler.step()
+    optimizer.param_groups[0]["weight_decay"] = reference.param_groups[0]["weight_decay"] = 0.5
+    train(optimizer, trained, range(4, 6))
+    train(reference, expected, range(4, 6))
+    assert_same_bits(trained, expected)
+    assert optimizer.param_groups[0]["lr"] == 0.05 * 0.5**4
+
+
+# --- 16 bits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fraction", [0, 0.5, 1.0])
+def test_bfloat16_parameters_follow_a_float32_run(fraction: float) -> None:
+    """Small steps that bfloat16 itself would round away are kept in the masters."""
+    kind, rate, steps = torch.optim.SGD, 2.0**-12, 64
+    trained = model(torch.bfloat16)
+    start = [parameter.detach().float().clone() for parameter in trained.parameters()]
+    hybrid = HybridOptimizer(trained.parameters(), kind, offload_fraction=fraction, lr=rate, momentum=0.5)
+    narrow = model(torch.bfloat16)
+    by_itself = kind(narrow.parameters(), lr=rate, momentum=0.5)
+    masters = [nn.Parameter(one.clone()) for one in start]
+    wide = kind(masters, lr=rate, momentum=0.5)
+    for _ in range(steps):
+        for group in (trained.parameters(), narrow.parameters(), masters):
+            for parameter in group:
+                parameter.grad = torch.ones_like(parameter)
+        for optimizer in (hybrid, by_itself, wide):
+            optimizer.step()
+    for got, want, lost, old in zip(trained.parameters(), masters, narrow.parameters(), start, strict=True):
+        assert torch.equal(got, want.detach().bfloat16())
+        moved = (want.detach() - old).abs().mean()
+        assert (lost.detach().float() - want.detach()).abs().mean() > 0.1 * moved
+    saved = hybrid.state_dict()["state"]
+    assert all(torch.equal(saved[index]["master"], master.detach()) for index, master in enumerate(masters))
+    assert hybrid.placement().host_bytes == fraction * 4 * (4 * MATRIX + 4 * MATRIX), "momentum and master"
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product([None, 0.5, 1.0], [0, 0.5, 1.0])))
+def test_a_state_dict_goes_on_with_another_fraction(before: float | None, after: float) -> None:
+    trained = model()
+    first = make("adamw", before, 2, trained)
+    train(first, trained, range(4))
+    saved = copy.deepcopy(first.state_dict())
+    second = make("adamw", after, 2, trained)
+    second.load_state_dict(saved)
+    train(second, trained, range(4, 10))
+    assert_same_bits(trained, plain("adamw", 2))
+    assert set(second.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    back = make("adamw", None, 2, trained)
+    back.load_state_dict(second.state_dict())
+    assert back.state_dict()["state"][3]["step"] == 10
+
+
+def test_a_state_dict_of_16_bits_keeps_the_masters() -> None:
+    trained = model(torch.bfloat16)
+    first = HybridOptimizer(trained.parameters(), torch.optim.Adam, lr=0.01)
+    train(first, trained, range(3))
+    other = copy.deepcopy(trained)
+    second = HybridOptimizer(other.parameters(), torch.optim.Adam, offload_fraction=0.5, lr=0.01)
+    second.load_state_dict(first.state_dict())
+    train(first, trained, range(3, 6))
+    train(second, other, range(3, 6))
+    assert_same_bits(other, trained)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_weights_that_are_loaded_later_are_not_overwritten_by_old_masters(fraction: float, dtype: torch.dtype) -> None:
+    trained, loaded = model(dtype), {name: value + 1 for name, value in model(dtype).state_dict().items()}
+    optimizer = HybridOptimizer(trained.parameters(), torch.optim.SGD, offload_fraction=fraction, lr=1.0, momentum=0.5)
+    train(optimizer, trained, range(1))
+    trained.load_state_dict(loaded)
+    for parameter in trained.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.state.clear()
+    before = [parameter.detach().clone() for parameter in trained.parameters()]
+    momentum = [state["momentum_buffer"].clone() for state in (entry for entry in optimizer.state_dict()["state"].values())]
+    optimizer.step()
+    for parameter, old, buffer in zip(trained.parameters(), before, momentum, strict=True):
+        assert torch.equal(parameter, (old.float() - 0.5 * buffer.float()).to(dtype))
+
+
+# --- wrong use --------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments_are_named() -> None:
+    parameters = list(model().parameters())
+    for fraction in (-0.5, 1.5, "all", True, float("nan")):
+        with pytest.raises(InvalidArgumentError, match=r"offload_fraction=.*expected a number from 0"):
+            HybridOptimizer(parameters, torch.optim.Adam, offload_fraction=fraction)  # type: ignore[arg-type]
+    for kind in (torch.optim.LBFGS, HybridOptimizer, "adam"):
+        with pytest.raises(InvalidArgumentError, match="optimizer_class="):
+            HybridOptimizer(parameters, kind)  # type: ignore[arg-type]
+    optimizer = HybridOptimizer(parameters, torch.optim.Adam)
+    with pytest.raises(InvalidArgumentError, match="add_param_group: give all groups at once"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(InvalidArgumentError, match=r"groups of \[4\] parameters: expected \[2, 2\]"):
+        make("adam", 1.0, 2, model()).load_state_dict(optimizer.state_dict())
+    embedding = nn.Embedding(4, 2, sparse=True)
+    sparse = HybridOptimizer(embedding.parameters(), torch.optim.Adam)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(InvalidArgumentError, match="layout torch.sparse_coo: expected a dense one"):
+        sparse.step()
+
+
+def test_nothing_to_move_is_an_error_and_not_a_silent_no_op() -> None:
+    with pytest.raises(NothingToOffloadError, match="optimizer_class=SGD keeps no state.*give SGD a momentum"):
+        HybridOptimizer(model().parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(NothingToOffloadError, match="offload_fraction=0.1 moves nothing: the smallest parameter has 64 of 256"):
+        HybridOptimizer(model().parameters(), torch.optim.Adam, offload_fraction=0.1)
+    HybridOptimizer(model().parameters(), torch.optim.SGD, offload_fraction=0, lr=0.1)
+    HybridOptimizer(model(torch.bfloat16).parameters(), torch.optim.SGD, lr=0.1)  # its masters move
+
+
+# --- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_on_a_gpu_state_is_host_memory_and_results_are_within_rounding(fraction: float, overlap: bool) -> None:
+    trained, expected = model().cuda(), model().cuda()
+    kind, options, _ = OPTIMIZERS["adamw"]
+    optimizer = HybridOptimizer(trained.parameters(), kind, offload_fraction=fraction, overlap=overlap, **options)
+    reference = kind(expected.parameters(), **options)
+    for step in range(10):
+        for one, by in ((trained, optimizer), (expected, reference)):
+            by.zero_grad()
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).cuda()
+            (one(x) ** 2).mean().backward()
+            by.step()
+    for got, want, old in zip(trained.parameters(), expected.parameters(), model().parameters(), strict=True):
+        assert float((got - want).detach().abs().max()) < 1e-3 * float((want.detach().cpu() - old).abs().max())
+    for parameter in optimizer.offloaded_parameters:
+        assert optimizer.state[parameter]["exp_avg"].device.type == "cpu"
+        assert optimizer._offloaded[parameter].master.is_pinned()
+    kept = [one for one in trained.parameters() if all(one is not other for other in optimizer.offloaded_parameters)]
+    assert all(optimizer.state[parameter]["exp_avg"].device.type == "cuda" for parameter in kept)

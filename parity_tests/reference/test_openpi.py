@@ -1,0 +1,222 @@
+"""OpenPI's switch: what the original does, in numbers, and the right form of each part beside it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import torch_ref
+from parity_tests.reference.blocks import all_equal
+from torch_ref import faithful
+
+LAYERS = 6
+PATCHES, ACTIONS = (2, 5, 48), (2, 4, 8)
+
+
+def decoder() -> torch_ref.JointDecoder:
+    torch.manual_seed(0)
+    return torch_ref.JointDecoder(LAYERS).double()
+
+
+def inputs():
+    torch.manual_seed(1)
+    return [torch.randn(*shape, dtype=torch.float64) for shape in (PATCHES, ACTIONS)]
+
+
+def openpi(model, *, enable=True, disable=False):
+    outer = faithful.Pi0(model)
+    if enable:
+        outer.gradient_checkpointing_enable()
+    if disable:
+        outer.gradient_checkpointing_disable()
+    return outer
+
+
+def run(model, layers):
+    """How many of the layers' outputs live between the passes, how often each layer is executed, and the gradients."""
+    references = []
+
+    def remember(layer, args, output):
+        if len(references) < 2 * LAYERS:
+            references.extend(weakref.ref(y) for y in output)
+
+    hooks = [layer.register_forward_hook(remember) for layer in layers]
+    with torch_ref.count_calls(*layers) as calls:
+        y = model(*inputs())
+        alive = sum(reference() is not None for reference in references)
+        gradients = torch.autograd.grad(y.square().sum(), list(layers.parameters()), materialize_grads=True)
+    for hook in hooks:
+        hook.remove()
+    return alive, [calls.per_module[layer] for layer in layers], list(gradients)
+
+
+def nested(model, call):
+    """The right model with a checkpoint around all layers, and `call` around each."""
+
+    def forward(patches, actions):
+        streams = [model.vision_tower(patches), model.action_in(actions)]
+        mask = model.mask(streams)
+
+        def whole(streams, mask):
+            for layer in model.layers:
+                streams = call(layer, streams, mask)
+            return streams
+
+        streams = torch_ref.gradient_checkpoint_forward(whole, True, False, streams, mask)
+        return model.action_out(model.norms[1](streams[1]))
+
+    return forward
+
+
+def with_a_list(layer, streams, mask):
+    return checkpoint(layer, streams, mask, use_reentrant=False)
+
+
+def by_position(layer, streams, mask):
+    return checkpoint(lambda a, b, mask: layer([a, b], mask), *streams, mask, use_reentrant=False)
+
+
+def right(layer, streams, mask):
+    return torch_ref.gradient_checkpoint_forward(layer, True, False, streams, mask)
+
+
+def test_the_values_are_those_of_the_plain_model():
+    model = decoder()
+    plain = run(model, model.layers)
+    assert plain[1] == [1] * LAYERS
+    for other in (openpi(model), openpi(model, enable=False), lambda p, a: model(p, a, use_gradient_checkpointing=True)):
+        assert all_equal(run(other, model.layers)[2], plain[2])
+    assert torch.equal(openpi(model)(*inputs()), model(*inputs()))
+
+
+@pytest.mark.parametrize(
+    ("call", "alive"), [(with_a_list, 11), (by_position, 1), (right, 1)], ids=["list", "positional", "right"]
+)
+def test_nested_with_a_list_nothing_is_freed(call, alive):
+    """12 outputs: 6 layers of two streams. The last prefix dies in any case, the last suffix is what is returned."""
+    model = decoder()
+    found = run(nested(model, call), model.layers)
+    assert found[:2] == (alive, [3, 3, 3, 3, 3, 2])
+    with set_checkpoint_early_stop(False):
+        assert run(nested(model, call), model.layers)[:2] == (alive, [3] * LAYERS)
+
+
+def test_openpi_pays_for_two_checkpoints_and_frees_as_if_there_were_one():
+    model = decoder()
+    # Its final norms, checkpointed with a list as well, hold the outputs of the last layer too.
+    assert run(openpi(model), model.layers)[:2] == (12, [3, 3, 3, 3, 3, 2])
+    # The right form: one checkpoint for each layer keeps the same and executes twice.
+    checkpointed = run(lambda p, a: model(p, a, use_gradient_checkpointing=True), model.layers)
+    assert checkpointed[:2] == (11, [2] * LAYERS)
+
+
+def test_disabling_does_not_disable(caplog):
+    model = decoder()
+    with caplog.at_level(logging.INFO):
+        outer = openpi(model, disable=True)
+        found = run(outer, model.layers)
+    assert found[1] == [2] * LAYERS  # the layers are checkpointed all the same, the outer model is not
+    assert outer.transformer.expert.gradient_checkpointing and not outer.gradient_checkpointing_enabled
+    assert [record.message for record in caplog.records] == [
+        "Enabled gradient checkpointing for PI0Pytorch model",
+        "Disabled gradient checkpointing for PI0Pytorch model",
+        "Forcing gradient checkpointing to be enabled for Gemma expert model",
+        "Gemma expert model gradient checkpointing: True",
+        "Model training mode: True",
+        "Gemma expert model gradient_checkpointing value: True",
+    ]
+    # What was never enabled is checkpointed too. The right switch is off when it is off.
+    assert run(openpi(model, enable=False), model.layers)[1] == [2] * LAYERS
+    torch_ref.gradient_checkpointing_enable(model)
+    assert run(model, model.layers)[1] == [2] * LAYERS
+    torch_ref.gradient_checkpointing_disable(model)
+    assert run(model, model.layers)[1] == [1] * LAYERS
+
+
+def test_the_flag_of_the_vision_tower_is_read_by_nothing():
+    model = decoder()
+    outer = openpi(model)
+    before = run(outer, model.layers)
+    outer.transformer.vision_tower.gradient_checkpointing = False
+    after = run(outer, model.layers)
+    assert before[:2] == after[:2]
+
+
+@pytest.mark.parametrize("form", ["openpi", "right"])
+def test_it_takes_effect_only_in_training(form):
+    model = decoder()
+    if form == "openpi":
+        switched = openpi(model)
+    else:
+        torch_ref.gradient_checkpointing_enable(model)
+        switched = model
+    switched.eval()
+    assert run(switched, model.layers)[1] == [1] * LAYERS
+    switched.train()
+    assert run(switched, model.layers)[1][0] == (3 if form == "openpi" else 2)
+    with torch.no_grad(), torch_ref.count_calls(*model.layers) as calls:
+        switched(*inputs())
+    assert calls.total == LAYERS
+
+
+def test_without_the_random_state_dropout_has_another_gradient():
+    def gradient(**options):
+        torch.manual_seed(0)
+        x = torch.ones(64, requires_grad=True)
+        masks = []
+
+        def block(x):
+            y = nn.functional.dropout(x.exp(), 0.5)
+            masks.append((y != 0).clone())
+            return y
+
+        checkpoint(lambda x: block(x).sin(), x, use_reentrant=False, **options).sum().backward()
+        return torch.equal(*masks)
+
+    assert gradient() and not gradient(preserve_rng_state=False)
+
+
+def test_the_training_script_goes_on_without(caplog):
+    with caplog.at_level(logging.INFO):
+        assert faithful.prepare_for_training(faithful.Pi0(decoder()))
+        assert not faithful.prepare_for_training(nn.Linear(2, 2))
+    assert [record.message for record in caplog.records] == [
+        "Enabled gradient checkpointing for PI0Pytorch model",
+        "Enabled gradient checkpointing for memory optimization",
+        "Gradient checkpointing is not supported for this model",
+    ]
+    with pytest.raises(torch_ref.InvalidArgumentError, match=r"Linear without blocks.*Pass blocks=SomeClass.*of Linear"):
+        torch_ref.gradient_checkpointing_enable(nn.Linear(2, 2))
+
+
+def test_the_switch():
+    model = torch_ref.ByteDecoder(d_model=8, nhead=2, num_layers=3)
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    names = list(model.state_dict())
+    assert not torch_ref.is_gradient_checkpointing(model)
+    applied = torch_ref.gradient_checkpointing_enable(model, "dots")
+    assert list(applied.blocks) == [f"decoder/layers/{k}" for k in range(3)] and list(model.state_dict()) == names
+
+    def executed():
+        with torch_ref.count_matmuls() as count, torch_ref.count_calls(*model.decoder.layers) as calls:
+            model(tokens).sum().backward()
+        return count.total, calls.total
+
+    assert executed() == (18 * 3 + 3, 6)
+    torch_ref.gradient_checkpointing_enable(model)  # set anew, not twice
+    assert executed() == (24 * 3 + 3, 6) and torch_ref.is_gradient_checkpointing(model)
+    torch_ref.gradient_checkpointing_disable(model)
+    torch_ref.gradient_checkpointing_disable(model)
+    assert executed() == (18 * 3 + 3, 3) and not torch_ref.is_gradient_checkpointing(model)
+    chosen = torch_ref.gradient_checkpointing_enable(model, blocks=nn.LayerNorm)
+    assert len(chosen.blocks) == 6
+    with pytest.raises(torch_ref.PolicyError, match="nothing"):
+        torch_ref.gradient_checkpointing_enable(model, "nothing")
+    assert torch_ref.is_gradient_checkpointing(model)  # a malformed policy changes nothing
+    with pytest.raises(torch_ref.InvalidArgumentError, match="model is a int, expected a module"):
+        torch_ref.gradient_checkpointing_disable(3)

@@ -1,0 +1,290 @@
+"""Cuts into segments: closed forms against what is measured, and every fault of the tutorial's experiment by its numbers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+import torch_ref
+from torch_ref.faithful import deep_mlp as faithful
+
+Segments = int | Sequence[int] | None
+SIZES = {"hidden_size": 64, "in_features": 48, "out_features": 10}
+BATCH = 96
+ACTIVATION = BATCH * 64 * 4
+
+
+@functools.cache
+def measured(num_layers: int, segments: Segments, batch: int = BATCH, **sizes: int) -> torch_ref.SegmentCost:
+    """Everything that a closed form says, measured on fake tensors."""
+    sizes = sizes or SIZES
+
+    def build() -> torch_ref.TrainingStep:
+        model = torch_ref.DeepMLP(num_layers, **sizes)
+        x = torch.zeros(batch, sizes["in_features"])
+        return torch_ref.TrainingStep(model, lambda x: model(x, segments=segments).sum(), (x,))
+
+    with FakeTensorMode():
+        step = build()
+        saved = torch_ref.saved_for_backward(lambda x: step.model(x, segments=segments), *step.batch)
+        with torch_ref.count_calls(nn.Linear) as calls, torch_ref.count_matmuls() as matmuls:
+            step.run()
+    peak = torch_ref.peak_bytes(build)
+    activations = peak.device_bytes - sum(peak.breakdown[kind] for kind in ("parameters", "gradients", "batch"))
+    return torch_ref.SegmentCost(saved.device_bytes, activations - 8, peak.device_bytes, calls.total, matmuls.total)
+
+
+def cuts(num_layers: int) -> dict[str, tuple[Segments, tuple[int, ...]]]:
+    """What the model is given, and the same as boundaries."""
+    sqrt, best = torch_ref.sqrt_segments(num_layers), torch_ref.optimal_segments(num_layers)
+    by_hand = torch_ref.decreasing_boundaries(num_layers)
+    return {
+        "plain": (None, ()),
+        "three": (3, torch_ref.uniform_boundaries(num_layers, 3)),
+        "sqrt": (sqrt, torch_ref.uniform_boundaries(num_layers, sqrt)),
+        "optimal": (best, torch_ref.uniform_boundaries(num_layers, best)),
+        "by hand": (by_hand, by_hand),
+    }
+
+
+# The closed forms.
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "cut"),
+    [
+        *((16, cut) for cut in ("plain", "three", "sqrt", "optimal", "by hand")),
+        *((62, cut) for cut in ("sqrt", "optimal", "by hand")),
+        *((64, cut) for cut in ("plain", "sqrt", "optimal")),
+        *((256, cut) for cut in ("sqrt", "optimal")),
+    ],
+)
+def test_what_a_cut_costs_is_its_closed_form(num_layers: int, cut: str) -> None:
+    segments, boundaries = cuts(num_layers)[cut]
+    found, expected = measured(num_layers, segments), torch_ref.deep_mlp_cost(num_layers, boundaries, batch=BATCH, **SIZES)
+    assert found.saved_bytes == expected.saved_bytes
+    assert found.peak_bytes == expected.peak_bytes
+    assert (found.executions, found.matmuls) == (expected.executions, expected.matmuls)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "segments", "activations", "runs"), [(16, 4, 6, 28), (64, 8, 14, 120), (256, 16, 30, 496)]
+)
+def test_the_square_roots_by_hand(num_layers: int, segments: int, activations: int, runs: int) -> None:
+    assert torch_ref.sqrt_segments(num_layers) == torch_ref.optimal_segments(num_layers) == segments
+    cost = torch_ref.deep_mlp_cost(num_layers, torch_ref.uniform_boundaries(num_layers, segments), batch=BATCH, **SIZES)
+    assert cost.saved_bytes == activations * ACTIVATION == (2 * segments - 2) * ACTIVATION
+    assert cost.peak_activation_bytes == (activations + 2) * ACTIVATION
+    assert (cost.executions, cost.matmuls) == (runs, runs + 2 * num_layers - 1)
+    assert runs == 2 * num_layers - segments
+
+
+@pytest.mark.parametrize("segments", [None, 3, 5, 9, (4, 7), (1, 2), (8,)])
+@pytest.mark.parametrize(("batch", "hidden_size", "in_features"), [(512, 64, 48), (32, 64, 48), (65, 64, 64), (200, 16, 300)])
+def test_the_peak_holds_for_any_cut_and_shape(segments: Segments, batch: int, hidden_size: int, in_features: int) -> None:
+    sizes = {"hidden_size": hidden_size, "in_features": in_features, "out_features": 10}
+    boundaries = segments if isinstance(segments, tuple) else torch_ref.uniform_boundaries(9, segments or 1)
+    expected = torch_ref.deep_mlp_cost(9, boundaries, batch=batch, **sizes)
+    assert measured(9, segments, batch, **sizes).peak_bytes == expected.peak_bytes
+
+
+@pytest.mark.parametrize("cut", ["plain", "three", "sqrt", "by hand"])
+def test_the_peak_of_the_activations_alone(cut: str) -> None:
+    # So large a batch that no gradient shifts the moment of the peak to where fewer activations are alive.
+    segments, boundaries = cuts(16)[cut]
+    sizes = {"hidden_size": 4, "in_features": 4, "out_features": 2}
+    found = measured(16, segments, 4096, **sizes)
+    assert found.peak_activation_bytes == torch_ref.deep_mlp_cost(16, boundaries, batch=4096, **sizes).peak_activation_bytes
+
+
+def test_with_a_small_batch_no_cut_lowers_the_peak() -> None:
+    peaks = {measured(16, segments, batch=32).peak_bytes for segments in (None, 4, (5, 9, 12, 14))}
+    assert len(peaks) == 1
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_segment_that_ends_on_a_relu_leaves_nothing_to_stop_early_for(early_stop: bool) -> None:
+    with set_checkpoint_early_stop(early_stop):
+        assert measured.__wrapped__(16, 4).matmuls == 59
+
+
+@pytest.mark.parametrize("num_layers", range(1, 13))
+def test_decreasing_segments_are_the_best_of_all_cuts(num_layers: int) -> None:
+    def cost(boundaries: tuple[int, ...]) -> tuple[int, int]:
+        return torch_ref.most_activations(num_layers, boundaries), torch_ref.recomputed_layers(num_layers, boundaries)
+
+    every = (cut for count in range(num_layers) for cut in itertools.combinations(range(1, num_layers), count))
+    assert cost(torch_ref.decreasing_boundaries(num_layers)) == min(map(cost, every))
+
+
+def test_the_number_of_segments_where_the_rest_spoils_the_root() -> None:
+    kept = [torch_ref.kept_activations(62, torch_ref.uniform_boundaries(62, segments)) for segments in range(1, 63)]
+    assert torch_ref.sqrt_segments(62) == 7 and torch_ref.optimal_segments(62) == 6
+    assert (kept[6], kept[5], min(kept)) == (19, 16, 16)
+    assert torch_ref.most_activations(62, torch_ref.decreasing_boundaries(62)) == 11
+
+
+# The same numbers.
+
+
+@pytest.mark.parametrize("cut", ["three", "sqrt", "optimal", "by hand"])
+def test_gradients_are_those_of_the_plain_model(cut: str) -> None:
+    torch.manual_seed(0)
+    model, x = torch_ref.DeepMLP(20, 12, 7, 5).double(), torch.randn(9, 7, dtype=torch.float64)
+    (y := model(x)).square().sum().backward()
+    plain = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    (found := model(x, segments=cuts(20)[cut][0])).square().sum().backward()
+    assert torch.equal(found, y)
+    norm = torch.stack([gradient.norm() for gradient in plain.values()]).norm()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - plain[name]).norm() <= 1e-12 * norm, name
+
+
+def test_layers_that_are_functions_can_be_cut_too() -> None:
+    weights = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(5)]
+    layers = [lambda x, w=w: torch.tanh(x @ w) for w in weights]
+    x = torch.randn(3, 4, dtype=torch.float64)
+    plain = torch.autograd.grad(torch_ref.checkpoint_segments(layers, (), x).sum(), weights)
+    cut = torch.autograd.grad(torch_ref.checkpoint_segments(layers, (1, 3), x).sum(), weights)
+    assert all(torch.equal(a, b) for a, b in zip(plain, cut, strict=True))
+
+
+# The tutorial's experiment: one fault a test.
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.fixture
+def tutorial() -> faithful.DeepMLP:
+    torch.manual_seed(42)
+    return faithful.DeepMLP(num_layers=9, hidden_size=32, in_features=24).double()
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(16, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def test_fault_1_checkpoint_sequential_over_bare_linears_loses_every_relu(tutorial, x) -> None:
+    x.requires_grad_()
+    found, plain = tutorial(x, use_checkpoint=True), tutorial(x)
+    affine = x
+    for layer in tutorial.layers:
+        affine = layer(affine)
+    assert torch.equal(found, affine)
+    assert relative(found, plain) > 0.1
+    # An affine function: the middle of two inputs goes to the middle of their outputs.
+    middle = tutorial(((x[:8] + x[8:]) / 2).detach().requires_grad_(), use_checkpoint=True)
+    assert relative((found[:8] + found[8:]) / 2, middle) < 1e-14
+
+
+def test_fault_2_the_reentrant_form_trains_the_last_segment_only(tutorial, x) -> None:
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+        tutorial(x, use_checkpoint=True).sum().backward()
+    assert [layer.weight.grad is None for layer in tutorial.layers] == [True] * 6 + [False] * 3
+
+
+def test_fault_2_nothing_is_computed_again(tutorial, x) -> None:
+    with torch_ref.count_calls(nn.Linear) as calls, pytest.warns(UserWarning):
+        tutorial(x, use_checkpoint=True).sum().backward()
+    assert calls.total == 9  # whatever time it took, it was not that of checkpointing: with recomputation 15
+
+
+def test_fault_3_segments_by_hand_lose_the_relu_at_their_ends(tutorial, x) -> None:
+    found, ends = faithful.manual_checkpoint_forward(tutorial, x)
+    expected = x
+    for index, layer in enumerate(tutorial.layers):
+        expected = layer(expected)
+        if index not in (2, 5, 8):
+            expected = torch.relu(expected)
+    assert torch.equal(found, expected)
+    assert relative(found, tutorial(x)) > 0.05
+    assert [bool((end < 0).any()) for end in ends] == [True, True]
+
+
+def test_fault_4_detached_segments_cut_the_gradient(tutorial, x) -> None:
+    found, _ = faithful.manual_checkpoint_forward(tutorial, x)
+    with torch_ref.count_calls(nn.Linear) as calls:
+        found.sum().backward()
+    assert [layer.weight.grad is None for layer in tutorial.layers] == [True] * 6 + [False] * 3
+    assert calls.total == 0  # nothing is computed again, so nothing was checkpointed
+
+
+def test_the_right_forms_have_none_of_these_faults(tutorial, x) -> None:
+    right = torch_ref.DeepMLP(9, 32, 24).double()
+    right.load_state_dict(tutorial.state_dict())
+    for segments in (3, (3, 6)):
+        right.zero_grad()
+        with torch_ref.count_calls(nn.Linear) as calls:
+            found = right(x, segments=segments)
+            found.sum().backward()
+        assert torch.equal(found, tutorial(x)) and calls.total == 9 + 6
+        assert all(layer.weight.grad is not None and layer.weight.grad.norm() > 0 for layer in right.layers)
+
+
+@pytest.mark.parametrize("segments", [None, 3])
+def test_fault_5_what_is_held_after_forward_is_not_the_peak(segments: int | None) -> None:
+    """At the tutorial's sizes: what it would read in a step by itself, and the peak of that step, optimizer left out."""
+
+    def build() -> torch_ref.TrainingStep:
+        model = torch_ref.DeepMLP(20, 1024)
+        x, target = torch.zeros(32, 1024), torch.zeros(32, dtype=torch.long)
+        return torch_ref.TrainingStep(model, lambda x, t: F.cross_entropy(model(x, segments=segments), t), (x, target))
+
+    with FakeTensorMode():
+        step = build()
+        parameters = sum(parameter.nbytes for parameter in step.model.parameters())
+        held = torch_ref.saved_for_backward(step.loss, *step.batch)
+    after_forward = parameters + sum(tensor.nbytes for tensor in step.batch) + held.device_bytes
+    peak = torch_ref.peak_bytes(build)
+    assert peak.device_bytes - after_forward == {None: 77_450_028, 3: 78_760_748}[segments]
+    # Most of what is missed are gradients; checkpointing moves the reading, and not the peak.
+    assert peak.breakdown["gradients"] == parameters - 4 * 1024 * 1025
+    assert peak.device_bytes == 159_883_608
+
+
+def test_fault_6_the_second_reading_has_gradients_and_moments_in_it() -> None:
+    with pytest.warns(UserWarning, match="None of the inputs"):
+        readings = faithful.memory_readings()
+    parameters = sum(parameter.nbytes for parameter in faithful.DeepMLP(20, 1024).parameters())
+    assert (readings.standard, readings.checkpoint) == (82_433_584, 320_423_752)
+    # Three times the parameters, less what the first forward pass kept more than the second.
+    assert 2.9 * parameters < -readings.reduction < 3 * parameters
+
+
+# Wrong use.
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        (0, "segments is 0, expected an integer from 1 to the number of layers, 6"),
+        (7, "segments is 7, expected an integer from 1"),
+        (True, "segments is True"),
+        ((3, 2), r"boundaries is \(3, 2\), expected the indices .* from 1 to 5, for 6 layers"),
+        ((0, 2), r"boundaries is \(0, 2\)"),
+        ((2, 6), r"boundaries is \(2, 6\)"),
+        ((2.0,), r"boundaries is \(2.0,\)"),
+    ],
+)
+def test_wrong_cuts_are_refused(segments: object, message: str) -> None:
+    with pytest.raises(torch_ref.InvalidArgumentError, match=message):
+        torch_ref.DeepMLP(6, 4, 3)(torch.ones(2, 3), segments=segments)
+
+
+def test_other_wrong_use() -> None:
+    with pytest.raises(torch_ref.InvalidArgumentError, match="a flag is True.*Give one of them"):
+        torch_ref.DeepMLP(6, 4, 3)(torch.ones(2, 3), True, segments=2)
+    with pytest.raises(torch_ref.InvalidArgumentError, match="layers is 0, expected how many layers"):
+        torch_ref.checkpoint_segments([], (), torch.ones(2))

@@ -1,0 +1,337 @@
+"""One block under a policy: gradients, executions, names, receipts."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as torch_module
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import torch_ref
+from parity_tests.reference.blocks import Gate, all_equal, gradients
+from torch_ref import selective_checkpoint
+from torch_ref.host import live_host_copies
+from torch_ref.selective import run_under
+
+B, T, D, H = 2, 8, 16, 4
+# One array of the layer's width, in elements; the scores are B·H·T·T.
+S, SCORES = B * T * D, B * H * T * T
+
+# What each policy keeps on the device and on the host, in elements, and how many of the six products run again.
+POLICIES = {
+    "full": (0, 0, 6),
+    "offload_inputs": (0, S, 6),
+    "dots": (10 * S + SCORES, 0, 0),
+    "dots_with_no_batch_dims": (9 * S, 0, 2),
+    "offload_dot_with_no_batch_dims": (0, 9 * S, 2),
+    "save: *self_attn*:dot_general*": (5 * S + SCORES, 0, 2),
+    "offload: *ffn*:dot_general*; save: @dots": (5 * S + SCORES, 5 * S, 0),
+    "offload: @inputs; save: @dots_with_no_batch_dims": (9 * S, S, 2),
+    "offload: @dots, @inputs": (0, 11 * S + SCORES, 0),
+    "recompute: *self_attn*; save: @dots": (5 * S, 0, 4),
+    "save: @primitive:dot_general": (10 * S + SCORES, 0, 0),
+    "save: self_attn:dot_general#0, ffn/2:dot_general#0": (4 * S, 0, 4),
+}
+every_policy = pytest.mark.parametrize("policy", [*POLICIES, "off", "everything", "offload: *"])
+
+
+def layer(**options: Any) -> tuple[torch_ref.DecoderLayer, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch_ref.DecoderLayer(D, H, **options).double(), torch.randn(B, T, D, dtype=torch.float64, requires_grad=True)
+
+
+def names(block: Callable[..., Any], *args: Any, policy: str = "save: *", path: str = "", **kwargs: Any) -> list[str]:
+    _, seen = run_under(block, block, torch_ref.Policy.parse(policy), path, args, kwargs)
+    return [candidate.name for candidate in seen.candidates]
+
+
+@every_policy
+def test_gradients_are_those_of_a_plain_call_bit_for_bit(policy):
+    block, x = layer()
+    assert all_equal(gradients(functools.partial(selective_checkpoint, block, policy), block, x), gradients(block, block, x))
+
+
+@every_policy
+@pytest.mark.parametrize("explicit", [True, False])
+def test_dropout_draws_the_same_numbers_and_leaves_the_same_random_state(policy, explicit):
+    block, x = layer(dropout=0.4, explicit_attention=explicit)
+    if not explicit and ("self_attn" in policy or policy == "save: @primitive:dot_general"):
+        policy = "save: *ffn*"  # the fused attention is one operator
+    plain = gradients(block, block, x, seed=3)
+    expected = torch.rand(3)
+    assert all_equal(gradients(functools.partial(selective_checkpoint, block, policy), block, x, seed=3), plain)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_kept_and_what_runs_again_in_closed_form(policy):
+    block, x = layer()
+    device, host, again = POLICIES[policy]
+    saved = torch_ref.saved_for_backward(lambda x: selective_checkpoint(block, policy, x=x), x)
+    inputs = 0 if "@inputs" in policy or policy == "offload_inputs" else S
+    assert (saved.device_bytes, saved.host_bytes, saved.input_bytes) == (device * 8, host * 8, inputs * 8)
+    with torch_ref.count_matmuls() as count, torch_ref.receipt() as r:
+        selective_checkpoint(block, policy, x=x).sum().backward()
+    assert count.total == 18 + again
+    assert (r.bytes_offered, r.bytes_on_host, r.bytes_brought_back) == (host * 8,) * 3
+
+
+def test_an_ignored_policy_is_seen(monkeypatch):
+    """The negative control of the test above."""
+    monkeypatch.setattr(torch_ref.Policy, "action", lambda self, candidate: "recompute")
+    block, x = layer()
+    for policy in POLICIES.keys() - {"full"}:
+        saved = torch_ref.saved_for_backward(
+            lambda x, policy=policy: run_under(block, block, parse(policy), "", (x,), {})[0], x
+        )
+        assert (saved.device_bytes, saved.host_bytes) != tuple(8 * n for n in POLICIES[policy][:2])
+
+
+def parse(policy: str) -> torch_ref.Policy:
+    return torch_ref.Policy.parse(policy)
+
+
+@pytest.mark.parametrize(("policy", "products", "kept"), [("MUST_SAVE", 18, 10 * S + SCORES), ("MUST_CPU_OFFLOAD", 24, 0)])
+def test_pytorch_recomputes_what_it_is_asked_to_offload(policy, products, kept):
+    """Why the copies are ours. Should this fail, PyTorch has learnt it."""
+    block, x = layer()
+    dots = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")]
+
+    def decide(_, func, *args, **kwargs):
+        return CheckpointPolicy[policy] if func in dots else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, decide)
+    saved = torch_ref.saved_for_backward(lambda x: checkpoint(block, x, use_reentrant=False, context_fn=contexts), x)
+    assert (saved.device_bytes, saved.host_bytes) == (kept * 8, 0)
+    with torch_ref.count_matmuls() as count:
+        checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    assert count.total == products
+
+
+def test_names_are_paths_and_primitives_and_count_from_zero():
+    block, x = layer()
+    found = names(block, x, path="decoder/layers/0")
+    assert found[0] == "decoder/layers/0:input#0"
+    inside = [name.removeprefix("decoder/layers/0").lstrip("/") for name in found]
+    assert [name for name in inside if "dot_general" in name] == [
+        "self_attn:dot_general#0",
+        "self_attn:dot_general#1",
+        "self_attn:dot_general#2",
+        "self_attn/out_proj:dot_general#0",
+        "ffn/0:dot_general#0",
+        "ffn/2:dot_general#0",
+    ]
+    for name in (":add#0", ":add#1", "norm1:native_layer_norm#0", "ffn/1:relu#0", "self_attn:_softmax#0"):
+        assert name in inside
+    # Views and the mask, which is a constant, have no names.
+    assert not [name for name in inside if any(part in name for part in ("view", "transpose", "split", "full", "slice", ":t#"))]
+    assert names(block, x=x) == [name.replace("decoder/layers/0/", "").replace("decoder/layers/0", "") for name in found]
+
+
+def test_the_table_of_primitives_on_real_operators():
+    conv = nn.Conv2d(2, 3, 3)
+
+    def block(x, w):
+        y = conv(x).sigmoid().exp().tanh().flatten(1)
+        return torch.where(y > 0, torch.baddbmm(y[None], (y @ w)[None], w.t()[None]).sum(0), y.amax()) @ y[0]
+
+    found = [name.rpartition(":")[2].partition("#")[0] for name in names(block, torch.randn(2, 2, 4, 4), torch.randn(12, 5))]
+    expected = "input input conv_general_dilated logistic exp tanh gt dot_general dot_general reduce_sum reduce_max select_n"
+    assert found == [*expected.split(), "dot_general"]
+    assert names(block, torch.randn(2, 2, 4, 4), torch.randn(12, 5))[2] == "Conv2d:conv_general_dilated#0"
+
+
+@pytest.mark.parametrize(("selector", "elements"), [("@dots", 96 + 16), ("@dots_with_no_batch_dims", 16)])
+def test_convolutions_are_dots_and_have_no_say_in_the_other_kind(selector, elements):
+    net = nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(3 * 8, 4))
+    x = torch.randn(4, 2, 10)
+    saved = torch_ref.saved_for_backward(lambda x: selective_checkpoint(net, f"save: {selector}", x), x)
+    assert saved.device_bytes == elements * 4
+
+
+def test_names_in_functions_methods_and_captured_modules():
+    block, x = layer()
+    assert "ffn/0:dot_general#0" in names(block.forward, x)
+    captured = names(lambda x: block.ffn(x).sin(), x)
+    assert captured == [":input#0", "Sequential/0:dot_general#0", "Sequential/1:relu#0", "Sequential/2:dot_general#0", ":sin#0"]
+
+
+def test_an_exception_that_the_block_catches_leaves_its_module():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ZeroDivisionError
+
+    fails = Fails()
+
+    def block(x):
+        try:
+            fails(x)
+        except ZeroDivisionError:
+            return x.sin()
+
+    assert names(block, torch.ones(2)) == [":input#0", ":sin#0"]
+
+
+def test_the_hooks_that_follow_modules_are_gone_afterwards():
+    block, x = layer()
+    selective_checkpoint(block, "dots", x).sum().backward()
+    with pytest.raises(RuntimeError, match="shape"):
+        selective_checkpoint(block, "dots", x[..., :3])
+    assert not torch_module._global_forward_hooks and not torch_module._global_forward_pre_hooks
+
+
+def test_inputs_are_numbered_with_keywords_in_order_and_moved_one_by_one():
+    a, b, c = (torch.randn(n, requires_grad=True) for n in (2, 3, 5))
+    weight = nn.Parameter(torch.ones(1))
+
+    def block(first, *, z, y, weight):
+        return (first["x"].sum() * z * weight).sum() * y.sum()
+
+    call = functools.partial(selective_checkpoint, block)
+    with torch_ref.receipt() as r:
+        call("offload: *:input#1", {"x": a}, z=c, y=b, weight=weight).backward()
+    assert (r.bytes_on_host, r.bytes_brought_back) == (12, 12)
+    with pytest.raises(torch_ref.NoEffectError, match="':input#3' matches no array"):
+        call("offload: :input#3", {"x": a}, z=c, y=b, weight=weight)
+
+
+def test_every_keyword_reaches_the_block():
+    def block(x, **kwargs):
+        return x * len(kwargs)
+
+    words = ["block", "policy", "function", "use_reentrant", "context_fn", "debug", "early_stop", "args", "preserve_rng_state"]
+    x = torch.ones(2, requires_grad=True)
+    selective_checkpoint(block, "full", x, **dict.fromkeys(words, 1)).sum().backward()
+    assert x.grad.tolist() == [9, 9]
+
+
+def test_off_and_no_grad_are_plain_calls_and_the_receipt_says_the_mode():
+    block, x = layer()
+    with torch_ref.receipt() as r:
+        selective_checkpoint(block, "off", x)
+        selective_checkpoint(block, "dots_saveable", x)
+        selective_checkpoint(block, "offload:  @dots ; save: *relu*;", x)
+        with torch.no_grad():
+            selective_checkpoint(block, "offload", x)
+    assert [(entry.block, entry.mode, entry.form) for entry in r.calls] == [
+        ("DecoderLayer", "off", "selective"),
+        ("DecoderLayer", "dots", "selective"),
+        ("DecoderLayer", "offload: @dots; save: *relu*", "selective"),
+        ("DecoderLayer", "offload_inputs", "selective"),
+    ]
+    assert r.warnings[0] == "DecoderLayer: called with gradients disabled, so mode 'offload_inputs' had nothing to keep."
+    assert r.calls[2].tensors_packed == 6 and r.calls[2].bytes_on_host == (10 * S + SCORES) * 8
+
+
+def test_the_device_gives_back_what_is_offloaded_and_views_are_not_moved():
+    block, x = layer()
+    with torch_ref.receipt() as r:
+        output = selective_checkpoint(block, "offload: *", x)
+        assert r.bytes_released == r.bytes_on_host - x.nbytes - output.nbytes  # the caller has these
+    # Of the layer's width: the argument, five copies into another layout, q/k/v as a product and as a sum (three each), the
+    # scaled queries, the mixed values, the output, the hidden units before and after the ReLU (four each), the last
+    # product, two sums, two norms. Beside them the scores and the softmax, and means and deviations of the norms.
+    width = 1 + 5 + 3 + 3 + 1 + 1 + 1 + 4 + 4 + 1 + 2 + 2
+    assert r.bytes_on_host == (width * S + 2 * SCORES + 4 * B * T) * 8
+
+
+def test_memory_comes_back_without_the_garbage_collector():
+    block, x = layer()
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(live_host_copies())
+        output = selective_checkpoint(block, "offload: @dots; save: *", x)
+        assert len(live_host_copies()) == before + 6
+        output.sum().backward()
+        del output
+        assert len(live_host_copies()) == before
+        output = selective_checkpoint(block, "offload: *", x)
+        del output
+        assert len(live_host_copies()) == before
+    finally:
+        gc.enable()
+
+
+def test_backward_on_another_thread():
+    block, x = layer()
+    expected = gradients(block, block, x)
+    found = []
+
+    def backward():
+        found.extend(gradients(lambda x: output, block, x))
+
+    output = selective_checkpoint(block, "save: *self_attn*:dot_general*; offload: *ffn*", x)
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    assert all_equal(found, expected)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_gradients_agree_and_the_device_gives_back_what_is_moved():
+    """Autograd recomputes on a thread of its own there; the copies are pinned and run beside the computation."""
+    block, x = layer(dropout=0.4)
+    block, x = block.cuda(), x.detach().cuda().requires_grad_()
+    for policy in [*POLICIES, "everything", "offload: *"]:
+        expected = gradients(block, block, x, seed=3)
+        with torch_ref.receipt() as r:
+            found = gradients(functools.partial(selective_checkpoint, block, policy), block, x, seed=3)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        assert r.bytes_on_host == r.bytes_brought_back and (r.bytes_on_host > 0) is ("offload" in policy)
+
+
+def test_fake_tensors_of_any_size():
+    with FakeTensorMode():
+        block, x = torch_ref.DecoderLayer(8192, 64), torch.empty(4, 4096, 8192)
+        saved = torch_ref.saved_for_backward(lambda x: selective_checkpoint(block, "offload: *ffn*:dot*; save: @dots", x), x)
+    stream = 4 * 4096 * 8192 * 4
+    assert (saved.host_bytes, saved.device_bytes) == (5 * stream, 5 * stream + 4 * 64 * 4096 * 4096 * 4)
+
+
+def test_wrong_use():
+    with pytest.raises(torch_ref.InvalidArgumentError, match="block is a Tensor, expected a module or a function"):
+        selective_checkpoint(torch.ones(2), "full")
+    with pytest.raises(torch_ref.PolicyError, match="policy is None, of type NoneType"):
+        selective_checkpoint(Gate(), None)
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "says"),
+    [
+        ("save: *self_atn*:dot*", "NoEffectError", "matches no array of DecoderLayer. Did you mean 'self_attn:dot_general"),
+        ("save: @dots; recompute: nothing", "NoEffectError", "the selector 'nothing' matches no array"),
+        ("save: *transpose*", "NoEffectError", "Views, changes in place and constants have no names"),
+        ("save: @primitive:full", "NoEffectError", "Views, changes in place and constants have no names"),
+        ("save: @primitive:convolution", "NoEffectError", "matches no array"),
+        ("recompute: @dots; offload: @primitive:dot_general", "NothingToOffloadError", "offloads nothing in DecoderLayer"),
+    ],
+)
+def test_a_policy_without_effect_is_refused(policy, error, says):
+    block, x = layer()
+    with pytest.raises(getattr(torch_ref, error), match=says):
+        selective_checkpoint(block, policy, x)
+
+
+def test_scalars_are_kept_and_nothing_else_to_move_is_an_error():
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(torch_ref.NothingToOffloadError, match="or is a scalar"):
+        selective_checkpoint(lambda x: x.sum().exp(), "offload: *sum*, *exp*", x)
+    with torch_ref.receipt() as r:
+        selective_checkpoint(lambda x: x.sum().exp() * x.sin(), "offload: *:*", x).sum().backward()
+    # The argument, the sine and the product.
+    assert (r.bytes_on_host, r.tensors_packed) == (36, 3)
+    with torch_ref.receipt() as r:
+        selective_checkpoint(lambda x, scale: x * scale, "offload: @inputs", x, torch.tensor(2.0)).sum().backward()
+    assert r.bytes_on_host == 12
+    assert selective_checkpoint(lambda x: x.sin(), "offload: *sin*", x[:0]).shape == (0,)
+    assert selective_checkpoint(lambda x: x.sin(), "offload: @inputs", x[:0]).shape == (0,)

@@ -1,0 +1,169 @@
+"""`DeepMLP` in segments, in JAX: what is kept and executed against closed forms and against PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import remat_jax as rj
+import torch_ref
+from examples.models import deep_mlp_linen, deep_mlp_scan
+from examples.segments import jax_forms, torch_forms
+from examples.segments.setting import Setting, cuts
+from parity_tests.support import LIMIT, run
+from remat_jax.graph.count import matmuls
+from remat_jax.parity import float64_error
+
+SMALL = Setting(num_layers=16, hidden_size=12, in_features=7, out_features=3, batch=20, rounds=1, depths=(4,), target=None)
+ACTIVATION, MASK = 20 * 12 * 4, 20 * 12
+
+
+def sqrt_form(num_layers: int) -> jax_forms.Form:
+    forms = jax_forms.forms(SMALL, num_layers)
+    return forms[f"√L uniform, {torch_ref.sqrt_segments(num_layers)}"]
+
+
+def nested_form(num_layers: int) -> jax_forms.Form:
+    return next(form for name, form in jax_forms.forms(SMALL, num_layers).items() if name.startswith("nested scan"))
+
+
+# Bytes and executions.
+
+
+@pytest.mark.parametrize(("num_layers", "segments"), [(16, 4), (64, 8), (256, 16)])
+def test_checkpoint_sequential_with_the_square_root(num_layers: int, segments: int) -> None:
+    form = sqrt_form(num_layers)
+    kept = jax_forms.saved_bytes(SMALL, form, num_layers)
+    assert kept == (segments - 1) * ACTIVATION + (segments - 1) * (2 * ACTIVATION + MASK)
+    executed = jax_forms.matmul_count(SMALL, form, num_layers)
+    assert executed == 3 * num_layers - 1 + num_layers - segments
+    # PyTorch executes the same, and keeps of each layer of the last segment its result only: no mask, no zeros.
+    boundaries = torch_ref.uniform_boundaries(num_layers, segments)
+    cost = torch_ref.deep_mlp_cost(num_layers, boundaries, batch=20, **SMALL.widths)
+    assert (kept - cost.saved_bytes, executed) == ((segments - 1) * (ACTIVATION + MASK), cost.matmuls)
+
+
+@pytest.mark.parametrize(("hidden_layers", "segments"), [(16, 4), (64, 8), (256, 16)])
+def test_a_nested_scan_with_the_square_root(hidden_layers: int, segments: int) -> None:
+    num_layers = hidden_layers + 2
+    form = nested_form(num_layers)
+    # The segments' inputs, the last one's output for the head, and the zeros and the mask of the first layer's ReLU.
+    assert jax_forms.saved_bytes(SMALL, form, num_layers) == (segments + 2) * ACTIVATION + MASK
+    # Every hidden layer runs twice, those of the last segment too.
+    assert jax_forms.matmul_count(SMALL, form, num_layers) == 3 * num_layers - 1 + hidden_layers
+
+
+@pytest.mark.parametrize("form", jax_forms.forms(SMALL))
+def test_every_form_is_its_closed_form(form: str) -> None:
+    one = jax_forms.forms(SMALL)[form]
+    assert jax_forms.saved_bytes(SMALL, one) == one.saved_bytes
+    assert jax_forms.matmul_count(SMALL, one) == 3 * 16 - 1 + one.recomputed
+
+
+def test_the_number_of_segments_decides_what_a_nested_scan_keeps() -> None:
+    for segments in (1, 2, 7, 14):
+        form = nested_form(16)._replace(fold=lambda tree, count=segments: deep_mlp_scan.fold_layers(tree, count))
+        assert jax_forms.saved_bytes(SMALL, form) == (segments + 2) * ACTIVATION + MASK
+
+
+def test_remat_keeps_and_executes_what_jax_checkpoint_does() -> None:
+    def by_jax(params: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, one: Any) -> tuple[jax.Array, None]:
+            return jax.nn.relu(x @ one["linear"]["kernel"] + one["linear"]["bias"]), None
+
+        segment = jax.checkpoint(lambda x, layers: jax.lax.scan(layer, x, layers)[0])
+        x, _ = layer(x, params["first"])
+        x, _ = jax.lax.scan(lambda x, layers: (segment(x, layers), None), x, params["layers"])
+        return x @ params["head"]["kernel"] + params["head"]["bias"]
+
+    ours = nested_form(16)
+    theirs = ours._replace(apply=by_jax)
+    assert jax_forms.saved_bytes(SMALL, theirs) == jax_forms.saved_bytes(SMALL, ours)
+    assert jax_forms.matmul_count(SMALL, theirs) == jax_forms.matmul_count(SMALL, ours)
+
+
+def test_the_value_of_the_loss_costs_the_head_s_product() -> None:
+    # The loss is linear in the output, so that the gradient alone does not need the output: dead-code elimination.
+    job, form = jax_forms.workload(SMALL, sqrt_form(16)), sqrt_form(16)
+    with_value = jax_forms.matmul_count(SMALL, form)
+    assert matmuls(jax.grad(jax_forms.loss_of(form)), job.params, *job.batch) == with_value - 1
+
+
+@pytest.mark.parametrize(("ends_on_relu", "again"), [(True, 2), (False, 1)])
+def test_a_segment_that_ends_on_a_product_does_not_repeat_it(ends_on_relu: bool, again: int) -> None:
+    """Neither by dead-code elimination in JAX, nor by stopping early in PyTorch: the tutorial's cut saves a product so."""
+
+    def segment(relu: Callable[[Any], Any], w: Any, x: Any) -> Any:
+        x = relu(x @ w) @ w
+        return relu(x) if ends_on_relu else x
+
+    w = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+
+    def loss(w: jax.Array, x: np.ndarray) -> jax.Array:
+        return jnp.sum(jnp.sin(rj.remat(lambda w, x: segment(jax.nn.relu, w, x))(w, x)))
+
+    def plain(w: jax.Array, x: np.ndarray) -> jax.Array:
+        return jnp.sum(jnp.sin(segment(jax.nn.relu, w, x)))
+
+    assert matmuls(jax.value_and_grad(loss), w, w) - matmuls(jax.value_and_grad(plain), w, w) == again
+    counts = []
+    for call in (lambda *args: checkpoint(segment, *args, use_reentrant=False), segment):
+        weight, x = torch.tensor(w, requires_grad=True), torch.tensor(w)
+        with torch_ref.count_matmuls() as count:
+            call(torch.relu, weight, x).sin().sum().backward()
+        counts.append(count.total)
+    assert counts[0] - counts[1] == again
+
+
+@pytest.mark.parametrize("form", [name for name, one in jax_forms.forms(SMALL).items() if not one.stacked])
+def test_what_is_timed_executes_every_product(form: str) -> None:
+    one = jax_forms.forms(SMALL)[form]
+    stepper = jax_forms.Stepper(SMALL, one, torch_forms.model_of(SMALL).state_dict())
+    assert stepper.compiled_matmuls() == jax_forms.matmul_count(SMALL, one)
+
+
+# The same numbers.
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, np.ndarray]:
+    return torch_forms.gradients(SMALL, None)
+
+
+@pytest.mark.parametrize("form", jax_forms.forms(SMALL))
+def test_gradients_of_every_jax_form_are_pytorch_s(form: str, expected: dict[str, np.ndarray]) -> None:
+    found = jax_forms.gradients(SMALL, jax_forms.forms(SMALL)[form], torch_forms.model_of(SMALL).state_dict())
+    assert float64_error(expected, found)[0] <= LIMIT
+    wrong = found | {"layers.3.weight": -found["layers.3.weight"]}
+    assert float64_error(expected, wrong)[0] > 1e-3
+
+
+@pytest.mark.parametrize("cut", cuts(16))
+def test_gradients_of_every_pytorch_form_are_the_plain_one_s(cut: str, expected: dict[str, np.ndarray]) -> None:
+    found = torch_forms.gradients(SMALL, torch_forms.segments_of(cut, cuts(16)[cut]))
+    assert float64_error(expected, found)[0] <= LIMIT
+
+
+def test_folding_layers_and_unfolding_them_are_inverse() -> None:
+    random = np.random.default_rng(0)
+    tree = {"layers": {"linear": {"kernel": random.normal(size=(6, 2, 2))}}, "head": random.normal(size=2)}
+    folded = deep_mlp_scan.fold_layers(tree, 3)
+    assert folded["layers"]["linear"]["kernel"].shape == (3, 2, 2, 2)
+    assert jax.tree.all(jax.tree.map(np.array_equal, deep_mlp_scan.unfold_layers(folded), tree))
+    with pytest.raises(ValueError, match="segments=4 does not divide the 6 hidden layers"):
+        deep_mlp_scan.fold_layers(tree, 4)
+
+
+def test_the_scan_in_segments_is_the_linen_model() -> None:
+    model = deep_mlp_linen.DeepMLP(8, 5, 4, 3, scan=True)
+    x = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    params = model.init(jax.random.key(0), x)["params"]
+    folded = deep_mlp_scan.fold_layers(params, 2)
+    np.testing.assert_allclose(run(deep_mlp_scan.nested_scan, folded, x), model.apply({"params": params}, x), atol=1e-6)

@@ -1,0 +1,196 @@
+"""One policy text in both frameworks, on the decoder: the same products run again, the same bytes are kept, the same gradients.
+
+Products and bytes are counted in units of one layer, and both frameworks are held to the same closed form. What `remat_jax`
+knows as `@dots` and `@dots_with_no_batch_dims` are the six and the four products of a layer: q/k/v in one (three times the
+layer's width), scores, values, output; and the two of the feed-forward network (four times and once the width).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import remat_jax as rj
+import torch_ref
+from parity_tests import matrix
+from parity_tests import support as s
+from parity_tests import test_residual_bytes as kept
+
+STREAM = kept.STREAM
+# Heads · time is as long as the layer is wide, times the time over the width of a head: the scores are so many streams.
+SCORES = kept.SIZES["nhead"] * kept.TIME // kept.WIDTH
+
+
+class Row(NamedTuple):
+    """What one layer keeps on the device and on the host, in streams, and how many of its products run again."""
+
+    device: int
+    host: int
+    again: int
+
+
+# The products in order are 3, SCORES, 1, 1 and 4, 1 streams; the layer's input is one.
+TABLE = {
+    "full": Row(1, 0, 6),
+    "offload_inputs": Row(0, 1, 6),
+    "dots": Row(1 + 10 + SCORES, 0, 0),
+    "dots_with_no_batch_dims": Row(1 + 9, 0, 2),
+    "offload_dot_with_no_batch_dims": Row(1, 9, 2),
+    "save: *self_attn*:dot_general*": Row(1 + 5 + SCORES, 0, 2),
+    "offload: *ffn*:dot_general*; save: @dots": Row(1 + 5 + SCORES, 5, 0),
+    "offload: @inputs; save: @dots_with_no_batch_dims": Row(9, 1, 2),
+    "offload: @dots, @inputs": Row(0, 11 + SCORES, 0),
+    "recompute: *self_attn*; save: @dots": Row(1 + 5, 0, 4),
+    "save: @primitive:dot_general": Row(1 + 10 + SCORES, 0, 0),
+}
+policies = pytest.mark.parametrize("policy", TABLE)
+frameworks = pytest.mark.parametrize("framework", ["torch", "linen", "nnx"])
+
+
+@functools.cache
+def bytes_kept(kind: str, framework: str, policy: str) -> kept.Kept:
+    """What a training step keeps between the passes; the batch counts where PyTorch's first block keeps it."""
+    if framework != "torch":
+        return kept.jax_kept(kind, framework, policy)
+    model = getattr(torch_ref, kind)(**kept.SIZES, **({"max_len": kept.TIME} if kind == "ByteDecoder" else {}))
+    with torch_ref.checkpoint_blocks(model, {torch_ref.DecoderLayer: policy}):
+        if kind == "ByteDecoder":
+            tokens = torch.zeros(kept.BATCH, kept.TIME, dtype=torch.long)
+            saved = torch_ref.saved_for_backward(model.loss, tokens, tokens)
+            return kept.Kept(saved.device_bytes, saved.host_bytes)
+        x = torch.zeros(kept.BATCH, kept.TIME, kept.WIDTH, requires_grad=True)
+        saved = torch_ref.saved_for_backward(lambda x, y: s.mean_squared(model(x), y), x, x.detach())
+    return kept.Kept(saved.device_bytes + saved.input_bytes, saved.host_bytes)
+
+
+def bytes_expected(kind: str, policy: str) -> kept.Kept:
+    device, host, _ = TABLE[policy]
+    return kept.Kept(kept.LAYERS * device * STREAM + kept.AROUND[kind], kept.LAYERS * host * STREAM)
+
+
+@functools.cache
+def products(framework: str, policy: str) -> int:
+    """Matrix multiplications of one training step of the byte decoder."""
+    case = matrix.Case(framework, "ByteDecoder", "scan", "off", "float32")
+    if framework != "torch":
+        return matrix.cost(case, policy).matmuls
+    model = s.make_torch("ByteDecoder", "float32")
+    with torch_ref.count_matmuls() as count, torch_ref.checkpoint_blocks(model, {torch_ref.DecoderLayer: policy}):
+        matrix.torch_step(case, model)
+    return count.total
+
+
+def products_expected(policy: str) -> int:
+    return s.LAYERS * (18 + TABLE[policy].again) + 3
+
+
+def within_two_per_cent(found: kept.Kept, expected: kept.Kept) -> bool:
+    return all(abs(a - b) <= 0.02 * b for a, b in zip(found, expected, strict=True))
+
+
+@policies
+@frameworks
+def test_the_same_products_run_again(framework: str, policy: str) -> None:
+    assert products(framework, policy) == products_expected(policy)
+
+
+@policies
+@frameworks
+def test_the_stack_keeps_the_same_bytes_to_the_last(framework: str, policy: str) -> None:
+    assert bytes_kept("DecoderStack", framework, policy) == bytes_expected("DecoderStack", policy)
+
+
+@policies
+@frameworks
+def test_the_language_model_keeps_the_same_bytes(framework: str, policy: str) -> None:
+    found = bytes_kept("ByteDecoder", framework, policy)
+    assert within_two_per_cent(found, bytes_expected("ByteDecoder", policy)), found
+    assert found.host == bytes_expected("ByteDecoder", policy).host
+
+
+@policies
+@pytest.mark.parametrize("kind", ["ByteDecoder", "DecoderStack"])
+def test_pytorch_s_gradients_are_plain_pytorch_s(kind: str, policy: str) -> None:
+    case, model = matrix.Case("torch", kind, "unrolled", "off", "float64"), s.make_torch(kind)
+    with torch_ref.checkpoint_blocks(model, {torch_ref.DecoderLayer: policy}):
+        assert matrix.problems(case, matrix.torch_step(case, model)) == []
+
+
+SOME = ("dots_with_no_batch_dims", "offload: *ffn*:dot_general*; save: @dots", "offload: @dots, @inputs")
+JAX_CASES = [
+    *(("linen", "ByteDecoder", "scan", policy) for policy in TABLE),
+    *(("nnx", "DecoderStack", "scan", policy) for policy in SOME),
+    *(("linen", "DecoderStack", "unrolled", policy) for policy in SOME[1:2]),
+]
+
+
+@pytest.mark.parametrize(("framework", "kind", "layers", "policy"), JAX_CASES)
+def test_jax_s_gradients_are_plain_pytorch_s(framework: str, kind: str, layers: str, policy: str) -> None:
+    case = matrix.Case(framework, kind, layers, "off", "float64")
+    with matrix.precision(case):
+        step = matrix.jax_step(case, policy)
+        found = matrix.jax_result(case, step, s.quick(step.function, *step.arguments))
+    assert matrix.problems(case, found) == []
+
+
+def test_a_policy_that_is_ignored_or_another_one_is_seen() -> None:
+    """The negative control: whatever stands in a policy's place, one of the three comparisons above turns red."""
+    for framework in ("torch", "linen", "nnx"):
+        for policy, row in TABLE.items():
+            for other in ("full", "offload_inputs", "dots", "offload_dot_with_no_batch_dims"):
+                same = bytes_kept("DecoderStack", framework, other) == bytes_expected("DecoderStack", policy)
+                assert (same and products(framework, other) == products_expected(policy)) is (row == TABLE[other])
+
+
+def test_a_policy_that_is_read_and_not_obeyed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_ref.Policy, "action", lambda self, candidate: "recompute")
+    policy = "save: *self_attn*:dot_general*"
+    assert products.__wrapped__("torch", policy) != products_expected(policy)
+    assert bytes_kept.__wrapped__("DecoderStack", "torch", policy) != bytes_expected("DecoderStack", policy)
+
+
+# Where the frameworks differ by nature; the docstring of `torch_ref.selective_checkpoint` says why.
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_everything_saves_what_is_computed_in_pytorch_and_what_backward_reads_in_jax(framework: str) -> None:
+    torch_side, jax_side = (bytes_kept("DecoderStack", side, "everything") for side in ("torch", framework))
+    plain = kept.jax_kept("DecoderStack", framework, "off")
+    assert jax_side.device == plain.device < torch_side.device
+    # Five copies into another layout, q/k/v as a product and as a sum, the scaled queries, scores and
+    # softmax, the mixed values, the output, the hidden units before and after the ReLU, the last product, two sums, two
+    # norms with their means and deviations (one number for each row of WIDTH). A layer's output is the next one's input, so
+    # that beside these there is only the batch; and what the loss keeps.
+    streams = 5 + 3 + 3 + 1 + 2 * SCORES + 1 + 1 + 4 + 4 + 1 + 2 + 2
+    norms = 4 * STREAM // kept.WIDTH
+    assert torch_side == kept.Kept(kept.LAYERS * (streams * STREAM + norms) + 2 * STREAM, 0)
+    assert products("torch", "everything") == products(framework, "everything") == s.LAYERS * 18 + 3
+
+
+@pytest.mark.parametrize(("index", "elements"), [(0, 3), (1, 4), (2, 6), (3, 5)])
+def test_arguments_have_the_same_numbers(index: int, elements: int) -> None:
+    """Dictionaries by their order in PyTorch and by their keys in JAX; keywords by their names in both."""
+    sizes = {"a": 3, "b": 4, "y": 6, "z": 5}
+    values = {name: np.ones(size, "float32") for name, size in sizes.items()}
+    policy = f"offload: *:input#{index}; recompute: *"
+
+    def torch_block(x: Any, *, z: Any, y: Any) -> Any:
+        return (x["a"].sin().sum() * x["b"].sin()).sum() + z.sin().sum() * y.sin().sum()
+
+    def jax_loss(p: Any) -> Any:
+        p = jax.tree.map(lambda leaf: leaf * 1.0, p)
+        return rj.remat(jax_block, policy)({"a": p["a"], "b": p["b"]}, z=p["z"], y=p["y"])
+
+    def jax_block(x: Any, *, z: Any, y: Any) -> Any:
+        return (jnp.sin(x["a"]).sum() * jnp.sin(x["b"])).sum() + jnp.sin(z).sum() * jnp.sin(y).sum()
+
+    x, y, z = ({name: torch.tensor(values[name], requires_grad=True) for name in names} for names in ("ab", "y", "z"))
+    with torch_ref.receipt() as receipt:
+        torch_ref.selective_checkpoint(torch_block, policy, x, **z, **y).backward()
+    assert receipt.bytes_on_host == rj.residuals(rj.Workload(jax_loss, values, (), "*"), "off").host_bytes == 4 * elements

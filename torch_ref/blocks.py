@@ -1,0 +1,231 @@
+"""`checkpoint_blocks`: a policy on every block of a finished model, from outside."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_ref.errors import InvalidArgumentError, NoEffectError
+from torch_ref.executions import note_start
+from torch_ref.policy import Policy
+from torch_ref.selective import Seen, check_effect, run_under
+
+
+def checkpoint_blocks(model: nn.Module, policies: Mapping[type[nn.Module], Policy | str]) -> AppliedPolicies:
+    """Put a policy on every submodule of the named classes; the model is not edited.
+
+    Parameter names, the state dict, the classes and their names stay; outputs and gradients are those of the plain
+    model. In training with gradients enabled each block is called as by `selective_checkpoint`, and the names of its
+    arrays are led by the block's path in the model, as in `decoder/layers/0/self_attn:dot_general#0`. A block in
+    evaluation mode, and any block with gradients disabled, is called plainly. Where several classes mean one module,
+    the first wins. A copy of the model (`copy.deepcopy`) is under the same policies, until they are removed.
+
+    A policy must do something somewhere: each time a forward pass of `model` in training ends, and when the `with`
+    block does, a selector that matched nothing in any of its blocks, an offload that moved nothing, and a class whose
+    blocks were never called are errors.
+
+    Args:
+        model: the model, or a part of one.
+        policies: a class of modules (subclasses count) → a policy, its name or its text.
+
+    Returns:
+        What `remove()`, or the end of a `with` block, takes away.
+
+    Raises:
+        InvalidArgumentError: if an argument has the wrong type, or a block is under a policy already.
+        PolicyError: if a policy is malformed.
+        NoEffectError: if a class has no module in the model that is left to it; later as said above.
+        NothingToOffloadError: later as said above.
+
+    >>> import torch, torch_ref
+    >>> model = torch_ref.DecoderStack(num_layers=3, d_model=8, nhead=2)
+    >>> x = torch.ones(2, 5, 8, requires_grad=True)
+    >>> def products():
+    ...     with torch_ref.count_matmuls() as count:
+    ...         model(x).sum().backward()
+    ...     return count.total
+    >>> with torch_ref.checkpoint_blocks(model, {torch_ref.DecoderLayer: "save: *self_attn*:dot_general*"}):
+    ...     products()
+    60
+    >>> products()
+    54
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(
+            f"model is a {type(model).__name__}, expected a module; a function is for selective_checkpoint."
+        )
+    return AppliedPolicies(model, _checked(policies))
+
+
+class AppliedPolicies:
+    """The policies that `checkpoint_blocks` put on a model; a context manager.
+
+    Attributes:
+        blocks: path of each block in the model → its policy.
+    """
+
+    def __init__(self, model: nn.Module, policies: dict[type[nn.Module], Policy]) -> None:
+        self._records = [_Record(block, policy) for block, policy in policies.items()]
+        found = {path: (module, self._record_for(module)) for path, module in model.named_modules()}
+        placed = {path: (module, record) for path, (module, record) in found.items() if record is not None}
+        self._check_placed(model, [record for _, record in placed.values()])
+        self._forwards = [_Forward(self, m, record, path.replace(".", "/")) for path, (m, record) in placed.items()]
+        for forward in self._forwards:
+            forward.check_free()
+        for forward in self._forwards:
+            forward.install()
+        self.blocks = {forward.path: forward.record.policy for forward in self._forwards}
+        self._hooks = [model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._end)]
+        self.is_removed = False
+
+    def remove(self) -> None:
+        """Take the policies away; the blocks of the model, and of copies of it, are called plainly again."""
+        self.is_removed = True
+        for forward in self._forwards:
+            forward.uninstall()
+        for hook in self._hooks:
+            hook.remove()
+        self._forwards, self._hooks = [], []
+
+    def __enter__(self) -> AppliedPolicies:
+        return self
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        self.remove()
+        if failed is None:
+            # Not what a forward pass has shown already: a recomputation may have run a part of the model since.
+            self._check([record for record in self._records if not record.is_proven])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AppliedPolicies:
+        return self
+
+    def _record_for(self, module: nn.Module) -> _Record | None:
+        return next((record for record in self._records if isinstance(module, record.block)), None)
+
+    def _check_placed(self, model: nn.Module, placed: list[_Record]) -> None:
+        for record in self._records:
+            if not any(record is one for one in placed):
+                classes = sorted({type(module).__name__ for module in model.modules()})
+                taken = any(isinstance(module, record.block) for module in model.modules())
+                why = "classes before it take all of its modules" if taken else "it has no module in the model"
+                raise NoEffectError(
+                    f"policies has {record.block.__name__}, but {why}, a {type(model).__name__}; its modules are of"
+                    f" {', '.join(classes)}. Name one of these, the class whose forward runs once per layer."
+                )
+
+    def _begin(self, model: nn.Module, _: Any) -> None:
+        if not self.is_removed:
+            for record in self._records:
+                record.clear()
+
+    def _end(self, model: nn.Module, _: Any, __: Any) -> None:
+        if model.training and torch.is_grad_enabled() and not self.is_removed:
+            self._check(self._records)
+
+    def _check(self, records: list[_Record]) -> None:
+        for record in records:
+            seen, was_called = record.seen, record.was_called
+            record.seen = []
+            if seen:
+                check_effect(record.policy, seen)
+            elif not was_called:
+                raise NoEffectError(
+                    f"policies has {record.block.__name__}, but no block of this class was called, so that its policy has no"
+                    " effect. Name the class whose forward runs, call the block itself (and not its forward's parts), or"
+                    " leave the class out."
+                )
+            record.is_proven = True
+
+
+@dataclass(eq=False)
+class _Record:
+    """A class of blocks, its policy, and what that met since the last check."""
+
+    block: type[nn.Module]
+    policy: Policy
+    was_called: bool = False
+    is_proven: bool = False
+    seen: list[Seen] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.was_called, self.seen = False, []
+
+
+class _Forward:
+    """Stands in for the forward of one module."""
+
+    def __init__(self, applied: AppliedPolicies, module: nn.Module, record: _Record, path: str) -> None:
+        self._applied, self._module, self.record, self.path = applied, module, record, path
+        # Other libraries replace the forward of a module too; theirs is called, and put back.
+        self._replaced: Callable[..., Any] | None = module.__dict__.get("forward")
+        functools.update_wrapper(self, self._original(), updated=())
+
+    def check_free(self) -> None:
+        before = self._replaced
+        if isinstance(before, _Forward) and not before._applied.is_removed:
+            raise InvalidArgumentError(
+                f"model has a policy on its module {self.path!r} already: {str(before.record.policy)!r}. Take that away"
+                " first, with remove() of what checkpoint_blocks returned."
+            )
+
+    def install(self) -> None:
+        self._module.__dict__["forward"] = self
+
+    def uninstall(self) -> None:
+        if self._replaced is None:
+            self._module.__dict__.pop("forward", None)
+        else:
+            self._module.__dict__["forward"] = self._replaced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._original()
+        if self._applied.is_removed:
+            return run(*args, **kwargs)
+        self.record.was_called = True
+        if not (self._module.training and torch.is_grad_enabled()):
+            return run(*args, **kwargs)
+        output, seen = run_under(self._module, self._noting_starts(run), self.record.policy, self.path, args, kwargs)
+        if seen is not None:
+            self.record.seen.append(seen)
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        # The copied module is known already: a module is copied before its attributes.
+        made = _Forward.__new__(_Forward)
+        made._applied, made.record, made.path = self._applied, self.record, self.path
+        made._module, made._replaced = copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo)
+        functools.update_wrapper(made, made._original(), updated=())
+        return made
+
+    def _noting_starts(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, which is not called through the module: its first start has been seen, those after it have not."""
+        starts = itertools.count()
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if next(starts):
+                note_start(self._module)
+            return run(*args, **kwargs)
+
+        return noted
+
+    def _original(self) -> Callable[..., Any]:
+        return self._replaced or type(self._module).forward.__get__(self._module)
+
+
+def _checked(policies: object) -> dict[type[nn.Module], Policy]:
+    if not isinstance(policies, Mapping) or not policies:
+        raise InvalidArgumentError(
+            f"policies is {policies!r}, expected a mapping from classes of modules to policies with at least one entry,"
+            " such as {DecoderLayer: 'full'}."
+        )
+    for block in policies:
+        if not (isinstance(block, type) and issubclass(block, nn.Module)):
+            raise InvalidArgumentError(f"policies has the key {block!r}, expected a class of modules; the class, not a module.")
+    return {block: Policy.parse(policy, f"policies[{block.__name__}]") for block, policy in policies.items()}

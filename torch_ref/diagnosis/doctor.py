@@ -1,0 +1,83 @@
+"""The call that a user makes, and what comes back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_ref.diagnosis.flags import watched_flags
+from torch_ref.diagnosis.traps import Finding, findings
+from torch_ref.diagnosis.watch import Watch
+from torch_ref.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `doctor` found.
+
+    Attributes:
+        findings: the mistakes, in the order in which they were met; empty if there is none.
+        regions: how many checkpointed regions were run.
+    """
+
+    findings: tuple[Finding, ...]
+    regions: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.regions} checkpointed region(s), nothing wrong."
+        return "\n".join(f"{finding}" for finding in self.findings)
+
+
+def doctor(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Diagnosis:
+    """Run `module(*args, **kwargs)` once and name what is wrong with its gradient checkpointing, where, and the remedy.
+
+    | trap | what it does |
+    | --- | --- |
+    | `hidden_from_offload` | tensors given by keyword or in containers are not seen by `save_on_cpu`: they stay on the device |
+    | `flag_without_effect` | a flag that is set but that nothing reads, or that leads to no checkpoint |
+    | `rebound_variable` | a closure reads a loop variable that has moved on: backward recomputes with another layer |
+    | `nested_container` | a checkpoint inside a checkpoint holds tensors in a list: the outer one frees nothing |
+    | `mutated_input` | a tensor that a checkpoint keeps was changed in place: backward refuses or is wrong |
+    | `reentrant_without_gradient` | no input of a reentrant checkpoint requires a gradient: its parameters get none |
+    | `random_state` | `preserve_rng_state=False` around dropout: backward is that of another mask |
+
+    The module runs as it is, in its training or evaluation mode, forward only, with gradients; buffers such as batch
+    statistics change as in any call, and the random state moves on. Everything that ends in
+    `torch.utils.checkpoint.checkpoint` is seen, under whatever name it was imported.
+
+    Raises:
+        InvalidArgumentError: if `module` cannot be called.
+
+    >>> import torch, torch_ref
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> layer = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
+    >>> print(torch_ref.doctor(lambda x: checkpoint(layer, x, use_reentrant=False), torch.ones(2, 3)))
+    1 checkpointed region(s), nothing wrong.
+    >>> diagnosis = torch_ref.doctor(
+    ...     lambda x: checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False), torch.ones(2, 3)
+    ... )
+    >>> [finding.trap for finding in diagnosis.findings]
+    ['random_state']
+    """
+    if not callable(module):
+        raise InvalidArgumentError(f"module is a {type(module).__name__}, expected a module or a function.")
+    root = module if isinstance(module, nn.Module) else None
+    with warnings.catch_warnings():
+        # What a reentrant checkpoint warns of is one of the findings.
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        with torch.enable_grad(), watched_flags(root, kwargs) as flags, Watch(root) as watch:
+            output = module(*args, **kwargs)
+    found = findings(watch.regions, flags)
+    del output
+    return Diagnosis(tuple(found), len(watch.regions))

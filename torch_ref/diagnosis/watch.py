@@ -1,0 +1,222 @@
+"""What the checkpointed regions of a run are given, and what happens to it.
+
+`torch.utils.checkpoint.checkpoint` is imported by name wherever it is used, so it cannot be replaced; its frames can be
+seen by a profile function.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import TensorWeakRef
+
+from torch_ref.captures import Captures
+from torch_ref.host import version_of
+from torch_ref.receipts import name_of
+from torch_ref.replay import Replay
+
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+_ENTER, _EXIT = saved_tensors_hooks.__enter__.__code__, saved_tensors_hooks.__exit__.__code__
+_OURS = os.path.dirname(os.path.dirname(__file__))
+_PLUMBING = (
+    os.path.dirname(torch.__file__) + os.sep,
+    *(
+        os.path.join(_OURS, name)
+        for name in ("checkpoint.py", "offload.py", "selective.py", "blocks.py", "region.py", "replay.py")
+    ),
+    os.path.join(_OURS, "faithful", "diffsynth.py"),
+)
+
+
+class Argument:
+    """A tensor that a region was given.
+
+    Attributes:
+        where: how, such as `argument 0` or `keyword 'x'`.
+        is_hidden: whether it is in a container or a keyword, where saved-tensor hooks do not see it.
+    """
+
+    def __init__(self, tensor: torch.Tensor, where: str, is_hidden: bool) -> None:
+        self.where, self.is_hidden = where, is_hidden
+        self.shape, self.nbytes, self.requires_grad = tuple(tensor.shape), tensor.nbytes, tensor.requires_grad
+        self.is_parameter = isinstance(tensor, nn.Parameter)
+        self._tensor, self._version = TensorWeakRef(tensor), version_of(tensor)
+
+    @property
+    def is_mutated(self) -> bool:
+        """Whether the tensor still lives and has been changed in place since."""
+        tensor = self._tensor()
+        return tensor is not None and version_of(tensor) != self._version
+
+
+@dataclass
+class Region:
+    """One call of `torch.utils.checkpoint.checkpoint`.
+
+    Attributes:
+        block: name of what is checkpointed.
+        place: `file:line (function)` of the call, and where that function was called from.
+        is_reentrant: which form.
+        keeps_random_state: whether the recomputation has the random state of forward.
+        is_nested: whether it is inside another region.
+        is_hooked: whether saved-tensor hooks, such as those of an offload, are around it.
+        is_trainable: whether what it runs has parameters, or captures tensors, that require a gradient.
+        arguments: the tensors that it was given.
+        is_random: whether an operator in it drew random numbers.
+    """
+
+    block: str
+    place: str
+    is_reentrant: bool
+    keeps_random_state: bool
+    is_nested: bool
+    is_hooked: bool
+    is_trainable: bool
+    arguments: list[Argument]
+    is_random: bool = False
+    mutated_inside: list[Argument] = field(default_factory=list)
+    captures: list[Captures] = field(default_factory=list)
+
+
+class Watch(TorchDispatchMode):
+    """While it is entered, every region that this thread runs is noted."""
+
+    def __init__(self, root: nn.Module | None) -> None:
+        super().__init__()
+        self.regions: list[Region] = []
+        self._paths = {id(module): path for path, module in root.named_modules() if path} if root is not None else {}
+        self._open: list[tuple[types.FrameType, Region]] = []
+        self._hooks = 0
+
+    def __enter__(self) -> Watch:
+        super().__enter__()
+        self._before = sys.getprofile()
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.setprofile(self._before)
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            for _, region in self._open:
+                region.is_random = True
+        return func(*args, **(kwargs or {}))
+
+    def _profile(self, frame: types.FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code is _CHECKPOINT and torch.is_grad_enabled():
+            region = self._region(frame)
+            self.regions.append(region)
+            self._open.append((frame, region))
+        elif event == "return" and self._open and frame is self._open[-1][0]:
+            _, region = self._open.pop()
+            region.mutated_inside = [argument for argument in region.arguments if argument.is_mutated]
+        elif event == "call" and code is _ENTER:
+            self._hooks += 1
+        elif event == "call" and code is _EXIT:
+            self._hooks -= 1
+
+    def _region(self, frame: types.FrameType) -> Region:
+        given = frame.f_locals
+        function: Any = given["function"]
+        keywords = dict(given["kwargs"])
+        keeps_random_state = keywords.pop("preserve_rng_state", True)
+        if isinstance(function, Replay):
+            # It hands every tensor on by itself, whatever container the caller has it in.
+            function, arguments = function.block, _arguments(pytree.tree_leaves(function.arguments), {})
+        else:
+            arguments = _arguments(given["args"], keywords)
+        reached = list(_reached(function))
+        return Region(
+            block=self._name(reached, function),
+            place=_place(frame),
+            is_reentrant=given["use_reentrant"] is not False,
+            keeps_random_state=keeps_random_state,
+            is_nested=bool(self._open),
+            is_hooked=self._hooks > 0,
+            is_trainable=any(_is_trainable(value) for value in reached),
+            arguments=arguments,
+            captures=[Captures(value) for value in reached if isinstance(value, types.FunctionType)],
+        )
+
+    def _name(self, reached: list[Any], function: Callable[..., Any]) -> str:
+        for value in reached:
+            if isinstance(value, nn.Module):
+                return f"{self._paths[id(value)]} ({name_of(value)})" if id(value) in self._paths else name_of(value)
+        return name_of(function)
+
+
+def _arguments(positional: Any, keywords: dict[str, Any]) -> list[Argument]:
+    places = [(f"argument {k}", value, False) for k, value in enumerate(positional)]
+    places += [(f"keyword {key!r}", value, True) for key, value in keywords.items()]
+    found = []
+    for where, value, is_keyword in places:
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            if isinstance(leaf, torch.Tensor):
+                found.append(Argument(leaf, where + pytree.keystr(path), is_keyword or bool(path)))
+    return found
+
+
+def _reached(function: Callable[..., Any]) -> Iterator[Any]:
+    """The function, and the modules and functions that it captures, outermost first."""
+    waiting: list[Any] = [function]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, functools.partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, types.MethodType):
+            waiting += [value.__self__, value.__func__]
+        elif isinstance(value, types.FunctionType):
+            if not value.__code__.co_filename.startswith(_PLUMBING[0]):
+                yield value
+            waiting += value.__defaults__ or ()
+            waiting += [cell.cell_contents for cell in value.__closure__ or () if _is_bound(cell)]
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif isinstance(value, nn.Module | torch.Tensor):
+            yield value
+
+
+def _is_bound(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _is_trainable(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return any(parameter.requires_grad for parameter in value.parameters())
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _place(frame: types.FrameType) -> str:
+    """The line that made the checkpoint, and the one that called the function it is in: often a helper's."""
+    lines: list[str] = []
+    at = frame.f_back
+    while at is not None and len(lines) < 2:
+        if not at.f_code.co_filename.startswith(_PLUMBING):
+            lines.append(f"{os.path.relpath(at.f_code.co_filename)}:{at.f_lineno} ({at.f_code.co_name})")
+        at = at.f_back
+    return ", from ".join(lines)

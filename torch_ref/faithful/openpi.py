@@ -1,0 +1,145 @@
+"""Gradient checkpointing as OpenPI's PyTorch code switches it, with its quirks, on `torch_ref.JointDecoder`.
+
+Written from the behaviour of `models_pytorch/pi0_pytorch.py`, `gemma_pytorch.py` and `scripts/train_pytorch.py`:
+
+1. `gradient_checkpointing_enable` and `_disable` set a flag on the model and on three submodels. The one on the vision
+   tower is read nowhere.
+2. It takes effect only in training, in two places: around each part of the outer model if its own flag is set, and
+   around each layer and the final norms if the expert's flag is set.
+3. In training the inner model *sets* the expert's flag if it is not set. After `gradient_checkpointing_disable` the
+   layers are therefore checkpointed all the same; only the outer parts are not.
+4. It nests: the outer model checkpoints the whole transformer, and inside it each layer is checkpointed again, so a
+   layer runs three times. The streams are a list, which `torch.utils.checkpoint` holds as it is, out of sight of the
+   outer checkpoint: the outputs of all layers stay alive although the transformer is checkpointed as a whole.
+5. The random state is not restored: a layer with dropout would be differentiated at another mask than it was run with.
+6. The training script asks `hasattr(model, "gradient_checkpointing_enable")` and otherwise goes on without.
+
+`torch_ref.gradient_checkpointing_enable` is the right form of the switch, `torch_ref.JointDecoder` of the calls.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torch_ref.models.joint import JointDecoder
+
+logger = logging.getLogger(__name__)
+
+
+class Flagged(nn.Module):
+    """A submodel that carries the flag `gradient_checkpointing`, and nothing else that matters here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = False
+
+
+class TransformerWithExpert(nn.Module):
+    """The inner model: runs the joint layers and the final norms, each checkpointed when the expert's flag says so."""
+
+    def __init__(self, decoder: JointDecoder) -> None:
+        super().__init__()
+        self.layers, self.norms = decoder.layers, decoder.norms
+        self.language_model, self.vision_tower, self.expert = Flagged(), Flagged(), Flagged()
+        self._has_logged = False
+
+    def forward(self, streams: list[torch.Tensor], mask: torch.Tensor) -> list[torch.Tensor]:
+        """Run all layers on the list of two streams."""
+        use_checkpointing = self.expert.gradient_checkpointing and self.training
+        if self.training:
+            if not self.expert.gradient_checkpointing:
+                logger.info("Forcing gradient checkpointing to be enabled for Gemma expert model")
+                self.expert.gradient_checkpointing = True
+            use_checkpointing = True
+        self._log(use_checkpointing)
+        for index in range(len(self.layers)):
+            if use_checkpointing:
+                streams = _checkpoint(self._layer, index, streams, mask)
+            else:
+                streams = self._layer(index, streams, mask)
+        return _checkpoint(self._norms, streams) if use_checkpointing else self._norms(streams)
+
+    def _layer(self, index: int, streams: list[torch.Tensor], mask: torch.Tensor) -> list[torch.Tensor]:
+        return self.layers[index](streams, mask)
+
+    def _norms(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [norm(x) for norm, x in zip(self.norms, streams, strict=True)]
+
+    def _log(self, use_checkpointing: bool) -> None:
+        if self._has_logged:
+            return
+        self._has_logged = True
+        logger.info("Gemma expert model gradient checkpointing: %s", use_checkpointing)
+        logger.info("Model training mode: %s", self.training)
+        logger.info("Gemma expert model gradient_checkpointing value: %s", self.expert.gradient_checkpointing)
+
+
+class Pi0(nn.Module):
+    """The outer model; its parameters are those of the `JointDecoder` that it is made from.
+
+    >>> model = Pi0(JointDecoder(num_layers=1, widths=(8, 4), patch=12, action_dim=3))
+    >>> model.gradient_checkpointing_enable()
+    >>> model.transformer.vision_tower.gradient_checkpointing, model(torch.zeros(2, 5, 12), torch.zeros(2, 4, 3)).shape
+    (True, torch.Size([2, 4, 3]))
+    """
+
+    def __init__(self, decoder: JointDecoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.transformer = TransformerWithExpert(decoder)
+        self.gradient_checkpointing_enabled = False
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Set all four flags."""
+        self._set(True)
+        logger.info("Enabled gradient checkpointing for PI0Pytorch model")
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Clear all four flags; the next forward pass in training sets the expert's again."""
+        self._set(False)
+        logger.info("Disabled gradient checkpointing for PI0Pytorch model")
+
+    def _set(self, value: bool) -> None:
+        self.gradient_checkpointing_enabled = value
+        for submodel in (self.transformer.language_model, self.transformer.vision_tower, self.transformer.expert):
+            submodel.gradient_checkpointing = value
+
+    def forward(self, patches: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """Predict actions as `JointDecoder` does."""
+        streams = [
+            self._apply_checkpoint(self.decoder.vision_tower, patches),
+            self._apply_checkpoint(self.decoder.action_in, actions),
+        ]
+        mask = self.decoder.mask(streams)
+
+        def whole(prefix: torch.Tensor, suffix: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            _, suffix = self.transformer([prefix, suffix], mask)
+            return suffix
+
+        suffix = self._apply_checkpoint(whole, *streams, mask)
+        return self._apply_checkpoint(self.decoder.action_out, suffix)
+
+    def _apply_checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self.gradient_checkpointing_enabled and self.training:
+            return _checkpoint(function, *args)
+        return function(*args)
+
+
+def prepare_for_training(model: nn.Module) -> bool:
+    """Switch checkpointing on if the model has the method, as the training script does; says whether it had."""
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable()
+        logger.info("Enabled gradient checkpointing for memory optimization")
+        return True
+    logger.info("Gradient checkpointing is not supported for this model")
+    return False
+
+
+def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

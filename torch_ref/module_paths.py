@@ -1,0 +1,100 @@
+"""Which module is running: paths such as `decoder/layers/0/ffn`, from hooks that are there only while they are needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+_lock = threading.Lock()
+_running = threading.local()
+_hooks: list[Any] = []
+_users = 0
+
+
+class ModulePaths:
+    """The path of the module that is running inside a block.
+
+    Modules of the block have their path in it. A module that it only captures is called by its class, and what is
+    inside has its path in that.
+    """
+
+    def __init__(self, block: Callable[..., Any], path: str) -> None:
+        owner = block if isinstance(block, nn.Module) else getattr(block, "__self__", None)
+        self._known: dict[nn.Module, str] = {}
+        self._running: list[tuple[nn.Module | None, str]] = [(None, path)]
+        if isinstance(owner, nn.Module):
+            self._learn(owner, path)
+
+    @property
+    def current(self) -> str:
+        """The path of the innermost module that is running."""
+        return self._running[-1][1]
+
+    def started(self, module: nn.Module) -> None:
+        """A module's forward begins."""
+        if module not in self._known:
+            self._learn(module, join(self.current, type(module).__name__))
+        self._running.append((module, self._known[module]))
+
+    def ended(self, module: nn.Module) -> None:
+        """A module's forward is over, or was left by an exception."""
+        if self._running[-1][0] is module:
+            self._running.pop()
+
+    def _learn(self, root: nn.Module, path: str) -> None:
+        for inside, module in root.named_modules():
+            self._known.setdefault(module, join(path, inside.replace(".", "/")))
+
+
+def join(*parts: str) -> str:
+    """Join the parts of a path that are not empty.
+
+    >>> join("decoder/layers/0", "", "ffn")
+    'decoder/layers/0/ffn'
+    """
+    return "/".join(part for part in parts if part)
+
+
+@contextmanager
+def following(paths: ModulePaths) -> Iterator[None]:
+    """Keep `paths` up to date with what this thread runs; autograd may recompute on another one than forward ran on."""
+    followed = _followed()
+    followed.append(paths)
+    _use(1)
+    try:
+        yield
+    finally:
+        _use(-1)
+        followed.remove(paths)
+
+
+def _followed() -> list[ModulePaths]:
+    if not hasattr(_running, "paths"):
+        _running.paths = []
+    return _running.paths
+
+
+def _use(change: int) -> None:
+    global _users
+    with _lock:
+        _users += change
+        if _users and not _hooks:
+            # Called for an exception too: backward stops a recomputation by one, as soon as it has what it needs.
+            _hooks.extend([register_module_forward_pre_hook(_started), register_module_forward_hook(_ended, always_call=True)])
+        while _hooks and not _users:
+            _hooks.pop().remove()
+
+
+def _started(module: nn.Module, _: Any) -> None:
+    for paths in _followed():
+        paths.started(module)
+
+
+def _ended(module: nn.Module, _: Any, __: Any) -> None:
+    for paths in _followed():
+        paths.ended(module)

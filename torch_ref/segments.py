@@ -1,0 +1,205 @@
+"""Cutting a list of layers into segments that are checkpointed: where to cut, how to run it, and what it costs.
+
+A segment that is checkpointed keeps its input, and computes its interior again in the backward pass. The last segment is
+not checkpointed, as in PyTorch's `checkpoint_sequential`: its recomputation would follow its forward pass at once.
+A cut is described by its boundaries, the indices at which the segments after the first begin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from torch_ref.checkpoint import gradient_checkpoint_forward
+from torch_ref.errors import InvalidArgumentError
+
+
+def uniform_boundaries(layers: int, segments: int) -> tuple[int, ...]:
+    """Cut as `checkpoint_sequential` does: `layers // segments` layers to a segment, and the last one takes the rest.
+
+    The rest may be almost a whole segment for each of the others: 255 layers in 16 segments are 15 of 15 and one of 30.
+
+    Raises:
+        InvalidArgumentError: unless `segments` is an integer from 1 to `layers`.
+
+    >>> uniform_boundaries(20, 3)
+    (6, 12)
+    """
+    check_segments(layers, segments)
+    size = layers // segments
+    return tuple(range(size, size * segments, size))
+
+
+def sqrt_segments(layers: int) -> int:
+    """The number of segments of the √L rule, rounded down.
+
+    From Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
+
+    >>> sqrt_segments(16), sqrt_segments(20)
+    (4, 4)
+    """
+    check_segments(layers, 1)
+    return math.isqrt(layers)
+
+
+def kept_activations(layers: int, boundaries: Sequence[int]) -> int:
+    """How many activations of a list of `layers` layers are kept between the passes.
+
+    Each layer but the last gives one activation, and its successor reads it in the backward pass. Kept are the input of
+    every segment but the first, whose input is the batch, and the interior of the last segment. With k segments, the
+    last of r layers, that is (k − 1) + (r − 1).
+
+    Raises:
+        InvalidArgumentError: if the boundaries do not fit the number of layers.
+
+    >>> kept_activations(16, ()), kept_activations(16, (4, 8, 12))
+    (15, 6)
+    """
+    edges = edges_of(layers, boundaries)
+    return len(boundaries) + layers - edges[-2] - 1
+
+
+def most_activations(layers: int, boundaries: Sequence[int]) -> int:
+    """How many activations of a list of `layers` layers are alive at once in the backward pass, at the most.
+
+    When segment j of s layers (counted from 1) runs backward, there are the inputs of the segments 2 to j, because those
+    behind it are gone, and its interior: s activations, of which the last is the next segment's input computed again; of
+    the last segment one less. So it is the maximum of j − 1 + s over the segments, s being less by one in the last.
+    With `checkpoint_sequential`'s rule that is `kept_activations`: no segment is longer than the last.
+
+    Raises:
+        InvalidArgumentError: if the boundaries do not fit the number of layers.
+
+    >>> most_activations(16, (4, 8, 12)), most_activations(16, (5, 9, 12, 14)), most_activations(16, (12,))
+    (6, 5, 12)
+    """
+    edges = edges_of(layers, boundaries)
+    edges[-1] -= 1
+    return max(index + end - start for index, (start, end) in enumerate(zip(edges, edges[1:], strict=False)))
+
+
+def recomputed_layers(layers: int, boundaries: Sequence[int]) -> int:
+    """How many layers run a second time: all but those of the last segment.
+
+    Raises:
+        InvalidArgumentError: if the boundaries do not fit the number of layers.
+
+    >>> recomputed_layers(16, (4, 8, 12))
+    12
+    """
+    return edges_of(layers, boundaries)[-2]
+
+
+def optimal_segments(layers: int) -> int:
+    """The number of segments with which `checkpoint_sequential`'s rule keeps fewest activations.
+
+    With k segments of ⌊L / k⌋ layers it keeps k + L − (k − 1)⌊L / k⌋ − 2 activations, tried for every k. Where √L is an
+    integer it is the answer; elsewhere the rest that falls to the last segment can make it a bad one. Of several the one that
+    computes fewest layers again is taken, and then the smallest.
+
+    >>> [(k, kept_activations(256, uniform_boundaries(256, k))) for k in (sqrt_segments(256), optimal_segments(256))]
+    [(16, 30), (16, 30)]
+    >>> [(k, kept_activations(62, uniform_boundaries(62, k))) for k in (sqrt_segments(62), optimal_segments(62))]
+    [(7, 19), (6, 16)]
+    """
+    check_segments(layers, 1)
+
+    def cost(segments: int) -> tuple[int, int, int]:
+        boundaries = uniform_boundaries(layers, segments)
+        return kept_activations(layers, boundaries), recomputed_layers(layers, boundaries), segments
+
+    return min(range(1, layers + 1), key=cost)
+
+
+def decreasing_boundaries(layers: int) -> tuple[int, ...]:
+    """The cut with the lowest peak there is: segments that become shorter towards the loss, about √(2L) long at first.
+
+    A segment's input is freed when its backward pass is over. Where m activations have room, segment j may therefore have
+    m − j + 1 layers, the last one more because the model's output is not kept; k segments reach
+    km − k(k − 1) / 2 + 1 layers. The smallest m for which some k reaches all layers is the peak; then the smallest k, so
+    that fewest layers run twice. Uniform segments need about 2√L activations, these √(2L).
+
+    >>> decreasing_boundaries(16), most_activations(16, decreasing_boundaries(16))
+    ((5, 9, 12, 14), 5)
+    """
+    check_segments(layers, 1)
+    room = next(room for room in range(layers) if _reach(room, room) >= layers)
+    segments = next(count for count in range(1, layers + 1) if _reach(room, count) >= layers)
+    boundaries: list[int] = []
+    start = layers
+    for index in range(segments, 1, -1):
+        start -= room - index + 1 + (index == segments)
+        boundaries.insert(0, start)
+    return tuple(boundaries)
+
+
+def _reach(room: int, segments: int) -> int:
+    return segments * room - segments * (segments - 1) // 2 + 1
+
+
+def checkpoint_segments(
+    layers: Sequence[Callable[..., torch.Tensor]], boundaries: Sequence[int], x: torch.Tensor
+) -> torch.Tensor:
+    """`layers[-1](…layers[0](x))`, cut before the indices `boundaries`; each segment but the last is checkpointed.
+
+    Every segment runs whole, activations included, and stays in one graph: gradients reach all layers. Without boundaries it
+    is a plain call.
+
+    Raises:
+        InvalidArgumentError: if there are no layers, or the boundaries do not fit them.
+
+    >>> import torch, torch_ref
+    >>> model = torch_ref.DeepMLP(num_layers=6, hidden_size=4, in_features=3)
+    >>> x = torch.ones(2, 3)
+    >>> bool((torch_ref.checkpoint_segments(model.layers, (2, 5), x) == model(x)).all())
+    True
+    """
+    found = list(layers)
+    edges = edges_of(len(found), boundaries)
+    for start, end in zip(edges[:-2], edges[1:-1], strict=True):
+        x = gradient_checkpoint_forward(_joined(found[start:end]), True, False, x)
+    return _joined(found[edges[-2] :])(x)
+
+
+def _joined(layers: list[Callable[..., torch.Tensor]]) -> Callable[..., torch.Tensor]:
+    # A function and no `nn.Sequential`: `MemTracker` looks for a module in the backward pass, when this one would be gone.
+    def segment(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    return segment
+
+
+def check_segments(layers: int, segments: int) -> None:
+    """Refuse a number of segments that a list of `layers` layers cannot be cut into.
+
+    Raises:
+        InvalidArgumentError: unless both are integers, and `segments` is from 1 to `layers`.
+    """
+    if not _is_integer(layers) or layers < 1:
+        raise InvalidArgumentError(f"layers is {layers!r}, expected how many layers there are: an integer, at least 1.")
+    if not _is_integer(segments) or not 1 <= segments <= layers:
+        raise InvalidArgumentError(f"segments is {segments!r}, expected an integer from 1 to the number of layers, {layers}.")
+
+
+def edges_of(layers: int, boundaries: Sequence[int]) -> list[int]:
+    """Give the boundaries with the start of the first segment before them and the end of the last one behind.
+
+    Raises:
+        InvalidArgumentError: unless they are integers that increase and lie between 1 and `layers` - 1.
+    """
+    check_segments(layers, 1)
+    edges = [0, *boundaries, layers]
+    if not all(map(_is_integer, edges)) or any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
+        raise InvalidArgumentError(
+            f"boundaries is {tuple(boundaries)!r}, expected the indices at which segments after the first begin: integers"
+            f" that increase, from 1 to {layers - 1}, for {layers} layers."
+        )
+    return edges
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,189 @@
+"""Selective checkpointing: a policy for what one block keeps, moves to host memory or computes again."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from torch_ref.errors import InvalidArgumentError, NoEffectError, NothingToOffloadError
+from torch_ref.policy import OFFLOAD, RECOMPUTE, Candidate, Policy, is_catch_all, matches
+from torch_ref.receipts import is_offloadable, record_call
+from torch_ref.region import Region
+from torch_ref.replay import Replay
+
+
+def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call `block(*args, **kwargs)` under a policy; outputs and gradients are those of a plain call.
+
+    The policy is what `remat_jax` takes: `full`, `dots`, `"offload: *ffn*:dot_general*; save: @dots"`, … An array that
+    the block computes is called `path/of/the/module:primitive#k`, k counting from 0 in the order of execution. The path
+    is that of the module which is running, inside the block, with slashes; the primitive is JAX's name where one ATen
+    operator is one primitive (`mm`, `addmm`, `bmm`, `baddbmm` are `dot_general`, `convolution` is
+    `conv_general_dilated`, `sigmoid` is `logistic`, …), else ATen's (`native_layer_norm`). `@dots` are these products
+    and convolutions; `@dots_with_no_batch_dims` are `mm`, `addmm` and products with a vector; `@inputs` are the tensor
+    arguments, called `path:input#k`, keywords in alphabetical order. Arguments are kept whatever the policy says, and
+    only `offload` moves them; parameters stay on the device.
+
+    What is different from JAX, by PyTorch's nature:
+
+    - An array that the policy keeps is kept whether or not backward reads it, such as the last product of a block; JAX
+      drops it. An operator with several results has one name.
+    - The recomputation runs every operator that is not kept, in order, until backward has what it needs; JAX leaves out
+      what is not read.
+    - A view is no array of its own: it has no name, and nothing to move. Neither has a change in place, nor a constant.
+    - What draws from the random state (`native_dropout`) is always computed again: to skip it would leave the random
+      state to the next. A selector of `save` or `offload` that matches nothing else is refused.
+    - Derivative rules keep other arrays of their own: `everything` saves what the block computes, JAX's what backward
+      reads.
+    - `torch.einsum` and 3-D products that PyTorch turns into `bmm` have batch dimensions whatever JAX would say.
+
+    An array that is offloaded is copied (pinned on CUDA), entered in the receipt, and fetched by the recomputation. What
+    is saved can be used by one backward pass only, as PyTorch has it: a second one (`retain_graph=True`), or a second
+    derivative, is a `RuntimeError`. With gradients disabled the block is called plainly. Every keyword reaches the block.
+    As in every checkpoint, running statistics of a batch norm that is computed again are updated again.
+
+    Each operator of the block goes through Python, in both passes, which small operators feel; policies that do not look
+    inside the block (`full`, `offload_inputs`) are spared that. Not for use under `torch.compile`.
+
+    Raises:
+        InvalidArgumentError: if `block` cannot be called.
+        PolicyError: if `policy` is malformed.
+        NoEffectError: if a selector matches nothing in this call.
+        NothingToOffloadError: if the policy offloads, and nothing in this call can be moved.
+        MutatedTensorError: if an array that the policy saves is changed in place inside the block; in the backward pass,
+            if an offloaded argument was changed in place meanwhile.
+        ChangedRecomputationError: in the backward pass, if the block computes something else than in the forward pass.
+
+    Built on `torch.utils.checkpoint.create_selective_checkpoint_contexts`, which saves but does not offload.
+
+    >>> import torch, torch_ref
+    >>> layer, x = torch_ref.DecoderLayer(d_model=8, nhead=2), torch.ones(3, 5, 8, requires_grad=True)
+    >>> def products(policy):
+    ...     with torch_ref.count_matmuls() as count:
+    ...         torch_ref.selective_checkpoint(layer, policy, x).sum().backward()
+    ...     return count.total
+    >>> [products(policy) for policy in ("off", "full", "dots", "save: *self_attn*:dot_general*")]
+    [18, 24, 18, 20]
+    """
+    if not callable(block):
+        raise InvalidArgumentError(f"block is a {type(block).__name__}, expected a module or a function, not its output.")
+    chosen = Policy.parse(policy)
+    output, seen = run_under(block, block, chosen, "", args, kwargs)
+    if seen is not None:
+        check_effect(chosen, [seen])
+    return output
+
+
+@dataclass
+class Seen:
+    """What a policy met in one call of a block.
+
+    Attributes:
+        block: its name, or its path in a model.
+        candidates: its arrays and arguments.
+        random: names of those that are always computed again.
+        moved: whether something was put on the host, or would have been if it had any elements.
+    """
+
+    block: str
+    candidates: list[Candidate]
+    random: set[str] = field(default_factory=set)
+    moved: bool = False
+
+
+def run_under(
+    block: Callable[..., Any],
+    run: Callable[..., Any],
+    policy: Policy,
+    path: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, Seen | None]:
+    """Call `run`, which is the block or its original forward, under a policy; also what the policy met there."""
+    entry = record_call(block, policy.name or str(policy), "selective")
+    if policy.is_off or not torch.is_grad_enabled():
+        return run(*args, **kwargs), None
+    region = Region(block, run, policy, path, entry) if policy.looks_inside else None
+    inputs, chosen, is_empty = _inputs(policy, path, args, kwargs)
+    seen = Seen(path or entry.block, inputs, moved=is_empty)
+    replay = Replay(block, args, kwargs, run=region or run)
+    del args, kwargs
+    if chosen:
+        replay.offload(entry, chosen=lambda tensor: id(tensor) in chosen)
+    output = checkpoint(replay, *replay.take_kept(), use_reentrant=False, preserve_rng_state=True)
+    if region is not None:
+        seen.candidates += region.candidates
+        seen.random |= region.random
+        seen.moved |= region.is_empty
+    seen.moved |= entry.tensors_packed > 0
+    return output, seen
+
+
+def _inputs(policy: Policy, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Candidate], set[int], bool]:
+    """The arguments that a policy can select, the `id` of those that it moves, and whether it moves one without elements."""
+    leaves = pytree.tree_leaves((args, [kwargs[name] for name in sorted(kwargs)]))
+    empty = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.numel()}
+    tensors = [leaf for leaf in leaves if is_offloadable(leaf) or id(leaf) in empty]
+    candidates = [Candidate(f"{path}:input#{index}", "input", is_input=True) for index in range(len(tensors))]
+    offered = [tensor for tensor, candidate in zip(tensors, candidates, strict=True) if policy.action(candidate) == OFFLOAD]
+    # A scalar is not worth a copy.
+    chosen = {id(tensor) for tensor in offered if tensor.dim()}
+    return candidates, chosen - empty, bool(chosen & empty)
+
+
+def check_effect(policy: Policy, calls: list[Seen]) -> None:
+    """Refuse a policy that had no effect in any of these calls.
+
+    Raises:
+        NoEffectError: naming the selector that matched nothing, and what there is.
+        NothingToOffloadError: if the policy offloads and nothing was put on the host.
+    """
+    where = _some(dict.fromkeys(seen.block for seen in calls), 3)
+    for rule in policy.rules:
+        for selector in rule.selectors:
+            if not is_catch_all(selector) and not any(_has(seen, selector, rule.action) for seen in calls):
+                raise NoEffectError(_unmatched(policy, selector, rule.action, calls, where))
+    if policy.offloads and not any(seen.moved for seen in calls):
+        raise NothingToOffloadError(
+            f"policy {str(policy)!r} offloads nothing in {where}: what its offload rules select is left to an earlier rule,"
+            " or is a scalar, or draws from the random state, or there is none."
+            f" There are: {_some(_names(calls), 8)}. Select one of these, or use 'full' if nothing is to be offloaded."
+        )
+
+
+def _has(seen: Seen, selector: str, action: str) -> bool:
+    hits = (candidate for candidate in seen.candidates if matches(selector, candidate))
+    return any(action == RECOMPUTE or candidate.name not in seen.random for candidate in hits)
+
+
+def _unmatched(policy: Policy, selector: str, action: str, calls: list[Seen], where: str) -> str:
+    if any(_has(seen, selector, RECOMPUTE) for seen in calls):
+        return (
+            f"policy {str(policy)!r}: the selector {selector!r} matches only what draws from the random state in {where},"
+            f" which is always computed again, so that there is nothing to {action}. Leave it out."
+        )
+    names = _names(calls)
+    tails = {name.rpartition(":")[2].partition("#")[0]: name for name in names} | {name: name for name in names}
+    close = difflib.get_close_matches(selector.strip("*"), tails, n=1, cutoff=0.5)
+    hint = f" Did you mean {tails[close[0]]!r}?" if close else ""
+    return (
+        f"policy {str(policy)!r}: the selector {selector!r} matches no array of {where}.{hint}"
+        f" There are: {_some(names, 8)}. Views, changes in place and constants have no names."
+        " Correct the selector or leave it out."
+    )
+
+
+def _names(calls: list[Seen]) -> list[str]:
+    return list(dict.fromkeys(candidate.name for seen in calls for candidate in seen.candidates))
+
+
+def _some(names: Iterable[str], limit: int) -> str:
+    shown = list(names)
+    more = f", and {len(shown) - limit} more" if len(shown) > limit else ""
+    return (", ".join(shown[:limit]) or "none") + more

@@ -1,0 +1,110 @@
+"""A switch on a finished model: checkpointing on, checkpointing off, the model otherwise unchanged."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+
+from torch import nn
+
+from torch_ref.blocks import AppliedPolicies, checkpoint_blocks
+from torch_ref.errors import InvalidArgumentError
+from torch_ref.policy import Policy
+
+logger = logging.getLogger(__name__)
+_ATTRIBUTE = "_torch_ref_gradient_checkpointing"
+
+Blocks = type[nn.Module] | tuple[type[nn.Module], ...]
+
+
+def gradient_checkpointing_enable(
+    model: nn.Module, policy: Policy | str = "full", *, blocks: Blocks | None = None
+) -> AppliedPolicies:
+    """Switch checkpointing of the model's blocks on, from now on; a switch that is on already is set anew.
+
+    It has an effect in training with gradients enabled, and only there: each block looks at its own mode when it is
+    called. What is switched off stays off. Parameters, their names and the state dict are not touched. Blocks inside
+    blocks are not nested: the outermost lists of modules are taken. The counterpart of
+    `remat_jax.enable_gradient_checkpointing`; `torch_ref.faithful.Pi0` has the switch of OpenPI, with its quirks.
+
+    Args:
+        model: any module.
+        policy: a policy, its name or text, as `checkpoint_blocks` takes it.
+        blocks: a class of modules or a tuple of them. The default: what stands in a `ModuleList` or `Sequential` of
+            two or more modules of one class.
+
+    Returns:
+        The policies in force; `.blocks` lists the paths of the blocks.
+
+    Raises:
+        InvalidArgumentError: if `model` is no module or has no such blocks.
+        PolicyError: if `policy` is malformed.
+
+    >>> import torch, torch_ref
+    >>> model = torch_ref.DecoderStack(num_layers=3, d_model=8, nhead=2)
+    >>> sorted(torch_ref.gradient_checkpointing_enable(model).blocks)
+    ['layers/0', 'layers/1', 'layers/2']
+    >>> x = torch.ones(2, 5, 8)
+    >>> with torch_ref.count_calls(*model.layers) as calls:
+    ...     model(x).sum().backward()
+    ...     torch_ref.gradient_checkpointing_disable(model)
+    ...     model(x).sum().backward()
+    >>> calls.total
+    9
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model is a {type(model).__name__}, expected a module.")
+    classes = _repeated(model) if blocks is None else blocks if isinstance(blocks, tuple) else (blocks,)
+    if not classes:
+        present = sorted({type(module).__name__ for module in model.modules()})
+        raise InvalidArgumentError(
+            f"model is a {type(model).__name__} without blocks, expected a list of two or more modules of one class. Pass"
+            f" blocks=SomeClass; its modules are of {', '.join(present)}."
+        )
+    checked = Policy.parse(policy)
+    gradient_checkpointing_disable(model)
+    applied = checkpoint_blocks(model, dict.fromkeys(classes, checked))
+    vars(model)[_ATTRIBUTE] = applied
+    names = ", ".join(sorted(block.__name__ for block in classes))
+    logger.info("Enabled gradient checkpointing (%s) on %d %s of %s", checked, len(applied.blocks), names, type(model).__name__)
+    return applied
+
+
+def gradient_checkpointing_disable(model: nn.Module) -> None:
+    """Switch it off; a model on which it is off already stays as it is. Copies of the model are switched with it.
+
+    Raises:
+        InvalidArgumentError: if `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model is a {type(model).__name__}, expected a module.")
+    applied = vars(model).pop(_ATTRIBUTE, None)
+    if applied is not None:
+        applied.remove()
+        logger.info("Disabled gradient checkpointing on %s", type(model).__name__)
+
+
+def is_gradient_checkpointing(model: nn.Module) -> bool:
+    """Tell whether the switch is on.
+
+    >>> from torch import nn
+    >>> is_gradient_checkpointing(nn.Linear(1, 1))
+    False
+    """
+    applied = vars(model).get(_ATTRIBUTE)
+    return applied is not None and not applied.is_removed
+
+
+def _repeated(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """The classes of modules that stand side by side in a list, the outermost such lists only."""
+    lists: dict[str, set[type[nn.Module]]] = defaultdict(set)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1:
+            lists[path] = {type(child) for child in module}
+    repeated = {path: classes.pop() for path, classes in lists.items() if len(classes) == 1}
+    outermost = [path for path in repeated if not any(path != other and _is_inside(path, other) for other in repeated)]
+    return tuple(dict.fromkeys(repeated[path] for path in outermost))
+
+
+def _is_inside(path: str, other: str) -> bool:
+    return not other or path.startswith(other + ".")

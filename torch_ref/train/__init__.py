@@ -1,0 +1,16 @@
+"""What a training loop needs beside the model: optimizer state in host memory, gradients of a batch in parts."""
+
+from __future__ import annotations
+
+from torch_ref.train.accumulate import Accumulated, StepOutcome, accumulate_gradients, accumulated_step, micro_batches
+from torch_ref.train.hybrid import HybridOptimizer, StatePlacement
+
+__all__ = [
+    "Accumulated",
+    "HybridOptimizer",
+    "StatePlacement",
+    "StepOutcome",
+    "accumulate_gradients",
+    "accumulated_step",
+    "micro_batches",
+]
