@@ -33,7 +33,9 @@ def test_every_mode_and_policy_is_run_in_both_forms_and_the_references_come_firs
     modes = {"off", "checkpoint", "offload", "dots", "offload_dot_with_no_batch_dims"}
     wanted = {Case("jax", form, mode) for form in ("unrolled", "scan") for mode in modes}
     wanted |= {Case("torch", "eager", mode) for mode in modes}
-    assert set(ORDER) == wanted and len(ORDER) == len(wanted) == 15
+    kinds = (("jax", "unrolled"), ("torch", "eager"))
+    wanted |= {Case(*kind, f"checkpoint+{variant}") for kind in kinds for variant in ("host_optimizer", "accumulate")}
+    assert set(ORDER) == wanted and len(ORDER) == len(wanted) == 19
     for case in ORDER:
         assert case.reference is None or ORDER.index(case.reference) < ORDER.index(case)
     assert TORCH_REFERENCE.reference == JAX_REFERENCE and Case("torch", "eager", "offload").reference == TORCH_REFERENCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import resource
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from flax.traverse_util import unflatten_dict
 import remat_jax as rj
 from benchmarks.gpu.child import answer_with
 from benchmarks.gpu.gradients import compare_and_keep
-from benchmarks.gpu.job import ADAM, Job, load_arrays
+from benchmarks.gpu.job import ADAM, MICRO_BATCHES, Job, load_arrays
 from examples.models import linen, weights
 
 
@@ -38,7 +39,33 @@ def workload(job: Job) -> rj.Workload:
     def loss(params: Any, tokens: Any, targets: Any) -> Any:
         return model.apply({"params": params}, tokens, targets, method="loss")
 
-    return rj.Workload(loss, params, (tokens, tokens), blocks=linen.DecoderLayer, optimizer=optax.adam(**ADAM))
+    return rj.Workload(loss, params, (tokens, tokens), blocks=linen.DecoderLayer, optimizer=optimizer_of(job))
+
+
+def optimizer_of(job: Job) -> Any:
+    """Adam, or Adam with its state in host memory."""
+    adam = optax.adam(**ADAM)
+    return rj.offload_optimizer(adam) if job.variant == "host_optimizer" else adam
+
+
+def step_of(job: Job) -> Any:
+    """The training step under the job's policy; in micro-batches, if it says so."""
+    whole = workload(job)
+    plain = whole.step(job.policy)
+    if job.variant != "accumulate":
+        return plain
+
+    def summed(params: Any, tokens: Any, targets: Any) -> Any:
+        return whole.loss(params, tokens, targets) * tokens.size, tokens.size
+
+    gradient = rj.accumulate_gradients(whole.with_policy(summed, job.policy), MICRO_BATCHES)
+
+    def step(params: Any, state: Any, _: Any, tokens: Any, targets: Any) -> Any:
+        loss, gradients = gradient(params, tokens, targets)
+        updates, state = optax.adam(**ADAM).update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return dataclasses.replace(plain, function=step)
 
 
 @contextlib.contextmanager
@@ -51,13 +78,22 @@ def precision(dtype: str) -> Any:
 def run(job: Job) -> dict[str, Any]:
     """Compile, train and measure one mode; the fields of its row."""
     with precision(job.size.dtype):
-        step = workload(job).step(job.mode)
+        step = step_of(job)
         started = time.perf_counter()
         # Compiled before anything is on the device: what autotuning allocates then stays below the step's own peak.
-        compiled = jax.jit(step.function, donate_argnums=step.donate_argnums).lower(*step.arguments).compile()
+        arguments = jax.tree.map(placed, step.arguments)
+        compiled = jax.jit(step.function, donate_argnums=step.donate_argnums).lower(*arguments).compile()
         fields = {"compile_seconds": time.perf_counter() - started} | compiled_bytes(compiled)
         trained, gradients = train(job, compiled)
         return fields | trained | compare_and_keep(job, gradients)
+
+
+def placed(leaf: Any) -> Any:
+    """The description of an argument that lives in host memory, with this machine's host memory in it."""
+    if getattr(leaf, "memory_space", None) != jax.memory.Space.Host:
+        return leaf
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host)
 
 
 def compiled_bytes(compiled: Any) -> dict[str, int]:
@@ -76,7 +112,7 @@ def compiled_bytes(compiled: Any) -> dict[str, int]:
 def train(job: Job, compiled: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The figures of the training steps, and the gradients of the first one in the unrolled decoder's names."""
     params = jax.tree.map(jnp.asarray, initial_params(job))
-    state = jax.jit(optax.adam(**ADAM).init)(params)
+    state = optimizer_of(job).init(params)
     batches = [tuple(map(jnp.asarray, batch)) for batch in job.batches()]
     seconds, losses, first_moment = [], [], None
     jax.block_until_ready((params, state, batches))

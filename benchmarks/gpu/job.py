@@ -14,6 +14,7 @@ from examples import text
 # 1 − B1 is a power of two: Adam's first moment after one step is then the gradient itself, not a rounding of it, so that
 # the step that is timed and measured also gives the gradient that is compared.
 ADAM = {"learning_rate": 3e-4, "b1": 0.875, "b2": 0.9375, "eps": 1e-8}
+MICRO_BATCHES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Job:
 
     Attributes:
         form: how the layers are written: `unrolled` or `scan` in JAX, `eager` in PyTorch.
-        mode: a mode or a named policy.
+        mode: a mode or a named policy; `…+host_optimizer` keeps Adam's state in host memory, `…+accumulate` takes the batch in
+            two micro-batches.
         folder: where the weights are and gradients are exchanged.
         reference: the file of gradients in the folder that this row's are compared with; None for none.
         keep_gradients: the file in the folder to write this row's gradients to; None for none.
@@ -58,6 +60,16 @@ class Job:
     device: str = "cuda"
     warm_up: int = 3
     steps: int = 10
+
+    @property
+    def policy(self) -> str:
+        """The mode or policy alone."""
+        return self.mode.partition("+")[0]
+
+    @property
+    def variant(self) -> str:
+        """What else is done: `host_optimizer`, `accumulate`, or nothing."""
+        return self.mode.partition("+")[2]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

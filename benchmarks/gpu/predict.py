@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import remat_jax as rj
-from benchmarks.gpu.jax_run import precision, workload
+from benchmarks.gpu.jax_run import precision, step_of, workload
 from benchmarks.gpu.job import Job
+from examples.models import linen
 
 TARGET = {"cuda": "h200", "cpu": "cpu"}
 
@@ -21,7 +22,14 @@ TARGET = {"cuda": "h200", "cpu": "cpu"}
 def predict(job: Job) -> dict[str, Any]:
     """The fields of one row that are known before it runs."""
     with precision(job.size.dtype):
-        report = rj.measure(workload(job), job.mode, target=TARGET[job.device])
+        if job.variant == "accumulate":
+            step = step_of(dataclasses.replace(job, mode="off+accumulate"))  # the policy comes from measure
+            whole = rj.Workload.from_step(
+                step.function, *step.arguments, blocks=linen.DecoderLayer, donate_argnums=step.donate_argnums
+            )
+        else:
+            whole = workload(job)
+        report = rj.measure(whole, job.policy, target=TARGET[job.device])
     warnings = list(report.receipt.warnings) if report.receipt else []
     return {
         "predicted_target": report.target,

@@ -71,6 +71,10 @@ ORDER: tuple[Case, ...] = tuple(
         "jax/unrolled/dots",
         "torch/eager/dots",
         "torch/eager/offload_dot_with_no_batch_dims",
+        "jax/unrolled/checkpoint+host_optimizer",
+        "torch/eager/checkpoint+host_optimizer",
+        "jax/unrolled/checkpoint+accumulate",
+        "torch/eager/checkpoint+accumulate",
     )
 )
 

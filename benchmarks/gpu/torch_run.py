@@ -15,7 +15,7 @@ from flax.traverse_util import unflatten_dict
 import torch_ref
 from benchmarks.gpu.child import answer_with
 from benchmarks.gpu.gradients import compare_and_keep
-from benchmarks.gpu.job import ADAM, Job, load_arrays
+from benchmarks.gpu.job import ADAM, MICRO_BATCHES, Job, load_arrays
 from examples.models import weights
 
 
@@ -23,27 +23,42 @@ def run(job: Job) -> dict[str, Any]:
     """Train and measure one mode; the fields of its row. Offload is `torch_ref`'s, pinned and asynchronous on CUDA."""
     model = load_model(job)
     betas = (ADAM["b1"], ADAM["b2"])
-    optimizer = torch.optim.Adam(model.parameters(), ADAM["learning_rate"], betas, ADAM["eps"], fused=job.device == "cuda")
-    flags = torch_ref.mode_flags(job.mode) if job.mode in torch_ref.MODES else {}
+    options = {"lr": ADAM["learning_rate"], "betas": betas, "eps": ADAM["eps"]}
+    optimizer: torch.optim.Optimizer
+    if job.variant == "host_optimizer":
+        optimizer = torch_ref.HybridOptimizer(model.parameters(), torch.optim.Adam, **options)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), **options, fused=job.device == "cuda")
+    flags = torch_ref.mode_flags(job.policy) if job.policy in torch_ref.MODES else {}
     if not flags:
-        torch_ref.checkpoint_blocks(model, {torch_ref.DecoderLayer: job.mode})
+        torch_ref.checkpoint_blocks(model, {torch_ref.DecoderLayer: job.policy})
+
+    def summed(tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        logits = model(tokens, **flags)
+        wide = logits if job.size.dtype == "float64" else logits.float()  # as the Flax twin's loss has it
+        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+    parts = MICRO_BATCHES if job.variant == "accumulate" else 1
     batches = [tuple(torch.tensor(x, dtype=torch.long, device=job.device) for x in batch) for batch in job.batches()]
     seconds, losses, gradients = [], [], None
     synchronize(job)
     for tokens, targets in batches:
         started = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
-        logits = model(tokens, **flags)
-        wide = logits if job.size.dtype == "float64" else logits.float()  # as the Flax twin's loss has it
-        loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten())
-        loss.backward()
+        micro_batches = list(zip(tokens.chunk(parts), targets.chunk(parts), strict=True))
+        if parts > 1:
+            loss = torch_ref.accumulate_gradients(summed, micro_batches, model.parameters()).loss
+        else:
+            total, count = summed(tokens, targets)
+            (total / count).backward()
+            loss = (total / count).detach()
+            del total
         if gradients is None:
             gradients = {name: weights.as_numpy(parameter.grad) for name, parameter in model.named_parameters()}
         optimizer.step()
         synchronize(job)
         seconds.append(time.perf_counter() - started)
-        losses.append(loss.item())
-        del logits, wide, loss
+        losses.append(float(loss))
     fields = {
         "measured_peak_bytes": torch.cuda.max_memory_allocated() if job.device == "cuda" else None,
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

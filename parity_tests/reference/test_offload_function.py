@@ -188,3 +188,43 @@ def test_wrong_floor(floor):
 def test_wrong_function():
     with pytest.raises(torch_ref.InvalidArgumentError, match="model is a Tensor, expected a module or a function"):
         torch_ref.OffloadFunction(torch.ones(2))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_copies_are_pinned_and_back_before_they_are_used():
+    torch.manual_seed(0)
+    layers = [nn.Linear(512, 512, device="cuda") for _ in range(6)]
+    x = torch.randn(4096, 512, device="cuda", requires_grad=True)
+
+    def forward(x, wrap):
+        for layer in layers:
+            x = torch.tanh(wrap(layer)(x))
+        return x
+
+    for _ in range(3):  # streams, pools and prefetched copies of the round before must not show
+        found = torch.autograd.grad(forward(x, torch_ref.OffloadFunction).square().sum(), x)[0]
+        assert torch.equal(found, torch.autograd.grad(forward(x, lambda layer: layer).square().sum(), x)[0])
+    with torch_ref.receipt() as r:
+        y = forward(x, torch_ref.OffloadFunction)
+        assert all(copy.tensor.is_pinned() for copy in live_host_copies())
+    assert r.bytes_on_host == 6 * x.nbytes and r.bytes_released == 0  # tanh keeps its own results
+    y.sum().backward()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_accumulation_with_autocast_is_the_whole_batchs_gradient():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).cuda()
+    x, labels = torch.randn(32, 64, device="cuda"), torch.randint(10, (32,), device="cuda")
+
+    def summed(x, labels):
+        return nn.functional.cross_entropy(model(x), labels, reduction="sum"), labels.numel()
+
+    parts = [(x[:5], labels[:5]), (x[5:], labels[5:])]
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        nn.functional.cross_entropy(model(x), labels).backward()
+    whole = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    torch_ref.accumulate_gradients(summed, parts, model.parameters(), autocast=torch.bfloat16)
+    for parameter, expected in zip(model.parameters(), whole, strict=True):
+        assert (parameter.grad - expected).norm() < 2e-2 * expected.norm()

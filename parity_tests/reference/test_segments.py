@@ -254,6 +254,17 @@ def test_fault_5_what_is_held_after_forward_is_not_the_peak(segments: int | None
     assert peak.device_bytes == 159_883_608
 
 
+@pytest.mark.parametrize("segments", [None, 3])
+def test_at_the_tutorial_s_sizes_no_cut_lowers_the_peak_of_a_step_with_adam(segments: int | None) -> None:
+    def build() -> torch_ref.TrainingStep:
+        model = torch_ref.DeepMLP(20, 1024)
+        x, target = torch.zeros(32, 1024), torch.zeros(32, dtype=torch.long)
+        adam = torch.optim.Adam(model.parameters())
+        return torch_ref.TrainingStep(model, lambda x, t: F.cross_entropy(model(x, segments=segments), t), (x, target), adam)
+
+    assert torch_ref.peak_bytes(build).device_bytes == 327_766_592
+
+
 def test_fault_6_the_second_reading_has_gradients_and_moments_in_it() -> None:
     with pytest.warns(UserWarning, match="None of the inputs"):
         readings = faithful.memory_readings()
