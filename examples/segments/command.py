@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="deep_mlp.py", description="A deep perceptron in checkpointed segments.")
     parser.add_argument("--output", type=Path, default=Path("build/deep_mlp"), help="folder for the pictures (build/deep_mlp)")
     parser.add_argument("--layers", type=int, help="layers of the model in the table (62, or 14 with --quick)")
-    parser.add_argument("--rounds", type=int, help="rounds of timed steps (5, or 1 with --quick)")
+    parser.add_argument("--rounds", type=int, help="rounds of timed steps (9, or 1 with --quick)")
     parser.add_argument("--target", choices=("h200", "none"), default=None, help="what JAX's steps are compiled for (h200)")
     parser.add_argument("--quick", action="store_true", help="a small model, and no compiling for a target")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

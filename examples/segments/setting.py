@@ -27,7 +27,7 @@ class Setting:
     in_features: int = 256
     out_features: int = 10
     batch: int = 512
-    rounds: int = 5
+    rounds: int = 9
     depths: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256)
     target: str | None = "h200"
     seed: int = 0

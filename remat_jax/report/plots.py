@@ -33,8 +33,6 @@ def demo_pictures(rows: Iterable[Any], folder: str | Path) -> list[str]:
     ['memory.png', 'memory.svg', 'time.png']
     """
     models = group(plain_rows(rows), "model")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Callable[[Sequence[Row]], Figure]] = {
         "memory": memory_figure,
         "time": time_figure,
@@ -44,10 +42,18 @@ def demo_pictures(rows: Iterable[Any], folder: str | Path) -> list[str]:
     for model, its_rows in models.items():
         suffix = f"-{re.sub(r'[^A-Za-z0-9]+', '-', model).strip('-').lower()}" if len(models) > 1 else ""
         for name, draw in figures.items():
-            figure = draw(its_rows)
-            for ending, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
-                path = folder / f"{name}{suffix}.{ending}"
-                with style():
-                    figure.savefig(path, metadata=metadata)
-                paths.append(str(path))
+            paths += save_figure(draw(its_rows), folder, f"{name}{suffix}")
+    return paths
+
+
+def save_figure(figure: Figure, folder: str | Path, name: str) -> list[str]:
+    """Write `figure` into `folder`, made if need be, as `name`.png and as `name`.svg; the paths."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths: list[str] = []
+    for ending, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+        path = folder / f"{name}.{ending}"
+        with style():
+            figure.savefig(path, metadata=metadata)
+        paths.append(str(path))
     return paths
