@@ -11,6 +11,7 @@ from remat_jax.apply.switch import disable_gradient_checkpointing, enable_gradie
 from remat_jax.errors import RematError
 from remat_jax.memory import MemoryReport, measure, residuals
 from remat_jax.policy import Policy
+from remat_jax.train import accumulate_gradients, offload_optimizer
 from remat_jax.workload import Workload
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Policy",
     "RematError",
     "Workload",
+    "accumulate_gradients",
     "checkpoint_blocks",
     "checkpoint_sequential",
     "disable_gradient_checkpointing",
@@ -25,6 +27,7 @@ __all__ = [
     "gradient_checkpoint_forward",
     "jax_policy",
     "measure",
+    "offload_optimizer",
     "remat",
     "replan",
     "residuals",

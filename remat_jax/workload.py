@@ -17,6 +17,8 @@ from remat_jax.apply.nnx import known_paths
 from remat_jax.apply.switch import repeated_modules
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.policy import JaxPolicy, Policy, as_policy
+from remat_jax.train import OffloadedOptimizer
+from remat_jax.train.structs import result_structs, struct
 
 Blocks = tuple[type | str, ...]
 
@@ -29,11 +31,13 @@ class Step:
       function: takes the arguments and returns anything.
       arguments: the flat leaves' shapes and dtypes in their pytrees; nothing is allocated.
       donate_argnums: the arguments whose buffers the step may reuse.
+      names: what each argument is called in reports; empty for their positions.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donate_argnums: tuple[int, ...]
+    names: tuple[str, ...] = ()
 
 
 class Workload:
@@ -181,16 +185,20 @@ class Workload:
             return dataclasses.replace(self._finished, function=self.with_policy(self._finished.function, policy))
         loss, trained, frozen = self.split_loss(policy)
         gradient = jax.value_and_grad(loss, has_aux=self.has_aux)
+        batch_names = tuple(f"batch[{index}]" for index in range(len(self.batch)))
         if self.optimizer is None:
-            return Step(gradient, (trained, frozen, *self.batch), ())
-        state = jax.eval_shape(self.optimizer.init, trained)
+            return Step(gradient, (trained, frozen, *self.batch), (), ("parameters", "frozen parameters", *batch_names))
+        state = result_structs(self.optimizer.init, trained)
 
         def update(trained: Any, state: Any, frozen: Any, *batch: Any) -> Any:
             value, gradients = gradient(trained, frozen, *batch)
+            if isinstance(self.optimizer, OffloadedOptimizer):
+                return *self.optimizer.apply(gradients, state, trained), value
             updates, state = self.optimizer.update(gradients, state, trained)
             return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), trained, updates), state, value
 
-        return Step(update, (trained, state, frozen, *self.batch), (0, 1) if self.donate else ())
+        names = ("parameters", "optimizer state", "frozen parameters", *batch_names)
+        return Step(update, (trained, state, frozen, *self.batch), (0, 1) if self.donate else (), names)
 
     def _check_loss(self) -> None:
         out = jax.eval_shape(self.loss, self.params, *self.batch)
@@ -214,7 +222,7 @@ def _structs(tree: Any, argument: str) -> Any:
                 "values into the loss (a lambda or functools.partial)."
             )
         # NumPy's float64 and int64 are what JAX makes of them, which depends on jax_enable_x64.
-        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
+        return struct(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
 
     return jax.tree.map(one, tree)
 

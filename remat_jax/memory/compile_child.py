@@ -28,11 +28,27 @@ def sharding(request: dict[str, Any]) -> Any:
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
+class PinnedHost(jax.sharding.SingleDeviceSharding):
+    """The host memory of a described device, which a sharding of JAX's own takes to have none and silently forgets."""
+
+    @property
+    def memory_kind(self) -> str:
+        """What JAX writes to the argument, and the compiler goes by."""
+        return "pinned_host"
+
+
+def placed(aval: Any, where: Any) -> Any:
+    """Where an argument lives; a CPU has one memory."""
+    (device,) = where.device_set
+    on_host = aval.memory_space is jax.memory.Space.Host and device.platform != "cpu"
+    return PinnedHost(device) if on_host else where
+
+
 def compiled(program: dict[str, Any], where: Any) -> dict[str, int]:
     """The sizes in bytes that the compiler reports for one program."""
     with open(program["path"], "rb") as file:
         exported = export.deserialize(bytearray(file.read()))
-    arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=where) for aval in exported.in_avals]
+    arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=placed(aval, where)) for aval in exported.in_avals]
     jitted = jax.jit(exported.call, donate_argnums=tuple(program["donated"]))
     lowered = jitted.lower(*arguments)
     executable = lowered.compile(compiler_options=program["compiler_options"] or None)

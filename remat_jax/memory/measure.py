@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.errors import ArgumentError
+from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compiler import Sizes, compile_programs, export_step
@@ -35,6 +35,7 @@ def measure(workload: Workload, policy: Any, target: str | Target = "cpu", timeo
 
     Raises:
       TargetError: an unknown target.
+      UnsupportedError: a target of several devices.
       CompileError: the compiler failed, aborted, hung or ran out of memory.
       UnsupportedError: the target's compiler is not installed.
       PolicyError, BlockError, NoEffectError: the policy is none, or has no effect on this workload.
@@ -59,6 +60,11 @@ def measure_many(
 ) -> list[MemoryReport]:
     """`measure` of several policies in one compiling process; `on_done` is told of each policy as it is compiled."""
     described = target if isinstance(target, Target) else target_named(target)
+    if described.devices > 1:
+        raise UnsupportedError(
+            f"target={described.name!r} is {described.devices} devices, which a workload without a mesh does not use: ask for "
+            "one of them. Workloads with a mesh are not served yet."
+        )
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
         raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds")
     asked = [_Asked.of(workload, policy) for policy in policies]
@@ -142,6 +148,7 @@ def _report(workload: Workload, asked: _Asked, target: Target, sizes: dict[Any, 
         residual_device_bytes=kept.device_bytes if kept else None,
         residual_host_bytes=kept.host_bytes if kept else None,
         receipt=None,
+        live=found.live,
         measured_peak_bytes=None,
         jax_version=jax.__version__,
     )
@@ -162,8 +169,8 @@ def _receipt(found: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
     if target.kind == "cpu":
         warnings.append("a CPU has one memory: what is offloaded stays in temp, and host_bytes is 0; ask a GPU target")
     else:
-        if offered is not None and found.host < offered:
-            warnings.append(f"of {offered} bytes offered only {found.host} are in host memory")
+        if offered is not None and found.host_temp < offered:
+            warnings.append(f"of {offered} bytes offered only {found.host_temp} are in host memory")
         if returned is not None and returned <= 0:
             warnings.append(f"the device gives back nothing: it needs {-returned} bytes more than with everything saved")
         if scanned and compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED:
@@ -172,4 +179,4 @@ def _receipt(found: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
                 "(openxla/xla#46231). The memory is right. Before running it use JAX 0.11.1 or later, unroll the layers, or "
                 "set XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
             )
-    return Receipt(offered, found.host, returned, tuple(warnings))
+    return Receipt(offered, found.host_temp, returned, tuple(warnings))

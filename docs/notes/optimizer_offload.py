@@ -1,0 +1,119 @@
+"""What an optimizer's state in host memory frees on an H200, compiled without one; and what gradient accumulation needs there.
+
+Run: `python docs/notes/optimizer_offload.py`. Bytes are of one training step with donated parameters and state, policy `full`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+import remat_jax as rj
+from remat_jax.hardware import target
+from remat_jax.memory.compiler import Sizes, compile_programs, export_step
+
+WIDTH, LAYERS = 1024, 6
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+class Block(nn.Module):
+    """Two kernels of 16.8 MB."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        """One block."""
+        return x + nn.Dense(WIDTH, name="down")(nn.relu(nn.Dense(4 * WIDTH, name="up")(x)))
+
+
+class Model(nn.Module):
+    """201 MB of parameters, 403 MB of Adam's moments."""
+
+    scan: bool
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        """All blocks."""
+        if not self.scan:
+            for index in range(LAYERS):
+                x = Block(name=f"block_{index}")(x)
+            return x
+        one = nn.scan(
+            lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
+        )
+        return one(Block(name="layers"), x, None)[0]
+
+
+def all_at_once(tx: Any) -> Any:
+    """State on the host, brought back leaf by leaf as the program says, which XLA does not heed."""
+
+    def there(tree: Any, space: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, space) if leaf.ndim else leaf, tree)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        updates, state = tx.update(updates, there(state, DEVICE), params)
+        return updates, there(state, HOST)
+
+    return optax.GradientTransformation(lambda params: there(tx.init(params), HOST), update)
+
+
+def workload(tx: Any, scan: bool, rows: int) -> rj.Workload:
+    """One step of the model on `rows` rows."""
+    model, x = Model(scan), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return rj.Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), Block, optimizer=tx)
+
+
+def compiled(jobs: dict[str, rj.Workload], policy: str) -> dict[str, Sizes]:
+    """The sizes of each on an H200."""
+    h200 = target("h200")
+    return compile_programs([export_step(key, job.step(policy), h200) for key, job in jobs.items()], h200, timeout=300)
+
+
+def offload(name: str, tx: Any, scan: bool, rows: int) -> None:
+    """A row of the first table."""
+    streamed = rj.offload_optimizer(tx)
+    forms = {"plain": tx, "at once": all_at_once(tx), "apply": streamed}
+    forms["update"] = optax.GradientTransformation(streamed.init, streamed.update)
+    found = compiled({key: workload(form, scan, rows) for key, form in forms.items()}, "full")
+    freed = [(found["plain"].device - found[key].device) / 1e6 for key in ("at once", "update", "apply")]
+    moved = found["apply"].host / 1e6
+    cells = [name, "scan" if scan else "unrolled", rows, f"{found['plain'].device / 1e6:.1f}", f"{moved:.1f}"]
+    print("|", " | ".join(map(str, [*cells, *(f"{one:.1f}" for one in freed)])), "|")
+
+
+def accumulation(scan: bool, policy: str, rows: int = 32768, n: int = 8) -> None:
+    """A row of the second table."""
+    model = Model(scan)
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(model.apply(params, x) ** 2), x.size
+
+    def whole(params: Any, x: Any) -> Any:
+        return jax.value_and_grad(lambda p: loss(p, x)[0] / x.size)(params)
+
+    batch, micro = (jax.ShapeDtypeStruct((size, WIDTH), jnp.float32) for size in (rows, rows // n))
+    params = jax.eval_shape(model.init, jax.random.key(0), micro)
+    functions = {"whole": (whole, batch), "micro": (whole, micro), "accumulated": (rj.accumulate_gradients(loss, n), batch)}
+    jobs = {key: rj.Workload.from_step(fn, params, x, blocks=Block) for key, (fn, x) in functions.items()}
+    found = {key: size.temp / 1e6 for key, size in compiled(jobs, policy).items()}
+    tree = sum(4 * leaf.size for leaf in jax.tree.leaves(params)) / 1e6
+    cells = ["scan" if scan else "unrolled", policy, *(f"{found[key]:.1f}" for key in functions)]
+    print("|", " | ".join([*cells, f"{found['accumulated'] - found['micro'] - tree:+.1f}"]), "|")
+
+
+print(f"JAX {jax.__version__}, MB\n")
+print("| optimizer | layers | rows | plain | moved | freed: at once | freed: update | freed: apply |")
+for scan in (False, True):
+    for rows in (256, 2048, 8192):
+        offload("adam", optax.adam(1e-3), scan, rows)
+    offload("momentum", optax.sgd(1e-3, momentum=0.9), scan, 256)
+    offload("clip, adam", optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), scan, 256)
+    offload("clip, adam", optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), scan, 8192)
+print("\n| layers | policy | temp: whole batch | one micro-batch | 8 accumulated | over one + a tree of gradients |")
+for scan in (True, False):
+    for policy in ("off", "full"):
+        accumulation(scan, policy)

@@ -1,0 +1,146 @@
+"""`accumulate_gradients`: the gradient of a whole batch from micro-batches, normalised once by the number of all targets.
+
+A `lax.scan` of our own and not `optax.microbatching`: that one is newer than the oldest optax that is supported, adds gradients
+up in their own dtype, and does not tell the function which micro-batch it is given, which dropout needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from remat_jax.errors import ArgumentError
+
+
+def accumulate_gradients(
+    loss: Callable[..., Any], n: int, *, has_aux: bool = False, dtype: Any = None
+) -> Callable[..., tuple[Any, Any]]:
+    """A function `(params, *batch)` that gives the mean loss over all targets of the batch, and its gradient, as
+    `jax.value_and_grad` of the whole batch would, with the memory of one micro-batch and one more tree of gradients.
+
+    The batch's leading axis is cut into `n` equal micro-batches that run one after the other. What each contributes is a sum
+    over its targets; the division by the number of targets comes once, at the end. The mean of the micro-batches' means is not
+    the mean: it weighs the targets of a micro-batch with few of them more.
+
+    Args:
+      loss: `loss(params, *micro_batch)` gives `(sum of the losses over the targets, number of targets)`, two scalars, or
+        `((sum, number), aux)` if `has_aux`.
+      n: the number of micro-batches; it divides the leading axis of every array in the batch. A scalar `jax.random.key` in the
+        batch is not cut: each micro-batch gets its own, `jax.random.fold_in(key, index)`.
+      has_aux: then the result is `((mean, aux), gradients)`, every array of aux with a new leading axis of length `n`.
+      dtype: of the sums of gradients, which then is the gradients' dtype too. By default they are summed in the parameter's
+        dtype, in float32 for bfloat16 and float16, and returned in the parameter's dtype.
+
+    A batch without any target gives a loss and gradients of 0 where `loss` sums nothing: nothing is divided by 0.
+
+    Raises:
+      ArgumentError: `n` is no positive integer or does not divide an array of the batch, or `loss` gives something else.
+
+    >>> import jax.numpy as jnp
+    >>> def loss(w, x, mask):
+    ...     return jnp.sum(mask * (w * x) ** 2), jnp.sum(mask)
+    >>> x, mask = jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.array([1, 1, 1, 0])
+    >>> value, gradient = accumulate_gradients(loss, 2)(jnp.float32(1.0), x, mask)
+    >>> round(float(value), 4), round(float(gradient), 4)  # 14 / 3 and 28 / 3; the mean of means is 5.75
+    (4.6667, 9.3333)
+    """
+    if not callable(loss):
+        raise ArgumentError(f"loss={loss!r}: expected a function loss(params, *micro_batch)")
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise ArgumentError(f"n={n!r}: expected the number of micro-batches, a positive int")
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ArgumentError(f"dtype={dtype!r}: expected a floating-point dtype to sum gradients in, such as jnp.float32")
+
+    def summed(params: Any, *micro_batch: Any) -> tuple[Any, Any]:
+        (total, count), aux = _parts(loss(params, *micro_batch), has_aux)
+        return total, (count, aux)
+
+    def value_and_gradient(params: Any, *batch: Any) -> tuple[Any, Any]:
+        params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), params)
+        leaves, treedef = jax.tree.flatten(batch)
+        keys = [index for index, leaf in enumerate(leaves) if _is_key(leaf)]
+        _check_sizes(batch, n)
+        cut = [leaf if index in keys else _cut(leaf, n) for index, leaf in enumerate(leaves)]
+
+        def micro_batch(index: Any, rows: list[Any]) -> Any:
+            filled = [jax.random.fold_in(one, index) if place in keys else one for place, one in enumerate(rows)]
+            return jax.tree.unflatten(treedef, filled)
+
+        def body(sums: Any, step: tuple[Any, list[Any]]) -> tuple[Any, Any]:
+            index, rows = step
+            rows = [leaf if place in keys else rows[place] for place, leaf in enumerate(cut)]
+            (total, (count, aux)), gradients = jax.value_and_grad(summed, has_aux=True)(params, *micro_batch(index, rows))
+            added = jax.tree.map(lambda s, one: s + one.astype(s.dtype), sums, (total, count, gradients))
+            return added, aux
+
+        rows = [None if index in keys else leaf for index, leaf in enumerate(cut)]
+        first = [leaf if index in keys else leaf[0] for index, leaf in enumerate(cut)]
+        total, (count, _) = jax.eval_shape(lambda: summed(params, *micro_batch(0, first)))
+        zeros = (
+            jnp.zeros((), _wide(total.dtype, None)),
+            jnp.zeros((), count.dtype),
+            jax.tree.map(lambda p: jnp.zeros_like(p, _wide(p.dtype, dtype)), params),
+        )
+        (total, count, gradients), aux = jax.lax.scan(body, zeros, (jnp.arange(n), rows))
+        count = jnp.where(count == 0, 1, count)
+        mean = total / count.astype(total.dtype)
+        gradients = jax.tree.map(lambda g, p: (g / count.astype(g.dtype)).astype(dtype or p.dtype), gradients, params)
+        return ((mean, aux) if has_aux else mean), gradients
+
+    return value_and_gradient
+
+
+def _wide(dtype: Any, asked: Any) -> Any:
+    """The dtype to sum in: what is asked for, or at least float32."""
+    return asked or jnp.promote_types(dtype, jnp.float32)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.ndim(leaf) == 0 and jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
+
+
+def _cut(leaf: Any, n: int) -> Any:
+    leaf = jnp.asarray(leaf) if not hasattr(leaf, "reshape") else leaf
+    return leaf.reshape(n, leaf.shape[0] // n, *leaf.shape[1:])
+
+
+def _check_sizes(batch: tuple[Any, ...], n: int) -> None:
+    sizes: dict[str, int] = {}
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        name = "batch" + jax.tree_util.keystr(path)
+        if _is_key(leaf):
+            continue
+        if jnp.ndim(leaf) == 0:
+            raise ArgumentError(
+                f"{name} is a scalar and has no leading axis to cut into micro-batches: bind it into the loss "
+                "(functools.partial), or give an array with one value for each row"
+            )
+        sizes[name] = leaf.shape[0]
+    if not sizes:
+        raise ArgumentError("batch: expected at least one array, whose leading axis is cut into micro-batches")
+    if len(set(sizes.values())) > 1:
+        shown = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise ArgumentError(
+            f"batch: expected leading axes of one length, but {shown}. A random key goes into the batch as jax.random.key(…)"
+        )
+    name, size = next(iter(sizes.items()))
+    if size == 0 or size % n:
+        divisors = [one for one in range(1, size + 1) if size % one == 0]
+        near = sorted({*[one for one in divisors if one < n][-1:], *[one for one in divisors if one > n][:1]})
+        raise ArgumentError(
+            f"n={n} does not divide the leading axis of {name}, which has {size} rows; the nearest that do: "
+            f"{' and '.join(map(str, near))}"
+        )
+
+
+def _parts(result: Any, has_aux: bool) -> Any:
+    pair, aux = result if has_aux and isinstance(result, tuple) and len(result) == 2 else (result, None)
+    scalars = isinstance(pair, tuple) and len(pair) == 2 and all(jnp.shape(one) == () for one in pair)
+    if not scalars or not jnp.issubdtype(jnp.result_type(pair[0]), jnp.floating):
+        wanted = "((sum of losses, number of targets), aux)" if has_aux else "(sum of losses, number of targets)"
+        shown = jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", result)
+        raise ArgumentError(f"loss returned {shown}: expected {wanted}, two scalars, the sum a float; not a mean")
+    return (pair[0], jnp.asarray(pair[1])), aux

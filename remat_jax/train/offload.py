@@ -1,0 +1,193 @@
+"""`offload_optimizer`: an optax optimizer whose state lives in host memory and passes through the device leaf by leaf."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from remat_jax import compat
+from remat_jax.errors import ArgumentError, NoEffectError
+from remat_jax.train.order import made_at, owners, update_order
+from remat_jax.train.streaming import Plan, stream
+from remat_jax.train.traced import Path, Traced, trace
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLeaf:
+    """One array of an optimizer's state: its path, its bytes, and whether it lives in host memory."""
+
+    path: str
+    nbytes: int
+    on_host: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class StatePlacement:
+    """Where an optimizer's state lives between steps, leaf by leaf."""
+
+    leaves: tuple[StateLeaf, ...]
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the state in host memory."""
+        return sum(leaf.nbytes for leaf in self.leaves if leaf.on_host)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the state that stay on the device."""
+        return sum(leaf.nbytes for leaf in self.leaves if not leaf.on_host)
+
+
+class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
+    """What `offload_optimizer` returns: an optax transformation that also says where its state lives."""
+
+    _placement: Callable[[Any], StatePlacement]
+    _apply: Callable[..., Any]
+
+    def apply(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        """`(params, state)` after one step: `update` and `optax.apply_updates` in one, each parameter changed in its turn.
+
+        Saves memory over the two calls: XLA puts off what nothing waits for, and all updates would be kept to the end.
+        """
+        return self._apply(gradients, state, params, extra)
+
+    def placement(self, params: Any) -> StatePlacement:
+        """Where the state for `params` (arrays or `jax.ShapeDtypeStruct`) lives between steps; nothing is allocated.
+
+        Raises:
+          NoEffectError: nothing of it would move.
+        """
+        return self._placement(params)
+
+
+def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
+    """`tx` with its state in host memory between steps: the same updates, the same pytree of state.
+
+    In a step, the state comes to the device one leaf at a time, each after the one before has gone back to the host, so that
+    one parameter's leaves are there at once. Leaves of rank 0 (step counts, hyperparameters) stay on the device. Of the others,
+    the largest are taken first, as long as the share of their bytes is at most `fraction`; `placement` says which.
+
+    It works for any optax optimizer, alone or inside a chain, under `jit`, with donated state (the host buffers are then
+    reused), and with state that was saved and loaded, on either side. Under `jit` the result has the bits of the plain
+    optimizer's; op by op it is within rounding, since optax compiles parts of an update by themselves. `apply` needs less
+    memory than `update`. What an optimizer does in one equation comes to the device at once: all of a `scan`'s stacked layers
+    are one leaf, `optax.MultiSteps` updates everything in one `cond` (use `accumulate_gradients`), and a norm of all updates
+    needs all of them. A norm of all gradients and an unrolled stack can need more than the plain optimizer, by XLA's schedule:
+    `measure` it. The idea is ZeRO-Offload's and Megatron-LM's `HybridDeviceOptimizer`'s, but the update itself stays on
+    the device.
+
+    Args:
+      tx: an optax optimizer.
+      fraction: from 0 (nothing moves) to 1.
+
+    Raises:
+      ArgumentError: `tx` is no optax optimizer, or `fraction` is outside [0, 1].
+      NoEffectError: from `init`: a `fraction` above 0 moves nothing, as for plain SGD, which has no state.
+
+    >>> import jax.numpy as jnp
+    >>> tx = offload_optimizer(optax.adam(1e-3))
+    >>> state = tx.init({"w": jnp.ones((4, 4))})
+    >>> jax.typeof(state[0].mu["w"]).memory_space
+    MemorySpace.Host
+    >>> placement = tx.placement({"w": jnp.ones((4, 4))})
+    >>> placement.host_bytes, placement.device_bytes  # two moments; the step count
+    (128, 4)
+    """
+    inner = _checked(tx, fraction)
+
+    def traced_init(params: Any) -> tuple[Traced, set[Path]]:
+        traced = trace(inner.init, params)
+        return traced, _moved(traced.out_paths, traced.jaxpr.out_avals, fraction)
+
+    def init(params: Any) -> Any:
+        traced, moved = traced_init(params)
+        inputs, to_host = len(traced.values), [path in moved for path in traced.out_paths]
+        plan = Plan([False] * inputs, [None] * inputs, to_host, range(len(to_host)))
+        return traced.finish(stream(traced.jaxpr, traced.values, plan))
+
+    def streamed(function: Callable[..., Any], *args: Any) -> Any:
+        traced = trace(function, *args)
+        inputs = list(zip(traced.in_paths, traced.jaxpr.in_avals, strict=True))
+        of_state = [(path[1:], aval) for path, aval in inputs if path[0] == _STATE]
+        moved = _moved([path for path, _ in of_state], [aval for _, aval in of_state], fraction)
+        plan = Plan(
+            from_host=[path[0] == _STATE and path[1:] in moved for path in traced.in_paths],
+            not_before=owners(traced.in_paths),
+            to_host=[path[0] == _STATE and path[1:] in moved for path in traced.out_paths],
+            order=update_order(traced.out_paths, [made_at(leaf) for leaf in traced.values]),
+        )
+        return traced.finish(stream(traced.jaxpr, traced.values, plan))
+
+    def inner_update(updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
+        return inner.update(updates, state, params, **extra)
+
+    def inner_apply(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
+        updates, state = inner.update(gradients, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return streamed(inner_update, updates, state, params, extra)
+
+    def apply(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
+        return streamed(inner_apply, gradients, state, params, extra)
+
+    def placement(params: Any) -> StatePlacement:
+        traced, moved = traced_init(params)
+        return StatePlacement(
+            tuple(
+                StateLeaf(jax.tree_util.keystr(path, simple=True, separator="/"), _nbytes(aval), path in moved)
+                for path, aval in zip(traced.out_paths, traced.jaxpr.out_avals, strict=True)
+            )
+        )
+
+    # With nothing to move it is the optimizer itself.
+    offloaded = OffloadedOptimizer(init, update) if fraction else OffloadedOptimizer(inner.init, inner.update)
+    offloaded._placement, offloaded._apply = placement, apply if fraction else inner_apply
+    return offloaded
+
+
+# Where the state stands among the arguments and among the results of an update.
+_STATE = jax.tree_util.SequenceKey(1)
+
+
+def _checked(tx: Any, fraction: Any) -> optax.GradientTransformationExtraArgs:
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+    if not isinstance(tx, optax.GradientTransformation):
+        raise ArgumentError(f"tx={tx!r}: expected an optax optimizer, such as optax.adam(1e-3)")
+    number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+    if not number or not 0 <= fraction <= 1:
+        raise ArgumentError(f"fraction={fraction!r}: expected a number from 0 (nothing moves) to 1 (all of the state does)")
+    return optax.with_extra_args_support(tx)
+
+
+def _moved(paths: Sequence[Path], avals: Sequence[Any], fraction: float) -> set[Path]:
+    """The paths of the leaves that live on the host: the largest first, while their share is at most `fraction`."""
+    sizes = {path: _nbytes(aval) for path, aval in zip(paths, avals, strict=True) if _is_movable(aval)}
+    quota = fraction * sum(sizes.values())
+    moved: set[Path] = set()
+    for path, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        if size <= quota:
+            moved.add(path)
+            quota -= size
+    if fraction > 0 and not moved:
+        least = min(sizes.values(), default=0)
+        reason = (
+            f"its smallest leaf is {least / sum(sizes.values()):.3g} of the state; give at least that"
+            if sizes
+            else "the optimizer keeps no array of rank 1 or more (plain SGD has no state); use it as it is"
+        )
+        raise NoEffectError(f"fraction={fraction!r}: no optimizer state would move to the host: {reason}")
+    return moved
+
+
+def _is_movable(aval: Any) -> bool:
+    return bool(aval.ndim and aval.size) and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def _nbytes(aval: Any) -> int:
+    return int(aval.size) * compat.itemsize(aval.dtype)

@@ -1,0 +1,173 @@
+"""Evaluating a jaxpr whose inputs and outputs live in host memory, a few of them on the device at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from remat_jax import compat
+from remat_jax.graph.walk import inner_jaxprs, interpret, retrace
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What of a jaxpr lives in host memory, and when it is wanted.
+
+    Attributes:
+      from_host: for each input, whether it is to be fetched; it is taken to the device from wherever it is.
+      not_before: for each input, the index of another input that must be there before it is fetched, or None.
+      to_host: for each output, whether it goes to host memory.
+      order: every output's index, in the order in which they are wanted.
+    """
+
+    from_host: Sequence[bool]
+    not_before: Sequence[int | None]
+    to_host: Sequence[bool]
+    order: Sequence[int]
+
+
+def stream(jaxpr: Any, args: Sequence[Any], plan: Plan) -> list[Any]:
+    """Evaluate the closed `jaxpr` on `args`, fetching host inputs one by one and sending outputs away as they are made.
+
+    An equation runs when the first output of `order` needs it, not where it stands: `tree.map` writes the equations of all
+    leaves side by side, and evaluated in that order every leaf would be on the device before the first one leaves it. Under
+    `jit`, each fetch waits (an `optimization_barrier`) for the outputs that are finished by then: XLA starts whatever nothing
+    holds back.
+    """
+    return _Stream(_inlined(jaxpr), args, plan).run()
+
+
+class _Stream:
+    def __init__(self, jaxpr: Any, args: Sequence[Any], plan: Plan) -> None:
+        inner = jaxpr.jaxpr
+        self.plan = plan
+        self.outvars = inner.outvars
+        self.eqns = inner.eqns
+        self.makers = {var: eqn for eqn in inner.eqns for var in eqn.outvars}
+        self.values: dict[Any, Any] = dict(zip(inner.constvars, jaxpr.consts, strict=True))
+        self.away: dict[Any, Any] = {}
+        for var, value, on_host in zip(inner.invars, args, plan.from_host, strict=True):
+            (self.away if on_host else self.values)[var] = value
+        self.awaited = {
+            var: inner.invars[other] for var, other in zip(inner.invars, plan.not_before, strict=True) if other is not None
+        }
+        self.traced = any(map(compat.is_traced, (*args, *jaxpr.consts)))
+        # Run op by op, an array is freed when nobody holds it any more.
+        self.readers = Counter(atom for eqn in inner.eqns for atom in eqn.invars if not _is_literal(atom))
+        self.readers.update(atom for atom in inner.outvars if not _is_literal(atom))
+        self.leaving: dict[Any, list[int]] = {}
+        for index, (atom, leaves) in enumerate(zip(inner.outvars, plan.to_host, strict=True)):
+            if leaves and not _is_literal(atom):
+                self.leaving.setdefault(atom, []).append(index)
+        self.results: dict[int, Any] = {}
+        self.finished: list[int] = []
+
+    def run(self) -> list[Any]:
+        for index in self.plan.order:
+            atom = self.outvars[index]
+            if not _is_literal(atom) and atom in self.away and self.plan.to_host[index]:
+                self._finish(index, self.away[atom])  # unchanged: it stays where it is
+                continue
+            self._compute(atom)
+            if index not in self.results:
+                self._finish(index, self._use(atom))
+        for eqn in self.eqns:
+            if eqn.effects and not all(var in self.values for var in eqn.outvars):
+                self._compute(*eqn.invars)
+                self._evaluate(eqn)
+        return [self.results[index] for index in range(len(self.outvars))]
+
+    def _compute(self, *atoms: Any) -> None:
+        """Evaluate what `atoms` need, without recursion: an update may be thousands of equations deep."""
+        waiting = list(atoms)
+        while waiting:
+            var = waiting[-1]
+            if _is_literal(var) or var in self.values:
+                waiting.pop()
+            elif var in self.away:
+                self._fetch(var)
+            else:
+                eqn = self.makers[var]
+                missing = [one for one in eqn.invars if not _is_literal(one) and one not in self.values]
+                if missing:
+                    waiting.append(missing[0])
+                else:
+                    self._evaluate(eqn)
+
+    def _use(self, atom: Any) -> Any:
+        if _is_literal(atom):
+            return atom.val
+        value = self.values[atom]
+        self.readers[atom] -= 1
+        if self.readers[atom] <= 0:
+            self.values[atom] = None
+        return value
+
+    def _fetch(self, var: Any) -> None:
+        value = self.away.pop(var)
+        awaited = self.awaited.get(var)
+        inputs = [awaited] if self.values.get(awaited) is not None else []
+        if self.traced and (self.finished or inputs):
+            held = [self.results[index] for index in self.finished] + [self.values[one] for one in inputs]
+            value, *held = _together(value, *held)
+            # XLA drops from a barrier what nobody reads behind it.
+            self.results.update(zip(self.finished, held, strict=False))
+            self.values.update(zip(inputs, held[len(self.finished) :], strict=True))
+            self.finished.clear()
+        self.values[var] = jax.device_put(value, DEVICE)
+
+    def _evaluate(self, eqn: Any) -> None:
+        outputs = compat.bind(eqn, [self._use(atom) for atom in eqn.invars])
+        for var, value in zip(eqn.outvars, outputs, strict=True):
+            if var in self.leaving:
+                # By itself, a new leaf can take the place of the old one; fused with its other uses it cannot.
+                value = _together(value)[0] if self.traced else value
+            self.values[var] = value
+            for index in self.leaving.get(var, ()):
+                self._finish(index, self._use(var))
+
+    def _finish(self, index: int, value: Any) -> None:
+        value = jnp.asarray(value)  # a literal is a NumPy array
+        self.results[index] = jax.device_put(value, HOST) if self.plan.to_host[index] else value
+        if compat.is_traced(self.results[index]):
+            self.finished.append(index)
+
+
+def _together(*values: Any) -> tuple[Any, ...]:
+    """`values`, none of which XLA uses before all are there; on a CPU, which has one memory, as they are.
+
+    There a barrier would only part what the plain optimizer fuses, and change the last bits.
+    """
+    return tuple(
+        jax.lax.platform_dependent(
+            *values, cpu=lambda *same: same, default=lambda *tied: tuple(compat.optimization_barrier(list(tied)))
+        )
+    )
+
+
+def _is_literal(atom: Any) -> bool:
+    return hasattr(atom, "val")
+
+
+def _inlined(jaxpr: Any) -> Any:
+    """`jaxpr` without the calls that make several arrays: in them, the equations of several leaves are one equation."""
+
+    def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+        if eqn.primitive.name not in _CALLS or sum(var.aval.ndim > 0 for var in eqn.outvars) < 2:
+            return None
+        (body,) = inner_jaxprs(eqn).values()
+        with compat.eqn_context(eqn):
+            return interpret(compat.closed(body), inputs, visit)
+
+    if not any(eqn.primitive.name in _CALLS for eqn in jaxpr.jaxpr.eqns):
+        return jaxpr
+    return retrace(jaxpr, lambda *args: interpret(jaxpr, args, visit))

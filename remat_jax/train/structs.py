@@ -1,0 +1,24 @@
+"""Shapes of arrays that remember the memory they are in, which `jax.ShapeDtypeStruct` and `jax.eval_shape` forget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+
+
+def struct(leaf: Any, dtype: Any) -> Any:
+    """The shape of the array `leaf`, of another `dtype`, in the memory that it is in."""
+    if compat.is_on_host(leaf):
+        return jax.core.ShapedArray(leaf.shape, dtype, memory_space=jax.memory.Space.Host)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype)
+
+
+def result_structs(function: Callable[..., Any], *args: Any) -> Any:
+    """The shapes of the arrays of `function(*args)`; nothing is run."""
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    leaves, treedef = jax.tree.flatten(shapes)
+    return jax.tree.unflatten(treedef, [struct(aval, leaf.dtype) for aval, leaf in zip(jaxpr.out_avals, leaves, strict=True)])

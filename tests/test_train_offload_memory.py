@@ -1,0 +1,151 @@
+"""Optimizer offload compiled for an H200: the state is host memory, updated in place, and the device gives its bytes back."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.hardware import target
+from remat_jax.memory.compiler import Sizes, compile_programs, export_step
+from remat_jax.memory.measure import measure_many
+from remat_jax.train import OffloadedOptimizer
+
+needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+WIDTH, LAYERS = 1024, 6
+KERNEL = 4 * WIDTH * 4 * WIDTH
+"""Bytes of the largest leaf of an unrolled stack; a scanned one has six of them in one."""
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return x + nn.Dense(WIDTH, name="down")(nn.relu(nn.Dense(4 * WIDTH, name="up")(x)))
+
+
+class Model(nn.Module):
+    scan: bool = False
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        if not self.scan:
+            for index in range(LAYERS):
+                x = Block(name=f"block_{index}")(x)
+            return x
+        scan = nn.scan(
+            lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
+        )
+        return scan(Block(name="layers"), x, None)[0]
+
+
+def workload(tx: Any, *, scan: bool = False, rows: int = 256, **options: Any) -> rj.Workload:
+    model, x = Model(scan), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return rj.Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), Block, optimizer=tx, **options)
+
+
+def sizes(jobs: dict[str, rj.Workload], policy: str = "full", target_name: str = "h200") -> dict[str, Sizes]:
+    described = target(target_name)
+    return compile_programs(
+        [export_step(key, job.step(policy), described) for key, job in jobs.items()], described, timeout=300
+    )
+
+
+@functools.cache
+def parameter_bytes() -> int:
+    return sum(4 * leaf.size for leaf in jax.tree.leaves(workload(None).params))
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    ("name", "scan", "rows"), [("adam", False, 256), ("adam", False, 2048), ("adam", True, 4096), ("momentum", False, 256)]
+)
+def test_the_device_gives_back_what_is_moved(name, scan, rows):
+    tx = optax.adam(1e-3) if name == "adam" else optax.sgd(1e-3, momentum=0.9)
+    offloaded = rj.offload_optimizer(tx)
+    found = sizes({"plain": workload(tx, scan=scan, rows=rows), "offloaded": workload(offloaded, scan=scan, rows=rows)})
+    moved = offloaded.placement(workload(None, scan=scan).params).host_bytes
+    largest = KERNEL * (LAYERS if scan else 1)
+    assert moved == parameter_bytes() * (2 if name == "adam" else 1)
+    assert found["plain"].host == 0 and found["offloaded"].host == moved
+    assert found["offloaded"].host_temp == 0
+    assert found["offloaded"].host_argument == found["offloaded"].host_output == found["offloaded"].host_alias == moved
+    assert found["plain"].argument - found["offloaded"].argument == moved
+    assert found["plain"].device - found["offloaded"].device >= moved - 2 * largest
+
+
+@needs_gpu_compiler
+def test_brought_back_all_at_once_the_state_frees_nothing_like_it():
+    """What the ties are for: without them the fetches start together."""
+
+    def untied(tx: Any) -> Any:
+        def there(tree: Any, space: Any) -> Any:
+            return jax.tree.map(lambda leaf: jax.device_put(leaf, space) if leaf.ndim else leaf, tree)
+
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            updates, state = tx.update(updates, there(state, jax.memory.Space.Device), params)
+            return updates, there(state, jax.memory.Space.Host)
+
+        return optax.GradientTransformation(lambda params: there(tx.init(params), jax.memory.Space.Host), update)
+
+    tx = optax.adam(1e-3)
+    streamed = rj.offload_optimizer(tx)
+    jobs = {"plain": workload(tx), "streamed": workload(streamed), "untied": workload(untied(tx))}
+    # As a train step that knows optax only: update, then apply_updates.
+    jobs["two calls"] = workload(optax.GradientTransformation(streamed.init, streamed.update))
+    found = sizes(jobs)
+    assert isinstance(streamed, OffloadedOptimizer)
+    freed = {key: found["plain"].device - one.device for key, one in found.items()}
+    assert found["untied"].host == found["two calls"].host == found["streamed"].host == 2 * parameter_bytes()
+    assert freed["untied"] < 0.4 * 2 * parameter_bytes()
+    assert freed["streamed"] > 0.95 * 2 * parameter_bytes()
+    # All updates are kept until the end, in the place of the gradients.
+    assert freed["untied"] < freed["two calls"] <= freed["streamed"] - 0.5 * parameter_bytes()
+
+
+@needs_gpu_compiler
+def test_half_of_it_and_without_donation():
+    half = rj.offload_optimizer(optax.adam(1e-3), 0.5)
+    found = sizes({"half": workload(half), "kept": workload(rj.offload_optimizer(optax.adam(1e-3)), donate=False)})
+    moved = parameter_bytes()
+    assert half.placement(workload(None).params).host_bytes == found["half"].host == moved
+    assert found["half"].argument == 4 * 256 * WIDTH + 2 * moved + 4
+    # Nothing is reused: the old state and the new one are both there, on the host.
+    assert (found["kept"].host_argument, found["kept"].host_output, found["kept"].host_alias) == (2 * moved, 2 * moved, 0)
+    assert found["kept"].host == 4 * moved and found["kept"].argument == 4 * 256 * WIDTH + moved + 4
+
+
+@needs_gpu_compiler
+def test_the_receipt_of_a_policy_counts_residuals_only():
+    jobs = [workload(tx, rows=4096) for tx in (optax.adam(1e-3), rj.offload_optimizer(optax.adam(1e-3)))]
+    (plain,), (offloaded,) = (measure_many(job, ["offload_inputs"], "h200") for job in jobs)
+    residuals = LAYERS * 4096 * WIDTH * 4
+    assert plain.receipt.host_bytes == offloaded.receipt.host_bytes == plain.residual_host_bytes == residuals
+    assert plain.host_bytes == residuals and offloaded.host_bytes == residuals + 2 * parameter_bytes()
+    assert not any("offered" in warning for warning in offloaded.receipt.warnings)
+
+
+@needs_gpu_compiler
+def test_a_finished_step_keeps_the_memory_of_its_arguments():
+    tx = rj.offload_optimizer(optax.adam(1e-3))
+    job = workload(tx)
+    step = job.step("off")
+    finished = rj.Workload.from_step(step.function, *step.arguments, blocks=Block, donate_argnums=(0, 1))
+    assert rj.measure(finished, "full", "h200").host_bytes == 2 * parameter_bytes()
+    small = {"kernel": jnp.ones((8, 4))}
+    state = tx.init(small)
+    concrete = rj.Workload.from_step(lambda s, p: tx.update(p, s, p), state, small, blocks=Block)
+    spaces = [getattr(leaf, "memory_space", None) for leaf in jax.tree.leaves(concrete.step("off").arguments)]
+    assert spaces.count(jax.memory.Space.Host) == 2
+
+
+def test_on_a_cpu_there_is_one_memory():
+    found = sizes({"offloaded": workload(rj.offload_optimizer(optax.adam(1e-3)))}, target_name="cpu")["offloaded"]
+    assert found.host == 0 and found.argument == 4 * 256 * WIDTH + 3 * parameter_bytes() + 4
