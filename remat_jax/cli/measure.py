@@ -10,8 +10,9 @@ import typer
 from remat_jax import compat
 from remat_jax.cli.output import Answer, Json, answering, progress
 from remat_jax.cli.workloads import load_workload
+from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
-from remat_jax.memory import MemoryReport, ResidualTable, residuals
+from remat_jax.memory import MemoryReport, residuals
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
 from remat_jax.policy import as_policy
 from remat_jax.report import format_bytes, table
@@ -30,6 +31,9 @@ def measure(
     target: Annotated[str, typer.Option(help="What to compile for; see remat-jax targets.")] = "cpu",
     timeout: Annotated[float, typer.Option(help="Seconds that compiling may take in all.")] = DEFAULT_TIMEOUT,
     show_residuals: Annotated[bool, typer.Option("--residuals", help="List what is kept between the passes, by name.")] = False,
+    show_live: Annotated[
+        bool, typer.Option("--live", help="List what is on the device where the step needs most, by module. GPU targets.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Say what a training step needs in memory under each policy, as the target's own compiler lays it out.
@@ -54,7 +58,7 @@ def measure(
                 steps.tell(f"compiled {name} for {described.name}", min(len(done), len(asked)), len(asked))
 
             reports = measure_many(job, asked, described, timeout, on_done=compiled)
-        _show(answer, reports, tables)
+        _show(answer, described, reports, [*tables, *(report.live_table() for report in reports if show_live)])
         answer.data(
             {
                 "workload": job.name,
@@ -65,11 +69,11 @@ def measure(
         )
 
 
-def _show(answer: Answer, reports: Sequence[MemoryReport], tables: Sequence[ResidualTable]) -> None:
+def _show(answer: Answer, target: Target, reports: Sequence[MemoryReport], tables: Sequence[Any]) -> None:
     first = reports[0]
     title = f"{first.workload}: one training step compiled for {first.target} (JAX {first.jax_version})"
     columns = ("policy", "device", "of it temp", "host", "kept: device", "kept: host", "offload gave back")
-    answer.show(*tables, table(title, columns, [_cells(report) for report in reports], caption=_caption(reports)))
+    answer.show(*tables, table(title, columns, [_cells(report) for report in reports], caption=_caption(target, reports)))
     for warning, policies in _warnings(reports).items():
         answer.remark(f"warning: {warning} ({', '.join(policies)})")
 
@@ -85,8 +89,8 @@ def _cells(report: MemoryReport) -> tuple[Any, ...]:
     )
 
 
-def _caption(reports: Sequence[MemoryReport]) -> str:
-    memory = target_named(reports[0].target).memory_bytes
+def _caption(target: Target, reports: Sequence[MemoryReport]) -> str:
+    memory = target.memory_bytes
     said = "device: arguments + outputs − aliased + temp. kept: residuals, from the forward to the backward pass."
     if any(report.receipt for report in reports):
         said += " gave back: against saving on the device what is offloaded."
@@ -94,7 +98,7 @@ def _caption(reports: Sequence[MemoryReport]) -> str:
         return said
     too_large = [report.policy for report in reports if report.device_bytes > memory]
     fits = f"not enough for {', '.join(too_large)}" if too_large else "enough for all of these"
-    return f"{said} The {reports[0].target} has {format_bytes(memory)}: {fits}."
+    return f"{said} The {target.name} has {format_bytes(memory)}: {fits}."
 
 
 def _warnings(reports: Sequence[MemoryReport]) -> dict[str, list[str]]:

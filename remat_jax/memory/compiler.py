@@ -21,6 +21,7 @@ from jax import export
 from remat_jax import compat
 from remat_jax.errors import CompileError
 from remat_jax.hardware import Target
+from remat_jax.memory.live import LiveBuffer, live_at_peak, named_arguments
 from remat_jax.workload import Step
 
 CHILD = Path(__file__).with_name("compile_child.py")
@@ -34,16 +35,18 @@ class Program:
       key: what the caller knows it by.
       blob: the serialised program.
       donated: the flat arguments whose buffers it may reuse.
+      arguments: what each flat argument is called.
     """
 
     key: str
     blob: bytes
     donated: tuple[int, ...]
+    arguments: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the compiler reports, in bytes; `host_*` live in host memory."""
+    """What the compiler reports, in bytes; `host_*` live in host memory. `live` is what is on the device at the peak."""
 
     temp: int
     argument: int
@@ -53,6 +56,7 @@ class Sizes:
     host_argument: int
     host_output: int
     host_alias: int
+    live: tuple[LiveBuffer, ...] = ()
 
     @property
     def device(self) -> int:
@@ -83,7 +87,16 @@ def export_step(key: str, step: Step, target: Target) -> Program:
     # Moving an array to the host is a custom call that JAX does not promise to keep stable; it is compiled at once.
     checks = [export.DisabledSafetyCheck.custom_call("annotate_device_placement")]
     exported = export.export(jax.jit(flat, keep_unused=True), platforms=[platform], disabled_checks=checks)(*leaves)
-    return Program(key, bytes(exported.serialize()), tuple(donated))
+    return Program(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)))
+
+
+def _argument_names(step: Step) -> list[str]:
+    found = []
+    for index, argument in enumerate(step.arguments):
+        name = step.names[index] if step.names else f"argument {index}"
+        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(argument)]
+        found += [f"{name}/{path}" if path else name for path in paths]
+    return found
 
 
 def compile_programs(
@@ -116,12 +129,28 @@ def compile_programs(
                     "key": program.key,
                     "path": str(path),
                     "donated": program.donated,
-                    "compiler_options": compiler_options or {},
+                    "compiler_options": (compiler_options or {}) | (_dump_to(folder, index) if target.kind == "gpu" else {}),
                 }
             )
         request = {"programs": entries, "compiler_description": target.compiler_description}
         answers = _run_child(request, target, timeout, Path(folder) / "stderr", on_done)
-    return {key: Sizes(**sizes) for key, sizes in answers.items()}
+        live = {one.key: _live(Path(folder, f"dump_{index}"), one) for index, one in enumerate(programs)}
+    return {key: Sizes(**sizes, live=live[key]) for key, sizes in answers.items()}
+
+
+def _dump_to(folder: str, index: int) -> dict[str, Any]:
+    """Have XLA write down what it decided; it costs no time that could be measured."""
+    return {"xla_dump_to": str(Path(folder, f"dump_{index}")), "xla_dump_hlo_as_text": True}
+
+
+def _live(dump: Path, program: Program) -> tuple[LiveBuffer, ...]:
+    """What is on the device at the peak, arguments by their names; empty where the compiler wrote nothing down."""
+    endings = ("gpu_after_optimizations.txt", "-buffer-assignment.txt", "-live-range.txt")
+    found = [sorted(dump.glob(f"*{ending}")) for ending in endings]
+    if not all(found):
+        return ()
+    texts = [paths[-1].read_text(encoding="utf-8", errors="replace") for paths in found]
+    return tuple(named_arguments(live_at_peak(*texts), program.arguments))
 
 
 def _run_child(

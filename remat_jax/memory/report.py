@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from remat_jax.memory.live import LiveBuffer
 from remat_jax.report.tables import format_bytes, render, table
 
 
@@ -38,6 +39,7 @@ class MemoryReport:
       argument_bytes, output_bytes, alias_bytes: device memory of arguments, outputs, and outputs in an argument's place.
       residual_device_bytes, residual_host_bytes: what the linearisation keeps between the passes; None for a finished step.
       receipt: what the offload did; None where the policy offloads nothing.
+      live: the device buffers that are alive where the step needs most, the largest first; empty for the target `cpu`.
       measured_peak_bytes: the allocator's peak on an attached device; None elsewhere.
       jax_version: what compiled it.
     """
@@ -54,12 +56,31 @@ class MemoryReport:
     residual_device_bytes: int | None
     residual_host_bytes: int | None
     receipt: Receipt | None
+    live: tuple[LiveBuffer, ...]
     measured_peak_bytes: int | None
     jax_version: str
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names."""
-        return asdict(self)
+        return asdict(self) | {"live": [asdict(one) for one in self.live]}
+
+    @property
+    def live_bytes_by_module(self) -> dict[tuple[str, str], int]:
+        """Bytes that are alive at the peak: (module path, phase) → bytes, the largest first."""
+        found: dict[tuple[str, str], int] = {}
+        for one in self.live:
+            found[one.module, one.phase] = found.get((one.module, one.phase), 0) + one.nbytes
+        return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+
+    def live_table(self, rows: int = 20) -> Any:
+        """What is alive at the peak, by module and phase, as a table of at most `rows` lines."""
+        found = list(self.live_bytes_by_module.items())
+        lines = [(module or "(elsewhere)", phase, format_bytes(nbytes)) for (module, phase), nbytes in found[:rows]]
+        if len(found) > rows:
+            lines.append((f"{len(found) - rows} more", "", format_bytes(sum(nbytes for _, nbytes in found[rows:]))))
+        total = format_bytes(sum(one.nbytes for one in self.live))
+        title = f"On the device at the peak: {self.policy} on {self.target}, {total}"
+        return table(title, ("module", "phase", "bytes"), lines)
 
     def __rich__(self) -> Any:
         names = ("device_bytes", "temp_bytes", "host_bytes", "argument_bytes", "output_bytes", "alias_bytes")

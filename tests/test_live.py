@@ -1,0 +1,159 @@
+"""What is alive at the peak, by module: the names of operators, XLA's dumps, and a compilation for an H200."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import remat_jax as rj
+from remat_jax.errors import UnsupportedError
+from remat_jax.memory.live import LiveBuffer, live_at_peak, module_path, named_arguments
+from remat_jax.report.tables import render
+
+
+@pytest.mark.parametrize(
+    ("op_name", "expected"),
+    [
+        ("jit(f)/jvp(Model.loss)/Model/layers_0/ffn/up/dot_general", ("Model/layers_0/ffn/up", "dot_general", "forward")),
+        ("jit(f)/transpose(jvp(blk/ffn))/add_any", ("blk/ffn", "add_any", "backward")),
+        (
+            "jit(call)/call_exported/jit(flat)/transpose(jvp(Model.loss))/Model/while/body/closed_call/layers.body/layers/"
+            "layers.body/layers/checkpoint/rematted_computation/jvp(layers.body)/layers/attn/softmax/div",
+            ("Model/layers/attn/softmax", "div", "recomputed"),
+        ),
+        ("jit(f)/Model/layers_3/Model/layers_3/ffn/mul", ("Model/layers_3/ffn", "mul", "backward")),
+        ("jit(flat)/mul", ("", "mul", "backward")),
+        ("", ("", "", "backward")),
+    ],
+)
+def test_the_path_in_an_operators_name(op_name: str, expected: tuple[str, str, str]) -> None:
+    assert module_path(op_name) == expected
+
+
+PROGRAM = """\
+HloModule jit_f, is_scheduled=true
+
+%body (state: (s32[], f32[4,8], f32[4,3,8])) -> (s32[], f32[4,8], f32[4,3,8]) {
+  %state = (s32[], f32[4,8]{1,0}, /*index=2*/f32[4,3,8]{2,1,0}) parameter(0)
+  %k = s32[] get-tuple-element(%state), index=0
+  %x = f32[4,8]{1,0} get-tuple-element(%state), index=1
+  %stack = f32[4,3,8]{2,1,0} get-tuple-element(%state), index=2
+  %y = f32[4,8]{1,0} fusion(%x), kind=kLoop, metadata={op_name="jit(f)/jvp(M)/M/while/body/layer/tanh"}
+  %kept = f32[4,3,8]{2,1,0} fusion(%stack, %y, %k), kind=kLoop, metadata={op_name="jvp(M)/while/body/dynamic_update_slice"}
+  ROOT %next = (s32[], f32[4,8]{1,0}, f32[4,3,8]{2,1,0}) tuple(%k, %y, %kept)
+}
+
+ENTRY %main (w: f32[8,8], x: f32[4,8]) -> f32[4,8] {
+  %w = f32[8,8]{1,0} parameter(0), metadata={op_name="args[0]"}
+  %x0 = f32[4,8]{1,0} parameter(1), metadata={op_name="args[1]"}
+  %init = (s32[], f32[4,8]{1,0}, f32[4,3,8]{2,1,0}) tuple(%c, %x0, %zeros)
+  %loop = (s32[], f32[4,8]{1,0}, f32[4,3,8]{2,1,0}) while(%init), condition=%cond, body=%body
+  %host = f32[4,3,8]{2,1,0:S(5)} copy(%loop), metadata={op_name="jit(f)/jvp(M)/M/layer/copy"}
+  ROOT %out = f32[4,8]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+ASSIGNMENT = """\
+BufferAssignment:
+allocation 0: size 256, parameter 0, shape |f32[8,8]| at ShapeIndex {}:
+ value: <1 w @0> (size=256,offset=0): f32[8,8]{1,0}
+allocation 1: size 1000, preallocated-temp:
+ value: <2 loop{1} (phi) @0> (size=128,offset=0): f32[4,8]{1,0}
+ value: <3 loop{2} (phi) @0> (size=384,offset=128): f32[4,3,8]{2,1,0}
+ value: <4 state{2} (phi) @0> (size=384,offset=128): f32[4,3,8]{2,1,0}
+ value: <5 late @0> (size=100,offset=512): f32[25]{0}
+allocation 2: size 5000, color 5, preallocated-temp:
+ value: <6 host @5> (size=5000,offset=0): f32[4,3,8]{2,1,0:S(5)}
+"""
+RANGES = """\
+HloLiveRange (max 9):
+  InstructionSequence:
+    0:w
+  BufferLiveRange:
+    w{}:0-9
+    loop{1}:1-5
+    loop{2}:1-5
+    state{2}:2-4
+    late{}:7-9
+    host{}:6-9
+  Live ranges at 7 (peak):
+    host{}: 5000 bytes (cumulative: 5000 bytes)
+"""
+
+
+def test_the_peak_is_the_devices_and_a_loops_state_is_named_by_what_the_loop_writes() -> None:
+    found = live_at_peak(PROGRAM, ASSIGNMENT, RANGES)
+    assert [(one.name, one.phase, one.nbytes, one.shape) for one in found] == [
+        ("M/layer:tanh", "forward", 384, "f32[4,3,8]"),  # once, though it has a name inside the loop as well
+        ("args[0]", "argument", 256, "f32[8,8]"),
+        ("M/layer:tanh", "forward", 128, "f32[4,8]"),
+    ]
+    named = named_arguments(found, ["parameters/w/kernel"])
+    assert [(one.name, one.module) for one in named if one.phase == "argument"] == [("parameters/w/kernel", "parameters")]
+
+
+def test_what_the_program_does_not_name_keeps_its_bytes() -> None:
+    found = live_at_peak("", ASSIGNMENT, "  BufferLiveRange:\n    late{}:7-9\n")
+    assert found == [LiveBuffer("late", "", "backward", 100, "")]
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(256, name="down")(jnp.tanh(nn.Dense(1024, name="up")(x)))
+
+
+class Stack(nn.Module):
+    scan: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if not self.scan:
+            for index in range(4):
+                x = Block(name=f"block_{index}")(x)
+            return x
+        scanned = nn.scan(
+            lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=4
+        )
+        return scanned(Block(name="blocks"), x, None)[0]
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_an_h200s_peak_is_told_by_module(scan: bool) -> None:
+    model, x = Stack(scan), jax.ShapeDtypeStruct((4096, 256), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+
+    def loss(params, x):
+        return (model.apply({"params": params}, x) ** 2).mean()
+
+    job = rj.Workload(loss, params, (x,), Block, optimizer=optax.adam(1e-3))
+    report = rj.measure(job, "full", target="h200")
+    alive = sum(one.nbytes for one in report.live)
+    assert 0.97 * report.device_bytes <= alive <= report.device_bytes
+    assert [one.nbytes for one in report.live] == sorted((one.nbytes for one in report.live), reverse=True)
+    stream = 4096 * 256 * 4
+    by_module = report.live_bytes_by_module
+    # The inputs of the blocks after the first are what the block before them ends with; the first is the batch itself.
+    kept = {module: nbytes for (module, phase), nbytes in by_module.items() if phase == "forward"}
+    if scan:
+        assert kept["Stack/blocks/down"] >= 4 * stream
+    else:
+        assert {f"Stack/block_{index}/down" for index in range(2)} <= set(kept)
+        assert all(kept[f"Stack/block_{index}/down"] == stream for index in range(2))
+    assert by_module["batch[0]", "argument"] == stream
+    # Unrolled, some are updated, in place, by then.
+    parameters = 4 * (2 * 256 * 1024 + 1024 + 256) * 4
+    assert 0.5 * parameters < by_module["parameters", "argument"] <= parameters
+    assert "backward" in {phase for _, phase in by_module}
+    shown = render(report.live_table(2))
+    assert f"{len(by_module) - 2} more" in shown and shown.count("MiB") >= 3
+
+
+def test_several_devices_are_refused() -> None:
+    model, x = Stack(False), jax.ShapeDtypeStruct((2, 256), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+    job = rj.Workload(lambda p, x: model.apply({"params": p}, x).sum(), params, (x,), Block)
+    with pytest.raises(UnsupportedError, match=r"target='8xh100' is 8 devices.*ask for one of them"):
+        rj.measure(job, "full", target="8xh100")
