@@ -15,6 +15,7 @@ import optax
 import remat_jax as rj
 from benchmarks.peers import INPUT, Contender, Setting
 from benchmarks.record import text_table
+from examples.demo.timing import KEEP_BARRIERS
 from remat_jax.errors import UnsupportedError
 from remat_jax.graph.count import flops
 from remat_jax.hardware import target
@@ -100,7 +101,7 @@ def _step_seconds(group: Sequence[Contender]) -> list[float]:
     runs: list[Any] = []
     for one in group:
         params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, leaf.dtype), one.params)
-        compiled = jax.jit(jax.value_and_grad(one.loss)).lower(params, x).compile()
+        compiled = jax.jit(jax.value_and_grad(one.loss)).lower(params, x).compile(compiler_options=KEEP_BARRIERS)
         jax.block_until_ready(compiled(params, x))
         runs.append((compiled, params))
     rounds: list[list[float]] = []

@@ -14,6 +14,7 @@ from remat_jax.graph.count import count
 from .cases import Batch, Case
 from .outcome import Evidence
 from .setting import Asked, Form
+from .timing import KEEP_BARRIERS
 
 
 class JaxTrainer:
@@ -23,7 +24,7 @@ class JaxTrainer:
         self.job = case.jax_job(form, "float32")
         step = self.job.workload.step(policy)
         self.traced = jax.jit(step.function, donate_argnums=step.donate_argnums).trace(*step.arguments)
-        self.compiled = self.traced.lower().compile()
+        self.compiled = self.traced.lower().compile(compiler_options=KEEP_BARRIERS)
         # Copies: the step may write over what it is given.
         self.params = jax.tree.map(jnp.array, self.job.params)
         self.state = case.optimizer().init(self.params)

@@ -8,6 +8,9 @@ from typing import Protocol
 
 from .cases import Batch
 
+# XLA takes the barriers of `jax.checkpoint` away on the CPU, and then merges what is computed again with what was computed
+# before: an unrolled form would run no longer than plain, and save nothing. Without this pass it runs what it says.
+KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 MOST_ROUNDS = 100
 ENOUGH_SECONDS = 1.0
 

@@ -16,13 +16,11 @@ import remat_jax as rj
 import torch_ref
 from remat_jax.graph.count import matmuls
 
+from ..demo.timing import KEEP_BARRIERS
 from ..models import deep_mlp_linen, deep_mlp_scan, weights
 from .setting import Setting
 
 FRAMEWORK = "JAX Linen"
-# XLA takes the barriers of `jax.checkpoint` away on the CPU, and then merges what is computed again with what was computed
-# before: an unrolled form would run no longer than plain, and save nothing. Without this pass it runs what it says.
-KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 # Nothing is timed where gradients are compared: what XLA spends on fast code is lost.
 QUICKLY = {"xla_backend_optimization_level": 0}
 
