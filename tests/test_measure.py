@@ -306,7 +306,7 @@ def test_a_program_that_the_compiler_refuses_reports_its_error():
 
 
 def test_without_the_gpu_compiler_the_command_is_given(monkeypatch):
-    monkeypatch.setattr(compat, "gpu_compiler_installed", lambda: False)
+    monkeypatch.setattr(compat.gpu_compiler, "gpu_compiler_installed", lambda: False)
     with pytest.raises(UnsupportedError, match=r"pip install 'remat-jax\[gpu-compile\]'.*or use target='cpu'"):
         rj.measure(workload(rows=64), "full", "h200")
     monkeypatch.setattr("sys.platform", "darwin")

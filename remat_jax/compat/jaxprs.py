@@ -1,0 +1,147 @@
+"""Jaxprs: taking them apart, and binding their equations again as JAX itself would."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import flax
+import jax
+from jax._src import config as _config
+from jax._src import mesh as _mesh
+from jax._src import shard_map as _shard_map
+from jax._src import source_info_util as _source_info
+from jax._src.interpreters import partial_eval as _pe
+from jax.extend import core as jex
+
+_OURS = os.path.dirname(os.path.dirname(__file__))
+_LIBRARIES = (
+    os.path.dirname(flax.__file__) + os.sep,
+    *(os.path.join(_OURS, part) + os.sep for part in ("apply", "compat", "graph", "memory", "train")),
+    *(os.path.join(_OURS, part) for part in ("workload.py",)),
+)
+
+
+def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
+    """`jaxpr` as a closed jaxpr; JAX 0.12 has one class for both, earlier versions two."""
+    if isinstance(jaxpr, jex.ClosedJaxpr):
+        return jaxpr
+    return jex.ClosedJaxpr(jaxpr, list(consts))
+
+
+def like(jaxpr: Any, template: Any) -> Any:
+    """The closed `jaxpr` in the form (open or closed) that an equation's parameter had."""
+    return jaxpr if isinstance(template, jex.ClosedJaxpr) else jaxpr.jaxpr
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether an equation's parameter is a jaxpr, open or closed."""
+    return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
+
+
+def eqn_outputs(eqn: Any, outputs: Any) -> list[Any]:
+    """The results of binding `eqn`, always as a list."""
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
+    """Evaluate `eqn` on `inputs` as JAX itself would, some of its parameters changed; keeps source lines and name stacks."""
+    params = eqn.primitive.get_bind_params({**eqn.params, **changed})
+    with eqn_context(eqn):
+        return eqn_outputs(eqn, eqn.primitive.bind(*inputs, **params))
+
+
+@contextlib.contextmanager
+def eqn_context(eqn: Any) -> Iterator[None]:
+    """Trace under the source line, name stack and context (mesh, compute type, …) that `eqn` was traced under."""
+    stack = _source_info.current_name_stack() + eqn.source_info.name_stack
+    with _source_info.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+@contextlib.contextmanager
+def inner_context(eqn: Any) -> Iterator[None]:
+    """Trace as inside the body of `eqn`: a `shard_map` binds its mesh axes there."""
+    if eqn.primitive.name != "shard_map":
+        yield
+        return
+    mesh = eqn.params["mesh"]
+    manual = eqn.params["newly_manual_axes"] if "newly_manual_axes" in eqn.params else eqn.params["manual_axes"]
+    inner_mesh = _shard_map._as_manual_mesh(mesh, manual)
+    checked = _config._check_vma(eqn.params["check_vma"])
+    with _shard_map._extend_axis_env(mesh, manual), _mesh.use_abstract_mesh(inner_mesh), checked:
+        yield
+
+
+def scopes(eqn: Any) -> tuple[str, ...]:
+    """The module path of `eqn`: the named scopes of its name stack, without the transformations."""
+    stack = eqn.source_info.name_stack.stack
+    return tuple(part for scope in stack if type(scope).__name__ == "Scope" for part in scope.name.split("/") if part)
+
+
+def source_line(eqn: Any) -> str:
+    """The user's `file:line (function)` that made `eqn`: the innermost line that is neither JAX's, Flax's nor ours."""
+    for frame in _source_info.user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(_LIBRARIES):
+            name = os.path.relpath(frame.file_name)
+            shown = frame.file_name if name.startswith("..") else name
+            return f"{shown}:{frame.start_line} ({frame.function_name})"
+    return ""
+
+
+def dce(jaxpr: Any, used_outputs: Sequence[bool] | None = None, *, keep_inputs: bool = True) -> Any:
+    """`jaxpr` (closed) without the equations that no used output needs, inside scans, jits and checkpoints as well."""
+    used = [True] * len(jaxpr.out_avals) if used_outputs is None else list(used_outputs)
+    pruned, _ = _pe.dce_jaxpr(jaxpr.jaxpr, used, instantiate=keep_inputs)
+    return jex.ClosedJaxpr(pruned, jaxpr.consts)
+
+
+def scan_layout(eqn: Any) -> tuple[int, int]:
+    """How many constants and carried values lead the operands of a `scan` equation."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].elts
+    return len(consts), len(carry)
+
+
+def jaxpr_function(jaxpr: Any) -> Callable[..., list[Any]]:
+    """The closed `jaxpr` as a function of its flat inputs."""
+    return jex.jaxpr_as_fun(jaxpr)
+
+
+def uses_references(jaxpr: Any) -> bool:
+    """Whether the closed `jaxpr` makes or is given a mutable array (`jax.new_ref`) on its own level."""
+    inner = jaxpr.jaxpr
+    made = (var for eqn in inner.eqns for var in eqn.outvars)
+    return any(type(var.aval).__name__ == "AbstractRef" for var in (*inner.constvars, *inner.invars, *made))
+
+
+def hoist_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """`jaxpr` with its constants as leading inputs, and the constants."""
+    consts = list(jaxpr.consts)
+    return (closed(_pe.convert_constvars_jaxpr(jaxpr.jaxpr)) if consts else jaxpr), consts
+
+
+def optimization_barrier(operands: Any) -> Any:
+    """`jax.lax.optimization_barrier`, one for each kind of varying over mesh axes.
+
+    Inside a `shard_map` that checks how its values vary, JAX before 0.12 makes everything behind one barrier vary as the
+    operand that varies most, which is then another type.
+    """
+    leaves, treedef = jax.tree.flatten(operands)
+    kinds = [str(getattr(jax.typeof(leaf), "mat", None) or getattr(jax.typeof(leaf), "vma", None)) for leaf in leaves]
+    for kind in dict.fromkeys(kinds):
+        places = [index for index, other in enumerate(kinds) if other == kind]
+        for place, value in zip(places, jax.lax.optimization_barrier([leaves[index] for index in places]), strict=True):
+            leaves[place] = value
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def itemsize(dtype: Any) -> int:
+    """The bytes of one element of `dtype`; an RNG key counts its key data."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return int(data.size * data.dtype.itemsize)
+    return int(dtype.itemsize)

@@ -1,0 +1,110 @@
+"""Checkpoint regions, names and policies, of JAX's established rematerialisation and of `jax_remat3`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax._src import config as _config
+from jax._src.interpreters import partial_eval as _pe
+
+from remat_jax.compat.jaxprs import closed, is_jaxpr
+from remat_jax.compat.versions import JAX_VERSION
+from remat_jax.errors import UnsupportedError
+
+
+def is_checkpoint(eqn: Any) -> bool:
+    """Whether `eqn` is a `jax.checkpoint` region, of the old rematerialisation or of `jax_remat3`."""
+    return eqn.primitive.name in ("checkpoint", "remat", "remat2") or _hi_primitive(eqn) == "RematTraced"
+
+
+def checkpoint_parts(eqn: Any) -> tuple[Any, dict[str, Any]]:
+    """The body of a checkpoint region as a closed jaxpr, and its other parameters."""
+    params = eqn.params
+    if _hi_primitive(eqn) == "RematTraced":
+        # The new rematerialisation does not say so, but it names what its backward pass runs again.
+        spent = "rematted_computation" in str(eqn.source_info.name_stack)
+        params = {**params["_prim"].params, "differentiated": spent}
+    return closed(params["jaxpr"]), {key: value for key, value in params.items() if key != "jaxpr"}
+
+
+def given_name(eqn: Any) -> str | None:
+    """The name that `jax.ad_checkpoint.checkpoint_name` gave to the output of `eqn`, or None."""
+    if eqn.primitive.name == "name":
+        return eqn.params["name"]
+    if _hi_primitive(eqn) in ("CheckpointName", "CheckpointNameFwd"):
+        return eqn.params["_prim"].params["name"]
+    return None
+
+
+def _hi_primitive(eqn: Any) -> str | None:
+    return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else None
+
+
+def remat3() -> bool:
+    """Whether `jax_remat3`, JAX's new rematerialisation, is switched on."""
+    return bool(_config.remat3.value)
+
+
+@contextlib.contextmanager
+def classic_rematerialisation() -> Iterator[None]:
+    """Have `jax.checkpoint` and `checkpoint_name` mean JAX's established rematerialisation, whatever `jax_remat3` says.
+
+    Only there can every residual of a block be kept by its name. The new one keeps what was named before differentiation, so
+    that a derivative rule's own arrays, and those that a rule reads back (exp, tanh, softmax), are made again; and before
+    JAX 0.12 it ignores named policies altogether.
+    """
+    with _config.remat3(False):
+        yield
+
+
+def require_named_policies() -> None:
+    """Refuse where this JAX would silently recompute everything instead of honouring a policy of names.
+
+    Raises:
+      UnsupportedError: with `jax_remat3` on before JAX 0.12.
+    """
+    if remat3() and JAX_VERSION < (0, 12, 0):
+        raise UnsupportedError(
+            f"jax_remat3=True with JAX {jax.__version__}: this JAX turns policies of names silently into full recomputation; "
+            'switch it off with jax.config.update("jax_remat3", False), or use JAX 0.12 or later'
+        )
+
+
+OFFLOAD = _pe.Offloadable(src="device", dst="pinned_host")
+"""What a policy of JAX's answers to have an array moved to the host."""
+
+
+def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
+    """The primitives (or names) of `jaxpr`, at any depth, whose outputs JAX's own `policy` would offload."""
+    found = []
+    for eqn in jaxpr.jaxpr.eqns:
+        verdict = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
+        if type(verdict).__name__ == "Offloadable":
+            found.append(given_name(eqn) or eqn.primitive.name)
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                if is_jaxpr(inner):
+                    found += offloaded_by(policy, closed(inner))
+    return found
+
+
+BLOCK_NAME = "remat_jax_block"
+"""The name of a checkpointed block's function, by which it is known in a jaxpr."""
+
+
+def is_block(eqn: Any) -> bool:
+    """Whether `eqn` is a checkpointed block of `remat_jax`, tied to its place in the schedule or not."""
+    if eqn.primitive.name != "custom_jvp_call":
+        return False
+    debug = getattr(eqn.params["call_jaxpr"].jaxpr, "debug_info", None)
+    return str(getattr(debug, "func_src_info", "")).startswith(BLOCK_NAME)
+
+
+def executed_bodies(eqn: Any) -> list[Any]:
+    """The bodies that running a `jax_remat3` region executes; empty for any other equation."""
+    if _hi_primitive(eqn) != "RematTraced":
+        return []
+    return [closed(eqn.params["_prim"].params["jaxpr"]).jaxpr]

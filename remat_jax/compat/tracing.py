@@ -1,0 +1,69 @@
+"""What is being traced, and where: loops, tracers, memory spaces, the trace context."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import core as _core
+
+_LOOPS = frozenset({"scan", "while_body", "while_loop", "fori_loop", "map", "associative_scan"})
+
+
+def in_loop(*, around_gradient: bool = True) -> bool:
+    """Whether what is being traced is the body of a `scan` or `while` loop, at any depth of `jit`, `vmap`, `grad`.
+
+    Without `around_gradient`, a loop around the differentiation does not count: both passes are in one body there.
+    """
+    trace, ends = _core.trace_ctx.trace, () if around_gradient else ("JVPTrace", "LinearizeTrace")
+    while trace is not None and type(trace).__name__ not in ends:
+        debug = getattr(getattr(trace, "frame", None), "debug_info", None)
+        if getattr(debug, "traced_for", None) in _LOOPS:
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether `leaf` is an array or a tracer (Python scalars, strings, None and objects are not)."""
+    return isinstance(leaf, jax.Array | _core.Tracer) or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
+
+
+def is_traced(leaf: Any) -> bool:
+    """Whether `leaf` is a tracer: its value is not known while Python runs."""
+    return isinstance(leaf, _core.Tracer)
+
+
+def on_device(leaf: Any) -> Any:
+    """The type of the array `leaf`, in device memory wherever it is."""
+    return _core.shaped_abstractify(leaf).update(memory_space=jax.memory.Space.Device)
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Whether `leaf`, an array or what describes one, is in host memory."""
+    if getattr(getattr(leaf, "sharding", None), "memory_kind", None) == "pinned_host":
+        return True
+    return getattr(_core.shaped_abstractify(leaf), "memory_space", None) is jax.memory.Space.Host
+
+
+def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
+    """The equation that made the tracer `leaf`: its place in the trace, itself, and its output; None for no tracer."""
+    frame: Any = getattr(getattr(leaf, "_trace", None), "frame", None)
+    parent = getattr(leaf, "parent", None)
+    if parent is None or not hasattr(frame, "tracing_eqns"):
+        return None
+    eqns = (eqn() if callable(eqn) else eqn for eqn in frame.tracing_eqns)
+    place = next((place for place, eqn in enumerate(eqns) if eqn is parent), None)
+    return None if place is None else (place, parent, getattr(leaf, "val", None))
+
+
+def trace_context(default: Any) -> Callable[[Any], contextlib.AbstractContextManager[Any]]:
+    """A context whose value is part of JAX's trace caches: another value, another trace of every `jit` inside."""
+    return jax.make_user_context(default)
+
+
+def trace_context_value(context: Any) -> Any:
+    """The value that a `trace_context` has now."""
+    return context.value

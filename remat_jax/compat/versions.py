@@ -1,0 +1,31 @@
+"""Which JAX this is, and what one of them cannot do."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+
+from remat_jax.errors import UnsupportedError
+
+JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3])
+
+
+# Two JAX releases bake the wrong slot into the copy back of a scanned block's offloaded residuals on GPUs, so that gradients
+# are silently wrong (openxla/xla#46231). Read from the compiled text; unrolled offload and CPU are not touched.
+SCANNED_OFFLOAD_MISCOMPILED: frozenset[tuple[int, ...]] = frozenset({(0, 10, 2), (0, 11, 0)})
+
+
+def refuse_miscompiled_offload() -> None:
+    """Refuse offload inside a loop where this JAX would run it on a GPU and silently get wrong gradients.
+
+    Raises:
+      UnsupportedError: the default device is a GPU, this JAX is one of the two, and the pass is not switched off.
+    """
+    cured = "dynamic-slice-annotator" in os.environ.get("XLA_FLAGS", "")
+    if JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and not cured and jax.default_backend() == "gpu":
+        raise UnsupportedError(
+            f"offload inside a scan with JAX {jax.__version__} on a GPU: the compiler reads another layer's residuals back, "
+            "and gradients are silently wrong (openxla/xla#46231). Use JAX 0.11.1 or later, unroll the layers, or start with "
+            "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
+        )
