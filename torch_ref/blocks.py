@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +61,7 @@ def checkpoint_blocks(model: nn.Module, policies: Mapping[type[nn.Module], Polic
         raise InvalidArgumentError(
             f"model is a {type(model).__name__}, expected a module; a function is for selective_checkpoint."
         )
-    return AppliedPolicies(model, _checked(policies))
+    return AppliedPolicies(model, checked_policies(policies))
 
 
 class AppliedPolicies:
@@ -71,9 +71,14 @@ class AppliedPolicies:
         blocks: path of each block in the model → its policy.
     """
 
-    def __init__(self, model: nn.Module, policies: dict[type[nn.Module], Policy]) -> None:
+    def __init__(
+        self, model: nn.Module, policies: dict[type[nn.Module], Policy], only: Collection[nn.Module] | None = None
+    ) -> None:
+        self._only = only
         self._records = [_Record(block, policy) for block, policy in policies.items()]
-        found = {path: (module, self._record_for(module)) for path, module in model.named_modules()}
+        found = {
+            path: (module, self._record_for(module)) for path, module in model.named_modules() if only is None or module in only
+        }
         placed = {path: (module, record) for path, (module, record) in found.items() if record is not None}
         self._check_placed(model, [record for _, record in placed.values()])
         self._forwards = [_Forward(self, m, record, path.replace(".", "/")) for path, (m, record) in placed.items()]
@@ -82,6 +87,7 @@ class AppliedPolicies:
         for forward in self._forwards:
             forward.install()
         self.blocks = {forward.path: forward.record.policy for forward in self._forwards}
+        self._model = model
         self._hooks = [model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._end)]
         self.is_removed = False
 
@@ -93,6 +99,23 @@ class AppliedPolicies:
         for hook in self._hooks:
             hook.remove()
         self._forwards, self._hooks = [], []
+
+    def remove_from(self, model: nn.Module) -> None:
+        """Take the policies away from `model`; where it is a copy, from that alone."""
+        if model is self._model:
+            self.remove()
+            return
+        for module in model.modules():
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, _Forward) and forward._applied is self:
+                forward.uninstall()
+        for hooks in (model._forward_pre_hooks, model._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                del hooks[key]
+
+    def again(self, model: nn.Module) -> AppliedPolicies:
+        """Put the same policies on the same blocks once more, after they were removed."""
+        return AppliedPolicies(model, {record.block: record.policy for record in self._records}, self._only)
 
     def __enter__(self) -> AppliedPolicies:
         return self
@@ -219,7 +242,12 @@ class _Forward:
         return self._replaced or type(self._module).forward.__get__(self._module)
 
 
-def _checked(policies: object) -> dict[type[nn.Module], Policy]:
+def checked_policies(policies: object) -> dict[type[nn.Module], Policy]:
+    """Refuse what is no mapping from classes of modules to policies, and read the policies.
+
+    Raises:
+        InvalidArgumentError, PolicyError: naming what was given.
+    """
     if not isinstance(policies, Mapping) or not policies:
         raise InvalidArgumentError(
             f"policies is {policies!r}, expected a mapping from classes of modules to policies with at least one entry,"

@@ -25,7 +25,7 @@ class Captures:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = _plain_function(function)
-        self._before = {name: _remember(value) for name, value in _captured(self._function).items()}
+        self._before = {name: _remember(value) for name, value in captured(self._function).items()}
 
     def check_unchanged(self) -> None:
         """Refuse if a captured variable now has another value.
@@ -35,7 +35,7 @@ class Captures:
         """
         if not self._before:
             return
-        now = _captured(self._function)
+        now = captured(self._function)
         for name, recalled in self._before.items():
             if not recalled(now.get(name, _MISSING)):
                 raise ReboundVariableError(
@@ -54,7 +54,8 @@ def _plain_function(function: Any) -> types.FunctionType | None:
     return function if isinstance(function, types.FunctionType) else None
 
 
-def _captured(function: types.FunctionType | None) -> dict[str, Any]:
+def captured(function: types.FunctionType | None) -> dict[str, Any]:
+    """What a function reads that is not its own: cells and globals, by name."""
     if function is None:
         return {}
     global_reads, assigned = _names(function.__code__)

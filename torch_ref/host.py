@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import TensorWeakRef
 
 from torch_ref.layout import Layout
 from torch_ref.transfers import Arrival, copy_out, fetch
@@ -40,13 +41,14 @@ class HostCopy:
         self.layout = None if is_opaque(source) else Layout.of(source)
         with torch.no_grad(), _marked_as_host():
             self.tensor, self._copied = copy_out(self._stored(source.detach()), pin and self.layout is not None)
-        self.nbytes = self.tensor.nbytes
+        self.nbytes = nbytes_of(self.tensor)
         self.version = version_of(source)
         storage = None if self.layout is None else source.untyped_storage()
         # A weak reference of Python's: one of torch.multiprocessing's own keeps MemTracker of PyTorch 2.7 from noticing
         # that the storage is gone.
         self.source_storage = None if storage is None else weakref.ref(storage)
-        self.source_nbytes = source.nbytes if storage is None else storage.nbytes()
+        self.source_nbytes = nbytes_of(source) if storage is None else storage.nbytes()
+        self._owner = TensorWeakRef(owner_of(source))
         self._ahead: Arrival | None = None
         _live.add(self)
 
@@ -74,6 +76,15 @@ class HostCopy:
                 return back if back.size() == layout.size else back.expand(layout.size)
             return back.as_strided(layout.size, layout.stride, layout.offset - self.layout.offset)
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the copy runs beside the computation, so that a later change of the source may reach it."""
+        return self._copied is not None
+
+    def is_of(self, source: torch.Tensor) -> bool:
+        """Tell whether `source` shares its version counter with what was copied."""
+        return self._owner() is owner_of(source)
+
     def covers(self, layout: Layout) -> bool:
         """Tell whether a tensor of `layout` on the same storage can be had from this copy."""
         return self.layout is not None and self.layout.covers(layout)
@@ -96,8 +107,8 @@ def to_host(source: torch.Tensor) -> tuple[HostCopy, bool]:
     """Copy a tensor to host memory, or find a copy that covers it; says whether a copy was made.
 
     Arguments share a copy if they are the same view of the same storage at the same version, or views of a stretch of
-    it that was copied whole: give the largest first. Writes that hide from the version counter (through `.data` or a
-    NumPy alias) are not seen; autograd does not see them either.
+    it that was copied whole: give the largest first. Writes that hide from the tensor's version counter (through `.data` or
+    a NumPy alias) are not seen; autograd does not see them either.
     """
     version = version_of(source)
     if version is None or is_opaque(source):
@@ -105,11 +116,24 @@ def to_host(source: torch.Tensor) -> tuple[HostCopy, bool]:
     copies = _by_storage.setdefault(source.untyped_storage(), weakref.WeakSet())
     layout = Layout.of(source)
     for copy in copies:
-        if copy.version == version and copy.covers(layout):
+        # An alias through `.data` has a counter of its own, which starts again.
+        if copy.version == version and copy.is_of(source) and copy.covers(layout):
             return copy, False
     made = HostCopy(source, pin=True)
     copies.add(made)
     return made, True
+
+
+def owner_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the tensor that a view shares its version counter with, or the tensor itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Give a tensor's bytes, of a sparse one those of its indices and values."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
 
 
 def live_host_copies() -> list[HostCopy]:

@@ -17,12 +17,12 @@ from torch_ref.replay import Replay
 class OffloadFunction:
     """Calls `function` so that backward finds its tensor arguments in host memory and computes the rest again.
 
-    What a hand-written `torch.autograd.Function` of this name has to get right, and most do not: outputs and gradients
-    are those of `function`, for any number of tensors anywhere in the arguments, keywords and arguments that are no
-    tensors included, and for parameters that `function` captures. Autocast and the random state of forward hold in the
-    recomputation. Tensors that view one storage are copied once. On CUDA the copies are pinned and run beside the
-    computation in both directions: out while the function runs, back while the call after it goes through backward.
-    `torch.autograd.grad`, second derivatives and arguments without gradient work, as it is non-reentrant.
+    What a hand-written `torch.autograd.Function` of this name has to get right, and most do not: outputs and gradients are
+    those of `function`, for any number of tensors anywhere in the arguments, keywords and arguments that are no tensors
+    included, and for parameters that `function` captures. Autocast and the random state of forward hold in the
+    recomputation. A tensor that lies inside another argument is copied with that one. On CUDA the copies are pinned and run
+    beside the computation in both directions: out while the function runs, back while the call after it goes through
+    backward. `torch.autograd.grad`, second derivatives and arguments without gradient work, as it is non-reentrant.
 
     Args:
         function: a module or a function; captured tensors and parameters stay on the device.
@@ -31,7 +31,8 @@ class OffloadFunction:
     Raises:
         InvalidArgumentError: if `function` cannot be called or `min_bytes` is no integer from 0 up.
         NothingToOffloadError: in a call, if no argument can be moved.
-        MutatedTensorError, ReboundVariableError: as `gradient_checkpoint_forward`.
+        MutatedTensorError, ReboundVariableError: as `gradient_checkpoint_forward`; the former also in forward, where
+            `function` changes an argument in place and the copy could miss that: on CUDA, or if arguments overlap.
 
     >>> import torch, torch_ref
     >>> doubled = torch_ref.OffloadFunction(lambda x, factor: x * factor)
@@ -49,7 +50,7 @@ class OffloadFunction:
         self.function = function
         self.min_bytes = min_bytes
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function; every positional argument and keyword reaches it."""
         entry = record_call(self.function, "offload", "right")
         if not torch.is_grad_enabled():

@@ -85,6 +85,22 @@ class Operator:
         return [value for value in flat if isinstance(value, torch.Tensor)]
 
 
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws from the random state: fused attention has the tag, and does not where its dropout is 0.
+
+    >>> q = torch.zeros(1, 1, 2, 2)
+    >>> draws(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, (q, q, q), {})
+    False
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given != 0)
+    return True
+
+
 def _writes(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from torch_ref.host import HostCopy
+from torch_ref.host import HostCopy, nbytes_of
 
 _open: list[Receipt] = []
 
@@ -51,7 +51,7 @@ class CallEntry:
         """Note tensors that the offload is given."""
         distinct = {id(t): t for t in tensors}.values()
         self.tensors_offered += len(distinct)
-        self.bytes_offered += sum(t.nbytes for t in distinct)
+        self.bytes_offered += sum(map(nbytes_of, distinct))
 
     def packed(self, copy: HostCopy, made: bool) -> None:
         """Note that an argument was put on the host; `made` tells a new copy from one that was there already."""
@@ -171,7 +171,7 @@ def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tens
 
 def is_offloadable(leaf: object) -> bool:
     """Tell whether an argument is a tensor that is worth moving: not empty, and no parameter or view of one."""
-    if not isinstance(leaf, torch.Tensor) or leaf.numel() == 0:
+    if not isinstance(leaf, torch.Tensor) or leaf.is_nested or leaf.is_meta or leaf.numel() == 0:
         return False
     return not isinstance(leaf, nn.Parameter) and not isinstance(leaf._base, nn.Parameter)
 

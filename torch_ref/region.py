@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch_ref.errors import ChangedRecomputationError, MutatedTensorError
 from torch_ref.host import HostCopy, is_copying_to_host, is_opaque, to_host
 from torch_ref.layout import Layout
 from torch_ref.module_paths import ModulePaths, following
-from torch_ref.operators import Operator
+from torch_ref.operators import Operator, draws
 from torch_ref.policy import OFFLOAD, RECOMPUTE, SAVE, Candidate, Policy
 from torch_ref.receipts import CallEntry
 
@@ -155,6 +156,8 @@ class _Naming(TorchDispatchMode):
             with _pop_mode_temporarily():
                 return func(*args, **kwargs)
         region, operator = self._region, Operator.of(func)
+        if operator.is_random and not draws(func, args, kwargs):
+            operator = replace(operator, is_random=False)
         region.now.set("", RECOMPUTE)
         if operator.makes_array:
             self._name(operator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
 
 from torch_ref.captures import Captures
-from torch_ref.errors import MutatedTensorError, NothingToOffloadError
-from torch_ref.host import HostCopy, is_opaque, to_host, version_of
+from torch_ref.errors import InvalidArgumentError, MutatedTensorError, NothingToOffloadError
+from torch_ref.host import HostCopy, is_opaque, nbytes_of, owner_of, to_host, version_of
 from torch_ref.layout import Layout
-from torch_ref.receipts import CallEntry, is_offloadable
+from torch_ref.receipts import CallEntry, is_offloadable, name_of
 
 
 class Replay:
@@ -38,6 +38,11 @@ class Replay:
     ) -> None:
         flat, self._spec = pytree.tree_flatten((args, kwargs))
         distinct = list({id(leaf): leaf for leaf in flat}.values())
+        if any(isinstance(leaf, Iterator) for leaf in distinct):
+            raise InvalidArgumentError(
+                f"an argument of {name_of(block)} is an iterator, which the forward pass uses up, so that the recomputation"
+                " would find it empty: pass a list."
+            )
         index = {id(leaf): k for k, leaf in enumerate(distinct)}
         self._positions = [index[id(leaf)] for leaf in flat]
         self.block = block
@@ -59,7 +64,7 @@ class Replay:
             NothingToOffloadError: if there is none.
         """
         tensors = [leaf for leaf in self._kept if is_offloadable(leaf) and chosen(leaf)]
-        large = [tensor for tensor in tensors if tensor.nbytes >= min_bytes]
+        large = [tensor for tensor in tensors if nbytes_of(tensor) >= min_bytes]
         if not large and not any(isinstance(leaf, torch.Tensor) and not leaf.numel() for leaf in self._kept):
             raise NothingToOffloadError(_nothing_to_offload(entry, tensors, min_bytes))
         entry.offered(tensors)
@@ -90,7 +95,11 @@ class Replay:
         """Run the block: the first time as the caller called it, later with `kept`, fetching what was offloaded."""
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
-            return self._run(*args, **kwargs)
+            output = self._run(*args, **kwargs)
+            moved = [leaf for leaf in kept if isinstance(leaf, OffloadedArgument)]
+            for argument in moved:
+                argument.check_written({other.copy for other in moved} - {argument.copy})
+            return output
         self._captures.check_unchanged()
         fetched: dict[HostCopy, torch.Tensor] = {}
         leaves = [leaf.fetch(fetched) if isinstance(leaf, OffloadedArgument) else leaf for leaf in kept[self._anchors :]]
@@ -118,10 +127,30 @@ class OffloadedArgument:
     def __init__(self, source: torch.Tensor, entry: CallEntry) -> None:
         self.copy, made = to_host(source)
         self._layout = None if is_opaque(source) else Layout.of(source)
-        self._source = TensorWeakRef(source)
+        # What a view shares its version counter with lives longer than the view.
+        self._source = TensorWeakRef(owner_of(source))
         self._requires_grad = source.requires_grad
         self._entry = entry
         entry.packed(self.copy, made)
+
+    def check_written(self, others: set[HostCopy]) -> None:
+        """Refuse a change in place by the block that the copies on the host cannot repeat.
+
+        Raises:
+            MutatedTensorError: if the copy may still have been under way, or the storage is in another copy too.
+        """
+        source = self._source()
+        if source is None or is_opaque(source) or version_of(source) == self.copy.version:
+            return
+        storage = source.untyped_storage()
+        shared = any(other.source_storage is not None and other.source_storage() is storage for other in others)
+        if shared or self.copy.is_asynchronous:
+            why = "another argument overlaps it" if shared else "its copy to the host runs beside the block"
+            raise MutatedTensorError(
+                f"{self._entry.block} changes an offloaded argument, shape {tuple(source.shape)}, in place, and {why}, so"
+                " that the recomputation would start from other values. Give the block a clone, or make the change out of"
+                " place."
+            )
 
     def fetch(self, fetched: dict[HostCopy, torch.Tensor]) -> torch.Tensor:
         """Bring the content back, unless it is among what was `fetched` for this recomputation already.
@@ -149,7 +178,7 @@ def _stretch(tensor: torch.Tensor) -> int:
 
 def _nothing_to_offload(entry: CallEntry, tensors: list[torch.Tensor], min_bytes: int) -> str:
     if tensors:
-        largest = max(tensor.nbytes for tensor in tensors)
+        largest = max(map(nbytes_of, tensors))
         return f"min_bytes is {min_bytes}, but the largest tensor argument of {entry.block} has {largest}: lower the floor."
     return (
         f"offload is asked for, but no argument of {entry.block} is a tensor that can be moved (parameters stay on the"

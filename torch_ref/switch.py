@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from typing import Any
 
 from torch import nn
 
-from torch_ref.blocks import AppliedPolicies, checkpoint_blocks
-from torch_ref.errors import InvalidArgumentError
+from torch_ref.blocks import AppliedPolicies, checked_policies
+from torch_ref.errors import InvalidArgumentError, TorchRefError
 from torch_ref.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,9 @@ def gradient_checkpointing_enable(
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model is a {type(model).__name__}, expected a module.")
-    classes = _repeated(model) if blocks is None else blocks if isinstance(blocks, tuple) else (blocks,)
+    only = _repeated(model) if blocks is None else None
+    given = tuple(map(type, only)) if only is not None else blocks if isinstance(blocks, tuple) else (blocks,)
+    classes: list[Any] = list(dict.fromkeys(given))
     if not classes:
         present = sorted({type(module).__name__ for module in model.modules()})
         raise InvalidArgumentError(
@@ -62,8 +64,14 @@ def gradient_checkpointing_enable(
             f" blocks=SomeClass; its modules are of {', '.join(present)}."
         )
     checked = Policy.parse(policy)
+    before = vars(model).get(_ATTRIBUTE)
     gradient_checkpointing_disable(model)
-    applied = checkpoint_blocks(model, dict.fromkeys(classes, checked))
+    try:
+        applied = AppliedPolicies(model, checked_policies(dict.fromkeys(classes, checked)), only)
+    except TorchRefError:
+        if before is not None:
+            vars(model)[_ATTRIBUTE] = before.again(model)
+        raise
     vars(model)[_ATTRIBUTE] = applied
     names = ", ".join(sorted(block.__name__ for block in classes))
     logger.info("Enabled gradient checkpointing (%s) on %d %s of %s", checked, len(applied.blocks), names, type(model).__name__)
@@ -71,7 +79,9 @@ def gradient_checkpointing_enable(
 
 
 def gradient_checkpointing_disable(model: nn.Module) -> None:
-    """Switch it off; a model on which it is off already stays as it is. Copies of the model are switched with it.
+    """Switch it off; a model on which it is off already stays as it is.
+
+    Copies (`copy.deepcopy`) of a model that is on are on, and off when it is. Switching a copy off leaves the model on.
 
     Raises:
         InvalidArgumentError: if `model` is no module.
@@ -80,7 +90,7 @@ def gradient_checkpointing_disable(model: nn.Module) -> None:
         raise InvalidArgumentError(f"model is a {type(model).__name__}, expected a module.")
     applied = vars(model).pop(_ATTRIBUTE, None)
     if applied is not None:
-        applied.remove()
+        applied.remove_from(model)
         logger.info("Disabled gradient checkpointing on %s", type(model).__name__)
 
 
@@ -91,19 +101,18 @@ def is_gradient_checkpointing(model: nn.Module) -> bool:
     >>> is_gradient_checkpointing(nn.Linear(1, 1))
     False
     """
-    applied = vars(model).get(_ATTRIBUTE)
+    applied = vars(model).get(_ATTRIBUTE) if isinstance(model, nn.Module) else None
     return applied is not None and not applied.is_removed
 
 
-def _repeated(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """The classes of modules that stand side by side in a list, the outermost such lists only."""
-    lists: dict[str, set[type[nn.Module]]] = defaultdict(set)
+def _repeated(model: nn.Module) -> list[nn.Module]:
+    """The modules of one class that stand side by side in a list, the outermost such lists only."""
+    repeated: dict[str, list[nn.Module]] = {}
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1:
-            lists[path] = {type(child) for child in module}
-    repeated = {path: classes.pop() for path, classes in lists.items() if len(classes) == 1}
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and len(set(map(type, module))) == 1:
+            repeated[path] = list(module)
     outermost = [path for path in repeated if not any(path != other and _is_inside(path, other) for other in repeated)]
-    return tuple(dict.fromkeys(repeated[path] for path in outermost))
+    return list(dict.fromkeys(block for path in outermost for block in repeated[path]))
 
 
 def _is_inside(path: str, other: str) -> bool:

@@ -1,8 +1,8 @@
 """Copies between a device and host memory; on CUDA they run on streams of their own, beside the computation.
 
 A copy to the host waits for what the current stream has been given so far, not the other way round. The memory that it
-reads is not reused before it is over (`record_stream`). A copy back can be started before it is needed; whoever uses it
-makes the stream that it computes on wait for it.
+reads is not reused before it is over (`record_stream`); whoever writes on it meanwhile must be kept from it. A copy back
+can be started before it is needed; whoever uses it makes the stream that it computes on wait for it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 import functools
+import sys
 import warnings
 
 import pytest
@@ -319,3 +321,61 @@ def test_the_model_is_left_as_it_was():
         torch_ref.doctor(Stack(lambda layer, x: 1 / 0), X)
     with pytest.raises(torch_ref.InvalidArgumentError, match="module is a Tensor, expected a module or a function"):
         torch_ref.doctor(X)
+
+
+class ByType(nn.Module):
+    """Asks for its own class, and for attributes in a way of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.gradient_checkpointing = True
+        self.linear = nn.Linear(4, 4)
+
+    def __getattribute__(self, name):
+        return self.linear if name == "layer" else super().__getattribute__(name)
+
+    def forward(self, x):
+        assert type(self) is ByType and {ByType: 1}[type(self)]
+        return keep(self.layer, x) if self.gradient_checkpointing else self.layer(x)
+
+
+def test_a_model_sees_its_own_class_and_its_own_attributes():
+    before = ByType.__getattribute__
+    assert torch_ref.doctor(ByType(), X).ok
+    assert ByType.__getattribute__ is before and "__getattribute__" not in vars(Flagged)
+
+
+def test_fused_attention_without_dropout_is_not_random():
+    q = torch.ones(1, 2, 3, 4, requires_grad=True)
+
+    def attend(dropout):
+        def call(q):
+            return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=dropout)
+
+        return torch_ref.doctor(lambda q: keep(call, q, preserve_rng_state=False), q)
+
+    assert attend(0.0).ok
+    assert [finding.trap for finding in attend(0.5).findings] == ["random_state"]
+
+
+def test_a_reentrant_checkpoint_of_a_global_module_or_an_object_is_seen():
+    class Caller:
+        def __init__(self):
+            self.layer = nn.Linear(4, 4)
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    for function in (Caller(), Caller().__call__, lambda x: GLOBAL(x)):
+        found = torch_ref.doctor(lambda x, f=function: checkpoint(f, x, use_reentrant=True), X)
+        assert [finding.trap for finding in found.findings] == ["reentrant_without_gradient"]
+
+
+GLOBAL = nn.Linear(4, 4)
+
+
+def test_a_profiler_in_c_is_named():
+    if sys.version_info >= (3, 12):  # there they have a way of their own into the interpreter
+        return
+    with cProfile.Profile(), pytest.raises(torch_ref.InvalidArgumentError, match="Call doctor outside cProfile"):
+        torch_ref.doctor(nn.Linear(4, 4), X)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -228,3 +230,70 @@ def test_on_a_gpu_accumulation_with_autocast_is_the_whole_batchs_gradient():
     torch_ref.accumulate_gradients(summed, parts, model.parameters(), autocast=torch.bfloat16)
     for parameter, expected in zip(model.parameters(), whole, strict=True):
         assert (parameter.grad - expected).norm() < 2e-2 * expected.norm()
+
+
+def test_overlapping_arguments_that_the_block_writes_on_are_refused():
+    x = torch.arange(8.0, requires_grad=True)
+
+    def block(a, b):
+        a.mul_(2)
+        return (b * b).sum()
+
+    base = x * 1
+    a, b = base[:5], base[3:]
+    with pytest.raises(torch_ref.MutatedTensorError, match=r"block changes an offloaded argument.*another argument overlaps"):
+        torch_ref.OffloadFunction(block)(a, b)
+
+
+def test_a_view_that_is_gone_is_as_safe_as_the_tensor_that_it_views():
+    h = torch.ones(4, requires_grad=True) * 1
+    y = torch_ref.OffloadFunction(torch.exp)(h.view(-1))
+    h.mul_(5)
+    with pytest.raises(torch_ref.MutatedTensorError, match="at version 1, expected 0"):
+        y.sum().backward()
+
+
+def test_an_alias_with_a_version_counter_of_its_own_gets_a_copy_of_its_own():
+    base, w = torch.ones(3), torch.ones(3, requires_grad=True)
+    outputs = []
+    for _ in range(2):
+        alias = base.data
+        outputs.append(torch_ref.OffloadFunction(lambda w, d: (w * d).sin())(w, alias))
+        alias.add_(1)
+        del alias
+    (found,) = torch.autograd.grad(outputs[1].sum(), w)
+    assert found.tolist() == pytest.approx([2 * math.cos(2)] * 3, rel=1e-6)
+
+
+def test_an_iterator_is_refused():
+    def product(x, factors):
+        for factor in factors:
+            x = x * factor
+        return x.sin()
+
+    x = torch.ones(1, requires_grad=True)
+    for mode in ("checkpoint", "offload"):
+        flags = torch_ref.mode_flags(mode).values()
+        with pytest.raises(torch_ref.InvalidArgumentError, match="argument of product is an iterator.*pass a list"):
+            torch_ref.gradient_checkpoint_forward(product, *flags, x, iter([2, 3]))
+        torch_ref.gradient_checkpoint_forward(product, *flags, x, [2, 3]).sum().backward()
+    assert x.grad.item() == pytest.approx(2 * 6 * math.cos(6), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_tensors_travel_and_those_without_content_stay():
+    x = torch.ones(3, requires_grad=True)
+    dense = torch.tensor([[0.0, 2.0, 0.0], [3.0, 0.0, 0.0]])
+    for sparse, nbytes in ((dense.to_sparse(), 2 * 2 * 8 + 2 * 4), (dense.to_sparse_csr(), None)):
+        with torch_ref.receipt() as r:
+            y = torch_ref.OffloadFunction(lambda x, s: (s @ x.unsqueeze(1)).sin())(x, sparse)
+        assert nbytes is None or r.bytes_on_host == x.nbytes + nbytes
+        (found,) = torch.autograd.grad(y.sum(), x)
+        assert found.tolist() == pytest.approx([3 * math.cos(3), 2 * math.cos(2), 0], rel=1e-6)
+    with torch_ref.receipt() as r:
+        torch_ref.OffloadFunction(lambda x, m: x.sin())(x, torch.empty(5, device="meta"))
+    assert r.tensors_packed == 1
+
+
+def test_every_keyword_reaches_the_function():
+    assert torch_ref.OffloadFunction(lambda x, **rest: rest)(torch.ones(1), self=3, function=4) == {"self": 3, "function": 4}

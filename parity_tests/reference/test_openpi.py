@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 
@@ -220,3 +221,64 @@ def test_the_switch():
     assert torch_ref.is_gradient_checkpointing(model)  # a malformed policy changes nothing
     with pytest.raises(torch_ref.InvalidArgumentError, match="model is a int, expected a module"):
         torch_ref.gradient_checkpointing_disable(3)
+
+
+class Leafy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x).sin()
+
+
+class Headed(nn.Module):
+    """Blocks that hold a layer of the class that its heads are of."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Leafy() for _ in range(2))
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return sum(head(x) for head in self.heads)
+
+
+def test_only_the_modules_of_the_lists_are_switched_and_nothing_is_nested():
+    model = Headed()
+    applied = torch_ref.gradient_checkpointing_enable(model)
+    assert sorted(applied.blocks) == ["heads/0", "heads/1", "layers/0", "layers/1"]
+    with torch_ref.count_calls(model.layers[0].inner) as calls:
+        model(torch.ones(2, 4)).sum().backward()
+    assert calls.total == 2
+
+
+def test_an_enable_that_fails_leaves_the_switch_as_it_was():
+    model = Headed()
+    torch_ref.gradient_checkpointing_enable(model)
+    with pytest.raises(torch_ref.NoEffectError, match="Conv2d"):
+        torch_ref.gradient_checkpointing_enable(model, blocks=nn.Conv2d)
+    assert torch_ref.is_gradient_checkpointing(model)
+    with torch_ref.count_calls(*model.layers) as calls:
+        model(torch.ones(2, 4)).sum().backward()
+    assert calls.total == 4
+
+
+def test_switching_a_copy_off_leaves_the_model_on():
+    def executed(model):
+        with torch_ref.count_calls(*model.layers) as calls:
+            model(torch.ones(2, 4)).sum().backward()
+        return calls.total
+
+    model = Headed()
+    torch_ref.gradient_checkpointing_enable(model)
+    reference = copy.deepcopy(model)
+    assert executed(model) == executed(reference) == 4
+    torch_ref.gradient_checkpointing_disable(reference)
+    assert (executed(model), executed(reference)) == (4, 2)
+    assert torch_ref.is_gradient_checkpointing(model) and not torch_ref.is_gradient_checkpointing(reference)
+    assert not torch_ref.is_gradient_checkpointing("model")

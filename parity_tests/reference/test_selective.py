@@ -335,3 +335,16 @@ def test_scalars_are_kept_and_nothing_else_to_move_is_an_error():
     assert r.bytes_on_host == 12
     assert selective_checkpoint(lambda x: x.sin(), "offload: *sin*", x[:0]).shape == (0,)
     assert selective_checkpoint(lambda x: x.sin(), "offload: @inputs", x[:0]).shape == (0,)
+
+
+def test_fused_attention_without_dropout_can_be_saved():
+    q = torch.randn(1, 2, 8, 4, dtype=torch.float64, requires_grad=True)
+
+    def block(q):
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q).sin()
+
+    with torch_ref.receipt() as r:
+        output = selective_checkpoint(block, "offload: *scaled_dot*", q)
+    assert r.bytes_on_host > 0
+    (found,) = torch.autograd.grad(output.sum(), q)
+    assert torch.equal(found, torch.autograd.grad(block(q).sum(), q)[0])

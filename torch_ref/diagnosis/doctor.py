@@ -39,7 +39,7 @@ class Diagnosis:
         return "\n".join(f"{finding}" for finding in self.findings)
 
 
-def doctor(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Diagnosis:
+def doctor(module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Diagnosis:
     """Run `module(*args, **kwargs)` once and name what is wrong with its gradient checkpointing, where, and the remedy.
 
     | trap | what it does |
@@ -57,7 +57,7 @@ def doctor(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Diagnosis:
     `torch.utils.checkpoint.checkpoint` is seen, under whatever name it was imported.
 
     Raises:
-        InvalidArgumentError: if `module` cannot be called.
+        InvalidArgumentError: if `module` cannot be called, or a profiler written in C is on.
 
     >>> import torch, torch_ref
     >>> from torch.utils.checkpoint import checkpoint

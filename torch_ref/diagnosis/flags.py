@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,10 +41,11 @@ class Flags:
 def watched_flags(root: nn.Module | None, kwargs: Mapping[str, Any]) -> Iterator[Flags]:
     """Find the flags of a model and of a call, and note which ones are read meanwhile.
 
-    A submodel with a flag changes its class for the time to a subclass of the same name that sees attributes being read.
+    For the time, the class of a submodel with a flag sees attributes being read.
     """
     found = Flags([Flag(name, "", True, True) for name in KEYWORDS if kwargs.get(name) is True])
-    plain: list[tuple[nn.Module, type]] = []
+    watched: dict[int, dict[str, Flag]] = {}
+    classes: dict[type, None] = {}
     for path, module in root.named_modules() if root is not None else ():
         mine = {
             name: Flag(name, f"{path or 'the model'} ({type(module).__name__})", module.training, False)
@@ -53,21 +54,30 @@ def watched_flags(root: nn.Module | None, kwargs: Mapping[str, Any]) -> Iterator
         }
         if mine:
             found.entries += mine.values()
-            plain.append((module, type(module)))
-            module.__class__ = _reading(type(module), mine)
-    try:
+            watched[id(module)] = mine
+            classes[type(module)] = None
+    with ExitStack() as stack:
+        for cls in classes:
+            stack.enter_context(_reading(cls, watched))
         yield found
-    finally:
-        for module, cls in plain:
-            module.__class__ = cls
 
 
-def _reading(cls: type, flags: Mapping[str, Flag]) -> type:
+@contextmanager
+def _reading(cls: type, watched: Mapping[int, Mapping[str, Flag]]) -> Iterator[None]:
+    """Note attributes being read; the class itself is changed, so that `type(module)` stays what it is."""
+    own: Any = vars(cls).get("__getattribute__")
+    original: Any = cls.__getattribute__
+
     def __getattribute__(self: Any, name: str) -> Any:
-        if name in flags:
-            flags[name].is_read = True
-        return object.__getattribute__(self, name)
+        if name in ATTRIBUTES and name in watched.get(id(self), ()):
+            watched[id(self)][name].is_read = True
+        return original(self, name)  # what the class or one above it has; an AttributeError goes on to `__getattr__`
 
-    body = {"__getattribute__": __getattribute__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    watched = type(cls.__name__, (cls,), body)
-    return watched
+    cls.__getattribute__ = __getattribute__  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del cls.__getattribute__
+        else:
+            cls.__getattribute__ = own  # type: ignore[method-assign]

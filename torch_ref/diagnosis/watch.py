@@ -23,8 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import TensorWeakRef
 
-from torch_ref.captures import Captures
-from torch_ref.host import version_of
+from torch_ref.captures import Captures, captured
+from torch_ref.errors import InvalidArgumentError
+from torch_ref.host import nbytes_of, version_of
+from torch_ref.operators import draws
 from torch_ref.receipts import name_of
 from torch_ref.replay import Replay
 
@@ -51,7 +53,7 @@ class Argument:
 
     def __init__(self, tensor: torch.Tensor, where: str, is_hidden: bool) -> None:
         self.where, self.is_hidden = where, is_hidden
-        self.shape, self.nbytes, self.requires_grad = tuple(tensor.shape), tensor.nbytes, tensor.requires_grad
+        self.shape, self.nbytes, self.requires_grad = tuple(tensor.shape), nbytes_of(tensor), tensor.requires_grad
         self.is_parameter = isinstance(tensor, nn.Parameter)
         self._tensor, self._version = TensorWeakRef(tensor), version_of(tensor)
 
@@ -102,8 +104,13 @@ class Watch(TorchDispatchMode):
         self._hooks = 0
 
     def __enter__(self) -> Watch:
-        super().__enter__()
         self._before = sys.getprofile()
+        if self._before is not None and not callable(self._before):
+            raise InvalidArgumentError(
+                f"a profiler written in C ({type(self._before).__name__}) is on, expected none: Python cannot put it back"
+                " after another one. Call doctor outside cProfile and torch.profiler(with_stack=True)."
+            )
+        super().__enter__()
         sys.setprofile(self._profile)
         return self
 
@@ -114,7 +121,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if self._open and draws(func, args, kwargs or {}):
             for _, region in self._open:
                 region.is_random = True
         return func(*args, **(kwargs or {}))
@@ -192,10 +199,13 @@ def _reached(function: Callable[..., Any]) -> Iterator[Any]:
                 yield value
             waiting += value.__defaults__ or ()
             waiting += [cell.cell_contents for cell in value.__closure__ or () if _is_bound(cell)]
+            waiting += [one for one in captured(value).values() if isinstance(one, nn.Module)]
         elif isinstance(value, list | tuple):
             waiting += value
         elif isinstance(value, nn.Module | torch.Tensor):
             yield value
+        elif value is function or isinstance(function, types.MethodType) and value is function.__self__:
+            waiting += vars(value).values() if hasattr(value, "__dict__") else ()
 
 
 def _is_bound(cell: types.CellType) -> bool:

@@ -9,8 +9,9 @@ Written from the behaviour of `models_pytorch/pi0_pytorch.py`, `gemma_pytorch.py
 3. In training the inner model *sets* the expert's flag if it is not set. After `gradient_checkpointing_disable` the
    layers are therefore checkpointed all the same; only the outer parts are not.
 4. It nests: the outer model checkpoints the whole transformer, and inside it each layer is checkpointed again, so a
-   layer runs three times. The streams are a list, which `torch.utils.checkpoint` holds as it is, out of sight of the
-   outer checkpoint: the outputs of all layers stay alive although the transformer is checkpointed as a whole.
+   layer runs three times (the last one twice, as its recomputation ends early). The streams are a list, which
+   `torch.utils.checkpoint` holds as it is, out of sight of the outer checkpoint: the outputs of all layers stay alive
+   although the transformer is checkpointed as a whole.
 5. The random state is not restored: a layer with dropout would be differentiated at another mask than it was run with.
 6. The training script asks `hasattr(model, "gradient_checkpointing_enable")` and otherwise goes on without.
 
