@@ -24,9 +24,10 @@ from remat_jax.report.tables import render
             "layers.body/layers/checkpoint/rematted_computation/jvp(layers.body)/layers/attn/softmax/div",
             ("Model/layers/attn/softmax", "div", "recomputed"),
         ),
-        ("jit(f)/Model/layers_3/Model/layers_3/ffn/mul", ("Model/layers_3/ffn", "mul", "backward")),
-        ("jit(flat)/mul", ("", "mul", "backward")),
-        ("", ("", "", "backward")),
+        ("jit(f)/Model/layers_3/Model/layers_3/ffn/mul", ("Model/layers_3/ffn", "mul", "other")),
+        ("jit(flat)/mul", ("", "mul", "other")),
+        ("jit(f)/jvp(M)/M/body/while/body/remat(checkpoint)/branch_1_fun/x/add", ("M/body/x", "add", "forward")),
+        ("", ("", "", "other")),
     ],
 )
 def test_the_path_in_an_operators_name(op_name: str, expected: tuple[str, str, str]) -> None:
@@ -96,7 +97,7 @@ def test_the_peak_is_the_devices_and_a_loops_state_is_named_by_what_the_loop_wri
 
 def test_what_the_program_does_not_name_keeps_its_bytes() -> None:
     found = live_at_peak("", ASSIGNMENT, "  BufferLiveRange:\n    late{}:7-9\n")
-    assert found == [LiveBuffer("late", "", "backward", 100, "")]
+    assert found == [LiveBuffer("late", "", "other", 100, "")]
 
 
 class Block(nn.Module):

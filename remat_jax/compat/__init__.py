@@ -53,6 +53,7 @@ from remat_jax.compat.tracing import (
     on_device,
     trace_context,
     trace_context_value,
+    trace_settings,
 )
 from remat_jax.compat.versions import JAX_VERSION, SCANNED_OFFLOAD_MISCOMPILED, refuse_miscompiled_offload
 
@@ -100,5 +101,6 @@ __all__ = [
     "source_line",
     "trace_context",
     "trace_context_value",
+    "trace_settings",
     "uses_references",
 ]

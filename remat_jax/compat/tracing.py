@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src import core as _core
 
 _LOOPS = frozenset({"scan", "while_body", "while_loop", "fori_loop", "map", "associative_scan"})
@@ -67,3 +68,8 @@ def trace_context(default: Any) -> Callable[[Any], contextlib.AbstractContextMan
 def trace_context_value(context: Any) -> Any:
     """The value that a `trace_context` has now."""
     return context.value
+
+
+def trace_settings() -> Any:
+    """Every setting of JAX's that a trace depends on, to compare with those of another moment."""
+    return _config.trace_context()

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from remat_jax.errors import CompileError
 from remat_jax.hardware import Target
 from remat_jax.memory.live import LiveBuffer, live_at_peak, named_arguments
 from remat_jax.workload import Step
+
+MOST_CHILDREN = 4
+"""Compiling processes at a time: each holds a compiler of its own, about 1 GB."""
 
 CHILD = Path(__file__).with_name("compile_child.py")
 
@@ -107,7 +111,7 @@ def compile_programs(
     compiler_options: dict[str, Any] | None = None,
     on_done: Callable[[str], None] | None = None,
 ) -> dict[str, Sizes]:
-    """The compiler's sizes of each program on `target`, by key.
+    """The compiler's sizes of each program on `target`, by key; several are compiled side by side, one process for each core.
 
     Args:
       timeout: seconds for all of them together.
@@ -132,10 +136,27 @@ def compile_programs(
                     "compiler_options": (compiler_options or {}) | (_dump_to(folder, index) if target.kind == "gpu" else {}),
                 }
             )
-        request = {"programs": entries, "compiler_description": target.compiler_description}
-        answers = _run_child(request, target, timeout, Path(folder) / "stderr", on_done)
+        answers = _run_children(entries, target, timeout, Path(folder), on_done)
         live = {one.key: _live(Path(folder, f"dump_{index}"), one) for index, one in enumerate(programs)}
     return {key: Sizes(**sizes, live=live[key]) for key, sizes in answers.items()}
+
+
+def _run_children(
+    entries: Sequence[dict[str, Any]], target: Target, timeout: float, folder: Path, on_done: Callable[[str], None] | None
+) -> dict[str, dict[str, int]]:
+    """What the compiling processes answer together; the first failure is raised once all have ended."""
+    side_by_side = max(1, min(len(entries), os.cpu_count() or 1, MOST_CHILDREN))
+    parts = [entries[first::side_by_side] for first in range(side_by_side)]
+
+    def run(number: int) -> dict[str, dict[str, int]]:
+        request = {"programs": parts[number], "compiler_description": target.compiler_description}
+        return _run_child(request, target, timeout, folder / f"stderr_{number}", on_done)
+
+    if side_by_side == 1:
+        return run(0)
+    with ThreadPoolExecutor(side_by_side) as pool:
+        found = [pool.submit(run, number) for number in range(side_by_side)]
+    return {key: sizes for one in found for key, sizes in one.result().items()}
 
 
 def _dump_to(folder: str, index: int) -> dict[str, Any]:

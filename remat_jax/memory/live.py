@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 DEVICE_SPACE = 0
@@ -23,8 +24,8 @@ _INSTRUCTION = re.compile(r"^\s*(?P<root>ROOT )?%?(?P<name>[^\s=]+) = ")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[^\s(]+) \(.*\{$")
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|pmap|checkpoint|custom_jvp|custom_vjp|shard_map)\((?P<inside>.*)\)$")
 _SLICES = ("dynamic-slice", "dynamic-update-slice")
-_STRUCTURE = frozenset(
-    {"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "call_exported", "custom_jvp_call", "pjit"}
+_STRUCTURE = re.compile(
+    r"while|closed_call|checkpoint|rematted_computation|call_exported|custom_jvp_call|custom_vjp_call|pjit|branch_\d+_fun"
 )
 
 
@@ -35,7 +36,8 @@ class LiveBuffer:
     Attributes:
       name: residual-like name `module/path:primitive`, or what the argument is called.
       module: the module path alone; empty where the program says nothing of it.
-      phase: `argument`, `forward` (made there and kept), `recomputed`, or `backward` (and the optimizer's update).
+      phase: `argument`, `forward` (made there and kept), `recomputed`, `backward`, or `other` (outside of the gradient: the
+        optimizer's update, and what needs no gradient).
       nbytes: its size in bytes.
       shape: as XLA writes it, such as `f32[16,256]`.
     """
@@ -134,14 +136,19 @@ def module_path(op_name: str) -> tuple[str, str, str]:
 
     >>> module_path("jit(step)/transpose(jvp(Model.loss))/Model/while/body/layers.body/layers/ffn/up/dot_general")
     ('Model/layers/ffn/up', 'dot_general', 'backward')
+
+    A scope that is opened again inside itself, as Flax does, is one; so a module of its parent's name is not told from it.
     """
-    phase = "backward" if "transpose(" in op_name or "jvp(" not in op_name else "forward"
+    phase = "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "other"
     phase = "recomputed" if "rematted_computation" in op_name else phase
     parts: list[str] = []
     for part in _split(op_name):
         while (wrapped := _WRAPPER.match(part)) is not None:
             part = wrapped["inside"]
-        parts += [inner for inner in _split(part) if not inner.startswith("jit(") and inner not in _STRUCTURE]
+        parts += [inner for inner in _split(part) if not inner.startswith(("jit(", "remat("))]
+    # The body of a loop is no module; a module may well be called `body`.
+    parts = [part for before, part in pairwise(["", *parts]) if not (before == "while" and part in ("body", "cond"))]
+    parts = [part for part in parts if _STRUCTURE.fullmatch(part) is None]
     primitive = parts.pop() if parts else ""
     path: list[str] = []
     for part in parts:
@@ -156,7 +163,7 @@ def module_path(op_name: str) -> tuple[str, str, str]:
 def _buffer(module: _Module, name: str, index: str, nbytes: int) -> LiveBuffer:
     instruction = module.instructions.get(name)
     if instruction is None:
-        return LiveBuffer(name, "", "backward", nbytes, "")
+        return LiveBuffer(name, "", "other", nbytes, "")
     places = [int(one) for one in index.split(",") if one]
     shown = re.sub(r"\{.*", "", _element(instruction.shape, places))
     origin = _origin(module, name, places)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +28,8 @@ def measure(workload: Workload, policy: Any, target: str | Target = "cpu", timeo
     """The memory of one training step of `workload` under `policy`, compiled for `target`; no GPU is needed or used.
 
     The compiler runs in a process of its own. Where the policy offloads, a second step with `save` for `offload` is compiled
-    beside it, so that the receipt can say what the device gave back.
+    beside it, so that the receipt can say what the device gave back. The same question of the same workload object is
+    answered from memory.
 
     Args:
       policy: a policy, its name or text, a policy object of JAX's, or a mapping from block to policy.
@@ -58,7 +61,7 @@ def measure_many(
     timeout: float = DEFAULT_TIMEOUT,
     on_done: Callable[[str], None] | None = None,
 ) -> list[MemoryReport]:
-    """`measure` of several policies in one compiling process; `on_done` is told of each policy as it is compiled."""
+    """`measure` of several policies, compiled side by side; `on_done` is told of each policy as it is compiled."""
     described = target if isinstance(target, Target) else target_named(target)
     if described.devices > 1:
         raise UnsupportedError(
@@ -67,6 +70,33 @@ def measure_many(
         )
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
         raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds")
+    known = _known.setdefault(workload, {})
+    settings = (described.name, described.to_dict().__repr__(), compat.trace_settings(), os.environ.get("XLA_FLAGS"))
+    keys = [(_hashable(policy), settings) for policy in policies]
+    new = {key: policy for key, policy in zip(keys, policies, strict=True) if key not in known}
+    for key, report in zip(new, _measured(workload, list(new.values()), described, timeout, on_done), strict=True):
+        known[key] = report
+    return [known[key] for key in keys]
+
+
+_known: weakref.WeakKeyDictionary[Workload, dict[Any, MemoryReport]] = weakref.WeakKeyDictionary()
+
+
+def _hashable(policy: Any) -> Any:
+    if isinstance(policy, dict):
+        return tuple((block, as_policy(one)) for block, one in policy.items())
+    return as_policy(policy)
+
+
+def _measured(
+    workload: Workload,
+    policies: Sequence[Any],
+    described: Target,
+    timeout: float,
+    on_done: Callable[[str], None] | None,
+) -> list[MemoryReport]:
+    if not policies:
+        return []
     asked = [_Asked.of(workload, policy) for policy in policies]
     keys = _keys([policy for one in asked for policy in (one.policy, one.without_offload) if policy is not None])
     programs = [
