@@ -1,0 +1,47 @@
+"""Compiling for an H200 in a process of its own, to read the text of the compiled module."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+from remat_jax import compat
+from remat_jax.hardware import target
+
+_HEAD = """
+import sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+import jax.numpy as jnp
+from jax.experimental import topologies
+described = pathlib.Path(sys.argv[1]).read_text()
+device = topologies.get_topology_desc(platform="cuda", target_config=described, topology="1x1x1").devices[0]
+def struct(shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+def keep(name, function, *arguments):
+    compiled = jax.jit(function).lower(*arguments).compile()
+    sizes = compiled.memory_analysis()
+    out = pathlib.Path(sys.argv[2])
+    (out / f"{name}.hlo").write_text(compiled.as_text())
+    (out / f"{name}.bytes").write_text(f"{sizes.temp_size_in_bytes} {sizes.host_temp_size_in_bytes}")
+"""
+
+
+def compile_for_h200(folder: pathlib.Path, script: str) -> dict[str, tuple[str, int, int]]:
+    """What `script` compiled with `keep(name, function, *structs)`: the text, bytes of device and host memory, by name."""
+    (folder / "script.py").write_text("import pathlib\n" + _HEAD + script)
+    (folder / "h200.txt").write_text(target("h200").compiler_description or "")
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {compat.GPU_COMPILER_FLAGS}".strip()
+    environment: dict[str, Any] = {**os.environ, **compat.GPU_COMPILER_ENVIRONMENT, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, str(folder / "script.py"), str(folder / "h200.txt"), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {}
+    for path in folder.glob("*.hlo"):
+        temp, host = path.with_suffix(".bytes").read_text().split()
+        found[path.stem] = (path.read_text(), int(temp), int(host))
+    return found

@@ -1,0 +1,155 @@
+"""What compute covers of the host copies in a compiled schedule, on texts whose answer is known by hand."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from typing import Any
+
+import pytest
+
+from remat_jax import compat
+from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.hardware import target
+from remat_jax.memory.schedule import read_overlap, scanned_offload_is_miscompiled
+from tests.gpu_text import compile_for_h200
+
+# A copy of 1000 bytes takes 10 s, a matmul 8 s, an element-wise operation on x 2 s.
+RATES = {"flops_per_s": 250.0, "hbm_bytes_per_s": 1000.0, "host_link_bytes_per_s": 100.0}
+HEAD = """HloModule m, is_scheduled=true
+%gemm (p0: f32[10,10], p1: f32[10,10]) -> f32[10,10] {
+  %p0 = f32[10,10]{1,0} parameter(0)
+  %p1 = f32[10,10]{1,0} parameter(1)
+  ROOT %dot = f32[10,10]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+START = "%{0} = (f32[250]{{0:S(5)}}, f32[250]{{0}}, u32[]) copy-start(%x)"
+DONE = "%{0}.d = f32[250]{{0:S(5)}} copy-done(%{0})"
+FETCH = "%{0} = (f32[250]{{0}}, f32[250]{{0:S(5)}}, u32[]) copy-start(%h)"
+FETCHED = "%{0}.d = f32[250]{{0}} copy-done(%{0})"
+MATMUL = "%{0} = f32[10,10]{{1,0}} fusion(%m, %m), kind=kCustom, calls=%gemm"
+WORK = "%{0} = f32[250]{{0}} negate(%x)"
+
+
+def overlap(*lines: tuple[str, str], head: str = HEAD, **rates: Any) -> Any:
+    body = "\n".join(f"  {form.format(name)}" for form, name in lines)
+    text = f"""{head}
+ENTRY %main (x: f32[250], m: f32[10,10], h: f32[250]) -> f32[250] {{
+  %x = f32[250]{{0}} parameter(0)
+  %m = f32[10,10]{{1,0}} parameter(1)
+  %h = f32[250]{{0:S(5)}} parameter(2)
+{body}
+  ROOT %end = f32[250]{{0}} bitcast(%x)
+}}
+"""
+    return read_overlap(text, target("h200"), **{**RATES, **rates})
+
+
+def test_a_copy_is_covered_by_what_stands_between_start_and_done() -> None:
+    found = overlap((WORK, "w"), (START, "a"), (MATMUL, "g"), (DONE, "a"), (MATMUL, "k"))
+    assert (found.out.count, found.out.bytes, found.out.seconds) == (1, 1000, 10.0)
+    assert (found.out.covered, found.out.coverable) == (0.8, 0.8)
+    assert (found.compute_seconds, found.step_seconds) == (18.0, 20.0)
+    assert found.back.bytes == 0 and found.back.covered == 1.0
+
+
+def test_copies_of_one_direction_wait_for_each_other_and_not_for_the_other_direction() -> None:
+    both = overlap((START, "a"), (START, "b"), (MATMUL, "g"), (DONE, "a"), (MATMUL, "k"), (DONE, "b"))
+    assert both.out.covered == pytest.approx(0.8) and both.step_seconds == 20.0
+    apart = overlap((START, "a"), (FETCH, "b"), (MATMUL, "g"), (DONE, "a"), (FETCHED, "b"))
+    assert apart.out.covered == apart.back.covered == 0.8 and apart.step_seconds == 10.0
+
+
+def test_what_could_be_covered_is_at_most_all() -> None:
+    found = overlap((START, "a"), (DONE, "a"), (MATMUL, "g"), (MATMUL, "k"), (START, "b"), (DONE, "b"))
+    assert (found.out.covered, found.out.coverable) == (0.0, 0.8)
+    found = overlap((START, "a"), (MATMUL, "g"), (MATMUL, "k"), (DONE, "a"))
+    assert (found.out.covered, found.out.coverable) == (1.0, 1.0)
+
+
+def test_rates_are_the_targets_unless_given() -> None:
+    lines = (START, "a"), (MATMUL, "g"), (WORK, "w"), (DONE, "a")
+    nominal = read_overlap(text_of(*lines), target("h200"))
+    assert nominal.out.seconds == 1000 / 63.0e9
+    assert nominal.compute_seconds == pytest.approx(1200 / 4.8e12 + 2000 / 4.8e12)
+    assert overlap(*lines, hbm_bytes_per_s=math.inf).compute_seconds == 8.0
+    with pytest.raises(ArgumentError, match="host_link_bytes_per_s: target='cpu' does not say"):
+        read_overlap(text_of(*lines), target("cpu"), hbm_bytes_per_s=1.0)
+    with pytest.raises(ArgumentError, match="flops_per_s: target='cpu' has no rate for f32"):
+        read_overlap(text_of(*lines), target("cpu"), hbm_bytes_per_s=1.0, host_link_bytes_per_s=1.0)
+    with pytest.raises(ArgumentError, match="flops_per_s=-1: expected a positive number"):
+        overlap(*lines, flops_per_s=-1)
+
+
+def text_of(*lines: tuple[str, str]) -> str:
+    body = "\n".join(f"  {form.format(name)}" for form, name in lines)
+    return (
+        f"{HEAD}\nENTRY %main (x: f32[250], m: f32[10,10]) -> f32[250] {{\n  %x = f32[250]{{0}} parameter(0)\n"
+        f"  %m = f32[10,10]{{1,0}} parameter(1)\n{body}\n  ROOT %end = f32[250]{{0}} bitcast(%x)\n}}\n"
+    )
+
+
+def looped(offset: int, stride: int, index: str = "subtract(%last, %k)") -> str:
+    config = f'{{"dynamic_slice_config":{{"loop_index":"0","byte_offset":"{offset}","byte_stride":"{stride}"}}}}'
+    return f"""{HEAD}
+%take (q0: f32[3,250], q1: s32[]) -> f32[1,250] {{
+  %q0 = f32[3,250]{{1,0:S(5)}} parameter(0)
+  %q1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = f32[1,250]{{1,0}} dynamic-slice(%q0, %q1, %zero), dynamic_slice_sizes={{1,250}}, backend_config={config}
+}}
+%body (s: (s32[], f32[3,250], f32[10,10])) -> (s32[], f32[3,250], f32[10,10]) {{
+  %s = (s32[], f32[3,250]{{1,0:S(5)}}, f32[10,10]{{1,0}}) parameter(0)
+  %k = s32[] get-tuple-element(%s), index=0
+  %stacked = f32[3,250]{{1,0:S(5)}} get-tuple-element(%s), index=1
+  %m = f32[10,10]{{1,0}} get-tuple-element(%s), index=2
+  %last = s32[] constant(2)
+  %index = s32[] {index}
+  %a = ((f32[3,250]{{1,0:S(5)}}, s32[]), f32[1,250]{{1,0}}, u32[]) fusion-start(%stacked, %index), kind=kCustom, calls=%take
+  %g = f32[10,10]{{1,0}} fusion(%m, %m), kind=kCustom, calls=%gemm
+  %a.d = f32[1,250]{{1,0}} fusion-done(%a)
+  ROOT %t = (s32[], f32[3,250]{{1,0:S(5)}}, f32[10,10]{{1,0}}) tuple(%k, %stacked, %g)
+}}
+ENTRY %main (s0: (s32[], f32[3,250], f32[10,10])) -> f32[] {{
+  %s0 = (s32[], f32[3,250]{{1,0:S(5)}}, f32[10,10]{{1,0}}) parameter(0)
+  %w = (s32[], f32[3,250]{{1,0:S(5)}}, f32[10,10]{{1,0}}) while(%s0), condition=%c, body=%body, \
+backend_config={{"known_trip_count":{{"n":"3"}},"dynamic_variables":[{{"tuple_index":"0","init":"0","step":"1"}}]}}
+  ROOT %end = f32[] constant(0)
+}}
+"""
+
+
+def test_a_slice_of_a_host_buffer_in_a_loop_is_a_copy_per_iteration() -> None:
+    found = read_overlap(looped(2000, -1000), target("h200"), **{**RATES, "hbm_bytes_per_s": math.inf})
+    assert (found.back.count, found.back.bytes, found.out.count) == (3, 3000, 0)
+    assert found.back.covered == pytest.approx(0.8) and found.step_seconds == pytest.approx(30.0)
+
+
+def test_the_slot_that_is_baked_in_is_compared_with_the_index_asked_for() -> None:
+    assert scanned_offload_is_miscompiled(looped(0, 1000))
+    assert not scanned_offload_is_miscompiled(looped(2000, -1000))
+    assert not scanned_offload_is_miscompiled(looped(0, 1000, "copy(%k)"))
+    with pytest.raises(UnsupportedError, match="'index' \\(custom-call\\) of 'body'"):
+        scanned_offload_is_miscompiled(looped(0, 1000, "custom-call(%k)"))
+
+
+SCANNED = """
+import remat_jax as rj
+
+def block(x, w):
+    return x + jax.nn.gelu(x @ w[0]) @ w[1]
+
+def loss(ws, x):
+    body = rj.remat(block, "offload_dot_with_no_batch_dims")
+    return (jax.lax.scan(lambda x, w: (body(x, w), None), x, ws)[0] ** 2).mean()
+
+keep("scanned", jax.grad(loss), (struct((4, 64, 256)), struct((4, 256, 64))), struct((1024, 64)))
+"""
+
+
+def test_a_scanned_offload_is_judged_as_it_is_compiled(tmp_path: pathlib.Path) -> None:
+    text, _, host = compile_for_h200(tmp_path, SCANNED)["scanned"]
+    assert host == 4 * 1024 * 256 * 4
+    assert scanned_offload_is_miscompiled(text) == (compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED)
+    found = read_overlap(text, target("h200"))
+    assert (found.out.bytes, found.back.bytes) == (host, host)
