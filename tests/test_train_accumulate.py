@@ -219,3 +219,34 @@ def test_wrong_arguments_are_named():
         rj.accumulate_gradients(mean, 2)(params, x, mask)
     with pytest.raises(ArgumentError, match=r"expected \(\(sum of losses, number of targets\), aux\)"):
         rj.accumulate_gradients(summed, 2, has_aux=True)(params, x, mask)
+
+
+def test_unrolled_blocks_are_computed_again_inside_the_loop_over_micro_batches() -> None:
+    """Forward and recomputation stand in one loop body there: without a barrier between them XLA would merge the two."""
+    width, rows = 256, 8192
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(width)(jnp.tanh(nn.Dense(4 * width)(x)))
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for index in range(4):
+                x = Block(name=f"block_{index}")(x)
+            return x
+
+    model, x = Stack(), jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def summed(params: Any, x: Any) -> Any:
+        return jnp.sum(model.apply(params, x) ** 2), x.shape[0]
+
+    def temp(policy: str) -> int:
+        loss = summed if policy == "off" else rj.checkpoint_blocks(summed, {Block: policy})
+        job = rj.Workload.from_step(rj.accumulate_gradients(loss, 4), params, x, blocks=Block)
+        return rj.measure(job, "off", target="h200").temp_bytes
+
+    hidden = rows // 4 * 4 * width * 4
+    assert temp("off") - temp("full") > 2 * hidden

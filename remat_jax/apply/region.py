@@ -73,13 +73,18 @@ def _filled(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any])
 def bind_block(block: PlannedBlock, values: Sequence[Any], *, looped: bool | None = None) -> list[Any]:
     """Evaluate a planned block on `values`: under `jax.checkpoint`, and tied where it offloads outside every loop.
 
-    Inside a loop XLA cannot merge the recomputation with the forward pass, so that nothing needs to prevent it, and there a
-    tied block does not compile for a GPU (INTERNAL: shape mismatch after layout assignment).
+    Inside a loop XLA cannot merge the recomputation with the forward pass, which stands in another loop, so that nothing needs
+    to prevent it; unless the gradient is taken inside the loop, as over micro-batches, where both stand in one body. A tied
+    block does not compile for a GPU in either (INTERNAL: shape mismatch after layout assignment).
+
+    Args:
+      looped: whether the block is in a loop of the function that is differentiated, where the caller knows; None to ask JAX.
     """
+    apart = compat.in_loop(around_gradient=False) if looped is None else looped
     looped = compat.in_loop() if looped is None else looped
     if block.offloaded and looped:
         compat.refuse_miscompiled_offload()
-    run = block.checkpointed(prevent_cse=not looped)
+    run = block.checkpointed(prevent_cse=not apart)
     if block.offloaded and not looped:
         run = tied(run)
     return list(run(*values))
