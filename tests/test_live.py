@@ -139,14 +139,16 @@ def test_an_h200s_peak_is_told_by_module(scan: bool) -> None:
     # The inputs of the blocks after the first are what the block before them ends with; the first is the batch itself.
     kept = {module: nbytes for (module, phase), nbytes in by_module.items() if phase == "forward"}
     if scan:
-        assert kept["Stack/blocks/down"] >= 4 * stream
+        # JAX 0.12 does not say any more who filled the stack of inputs.
+        assert kept.get("Stack/blocks/down", 0) + kept.get("Stack", 0) >= 4 * stream
     else:
         assert {f"Stack/block_{index}/down" for index in range(2)} <= set(kept)
         assert all(kept[f"Stack/block_{index}/down"] == stream for index in range(2))
     assert by_module["batch[0]", "argument"] == stream
-    # Unrolled, some are updated, in place, by then.
+    # Unrolled, some are updated, in place, by then; JAX 0.12 makes copies of them for the backward pass.
     parameters = 4 * (2 * 256 * 1024 + 1024 + 256) * 4
-    assert 0.5 * parameters < by_module["parameters", "argument"] <= parameters
+    assert by_module["parameters", "argument"] <= parameters
+    assert sum(nbytes for (module, _), nbytes in by_module.items() if module == "parameters") > 0.5 * parameters
     assert "backward" in {phase for _, phase in by_module}
     shown = render(report.live_table(2))
     assert f"{len(by_module) - 2} more" in shown and shown.count("MiB") >= 3

@@ -221,6 +221,10 @@ def test_wrong_arguments_are_named():
         rj.accumulate_gradients(summed, 2, has_aux=True)(params, x, mask)
 
 
+@pytest.mark.skipif(
+    compat.JAX_VERSION >= (0, 12, 0),
+    reason="its scheduler puts the weight gradients off, which hides the effect (docs/notes/optimizer_offload.md)",
+)
 def test_unrolled_blocks_are_computed_again_inside_the_loop_over_micro_batches() -> None:
     """Forward and recomputation stand in one loop body there: without a barrier between them XLA would merge the two."""
     width, rows = 256, 8192

@@ -25,7 +25,7 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[^\s(]+) \(.*\{$")
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|pmap|checkpoint|custom_jvp|custom_vjp|shard_map)\((?P<inside>.*)\)$")
 _SLICES = ("dynamic-slice", "dynamic-update-slice")
 _STRUCTURE = re.compile(
-    r"while|closed_call|checkpoint|rematted_computation|call_exported|custom_jvp_call|custom_vjp_call|pjit|branch_\d+_fun"
+    r"while|closed_call|checkpoint|rematted_computation|call_exported|custom_jvp_call|custom_vjp_call|eval_jaxpr|pjit|branch_\d+_fun"
 )
 
 
@@ -142,7 +142,7 @@ def module_path(op_name: str) -> tuple[str, str, str]:
     phase = "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "other"
     phase = "recomputed" if "rematted_computation" in op_name else phase
     parts: list[str] = []
-    for part in _split(op_name):
+    for part in _split(op_name.partition(";")[0]):  # of operators that were merged, newer compilers name both
         while (wrapped := _WRAPPER.match(part)) is not None:
             part = wrapped["inside"]
         parts += [inner for inner in _split(part) if not inner.startswith(("jit(", "remat("))]
