@@ -60,6 +60,7 @@ format: $(STAMP)  ## put the code into the common format
 .PHONY: bench
 bench: $(STAMP)  ## measure on this machine's processor
 	$(BIN)/python -m benchmarks $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m benchmarks.predict_memory)
 
 .PHONY: bench-gpu
 bench-gpu: $(STAMP)  ## measure on this machine's GPU

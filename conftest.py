@@ -13,6 +13,9 @@ import pytest
 if not any("gpu" in word and "not gpu" not in word for word in sys.argv):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# What a test compiles it compiles itself: an answer kept by an earlier run would hide a compiler that fails.
+os.environ["REMAT_JAX_CACHE"] = "off"
+
 collect_ignore: list[str] = []
 if importlib.util.find_spec("torch") is None:
     collect_ignore += ["torch_ref", "parity_tests"]

@@ -8,6 +8,7 @@ from remat_jax.apply.pytorch_style import checkpoint_sequential, gradient_checkp
 from remat_jax.apply.remat import remat
 from remat_jax.apply.replan import replan
 from remat_jax.apply.switch import disable_gradient_checkpointing, enable_gradient_checkpointing
+from remat_jax.diagnosis import doctor
 from remat_jax.errors import RematError
 from remat_jax.memory import MemoryReport, measure, residuals
 from remat_jax.policy import Policy
@@ -23,6 +24,7 @@ __all__ = [
     "checkpoint_blocks",
     "checkpoint_sequential",
     "disable_gradient_checkpointing",
+    "doctor",
     "enable_gradient_checkpointing",
     "gradient_checkpoint_forward",
     "jax_policy",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from remat_jax import compat
 from remat_jax.hardware import target
 
 _HEAD = """
+import json
 import sys
 import jax
 jax.config.update("jax_platforms", "cpu")
@@ -26,12 +29,26 @@ def keep(name, function, *arguments):
     sizes = compiled.memory_analysis()
     out = pathlib.Path(sys.argv[2])
     (out / f"{name}.hlo").write_text(compiled.as_text())
-    (out / f"{name}.bytes").write_text(f"{sizes.temp_size_in_bytes} {sizes.host_temp_size_in_bytes}")
+    found = {kind: getattr(sizes, f"{kind}_size_in_bytes") for kind in ("temp", "argument", "output", "alias", "host_temp")}
+    (out / f"{name}.json").write_text(json.dumps(found | {"peak": sizes.peak_memory_in_bytes}))
 """
 
 
-def compile_for_h200(folder: pathlib.Path, script: str) -> dict[str, tuple[str, int, int]]:
-    """What `script` compiled with `keep(name, function, *structs)`: the text, bytes of device and host memory, by name."""
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled module's text, and XLA's figures of it in bytes; `peak` is the one that the package does not use."""
+
+    text: str
+    temp: int
+    argument: int
+    output: int
+    alias: int
+    host_temp: int
+    peak: int
+
+
+def compile_for_h200(folder: pathlib.Path, script: str) -> dict[str, Compiled]:
+    """What `script` compiled with `keep(name, function, *structs)`, by name."""
     (folder / "script.py").write_text("import pathlib\n" + _HEAD + script)
     (folder / "h200.txt").write_text(target("h200").compiler_description or "")
     flags = f"{os.environ.get('XLA_FLAGS', '')} {compat.GPU_COMPILER_FLAGS}".strip()
@@ -40,8 +57,7 @@ def compile_for_h200(folder: pathlib.Path, script: str) -> dict[str, tuple[str, 
     command = [sys.executable, str(folder / "script.py"), str(folder / "h200.txt"), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = {}
-    for path in folder.glob("*.hlo"):
-        temp, host = path.with_suffix(".bytes").read_text().split()
-        found[path.stem] = (path.read_text(), int(temp), int(host))
-    return found
+    return {
+        path.stem: Compiled(path.read_text(), **json.loads(path.with_suffix(".json").read_text()))
+        for path in folder.glob("*.hlo")
+    }

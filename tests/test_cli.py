@@ -12,10 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 import remat_jax as rj
+from remat_jax import compat
 from remat_jax.cli import output, workloads
 from remat_jax.cli.app import app
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import targets as target_names
+from remat_jax.memory import cache
+from remat_jax.memory.diff import compare_policies
 from remat_jax.policy import ALIASES, NAMED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,8 +86,8 @@ def shell(*arguments, cwd=ROOT):
 def test_help_lists_the_commands_that_work_and_no_other():
     found = run("--help")
     assert found.exit_code == 0
-    assert [info.callback.__name__ for info in app.registered_commands] == ["demo", "measure", "policies", "targets"]
-    assert all(f" {name} " in found.stdout for name in ("demo", "measure", "policies", "targets"))
+    assert [info.callback.__name__ for info in app.registered_commands] == ["demo", "doctor", "measure", "policies", "targets"]
+    assert all(f" {name} " in found.stdout for name in ("demo", "doctor", "measure", "policies", "targets"))
 
 
 def test_help_loads_neither_torch_nor_plotting():
@@ -142,6 +145,31 @@ def test_measure_compares_off_and_full_unless_told(folder):
     assert [report["policy"] for report in found["reports"]] == ["off", "full"] and "residuals" not in found
 
 
+def test_measure_tells_what_moves_between_two_policies(folder):
+    found = run("measure", f"{folder}/train.py:job", "--diff", "full", "save: @dots", "--json")
+    assert found.exit_code == 0, found.output
+    data = json.loads(found.stdout)
+    assert [report["policy"] for report in data["reports"]] == ["full", "dots"], "those two, and no others"
+    job = workloads.load_workload(f"{folder}/train.py:job")
+    assert data["diff"] == json.loads(json.dumps(compare_policies(job, "full", "dots").to_dict()))
+    assert {one["name"]: one["device_bytes"] for one in data["diff"]["moves"]}["block_1/up:dot_general#0"] == 4 * 32 * 4
+    shown = run("measure", f"{folder}/train.py:job", "-p", "off", "--diff", "full", "dots")
+    assert "block_*/up:dot_general#0 ×3" in shown.stdout and "not kept → save" in shown.stdout
+    assert "compiled: device memory" in shown.stdout and "three blocks on cpu: full → dots" in shown.stdout
+
+
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
+    picture = tmp_path / "new" / "memory.svg"
+    found = run("measure", f"{folder}/train.py:job", "-p", "full", "--target", "h200", "--plot", picture, "--json")
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["picture"] == str(picture)
+    # Text is drawn as shapes, with what it says in a comment beside them.
+    assert (
+        picture.read_text().startswith("<?xml") and "three blocks: one training step compiled for h200" in picture.read_text()
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -160,6 +188,9 @@ def test_measure_compares_off_and_full_unless_told(folder):
         (["train.py:job", "-p", "save: nothing_of_the_kind"], "matches no residual"),
         (["train.py:job", "--target", "h2000"], "target='h2000' is not a known target"),
         (["train.py:job", "--timeout", "-1"], "timeout=-1.0: expected a positive number of seconds"),
+        (["train.py:job", "--diff", "full", "dotz"], "policy='dotz' is not the name of a policy. Did you mean 'dots'?"),
+        (["train.py:job", "--plot", "memory.gif"], "plot='memory.gif': expected a name that ends in .png, .svg, .pdf"),
+        (["train.py:job", "--plot", "memory.png"], "plot='memory.png' with target='cpu': what is on the device at the peak is"),
     ],
 )
 def test_wrong_use_ends_with_2_and_a_message(folder, monkeypatch, arguments, message):
@@ -180,6 +211,7 @@ def test_wrong_options_end_with_2():
 
 
 def test_a_compiler_that_does_not_end_ends_the_command_with_1(folder):
+    cache.forget()
     found = run("measure", f"{folder}/train.py:job", "-p", "full", "--timeout", "0.05", "--json")
     assert found.exit_code == 1
     assert "not done after timeout=0.05 s" in json.loads(found.stdout)["error"]

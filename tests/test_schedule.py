@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import pathlib
 from typing import Any
 
 import pytest
 
-from remat_jax import compat
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.memory.schedule import read_overlap, scanned_offload_is_miscompiled
-from tests.gpu_text import compile_for_h200
 
 # A copy of 1000 bytes takes 10 s, a matmul 8 s, an element-wise operation on x 2 s.
 RATES = {"flops_per_s": 250.0, "hbm_bytes_per_s": 1000.0, "host_link_bytes_per_s": 100.0}
@@ -131,25 +128,3 @@ def test_the_slot_that_is_baked_in_is_compared_with_the_index_asked_for() -> Non
     assert not scanned_offload_is_miscompiled(looped(0, 1000, "copy(%k)"))
     with pytest.raises(UnsupportedError, match="'index' \\(custom-call\\) of 'body'"):
         scanned_offload_is_miscompiled(looped(0, 1000, "custom-call(%k)"))
-
-
-SCANNED = """
-import remat_jax as rj
-
-def block(x, w):
-    return x + jax.nn.gelu(x @ w[0]) @ w[1]
-
-def loss(ws, x):
-    body = rj.remat(block, "offload_dot_with_no_batch_dims")
-    return (jax.lax.scan(lambda x, w: (body(x, w), None), x, ws)[0] ** 2).mean()
-
-keep("scanned", jax.grad(loss), (struct((4, 64, 256)), struct((4, 256, 64))), struct((1024, 64)))
-"""
-
-
-def test_a_scanned_offload_is_judged_as_it_is_compiled(tmp_path: pathlib.Path) -> None:
-    text, _, host = compile_for_h200(tmp_path, SCANNED)["scanned"]
-    assert host == 4 * 1024 * 256 * 4
-    assert scanned_offload_is_miscompiled(text) == (compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED)
-    found = read_overlap(text, target("h200"))
-    assert (found.out.bytes, found.back.bytes) == (host, host)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from remat_jax.cli.demo import demo
+from remat_jax.cli.doctor import doctor
 from remat_jax.cli.lists import policies, targets
 from remat_jax.cli.measure import measure
 
@@ -17,6 +18,7 @@ app = typer.Typer(
     epilog="Every command takes --json. Exit status: 0 when it holds, 1 when a check or the compiler fails, 2 for bad usage.",
 )
 app.command()(demo)
+app.command()(doctor)
 app.command()(measure)
 app.command()(policies)
 app.command()(targets)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,12 +12,15 @@ import typer
 from remat_jax import compat
 from remat_jax.cli.output import Answer, Json, answering, progress
 from remat_jax.cli.workloads import load_workload
+from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport, residuals
+from remat_jax.memory.diff import compare_policies
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
 from remat_jax.policy import as_policy
 from remat_jax.report import format_bytes, table
+from remat_jax.report.stacked import FORMATS, module_memory_figure, save_picture
 
 PLAIN_AND_FULL = ("off", "full")
 
@@ -34,6 +39,14 @@ def measure(
     show_live: Annotated[
         bool, typer.Option("--live", help="List what is on the device where the step needs most, by module. GPU targets.")
     ] = False,
+    diff: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="A B", help="Say which residuals move from policy A to policy B, and what that costs."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw what is on the device at the peak, by module: .png, .svg, .pdf. GPU targets."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what a training step needs in memory under each policy, as the target's own compiler lays it out.
@@ -41,11 +54,9 @@ def measure(
     FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. No GPU is needed or used.
     """
     with answering(as_json) as answer:
-        asked = list(policy or PLAIN_AND_FULL)
-        # What can be wrong in the arguments is said before the user's file runs, which may take long.
-        for one in asked:
-            as_policy(one)
+        asked = _asked(policy, diff)
         described = target_named(target)
+        _check_picture(plot, described)
         compat.keep_to_cpu_without_gpu()
         job = load_workload(workload)
         with progress() as steps:
@@ -58,15 +69,55 @@ def measure(
                 steps.tell(f"compiled {name} for {described.name}", min(len(done), len(asked)), len(asked))
 
             reports = measure_many(job, asked, described, timeout, on_done=compiled)
+            change = compare_policies(job, *diff, described, timeout) if diff else None
         _show(answer, described, reports, [*tables, *(report.live_table() for report in reports if show_live)])
+        answer.show(*(change.tables() if change else ()))
+        picture = _draw(plot, reports, answer) if plot else None
         answer.data(
             {
                 "workload": job.name,
                 "target": described.name,
                 "reports": [report.to_dict() for report in reports],
                 **({"residuals": [one.to_dict() for one in tables]} if show_residuals else {}),
+                **({"diff": change.to_dict()} if change else {}),
+                **({"picture": picture} if picture else {}),
             }
         )
+
+
+def _asked(policies: Sequence[str] | None, diff: tuple[str, str] | None) -> list[str]:
+    """The policies to measure, those of `--diff` too, each once; checked before the user's file runs, which may take long."""
+    asked: dict[Any, str] = {}
+    for one in [*(policies or (() if diff else PLAIN_AND_FULL)), *(diff or ())]:
+        asked.setdefault(as_policy(one), one)
+    return list(asked.values())
+
+
+def _check_picture(plot: Path | None, target: Target) -> None:
+    """That a picture can be drawn, said before minutes of compiling."""
+    if plot is None:
+        return
+    if plot.suffix.lower() not in FORMATS:
+        raise ArgumentError(f"plot={str(plot)!r}: expected a name that ends in {', '.join(FORMATS)}")
+    if target.kind != "gpu":
+        raise ArgumentError(
+            f"plot={str(plot)!r} with target={target.name!r}: what is on the device at the peak is known of GPU targets only; "
+            "give one, such as --target h200"
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnsupportedError("plot: pictures need Matplotlib, not installed here: pip install 'remat_jax[report]'")
+
+
+def _draw(plot: Path, reports: Sequence[MemoryReport], answer: Answer) -> str:
+    first = reports[0]
+    title = f"{first.workload}: one training step compiled for {first.target} (JAX {first.jax_version})"
+    figure = module_memory_figure({report.policy: report.live_bytes_by_module for report in reports}, title)
+    try:
+        picture = save_picture(figure, plot)
+    except OSError as error:
+        raise ArgumentError(f"plot={str(plot)!r} cannot be written ({error}); give another file") from None
+    answer.show(f"Picture: {picture}")
+    return picture
 
 
 def _show(answer: Answer, target: Target, reports: Sequence[MemoryReport], tables: Sequence[Any]) -> None:

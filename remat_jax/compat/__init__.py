@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from remat_jax.compat.capture import not_captured
 from remat_jax.compat.gpu_compiler import (
+    CUDNN_REMEDY,
     GPU_COMPILER_ENVIRONMENT,
     GPU_COMPILER_FLAGS,
+    cudnn_explained,
     gpu_compiler_installed,
     keep_to_cpu_without_gpu,
+    lowering_for,
     require_gpu_compiler,
+    wants_cudnn,
+    without_source_lines,
 )
 from remat_jax.compat.jaxprs import (
     bind,
@@ -59,6 +64,7 @@ from remat_jax.compat.versions import JAX_VERSION, SCANNED_OFFLOAD_MISCOMPILED, 
 
 __all__ = [
     "BLOCK_NAME",
+    "CUDNN_REMEDY",
     "GPU_COMPILER_ENVIRONMENT",
     "GPU_COMPILER_FLAGS",
     "JAX_VERSION",
@@ -68,6 +74,7 @@ __all__ = [
     "checkpoint_parts",
     "classic_rematerialisation",
     "closed",
+    "cudnn_explained",
     "dce",
     "eqn_context",
     "eqn_outputs",
@@ -87,6 +94,7 @@ __all__ = [
     "jaxpr_function",
     "keep_to_cpu_without_gpu",
     "like",
+    "lowering_for",
     "made_by",
     "not_captured",
     "offloaded_by",
@@ -103,4 +111,6 @@ __all__ = [
     "trace_context_value",
     "trace_settings",
     "uses_references",
+    "wants_cudnn",
+    "without_source_lines",
 ]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
+import traceback
+from collections.abc import Iterator, Sequence
 
 import jax
+from jax._src import config as _config
 
-from remat_jax.errors import UnsupportedError
+from remat_jax.errors import CompileError, UnsupportedError
 
 GPU_COMPILER_ENVIRONMENT: dict[str, str] = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 """Without it the CUDA plugin refuses to load where cuDNN is not installed."""
@@ -47,3 +51,65 @@ def keep_to_cpu_without_gpu() -> None:
     """Before JAX starts: where there is no NVIDIA device, keep it from trying the CUDA plugin, which prints a traceback."""
     if "JAX_PLATFORMS" not in os.environ and not os.path.exists("/dev/nvidiactl"):
         jax.config.update("jax_platforms", "cpu")
+
+
+def without_source_lines() -> contextlib.AbstractContextManager[None]:
+    """While programs are lowered, leave out which lines made them, so that equal programs are equal; scopes stay in."""
+    context: contextlib.AbstractContextManager[None] = _config.traceback_in_locations_limit(0)
+    return context
+
+
+CUDNN_REMEDY = (
+    "It needs cuDNN: pip install nvidia-cudnn-cu13 (no GPU is needed), or use another implementation of the operator, XLA's "
+    "(implementation='xla') or a Pallas kernel"
+)
+
+
+def wants_cudnn(message: str) -> bool:
+    """Whether an error of JAX's or XLA's says that cuDNN is missing, or that it cannot do what is asked of it."""
+    return "cudnn" in message.lower()
+
+
+@contextlib.contextmanager
+def cudnn_explained() -> Iterator[None]:
+    """Around tracing: an operator that asks for cuDNN where there is none becomes an error that names it, and the remedy.
+
+    Raises:
+      CompileError: instead of the `RuntimeError` that JAX raises.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, CompileError) or not wants_cudnn(str(error)):
+            raise
+        raise CompileError(f"{_asking_for_cudnn(error)}: {error} {CUDNN_REMEDY}") from error
+
+
+def _asking_for_cudnn(error: BaseException) -> str:
+    """The function of JAX's that asked for cuDNN, and the line that called it."""
+    operator, where, jax_folder = "a kernel", "", os.path.dirname(jax.__file__) + os.sep
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_filename.startswith(jax_folder):
+            operator = code.co_name if "attention" in code.co_name else operator
+        else:
+            where = f" at {code.co_filename}:{line}"
+    return f"{operator}{where}"
+
+
+@contextlib.contextmanager
+def lowering_for(target: str, device_kinds: Sequence[str]) -> Iterator[None]:
+    """Lower for the GPU of one of the `device_kinds` where it is not there: a Pallas kernel asks the device what it is.
+
+    Raises:
+      UnsupportedError: the target says no kind.
+    """
+    if not device_kinds:
+        raise UnsupportedError(
+            f"target={target!r} has a Pallas kernel to compile and does not say what JAX calls the device: give "
+            'device_kinds = ["NVIDIA H200"] or the like in its table'
+        )
+    device = jax.sharding.AbstractDevice(device_kind=device_kinds[0], num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from remat_jax.hardware.target import Target, target, targets
+from remat_jax.hardware.target import Target, find_attached_with, target, targets
 
-__all__ = ["Target", "target", "targets"]
+__all__ = ["Target", "find_attached_with", "target", "targets"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
@@ -17,7 +17,10 @@ from remat_jax.hardware.describe import describe
 
 TABLE = "targets.toml"
 FACTS = ("memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s", "peak_flops", "compiler")
+OPTIONAL = ("device_kinds",)
+ATTACHED = "attached"
 ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "a100-80": "a100", "a100-sxm": "a100", "4090": "rtx4090"}
+_find_attached: list[Callable[[], str]] = []
 # "8xh100": GPUs; "8x8xh200": hosts, and GPUs in each.
 _SEVERAL = re.compile(r"(?:(?P<hosts>\d+)x)?(?P<each>\d+)x(?P<one>.+)")
 
@@ -40,6 +43,8 @@ class Target:
             ``GpuTargetConfigProto`` as text; None where it compiles for the machine it runs on.
         devices: how many of them, on all hosts together.
         hosts: how many hosts they are in, the same number in each.
+        device_kinds: what JAX calls the device (``device_kind``), the usual name first.
+        attached: whether it is there, to run on.
         source: where each of these figures comes from, by attribute name.
     """
 
@@ -53,11 +58,14 @@ class Target:
     compiler_description: str | None = None
     devices: int = 1
     hosts: int = 1
+    device_kinds: tuple[str, ...] = ()
+    attached: bool = False
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
         object.__setattr__(self, "source", MappingProxyType(dict(self.source)))
+        object.__setattr__(self, "device_kinds", tuple(self.device_kinds))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only mapping cannot be pickled or copied, and targets go to the process that compiles.
@@ -70,17 +78,20 @@ class Target:
         1
         """
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+        plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+        return plain | {"device_kinds": list(self.device_kinds)}
 
 
 def target(name: str) -> Target:
     """The target called ``name``; case does not count.
 
     ``8xh100`` are eight of them in one host, ``8x8xh200`` eight hosts with eight each. ``path/to/file.toml:name`` is a
-    target of a file of one's own, in the form of this package's ``targets.toml``.
+    target of a file of one's own, in the form of this package's ``targets.toml``. ``attached`` is the GPU of this machine, and
+    what JAX or the driver calls a device, such as ``NVIDIA H200``, is a name too.
 
     Raises:
-        TargetError: there is none of that name (the message lists the names and the nearest), or the file is wrong.
+        TargetError: there is none of that name (the message lists the names and the nearest), the file is wrong, or no GPU is
+            attached.
 
     >>> round(target("H200").memory_bytes / 2**30, 1), target("2x8xh100").devices
     (140.4, 16)
@@ -90,14 +101,43 @@ def target(name: str) -> Target:
     if several is not None and int(several["each"]) and int(several["hosts"] or 1):
         hosts = int(several["hosts"] or 1)
         return replace(target(several["one"]), name=wanted.lower(), devices=hosts * int(several["each"]), hosts=hosts)
+    if wanted.lower() == ATTACHED:
+        return _attached()
     path, colon, inside = wanted.rpartition(":")
     known = _read_file(path) if colon else _table()
-    found = known.get(inside.lower() if colon else ALIASES.get(inside.lower(), inside.lower()))
+    found = known.get(inside.lower() if colon else ALIASES.get(inside.lower(), inside.lower())) or _called(inside, known)
     if found is None:
         where = f" of {path}" if colon else ""
         hint = nearest(inside, known) if inside else ""
         raise TargetError(f"target={name!r} is not a known target{where}; the names are {', '.join(known)}.{hint}")
     return found
+
+
+def _called(device_kind: str, known: Mapping[str, Target]) -> Target | None:
+    """The target that JAX or the driver calls ``device_kind``."""
+    wanted = device_kind.lower()
+    return next((one for one in known.values() if wanted in (kind.lower() for kind in one.device_kinds)), None)
+
+
+def find_attached_with(device_kind: Callable[[], str]) -> None:
+    """Let ``device_kind`` tell what the attached GPU is called: this package cannot ask, it knows nothing of JAX.
+
+    It raises ``TargetError`` where no GPU is attached.
+    """
+    _find_attached[:] = [device_kind]
+
+
+def _attached() -> Target:
+    if not _find_attached:
+        raise TargetError(f"target={ATTACHED!r} needs remat_jax.memory, which asks JAX what is there; import remat_jax")
+    kind = _find_attached[0]()
+    found = _called(kind, _table())
+    if found is None:
+        raise TargetError(
+            f"target={ATTACHED!r}: the attached GPU is {kind!r}, which is in no table; the names are {', '.join(_table())}. "
+            f"Describe it in a file of your own, in the form of {TABLE}, and ask for path/to/file.toml:name."
+        )
+    return replace(found, name=ATTACHED, attached=True)
 
 
 def targets() -> tuple[str, ...]:
@@ -132,12 +172,12 @@ def read_table(text: str) -> dict[str, Target]:
 
 def _read_target(name: str, entry: dict[str, Any]) -> Target:
     required = ("kind", "description", "source")
-    unknown = sorted(set(entry) - {*required, *FACTS})
+    unknown = sorted(set(entry) - {*required, *FACTS, *OPTIONAL})
     missing = sorted(set(required) - set(entry))
     if unknown or missing or name != name.lower():
         raise TargetError(
             f"target table [{name}]: unknown keys {unknown}, missing keys {missing}; the keys are "
-            f"{', '.join((*required, *FACTS))}, and names are in lower case."
+            f"{', '.join((*required, *FACTS, *OPTIONAL))}, and names are in lower case."
         )
     if entry["kind"] not in ("cpu", "gpu"):
         raise TargetError(f'target table [{name}]: kind={entry["kind"]!r}; write "cpu" or "gpu".')

@@ -1,29 +1,25 @@
-"""Compiling for a target in a process of its own, so that a compiler that aborts or hangs does not end the caller's session."""
+"""Compiling for a target in processes of their own: the sizes, what is alive at the peak, how host copies are scheduled."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-from jax import export
-
 from remat_jax import compat
-from remat_jax.errors import CompileError
+from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import Target
+from remat_jax.memory import cache
+from remat_jax.memory.exporting import Program as Program
+from remat_jax.memory.exporting import export_step as export_step
 from remat_jax.memory.live import LiveBuffer, live_at_peak, named_arguments
-from remat_jax.workload import Step
+from remat_jax.memory.process import Question, ask, compiler_environment
+from remat_jax.memory.schedule import Copies, Overlap, read_overlap
+from remat_jax.memory.slots import scanned_offload_is_miscompiled
 
 MOST_CHILDREN = 4
 """Compiling processes at a time: each holds a compiler of its own, about 1 GB."""
@@ -32,25 +28,16 @@ CHILD = Path(__file__).with_name("compile_child.py")
 
 
 @dataclass(frozen=True)
-class Program:
-    """A training step, exported for a platform.
+class Sizes:
+    """What the compiler reports, in bytes; `host_*` live in host memory.
 
     Attributes:
-      key: what the caller knows it by.
-      blob: the serialised program.
-      donated: the flat arguments whose buffers it may reuse.
-      arguments: what each flat argument is called.
+      live: what is on the device at the peak; empty for the target `cpu`.
+      overlap: how the copies to and from the host are scheduled; None where there are none, or a rate of the target's is not
+        known.
+      miscompiled: whether a loop copies another slot of a host buffer than the program asks for; None where the compiled text
+        does not tell.
     """
-
-    key: str
-    blob: bytes
-    donated: tuple[int, ...]
-    arguments: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What the compiler reports, in bytes; `host_*` live in host memory. `live` is what is on the device at the peak."""
 
     temp: int
     argument: int
@@ -61,6 +48,8 @@ class Sizes:
     host_output: int
     host_alias: int
     live: tuple[LiveBuffer, ...] = ()
+    overlap: Overlap | None = None
+    miscompiled: bool | None = False
 
     @property
     def device(self) -> int:
@@ -72,35 +61,17 @@ class Sizes:
         """The same in host memory."""
         return self.host_temp + self.host_argument + self.host_output - self.host_alias
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
 
-def export_step(key: str, step: Step, target: Target) -> Program:
-    """`step` lowered for the platform of `target`; nothing is compiled or allocated here."""
-    leaves, treedef = jax.tree.flatten(step.arguments)
-    donated: list[int] = []
-    start = 0
-    for index, argument in enumerate(step.arguments):
-        count = len(jax.tree.leaves(argument))
-        if index in step.donate_argnums:
-            donated += range(start, start + count)
-        start += count
-
-    def flat(*values: Any) -> list[Any]:
-        return jax.tree.leaves(step.function(*jax.tree.unflatten(treedef, values)))
-
-    platform = "cuda" if target.kind == "gpu" else "cpu"
-    # Moving an array to the host is a custom call that JAX does not promise to keep stable; it is compiled at once.
-    checks = [export.DisabledSafetyCheck.custom_call("annotate_device_placement")]
-    exported = export.export(jax.jit(flat, keep_unused=True), platforms=[platform], disabled_checks=checks)(*leaves)
-    return Program(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)))
-
-
-def _argument_names(step: Step) -> list[str]:
-    found = []
-    for index, argument in enumerate(step.arguments):
-        name = step.names[index] if step.names else f"argument {index}"
-        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(argument)]
-        found += [f"{name}/{path}" if path else name for path in paths]
-    return found
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Sizes:
+        """What `to_dict` gave; anything else raises TypeError, KeyError or ValueError."""
+        overlap = data["overlap"]
+        if overlap is not None:
+            overlap = Overlap(**overlap | {"out": Copies(**overlap["out"]), "back": Copies(**overlap["back"])})
+        return cls(**data | {"live": tuple(LiveBuffer(**one) for one in data["live"]), "overlap": overlap})
 
 
 def compile_programs(
@@ -113,6 +84,8 @@ def compile_programs(
 ) -> dict[str, Sizes]:
     """The compiler's sizes of each program on `target`, by key; several are compiled side by side, one process for each core.
 
+    What was compiled before, by the same compiler with the same options, is not compiled again (`remat_jax.memory.cache`).
+
     Args:
       timeout: seconds for all of them together.
       on_done: told each key as its program is compiled.
@@ -123,45 +96,75 @@ def compile_programs(
     """
     if target.kind == "gpu":
         compat.require_gpu_compiler()
-    with tempfile.TemporaryDirectory(prefix="remat_jax_") as folder:
-        entries = []
-        for index, program in enumerate(programs):
-            path = Path(folder) / f"{index}.jaxexport"
-            path.write_bytes(program.blob)
-            entries.append(
-                {
-                    "key": program.key,
-                    "path": str(path),
-                    "donated": program.donated,
-                    "compiler_options": (compiler_options or {}) | (_dump_to(folder, index) if target.kind == "gpu" else {}),
-                }
-            )
-        answers = _run_children(entries, target, timeout, Path(folder), on_done)
-        live = {one.key: _live(Path(folder, f"dump_{index}"), one) for index, one in enumerate(programs)}
-    return {key: Sizes(**sizes, live=live[key]) for key, sizes in answers.items()}
+    tell = on_done or (lambda key: None)
+    options = compiler_options or {}
+    digests = {one.key: cache.digest(one, target, options, CHILD) for one in programs}
+    found = {digest: sizes for digest in set(digests.values()) if (sizes := cache.read(digest, target, Sizes.from_dict))}
+    # Of programs that are equal, one is compiled.
+    new: dict[str, Program] = {}
+    for one in programs:
+        if digests[one.key] not in found:
+            new.setdefault(digests[one.key], one)
+    for key, digest in digests.items():
+        if digest in found:
+            tell(key)
+    if new:
+        compiled = _compiled(list(new.values()), target, timeout, options, tell)
+        for digest, program in new.items():
+            found[digest] = compiled[program.key]
+            cache.write(digest, target, found[digest])
+        for key, digest in digests.items():
+            if digest in new and new[digest].key != key:
+                tell(key)
+    return {key: found[digest] for key, digest in digests.items()}
 
 
-def _run_children(
-    entries: Sequence[dict[str, Any]], target: Target, timeout: float, folder: Path, on_done: Callable[[str], None] | None
-) -> dict[str, dict[str, int]]:
+def _compiled(
+    programs: Sequence[Program], target: Target, timeout: float, options: dict[str, Any], tell: Callable[[str], None]
+) -> dict[str, Sizes]:
+    with tempfile.TemporaryDirectory(prefix="remat_jax_") as temporary:
+        folder = Path(temporary)
+        entries = [_entry(folder / str(index), one, target, options) for index, one in enumerate(programs)]
+        answers = _answers(entries, target, timeout, folder, tell)
+        return {one.key: _sizes(answers[one.key], folder / str(index), one, target) for index, one in enumerate(programs)}
+
+
+def _entry(folder: Path, program: Program, target: Target, options: dict[str, Any]) -> dict[str, Any]:
+    """What the compiling process is told of one program; what it writes goes to the folder."""
+    folder.mkdir()
+    path = folder / "program.jaxexport"
+    path.write_bytes(program.blob)
+    entry = {"key": program.key, "path": str(path), "donated": program.donated, "compiler_options": options}
+    if target.kind == "gpu":
+        # Having XLA write down what it decided costs no time that could be measured.
+        entry["compiler_options"] = options | {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
+        entry["text"] = str(folder / "compiled.hlo")
+    return entry
+
+
+def _answers(
+    entries: Sequence[dict[str, Any]], target: Target, timeout: float, folder: Path, tell: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
     """What the compiling processes answer together; the first failure is raised once all have ended."""
     side_by_side = max(1, min(len(entries), os.cpu_count() or 1, MOST_CHILDREN))
-    parts = [entries[first::side_by_side] for first in range(side_by_side)]
+    environment = compiler_environment(target)
 
-    def run(number: int) -> dict[str, dict[str, int]]:
-        request = {"programs": parts[number], "compiler_description": target.compiler_description}
-        return _run_child(request, target, timeout, folder / f"stderr_{number}", on_done)
+    def run(number: int) -> dict[str, dict[str, Any]]:
+        part = entries[number::side_by_side]
+        request = {"programs": part, "compiler_description": target.compiler_description}
+        keys, log = [entry["key"] for entry in part], folder / f"stderr_{number}"
+        return ask(Question(CHILD, request, keys, f"compiling for target={target.name!r}", environment, timeout, log), tell)
 
     if side_by_side == 1:
         return run(0)
     with ThreadPoolExecutor(side_by_side) as pool:
         found = [pool.submit(run, number) for number in range(side_by_side)]
-    return {key: sizes for one in found for key, sizes in one.result().items()}
+    return {key: answer for one in found for key, answer in one.result().items()}
 
 
-def _dump_to(folder: str, index: int) -> dict[str, Any]:
-    """Have XLA write down what it decided; it costs no time that could be measured."""
-    return {"xla_dump_to": str(Path(folder, f"dump_{index}")), "xla_dump_hlo_as_text": True}
+def _sizes(answer: dict[str, Any], folder: Path, program: Program, target: Target) -> Sizes:
+    overlap, miscompiled = _copies(folder / "compiled.hlo", target)
+    return Sizes(**answer["sizes"], live=_live(folder / "dump", program), overlap=overlap, miscompiled=miscompiled)
 
 
 def _live(dump: Path, program: Program) -> tuple[LiveBuffer, ...]:
@@ -174,122 +177,19 @@ def _live(dump: Path, program: Program) -> tuple[LiveBuffer, ...]:
     return tuple(named_arguments(live_at_peak(*texts), program.arguments))
 
 
-def _run_child(
-    request: dict[str, Any], target: Target, timeout: float, log: Path, on_done: Callable[[str], None] | None
-) -> dict[str, dict[str, int]]:
-    keys = [entry["key"] for entry in request["programs"]]
-    with log.open("w+", encoding="utf-8", errors="replace") as errors:
-        child = subprocess.Popen(
-            [sys.executable, "-P", str(CHILD)],  # -P: the modules beside the script must not hide others of their names
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=_environment(target),
-            text=True,
-            start_new_session=True,
-        )
-        assert child.stdin is not None and child.stdout is not None
-        timer = _Alarm(child, timeout)
-        answers: dict[str, dict[str, int]] = {}
-        failed = ""
-        try:
-            try:
-                json.dump(request, child.stdin)
-                child.stdin.close()
-            except BrokenPipeError:
-                pass  # the child died at once; its exit status says why
-            for line in child.stdout:
-                answer = _answer(line)
-                if answer is None:
-                    continue
-                if "error" in answer:
-                    failed = failed or f"{answer['key']}: {answer['error']}"
-                    continue
-                answers[answer["key"]] = answer["sizes"]
-                if on_done is not None:
-                    on_done(answer["key"])
-            status = child.wait()
-        finally:
-            timer.cancel()
-            if child.poll() is None:
-                _kill(child)
-                child.wait()
-            child.stdout.close()
-            with contextlib.suppress(BrokenPipeError):
-                child.stdin.close()
-        errors.seek(0)
-        said = errors.read()[-1500:].strip()
-    _raise_for(keys, answers, failed, status, timer.expired, timeout, target, said)
-    return answers
-
-
-def _answer(line: str) -> dict[str, Any] | None:
-    """What the child says in a line; None for what some library prints there."""
+def _copies(path: Path, target: Target) -> tuple[Overlap | None, bool | None]:
+    """How the host copies are scheduled, and whether one takes the wrong slot; the child writes the text if there are any."""
+    if not path.exists():
+        return None, False
+    text = path.read_text(encoding="utf-8", errors="replace")
+    overlap: Overlap | None = None
+    miscompiled: bool | None = None
     try:
-        answer = json.loads(line)
-    except ValueError:
-        return None
-    return answer if isinstance(answer, dict) and "key" in answer else None
-
-
-def _kill(child: subprocess.Popen[str]) -> None:
-    """End the child and the processes that the compiler has started: they are a process group of their own."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-
-
-def _raise_for(
-    keys: list[str],
-    answers: dict[str, Any],
-    failed: str,
-    status: int,
-    expired: bool,
-    timeout: float,
-    target: Target,
-    said: str,
-) -> None:
-    where = f"compiling for target={target.name!r}"
-    missing = [key for key in keys if key not in answers]
-    if expired:
-        raise CompileError(
-            f"{where}: not done after timeout={timeout:g} s, stopped at policy={missing[0] if missing else '?'!r}. "
-            "Give a longer timeout, or scan the layers so that there is less to compile."
-        )
-    if failed:
-        raise CompileError(f"{where}: the compiler refused policy={failed[:2000]}")
-    if missing:
-        reason = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
-        hint = " (out of memory, or killed from outside)" if status == -signal.SIGKILL else ""
-        raise CompileError(
-            f"{where}: the compiling process ended with {reason}{hint} at policy={missing[0]!r}. "
-            f"It said last: {said or 'nothing'}"
-        )
-
-
-class _Alarm:
-    """Kills the child when its time is up, and remembers that it did."""
-
-    def __init__(self, child: subprocess.Popen[str], seconds: float) -> None:
-        self.expired = False
-        self._child = child
-        self._timer = threading.Timer(seconds, self._expire)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _expire(self) -> None:
-        if self._child.poll() is None:
-            self.expired = True
-            _kill(self._child)
-
-    def cancel(self) -> None:
-        self._timer.cancel()
-
-
-def _environment(target: Target) -> dict[str, str]:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    environment["JAX_ENABLE_X64"] = "1"  # the exported program carries its own dtypes; without this JAX would narrow them
-    if target.kind == "gpu":
-        environment |= compat.GPU_COMPILER_ENVIRONMENT
-        flags = environment.get("XLA_FLAGS", "")
-        environment["XLA_FLAGS"] = f"{flags} {compat.GPU_COMPILER_FLAGS}".strip()
-    return environment
+        overlap = read_overlap(text, target)
+    except (ArgumentError, UnsupportedError):
+        pass  # a rate that the target does not say, or a text of a form that is not known: the sizes hold all the same
+    try:
+        miscompiled = scanned_offload_is_miscompiled(text)
+    except UnsupportedError:
+        pass  # what is said of it then is up to the receipt
+    return (overlap if overlap is not None and overlap.out.count + overlap.back.count else None), miscompiled

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from remat_jax.errors import UnsupportedError
+
 _ITEM_BITS = {"pred": 8, "s4": 4, "u4": 4, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
 _NAMED = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -141,7 +143,11 @@ def elements(shape: str) -> list[str]:
 
 
 def parse(text: str) -> Module:
-    """The module that `compiled.as_text()` gave."""
+    """The module that `compiled.as_text()` gave, or that XLA dumped.
+
+    Raises:
+      UnsupportedError: a line of a computation is no instruction in a form that is known.
+    """
     computations: dict[str, Computation] = {}
     current, entry = None, ""
     for line in text.splitlines():
@@ -169,9 +175,10 @@ def _closing(text: str, start: int) -> int:
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction:
-    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
-    opcode = _OPCODE.match(text, end)
-    assert opcode is not None, f"not an instruction: {text[:80]}"
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
+    opcode = _OPCODE.match(text, end) if end > 0 else None
+    if opcode is None:
+        raise UnsupportedError(f"instruction {name!r} of a compiled module: {text[:80]!r} is not `shape opcode(operands)`")
     close = _closing(text, opcode.end() - 1)
     inside = text[opcode.end() : close]
     # An operand is `%name`, or `shape %name` in older texts.

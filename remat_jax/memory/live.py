@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
+
+from remat_jax.memory.hlo import Instruction, Module, elements, parse
 
 DEVICE_SPACE = 0
 _RANGE = re.compile(r"^    (?P<name>[^\s{]+)\{(?P<index>[\d,]*)\}:(?P<start>\d+)-(?P<end>\d+)$")
@@ -20,8 +22,6 @@ _VALUE = re.compile(
     r"^ value: <\d+ (?P<name>[^\s{]+)(?:\{(?P<index>[\d,]*)\})?(?: \(phi\))? @(?P<space>\d+)> "
     r"\(size=(?P<bytes>\d+),offset=(?P<offset>\d+)\)"
 )
-_INSTRUCTION = re.compile(r"^\s*(?P<root>ROOT )?%?(?P<name>[^\s=]+) = ")
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[^\s(]+) \(.*\{$")
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|pmap|checkpoint|custom_jvp|custom_vjp|shard_map)\((?P<inside>.*)\)$")
 _SLICES = ("dynamic-slice", "dynamic-update-slice")
 _STRUCTURE = re.compile(
@@ -49,29 +49,27 @@ class LiveBuffer:
     shape: str
 
 
-@dataclass
-class _Instruction:
-    shape: str
-    opcode: str
-    operands: list[str]
-    attributes: str
-    computation: str
+class _Program:
+    """The instructions of all computations by name, and which loop runs which computation."""
 
-    @property
-    def op_name(self) -> str:
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+    def __init__(self, module: Module) -> None:
+        self.instructions: dict[str, Instruction] = {}
+        self.roots: dict[str, str] = {}
+        self._home: dict[str, str] = {}
+        self._loops: dict[str, str] = {}
+        for computation in module.computations.values():
+            for one in computation:
+                self.instructions[one.name] = one
+                self._home[one.name] = computation.name
+                if one.root:
+                    self.roots[computation.name] = one.name
+                if one.opcode == "while":
+                    self._loops[one.attribute("body") or ""] = one.name
 
-    def called(self, attribute: str) -> str:
-        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
-        return found[1] if found else ""
-
-
-@dataclass
-class _Module:
-    instructions: dict[str, _Instruction] = field(default_factory=dict)
-    roots: dict[str, str] = field(default_factory=dict)
-    callers: dict[str, str] = field(default_factory=dict)
+    def loop_around(self, one: Instruction) -> tuple[str, Instruction | None]:
+        """The computation that an instruction is in, and the loop that runs it."""
+        home = self._home[one.name]
+        return home, self.instructions.get(self._loops.get(home, ""))
 
 
 def live_at_peak(program: str, assignment: str, live_ranges: str) -> list[LiveBuffer]:
@@ -91,7 +89,7 @@ def live_at_peak(program: str, assignment: str, live_ranges: str) -> list[LiveBu
         alive = {places[value]: value for value, (start, end) in ranges.items() if start <= moment <= end and value in places}
         if _total(alive) > _total(most):
             most = alive
-    module = _parsed(program)
+    module = _Program(parse(program))
     buffers = [_buffer(module, name, index, place.nbytes) for place, (name, index) in most.items()]
     return sorted(buffers, key=lambda one: (-one.nbytes, one.name))
 
@@ -160,136 +158,99 @@ def module_path(op_name: str) -> tuple[str, str, str]:
     return "/".join(path), primitive, phase
 
 
-def _buffer(module: _Module, name: str, index: str, nbytes: int) -> LiveBuffer:
-    instruction = module.instructions.get(name)
+def _op_name(one: Instruction) -> str:
+    found = re.search(r'op_name="([^"]*)"', one.rest)
+    return found[1] if found else ""
+
+
+def _buffer(program: _Program, name: str, index: str, nbytes: int) -> LiveBuffer:
+    instruction = program.instructions.get(name)
     if instruction is None:
         return LiveBuffer(name, "", "other", nbytes, "")
     places = [int(one) for one in index.split(",") if one]
     shown = re.sub(r"\{.*", "", _element(instruction.shape, places))
-    origin = _origin(module, name, places)
+    origin = _origin(program, name, places)
     if origin.opcode == "parameter":
         itself = instruction.opcode in ("parameter", "get-tuple-element", "tuple", "while")
         # A copy or a slice of it, such as one layer of a scanned stack of parameters, is another buffer.
-        phase = "argument" if itself else module_path(instruction.op_name)[2]
-        return LiveBuffer(origin.op_name or name, "", phase, nbytes, shown)
-    path, primitive, phase = module_path(origin.op_name)
+        phase = "argument" if itself else module_path(_op_name(instruction))[2]
+        return LiveBuffer(_op_name(origin) or name, "", phase, nbytes, shown)
+    path, primitive, phase = module_path(_op_name(origin))
     return LiveBuffer(f"{path}:{primitive}" if path else primitive or name, path, phase, nbytes, shown)
 
 
-def _origin(module: _Module, name: str, places: list[int]) -> _Instruction:
+def _origin(program: _Program, name: str, places: list[int]) -> Instruction:
     """The instruction that makes an element of a loop's state: what its body writes there, or what enters it unchanged."""
     seen = set()
     while (name, tuple(places)) not in seen:
         seen.add((name, tuple(places)))
-        one = module.instructions[name]
-        following: tuple[str, list[int]] | None = None
-        if one.opcode in ("copy", "bitcast", "copy-start", "copy-done", "optimization-barrier") and one.operands:
-            following = one.operands[0], places
-        elif one.opcode == "get-tuple-element" and one.operands:
-            index = re.search(r"\bindex=(\d+)", one.attributes)
-            following = one.operands[0], [int(index[1]) if index else 0, *places]
-        elif one.opcode == "tuple" and places and places[0] < len(one.operands):
-            following = one.operands[places[0]], places[1:]
-        elif (moved := _moved(module, one)) is not None:
-            following = moved, []
-        elif one.opcode == "while" and places:
-            following = module.roots.get(one.called("body"), ""), places
-        elif one.opcode == "parameter" and places and one.computation in module.callers:
-            loop = module.callers[one.computation]
-            written, unchanged = _written(module, one.computation, places[0])
-            following = (module.instructions[loop].operands[0], places) if unchanged else (written, places[1:])
-        if following is None or following[0] not in module.instructions:
+        one = program.instructions[name]
+        following = _before(program, one, places)
+        if following is None or following[0] not in program.instructions:
             return one
         name, places = following
-    return module.instructions[name]
+    return program.instructions[name]
 
 
-def _moved(module: _Module, one: _Instruction) -> str | None:
+def _before(program: _Program, one: Instruction, places: list[int]) -> tuple[str, list[int]] | None:
+    """Where an element of what an instruction gives is from, if the instruction does not make it."""
+    if one.opcode in ("copy", "bitcast", "copy-start", "copy-done", "optimization-barrier") and one.operands:
+        return one.operands[0], places
+    if one.opcode == "get-tuple-element" and one.operands:
+        return one.operands[0], [int(one.attribute("index") or 0), *places]
+    if one.opcode == "tuple" and places and places[0] < len(one.operands):
+        return one.operands[places[0]], places[1:]
+    if (moved := _moved(program, one)) is not None:
+        return moved, []
+    if one.opcode == "while" and places:
+        return program.roots.get(one.attribute("body") or "", ""), places
+    body, loop = program.loop_around(one)
+    if one.opcode == "parameter" and places and loop is not None:
+        written, unchanged = _written(program, body, places[0])
+        return (loop.operands[0], places) if unchanged else (written, places[1:])
+    return None
+
+
+def _moved(program: _Program, one: Instruction) -> str | None:
     """What a slice, or an update of a slice, of a stack of arrays takes or puts in: the largest operand beside the stack."""
-    primitive = one.op_name.rpartition("/")[2]
+    primitive = _op_name(one).rpartition("/")[2]
     if primitive not in ("dynamic_slice", "dynamic_update_slice") or one.opcode not in ("fusion", *_SLICES):
         return None
-    arrays = [operand for operand in one.operands if operand in module.instructions]
-    sized = [operand for operand in arrays if "s32[]" not in module.instructions[operand].shape]
+    arrays = [operand for operand in one.operands if operand in program.instructions]
+    sized = [operand for operand in arrays if "s32[]" not in program.instructions[operand].shape]
     if primitive == "dynamic_slice":
         return sized[0] if sized else None
-    updates = [operand for operand in sized if module.instructions[operand].shape != one.shape]
+    updates = [operand for operand in sized if program.instructions[operand].shape != one.shape]
     return updates[0] if updates else None
 
 
-def _written(module: _Module, body: str, place: int) -> tuple[str, bool]:
+def _written(program: _Program, body: str, place: int) -> tuple[str, bool]:
     """What a loop's body leaves at a place of its state, and whether that is what was there before."""
-    root = module.instructions.get(module.roots.get(body, ""))
+    root = program.instructions.get(program.roots.get(body, ""))
     if root is None or root.opcode != "tuple" or place >= len(root.operands):
         return "", False
     value = root.operands[place]
-    one = module.instructions.get(value)
-    passes = one is not None and one.opcode == "get-tuple-element" and f"index={place}," in one.attributes + ","
-    return value, passes and module.instructions[one.operands[0]].opcode == "parameter" if one else False
-
-
-def _parsed(program: str) -> _Module:
-    module, computation = _Module(), ""
-    for line in program.splitlines():
-        header = _COMPUTATION.match(line)
-        if header is not None:
-            computation = header["name"]
-            continue
-        start = _INSTRUCTION.match(line)
-        if start is None or not computation:
-            continue
-        shape, rest = _until_space(line[start.end() :])
-        opcode, bracket, rest = rest.partition("(")
-        if not bracket:
-            continue
-        operands, attributes = _closing(rest)
-        one = _Instruction(shape, opcode, re.findall(r"%([\w.\-]+)", operands), attributes, computation)
-        module.instructions[start["name"]] = one
-        if start["root"]:
-            module.roots[computation] = start["name"]
-        if opcode == "while":
-            module.callers[one.called("body")] = start["name"]
-    return module
-
-
-def _until_space(text: str) -> tuple[str, str]:
-    """A shape, which is a tuple in brackets or has no spaces, and the rest."""
-    depth = 0
-    for place, letter in enumerate(text):
-        depth += (letter in "({[") - (letter in ")}]")
-        if letter == " " and depth == 0:
-            return text[:place], text[place + 1 :]
-    return text, ""
-
-
-def _closing(text: str) -> tuple[str, str]:
-    depth = 1
-    for place, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if depth == 0:
-            return text[:place], text[place + 1 :]
-    return text, ""
+    one = program.instructions.get(value)
+    if one is None or one.opcode != "get-tuple-element" or one.attribute("index") != str(place):
+        return value, False
+    return value, program.instructions[one.operands[0]].opcode == "parameter"
 
 
 def _element(shape: str, places: list[int]) -> str:
     for place in places:
-        inside = re.sub(r"/\*.*?\*/", "", shape)[1:-1]
-        elements = _separated(inside, ",")
-        if place >= len(elements):
+        inside = elements(shape)
+        if place >= len(inside):
             return shape
-        shape = elements[place].strip()
+        shape = inside[place]
     return shape
 
 
 def _split(op_name: str) -> list[str]:
-    return [part for part in _separated(op_name, "/") if part]
-
-
-def _separated(text: str, mark: str) -> list[str]:
+    """The parts between slashes that are in no bracket."""
     parts, depth, start = [], 0, 0
-    for place, letter in enumerate(text):
+    for place, letter in enumerate(op_name):
         depth += (letter in "({[") - (letter in ")}]")
-        if letter == mark and depth == 0:
-            parts.append(text[start:place])
+        if letter == "/" and depth == 0:
+            parts.append(op_name[start:place])
             start = place + 1
-    return [*parts, text[start:]]
+    return [part for part in (*parts, op_name[start:]) if part]

@@ -15,6 +15,7 @@ from remat_jax import compat
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
+from remat_jax.memory.attached import measured_peak
 from remat_jax.memory.compiler import Sizes, compile_programs, export_step
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, residuals
@@ -29,15 +30,18 @@ def measure(workload: Workload, policy: Any, target: str | Target = "cpu", timeo
 
     The compiler runs in a process of its own. Where the policy offloads, a second step with `save` for `offload` is compiled
     beside it, so that the receipt can say what the device gave back. The same question of the same workload object is
-    answered from memory.
+    answered from memory, and what was compiled for a GPU before, from disk (`remat_jax.memory.cache`).
+
+    On the target `"attached"`, the GPU of this machine, the step is also run once, on random numbers, in a process of its own:
+    `measured_peak_bytes` is what that took.
 
     Args:
       policy: a policy, its name or text, a policy object of JAX's, or a mapping from block to policy.
-      target: the name of a target (`"cpu"`, `"h200"`) or a `Target`.
-      timeout: seconds that compiling may take.
+      target: the name of a target (`"cpu"`, `"h200"`, `"attached"`) or a `Target`.
+      timeout: seconds that compiling may take, and as many that each run may take.
 
     Raises:
-      TargetError: an unknown target.
+      TargetError: an unknown target, or no GPU is attached.
       UnsupportedError: a target of several devices.
       CompileError: the compiler failed, aborted, hung or ran out of memory.
       UnsupportedError: the target's compiler is not installed.
@@ -104,7 +108,12 @@ def _measured(
         for policy, key in keys.items()
     ]
     sizes = compile_programs(programs, described, timeout=timeout, on_done=on_done)
-    return [_report(workload, one, described, {policy: sizes[key] for policy, key in keys.items()}) for one in asked]
+    reports = [_report(workload, one, described, {policy: sizes[key] for policy, key in keys.items()}) for one in asked]
+    if not described.attached:
+        return reports
+    by_key = {one.key: one for one in programs}
+    peaks = [measured_peak(by_key[keys[one.policy]], timeout) for one in asked]
+    return [replace(report, measured_peak_bytes=peak) for report, peak in zip(reports, peaks, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -181,16 +190,23 @@ def _report(workload: Workload, asked: _Asked, target: Target, sizes: dict[Any, 
         live=found.live,
         measured_peak_bytes=None,
         jax_version=jax.__version__,
+        overlap=found.overlap,
     )
     offers = asked.without_offload is not None or (kept is not None and kept.host_bytes > 0)
-    if not offers:
+    if not offers and not _miscompiled(found):
         return report
     baseline = sizes[asked.without_offload] if asked.without_offload is not None else None
-    scanned = any(row.action == "offload" and row.scanned for row in kept or ())
-    return replace(report, receipt=_receipt(found, baseline, kept, target, scanned))
+    return replace(report, receipt=_receipt(found, baseline, kept, target))
 
 
-def _receipt(found: Sizes, baseline: Sizes | None, kept: ResidualTable | None, target: Target, scanned: bool) -> Receipt:
+def _miscompiled(found: Sizes) -> bool:
+    """Whether the compiled step reads another slot back, or may do so: where the text does not tell, the version does."""
+    if found.miscompiled is None:
+        return compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED
+    return found.miscompiled
+
+
+def _receipt(found: Sizes, baseline: Sizes | None, kept: ResidualTable | None, target: Target) -> Receipt:
     offered = kept.host_bytes if kept else None
     returned = baseline.device - found.device if baseline else None
     warnings = []
@@ -203,9 +219,10 @@ def _receipt(found: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
             warnings.append(f"of {offered} bytes offered only {found.host_temp} are in host memory")
         if returned is not None and returned <= 0:
             warnings.append(f"the device gives back nothing: it needs {-returned} bytes more than with everything saved")
-        if scanned and compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED:
+        if _miscompiled(found):
+            seen = "as the compiled step shows" if found.miscompiled else "and this step's copies could not be followed"
             warnings.append(
-                f"JAX {jax.__version__} miscompiles offload inside scan for GPUs: gradients are silently wrong "
+                f"JAX {jax.__version__} miscompiles offload inside scan for GPUs, {seen}: gradients are silently wrong "
                 "(openxla/xla#46231). The memory is right. Before running it use JAX 0.11.1 or later, unroll the layers, or "
                 "set XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
             )

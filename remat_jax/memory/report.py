@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from remat_jax.memory.live import LiveBuffer
+from remat_jax.memory.schedule import Copies, Overlap
 from remat_jax.report.tables import format_bytes, render, table
 
 
@@ -42,6 +43,8 @@ class MemoryReport:
       live: the device buffers that are alive where the step needs most, the largest first; empty for the target `cpu`.
       measured_peak_bytes: the allocator's peak on an attached device; None elsewhere.
       jax_version: what compiled it.
+      overlap: what compute covers of the copies to and from the host, in the compiled schedule at the target's nominal rates;
+        None where nothing is copied, or the target does not say its rates.
     """
 
     workload: str
@@ -59,10 +62,12 @@ class MemoryReport:
     live: tuple[LiveBuffer, ...]
     measured_peak_bytes: int | None
     jax_version: str
+    overlap: Overlap | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names."""
-        return asdict(self) | {"live": [asdict(one) for one in self.live]}
+        overlap = self.overlap.to_dict() if self.overlap else None
+        return asdict(self) | {"live": [asdict(one) for one in self.live], "overlap": overlap}
 
     @property
     def live_bytes_by_module(self) -> dict[tuple[str, str], int]:
@@ -85,16 +90,27 @@ class MemoryReport:
     def __rich__(self) -> Any:
         names = ("device_bytes", "temp_bytes", "host_bytes", "argument_bytes", "output_bytes", "alias_bytes")
         more = ("residual_device_bytes", "residual_host_bytes")
-        rows = [
+        rows: list[tuple[Any, ...]] = [
             (name.removesuffix("_bytes").replace("_", " "), getattr(self, name), format_bytes(getattr(self, name)))
             for name in names + more
         ]
         if self.receipt is not None:
             rows.append(("offload: offered", self.receipt.offered_bytes, format_bytes(self.receipt.offered_bytes)))
             rows.append(("offload: given back", self.receipt.returned_bytes, format_bytes(self.receipt.returned_bytes)))
+        if self.measured_peak_bytes is not None:
+            rows.append(("measured peak", self.measured_peak_bytes, format_bytes(self.measured_peak_bytes)))
+        if self.overlap is not None:
+            rows.append(("copies out", self.overlap.out.bytes, _covered(self.overlap.out)))
+            rows.append(("copies back", self.overlap.back.bytes, _covered(self.overlap.back)))
+            step, compute = self.overlap.step_seconds * 1e3, self.overlap.compute_seconds * 1e3
+            rows.append(("modelled step", "", f"{step:.3g} ms, {compute:.3g} ms of it compute"))
         caption = "\n".join(f"warning: {one}" for one in self.receipt.warnings) if self.receipt else None
         title = f"{self.workload} under {self.policy} on {self.target} (JAX {self.jax_version})"
         return table(title, ("memory", "bytes", ""), rows, caption=caption or None)
 
     def __str__(self) -> str:
         return render(self)
+
+
+def _covered(copies: Copies) -> str:
+    return f"covered {copies.covered * 100:.1f} of {copies.coverable * 100:.1f} %"

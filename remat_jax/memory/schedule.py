@@ -9,8 +9,8 @@ direction before it are done; the line that waits for a copy holds compute up un
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
@@ -54,6 +54,10 @@ class Copies:
         """
         return min(1.0, self.available_seconds / self.seconds) if self.seconds else 1.0
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; the keys are the attribute names."""
+        return asdict(self) | {"covered": self.covered, "coverable": self.coverable}
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -69,6 +73,10 @@ class Overlap:
     back: Copies
     compute_seconds: float
     step_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; the keys are the attribute names."""
+        return asdict(self) | {"out": self.out.to_dict(), "back": self.back.to_dict()}
 
 
 def read_overlap(

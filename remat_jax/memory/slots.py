@@ -55,14 +55,20 @@ def scanned_offload_is_miscompiled(text: str) -> bool:
     False
     """
     module = parse(text)
-    return any(
-        _is_wrong(module, body, loop, one)
-        for computation in module.computations.values()
-        for loop in computation
-        if loop.opcode == "while"
-        for body in [module.computations[loop.attribute("body") or ""]]
-        for one in body
-    )
+    try:
+        return any(
+            _is_wrong(module, body, loop, one)
+            for computation in module.computations.values()
+            for loop in computation
+            if loop.opcode == "while"
+            for body in [module.computations[loop.attribute("body") or ""]]
+            for one in body
+        )
+    except (LookupError, RecursionError, ValueError) as error:
+        raise UnsupportedError(
+            f"a loop of the compiled module refers to what is not in its text ({type(error).__name__}: {error}), so that it is "
+            "not known whether its copies are right; give the whole text"
+        ) from error
 
 
 def _is_wrong(module: Module, body: Computation, loop: Instruction, one: Instruction) -> bool:

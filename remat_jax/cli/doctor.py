@@ -1,0 +1,46 @@
+"""`remat-jax doctor`: the known traps in a training step and its policy."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from remat_jax import compat
+from remat_jax.cli.output import FAILED, Json, answering, progress
+from remat_jax.cli.workloads import load_workload
+from remat_jax.diagnosis import doctor as diagnose
+from remat_jax.hardware import target as target_named
+from remat_jax.memory.measure import DEFAULT_TIMEOUT
+from remat_jax.policy import as_policy
+
+
+def doctor(
+    workload: Annotated[
+        str, typer.Argument(metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.")
+    ],
+    policy: Annotated[str, typer.Option("--policy", "-p", help="A name or a text; off looks at the model as it is.")] = "off",
+    target: Annotated[
+        str | None, typer.Option(help="A GPU to compile for as well; see remat-jax targets. Only tracing unless given.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that each compilation may take.")] = DEFAULT_TIMEOUT,
+    as_json: Json = False,
+) -> None:
+    """Name the known traps in a training step under a policy: where, what happens, and the remedy.
+
+    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. Exits 1 where a trap is found. No GPU is
+    needed or used.
+    """
+    with answering(as_json) as answer:
+        # What can be wrong in the arguments is said before the user's file runs, which may take long.
+        as_policy(policy)
+        described = target_named(target) if target is not None else None
+        compat.keep_to_cpu_without_gpu()
+        job = load_workload(workload)
+        with progress() as steps:
+            steps.tell(f"{job.name}: tracing" + (f", then compiling for {described.name}" if described else ""), 0, 1)
+            found = diagnose(job, policy, described, timeout)
+        answer.show(found)
+        answer.data(found.to_dict())
+    if not found.ok:
+        raise typer.Exit(FAILED)

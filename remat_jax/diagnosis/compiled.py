@@ -1,0 +1,151 @@
+"""Traps that only show when the step is compiled, or when the hardware is known."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from remat_jax.diagnosis.findings import Finding
+from remat_jax.diagnosis.timing import exposed_copies
+from remat_jax.diagnosis.watch import Observed
+from remat_jax.hardware import Target
+from remat_jax.memory import MemoryReport, measure
+from remat_jax.memory.compiler import compile_programs, export_step
+from remat_jax.report.tables import format_bytes
+
+PINNED_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+PINNED_POOL_DEFAULT = 64
+"""In GiB: what XLA's client takes at most for pinned host memory unless told otherwise (xla/pjrt/gpu/gpu_helpers.cc)."""
+
+ALIKE = 0.01
+"""By how much two compilations of one step may differ before it is said: the order of instructions moves a few buffers."""
+
+LARGE = 0.1
+"""What a flag may cost in memory, as a share of the step, before it is said."""
+
+_DISABLED = re.compile(r"--xla_disable_hlo_passes=(\S*)")
+_SCHEDULER = re.compile(r"--xla_gpu_enable_latency_hiding_scheduler(?:=(\S+))?(?=\s|$)")
+
+
+def compiled_traps(observed: Observed, target: Target, timeout: float) -> Iterator[Finding]:
+    """What compiling the step for the GPU `target` shows."""
+    report = measure(observed.workload, policy_of(observed), target, timeout)
+    yield from offload_came_to_nothing(observed, report)
+    yield from pinned_pool(observed, report.host_bytes)
+    yield from last_block_offloaded(observed, target)
+    yield from xla_rematerialization(observed, report, target, timeout)
+    yield from latency_hiding_scheduler(observed, report, target, timeout)
+
+
+def policy_of(observed: Observed) -> Any:
+    """The policies that were observed, in the form that `measure` takes."""
+    return dict(observed.policies.entries) if observed.policies else "off"
+
+
+def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterator[Finding]:
+    """Bytes that were to go to the host and did not, a device that gives nothing back, and a compiler that reads other ones."""
+    receipt = report.receipt
+    if receipt is None:
+        return
+    by_hand = any(not region.ours and any(one.on_host for one in region.kept) for region in observed.regions)
+    remedy = (
+        "The offload is a policy of JAX's in the model itself, and XLA puts its copies off: use remat_jax.replan or "
+        "checkpoint_blocks, which tie each block to its place, or scan the layers"
+        if by_hand
+        else 'Use policy "full", which keeps no more on the device, or offload other residuals'
+    )
+    problems = []
+    if receipt.offered_bytes is not None and receipt.host_bytes < receipt.offered_bytes:
+        problems.append(f"of {receipt.offered_bytes} bytes offered to the host only {receipt.host_bytes} are there")
+    if receipt.returned_bytes is not None and receipt.returned_bytes <= 0:
+        problems.append(f"the device needs {-receipt.returned_bytes} bytes more than with all of that saved on it")
+    for problem in problems:
+        yield Finding("offload_without_effect", report.policy, "", f"compiled for {report.target}, {problem}", remedy)
+    if any("openxla/xla#46231" in warning for warning in receipt.warnings):
+        yield Finding(
+            "miscompiled_offload",
+            report.policy,
+            "",
+            f"JAX {report.jax_version} compiles offload inside a scan so that backward reads another layer's residuals, "
+            "and gradients are silently wrong on a GPU (openxla/xla#46231)",
+            "Use JAX 0.11.1 or later, unroll the layers, or set XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator",
+        )
+
+
+def pinned_pool(observed: Observed, host_bytes: int | None = None) -> Iterator[Finding]:
+    """More host memory than the pool of pinned memory has; the residuals alone, where nothing was compiled."""
+    if host_bytes is None:
+        host_bytes = observed.residuals.host_bytes if observed.residuals else 0
+    given = os.environ.get(PINNED_POOL, "")
+    limit = (int(given) if given.strip().isdigit() else PINNED_POOL_DEFAULT) * 2**30
+    if host_bytes > limit:
+        yield Finding(
+            "pinned_pool",
+            observed.workload.name,
+            "",
+            f"the step needs {format_bytes(host_bytes)} of pinned host memory; XLA's pool ends at {format_bytes(limit)}: "
+            "it would fail with RESOURCE_EXHAUSTED while running",
+            f"Start with {PINNED_POOL}={-(-host_bytes // 2**30) + 1} or more (and the host memory for it), or offload less",
+        )
+
+
+def last_block_offloaded(observed: Observed, target: Target) -> Iterator[Finding]:
+    """Copies of the last block, which nothing that follows is long enough to hide."""
+    found = exposed_copies(observed, target)
+    if found is not None:
+        path, nbytes, copying, computing = found
+        yield Finding(
+            "last_block_offloaded",
+            path,
+            "",
+            f"{nbytes} bytes of the last block go to the host and straight back: {copying * 1e3:.3g} ms on the link, and at "
+            f"most {computing * 1e3:.3g} ms of compute between them and their use (nominal rates of {target.name})",
+            f'Leave the last block out of the offload: a mapping with {{{path!r}: "full"}} first, then the others',
+        )
+
+
+def xla_rematerialization(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
+    """XLA's own pass, which recomputes what the policy keeps where the step is too large for the device."""
+    asked = report.argument_bytes + report.output_bytes - report.alias_bytes + (report.residual_device_bytes or 0)
+    # Far below the device's memory the pass does not begin, and a compilation would be for nothing.
+    if target.memory_bytes is None or max(asked, report.device_bytes) < target.memory_bytes / 2:
+        return
+    before = _DISABLED.findall(os.environ.get("XLA_FLAGS", ""))
+    passes = ",".join(filter(None, [before[-1] if before else "", "rematerialization"]))
+    plain = _device_bytes(observed, target, timeout, {"xla_disable_hlo_passes": passes})
+    if abs(plain - report.device_bytes) > ALIKE * plain:
+        yield Finding(
+            "xla_rematerialization",
+            observed.workload.name,
+            "",
+            f"XLA recomputes on its own beside the policy: {format_bytes(report.device_bytes)} with its pass and "
+            f"{format_bytes(plain)} without, on a device of {format_bytes(target.memory_bytes)}; time and memory are not "
+            "those of the policy",
+            "Choose a policy that needs less, or switch the pass off with "
+            f"XLA_FLAGS=--xla_disable_hlo_passes={passes}, so that a step that is too large fails",
+        )
+
+
+def latency_hiding_scheduler(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
+    """The scheduler that moves things apart to hide latencies, at the price of what is alive meanwhile (jax#20763)."""
+    given = _SCHEDULER.findall(os.environ.get("XLA_FLAGS", ""))
+    if not given or given[-1].lower() in ("false", "0"):
+        return
+    plain = _device_bytes(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": False})
+    if report.device_bytes > (1 + LARGE) * plain:
+        yield Finding(
+            "latency_hiding_scheduler",
+            observed.workload.name,
+            "",
+            f"XLA_FLAGS switches the latency-hiding scheduler on: {format_bytes(report.device_bytes)} with it and "
+            f"{format_bytes(plain)} without",
+            "Take --xla_gpu_enable_latency_hiding_scheduler=true out of XLA_FLAGS, or scan the layers (jax#20763)",
+        )
+
+
+def _device_bytes(observed: Observed, target: Target, timeout: float, options: dict[str, Any]) -> int:
+    """What the step needs with other options of the compiler."""
+    program = export_step("step", observed.workload.step(policy_of(observed)), target)
+    return compile_programs([program], target, timeout=timeout, compiler_options=options)["step"].device

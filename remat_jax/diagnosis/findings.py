@@ -1,0 +1,99 @@
+"""What `doctor` says: plain data, printable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from remat_jax.report.tables import render, table
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake.
+
+    Attributes:
+      trap: its name, as in the table of `doctor`.
+      block: the checkpointed block (several of them: the first ones), or what else it is about.
+      place: the user's `file:line (function)`; empty where it has none.
+      problem: what happens, with the figures that show it.
+      remedy: what to do.
+    """
+
+    trap: str
+    block: str
+    place: str
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        at = f" at {self.place}" if self.place else ""
+        return f"{self.trap}: {self.block}{at}: {self.problem}. {self.remedy}."
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `doctor` found; true where nothing was found.
+
+    Attributes:
+      workload, policy: what was asked; `target` is None where nothing was compiled.
+      findings: the mistakes; empty if there is none.
+      regions: how many different checkpointed regions there are; equal blocks, and those of one scan, count once.
+    """
+
+    workload: str
+    policy: str
+    target: str | None
+    findings: tuple[Finding, ...]
+    regions: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; the keys are the attribute names."""
+        return {
+            "workload": self.workload,
+            "policy": self.policy,
+            "target": self.target,
+            "ok": self.ok,
+            "findings": [asdict(one) for one in self.findings],
+            "regions": self.regions,
+        }
+
+    def __rich__(self) -> Any:
+        where = f"compiled for {self.target}" if self.target else "traced, not compiled"
+        title = f"{self.workload} under {self.policy} ({where}): {len(self.findings) or 'no'} trap(s)"
+        if self.ok:
+            return f"{title}; {self.regions} different checkpointed region(s)."
+        rows = [(one.trap, "\n".join(filter(None, (one.block, one.place))), one.problem, one.remedy) for one in self.findings]
+        return table(title, ("trap", "where", "what happens", "remedy"), rows)
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The findings, those that differ only in their block as one."""
+    found: dict[Finding, list[str]] = {}
+    for one in findings:
+        blocks = found.setdefault(replace(one, block=""), [])
+        if one.block not in blocks:
+            blocks.append(one.block)
+    return tuple(replace(one, block=some(blocks)) for one, blocks in found.items())
+
+
+def some(names: Iterable[str], limit: int = 3) -> str:
+    """The first `limit` names, and how many more there are.
+
+    >>> some(["a", "b", "c", "d"], 2)
+    'a, b and 2 more'
+    """
+    shown = list(dict.fromkeys(names))
+    return ", ".join(shown[:limit]) + (f" and {len(shown) - limit} more" if len(shown) > limit else "")

@@ -1,0 +1,146 @@
+"""Traps of what a region keeps and what it runs again: bytes for nothing, and wrong numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from remat_jax import compat
+from remat_jax.diagnosis.findings import Finding, some
+from remat_jax.diagnosis.watch import Kept, Observed, Region, bodies, is_view
+from remat_jax.graph.count import MATMULS
+from remat_jax.graph.flow import CALLS, flagged
+
+NEGLIGIBLE = 0.01
+"""The share of what a region keeps that is not worth a word, such as the scales of its norms."""
+
+_KERNELS = frozenset({"pallas_call", "ffi_call", "custom_call", "triton_kernel_call", "jax_triton", "tpu_custom_call"})
+
+
+def kernel_run_again(observed: Observed) -> Iterator[Finding]:
+    """Kernels of several results (flash attention and its log-sum-exp): one is kept, and another makes them run again."""
+    for region in observed.regions:
+        again = [eqn for eqn in region.rerun if _is_expensive(eqn)] if region.kept else []
+        wasted: dict[int, tuple[Any, list[Kept]]] = {}
+        for one in region.kept if again else ():
+            eqn = _kernel_of(*region.makers[one.name]) if one.name in region.makers else None
+            if eqn is not None and any(_is_same(eqn, other) for other in again):
+                wasted.setdefault(id(eqn), (eqn, []))[1].append(one)
+        for eqn, kept in wasted.values():
+            results = ", ".join(f"{var.aval.dtype}{list(var.aval.shape)}" for var in eqn.outvars)
+            yield Finding(
+                "kernel_run_again",
+                some(region.paths),
+                compat.source_line(eqn) or region.place,
+                f"{some(one.name for one in kept)} of {eqn.primitive.name} is kept ({sum(one.nbytes for one in kept)} bytes), "
+                f"yet it runs again in the backward pass, which reads another of its results ({results})",
+                "Keep what backward reads of the others too (of flash attention the log-sum-exp; remat-jax measure --residuals "
+                "lists the names; for a policy of JAX's they need names in the kernel's own derivative rule), or keep none",
+            )
+
+
+def _kernel_of(name: Any, made: Mapping[Any, Any]) -> Any | None:
+    """The kernel of several results from which alone `name` names something, with nothing expensive on the way, or None."""
+    found: dict[int, Any] = {}
+    seen: set[Any] = set()
+    ahead = [(atom, made) for atom in name.invars]
+    while ahead:
+        atom, made = ahead.pop()
+        if hasattr(atom, "val") or atom in seen:
+            continue
+        seen.add(atom)
+        eqn = made.get(atom)
+        if eqn is None or eqn.primitive.name in MATMULS:
+            return None
+        if len(eqn.outvars) > 1 and _is_expensive(eqn):
+            found[id(eqn)] = eqn
+        elif eqn.primitive.name in CALLS and bodies(eqn):
+            inner = bodies(eqn)[0].jaxpr
+            whole = [one for one in inner.eqns if one.primitive.name not in ("scan", "while")]
+            ahead.append((inner.outvars[eqn.outvars.index(atom)], {var: one for one in whole for var in one.outvars}))
+        else:
+            ahead += [(operand, made) for operand in eqn.invars]
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _is_expensive(eqn: Any) -> bool:
+    """Whether `eqn` is a kernel, or holds one, or matrix multiplications, and runs as a whole."""
+    name = eqn.primitive.name
+    if name in _KERNELS or "attention" in name:
+        return True
+    return name.startswith(("scan", "while", "custom_vjp_call")) and _has_work(eqn)
+
+
+def _has_work(eqn: Any) -> bool:
+    inside = [one for body in bodies(eqn) for one in body.jaxpr.eqns]
+    return any(one.primitive.name in MATMULS or _is_expensive(one) or _has_work(one) for one in inside)
+
+
+def _is_same(eqn: Any, again: Any) -> bool:
+    """Whether `again` is `eqn` run once more, perhaps without the results that are not read again; its transpose is not."""
+    mine, other = ((one.primitive.name, compat.source_line(one), one.params.get("reverse")) for one in (eqn, again))
+    avals = [str(var.aval) for var in eqn.outvars]
+    return mine == other and all(str(var.aval) in avals for var in again.outvars)
+
+
+def parameter_kept(observed: Observed) -> Iterator[Finding]:
+    """Parameters, or copies of them in another dtype, that a policy keeps although they are there anyway."""
+    for region in observed.regions:
+        copies = _copies_of_parameters(region)
+        wasted = [one for one in region.kept if one.name in copies and (one.on_host or copies[one.name] or region.looped)]
+        for on_host in (False, True):
+            named = [one for one in wasted if one.on_host is on_host]
+            if sum(one.nbytes for one in named) <= NEGLIGIBLE * sum(one.nbytes for one in region.kept):
+                continue
+            each = " in each round of the loop" if region.looped else ""
+            yield Finding(
+                "parameter_kept",
+                some(region.paths),
+                region.place,
+                f"{sum(one.nbytes for one in named)} bytes{each} of {'host' if on_host else 'device'} memory hold copies of "
+                f"parameters or constants ({some(sorted(one.name for one in named))}), which are on the device anyway",
+                f'Recompute them, which costs a cast: a first rule such as "recompute: {_rule(named)}" in front of the others',
+            )
+
+
+def _rule(named: list[Any]) -> str:
+    primitives = {one.name.rpartition(":")[2].partition("#")[0] for one in named}
+    if all(":" in one.name for one in named):
+        return ", ".join(f"@primitive:{primitive}" for primitive in sorted(primitives))
+    return ", ".join(sorted(one.name for one in named))
+
+
+def _copies_of_parameters(region: Region) -> dict[str, bool]:
+    """The names of what is only a parameter in another form, and whether it was cast on the way."""
+    jaxpr = region.block.named.jaxpr
+    views = flagged(jaxpr, region.parameters, is_view)
+    found: dict[str, bool] = {}
+    cast: set[Any] = set()
+    for eqn in jaxpr.jaxpr.eqns:
+        if not eqn.outvars or eqn.outvars[0] not in views:
+            continue
+        operands = [atom for atom in eqn.invars if not hasattr(atom, "val")]
+        if operands and (eqn.primitive.name == "convert_element_type" or cast & set(operands)):
+            cast.add(eqn.outvars[0])
+        name = compat.given_name(eqn)
+        if name is not None:
+            found[name] = eqn.invars[0] in cast
+    return found
+
+
+def keyless_random(observed: Observed) -> Iterator[Finding]:
+    """Random numbers without a key that are drawn again: other numbers, so that gradients belong to another mask.
+
+    Numbers of `jax.random` (any implementation) are a function of their key: drawn again they are the same, bit for bit.
+    """
+    for region in observed.regions:
+        for eqn in region.rerun:
+            if eqn.primitive.name == "rng_uniform":
+                yield Finding(
+                    "keyless_random",
+                    some(region.paths),
+                    compat.source_line(eqn) or region.place,
+                    "lax.rng_uniform has no key, and the backward pass draws again: it reads other numbers than the forward "
+                    "pass, and the gradient is wrong",
+                    "Draw with jax.random and a key, which gives the same numbers again, or save them: @primitive:rng_uniform",
+                )

@@ -1,0 +1,189 @@
+"""Traps of the policy itself: what it names is not there, and what it reaches is nothing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.apply.scope import BlockPolicies
+from remat_jax.diagnosis.findings import Finding, some
+from remat_jax.diagnosis.watch import Observed, Region, bodies
+from remat_jax.errors import nearest
+from remat_jax.graph.origins import origin
+from remat_jax.policy import Action, JaxPolicy, Policy
+
+
+def unreached_block(observed: Observed) -> Iterator[Finding]:
+    """Blocks that are never called, so that their policy is nowhere."""
+    for block, why in observed.unreached.items():
+        name = block if isinstance(block, str) else block.__name__
+        problem, _, remedy = why.partition(": ")[2].rstrip(".").rpartition(". ")
+        if not remedy.startswith(("Name", "Take")):
+            problem, remedy = f"{problem}. {remedy}", "Correct the glob: it is matched against module paths"
+        yield Finding("unreached_block", name, "", problem, remedy)
+
+
+def unmatched_name(observed: Observed) -> Iterator[Finding]:
+    """Selectors, and names in policies of JAX's, that no residual has."""
+    for policy in distinct(observed.policies):
+        regions = observed.of(policy)
+        if isinstance(policy, Policy):
+            yield from _unmatched_selectors(policy, regions)
+    for policy in {region.policy: None for region in observed.regions if callable(region.policy)}:
+        assert callable(policy)
+        yield from _unmatched_names(policy, [region for region in observed.regions if region.policy == policy])
+
+
+def _unmatched_selectors(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
+    names = [name for region in regions for name in region.block.named.candidates]
+    for selector in _missed(policy, regions):
+        if selector.strip("*"):
+            yield Finding(
+                "unmatched_name",
+                some(path for region in regions for path in region.paths),
+                "",
+                f"the selector {selector!r} matches none of the {len(set(names))} residuals here ({some(names)}): no effect",
+                f"Correct the selector or leave it out.{nearest(selector.strip('*'), names).rstrip('?')}",
+            )
+
+
+def _missed(policy: Policy, regions: list[Region]) -> tuple[str, ...]:
+    missed = policy.unmatched(one for region in regions for one in region.block.named.candidates.values())
+    if missed and regions:
+        # What only a derivative rule computes shows in the linearisation; it costs another trace to look there.
+        missed = policy.unmatched(one for region in regions for one in region.block.candidates)
+    return missed if regions else ()
+
+
+def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Finding]:
+    names, jaxprs = _names_in(policy), [region.block.jaxpr for region in regions]
+    if names - {name for jaxpr in jaxprs for name in _given(jaxpr)}:
+        # What a derivative rule names (kernels name their residuals there) shows in the linearisation only.
+        jaxprs += [region.block.linearised.jaxpr for region in regions if not region.is_opaque]
+    given = sorted({name for jaxpr in jaxprs for name in _given(jaxpr) if ":" not in name})
+    for name in sorted(names - set(given)):
+        yield Finding(
+            "unmatched_name",
+            some(path for region in regions for path in region.paths),
+            regions[0].place,
+            f"the policy names {name!r}, which no checkpoint_name in its regions gives; they give {some(given, 8) or 'none'}",
+            f"Correct the name in the policy or in the model.{nearest(name, given).rstrip('?')}",
+        )
+
+
+def _given(jaxpr: Any) -> Iterator[str]:
+    for eqn in jaxpr.jaxpr.eqns:
+        name = compat.given_name(eqn)
+        if name is not None:
+            yield name
+        for body in bodies(eqn):
+            yield from _given(body)
+
+
+def _names_in(policy: JaxPolicy) -> set[str]:
+    """The names that one of JAX's policies of names was made with: what it holds in sets, lists and tuples of texts."""
+    if not (getattr(policy, "__module__", "") or type(policy).__module__ or "").startswith("jax"):
+        return set()  # a function of the user's own may mean anything by its texts
+    held = list(getattr(policy, "__dict__", {}).values())
+    if inspect.isfunction(policy):
+        held += inspect.getclosurevars(policy).nonlocals.values()
+    found: set[str] = set()
+    for value in held:
+        if isinstance(value, set | frozenset | list | tuple):
+            found.update(one for one in value if isinstance(one, str))
+        elif callable(value) and not inspect.isclass(value):
+            found |= _names_in(value)
+    return found
+
+
+def named_for_offload(observed: Observed) -> Iterator[Finding]:
+    """Names for offload on arrays that the backward pass does not read: nothing is moved for them."""
+    for region in observed.regions:
+        unmoved = offloaded_by_name(region) - {one.name for one in region.kept if one.on_host}
+        outputs = _outputs(region) if unmoved else set()
+        for name in sorted(unmoved):
+            if name in outputs:
+                yield _named_output(region, name)
+                continue
+            yield Finding(
+                "offload_without_effect",
+                some(region.paths),
+                region.place,
+                f"{name!r} is to wait in host memory, but the backward pass, with what else is kept, does not read it",
+                "Offload what is computed from it, or what it is computed from, or leave it out",
+            )
+
+
+def _named_output(region: Region, name: str) -> Finding:
+    input_bytes = sum(
+        aval.size * compat.itemsize(aval.dtype)
+        for aval, parameter in zip(region.block.jaxpr.in_avals, region.parameters, strict=True)
+        if not parameter
+    )
+    where = (
+        "of a scan's body: the next round reads it as its input, and that copy stays on the device"
+        if region.looped
+        else ("of the block: the next block reads it as its input, and that copy stays on the device")
+    )
+    return Finding(
+        "named_output",
+        some(region.paths),
+        region.place,
+        f"{name!r} is to wait in host memory, but it is the output {where} (up to {input_bytes} bytes each time)",
+        "Name the input of the block instead of its output (jax#23869): the selector @inputs, the policy offload_inputs, or "
+        "checkpoint_name on the first line",
+    )
+
+
+def nothing_offloaded(observed: Observed) -> Iterator[Finding]:
+    """Policies with an offload that move nothing at all."""
+    for policy in distinct(observed.policies):
+        if isinstance(policy, Policy) and policy.offloads:
+            yield from _nothing_moved(policy, observed.of(policy))
+
+
+def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
+    if not regions or any(one.on_host for region in regions for one in region.kept):
+        return
+    offloaded = {selector for rule in policy.rules if rule.action is Action.OFFLOAD for selector in rule.selectors}
+    if any(offloaded_by_name(region) for region in regions) or offloaded <= set(_missed(policy, regions)):
+        return  # said already, name by name
+    selected = sorted({name for region in regions for name in region.block.offloaded})
+    if selected:
+        why = f"it selects {some(selected)}, but with what else it keeps, the backward pass reads none of these"
+    else:
+        why = "no residual that an offload rule selects is an array of rank 1 or more that an earlier rule leaves to it"
+    yield Finding(
+        "offload_without_effect",
+        some(path for region in regions for path in region.paths),
+        regions[0].place,
+        f"the policy offloads nothing: {why}",
+        'Offload what the backward pass reads (remat-jax measure --residuals lists it), or use policy "full"',
+    )
+
+
+def offloaded_by_name(region: Region) -> set[str]:
+    """The user's own names that the policy moves to the host one by one; a glob names nothing in particular."""
+    given = set(_given(region.block.jaxpr))
+    if isinstance(region.policy, Policy):
+        candidates = [one for one in region.block.named.candidates.values() if one.name in given]
+        exact = set(region.policy.selectors)
+        return {one.name for one in candidates if one.name in exact and region.policy.action(one) is Action.OFFLOAD}
+    if region.policy is None or region.policy is jax.checkpoint_policies.nothing_saveable:
+        return set()
+    return given & set(compat.offloaded_by(region.policy, region.block.jaxpr))
+
+
+def _outputs(region: Region) -> set[str]:
+    jaxpr = region.block.jaxpr.jaxpr
+    made = [origin(jaxpr, atom) for atom in jaxpr.outvars]
+    return {name for one in made for name in (one.name, *one.aliases)}
+
+
+def distinct(policies: BlockPolicies | None) -> Iterable[Policy | JaxPolicy]:
+    """The policies of the workload, each once."""
+    return dict.fromkeys(policy for _, policy in policies.entries) if policies else ()

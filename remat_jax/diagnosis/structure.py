@@ -1,0 +1,196 @@
+"""Traps of how checkpoints stand in the program: inside each other, nowhere, or around a flag."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from remat_jax import compat
+from remat_jax.diagnosis.findings import Finding, some
+from remat_jax.diagnosis.watch import (
+    Observed,
+    Region,
+    bodies,
+    body_of,
+    bytes_in_use,
+    contains_live_region,
+    is_region,
+    is_view,
+    region_equations,
+)
+from remat_jax.graph.flow import CALLS
+
+
+def remat_scan_of_one_length(observed: Observed) -> Iterator[Finding]:
+    """`nn.remat_scan` with a single length: Flax makes a plain scan of it."""
+    for eqn, path in _outside_regions(observed.jaxpr, ()):
+        if eqn.primitive.name == "scan" and not contains_live_region(eqn) and _made_by_remat_scan(eqn):
+            length = eqn.params["length"]
+            yield Finding(
+                "remat_scan_of_one_length",
+                "/".join(path) or "the scan",
+                compat.source_line(eqn),
+                f"nn.remat_scan was given one length ({length}), and applies no checkpoint then: all {length} rounds keep what "
+                "their backward pass reads",
+                "Give it two lengths or more, or put a policy on the block: remat_jax.checkpoint_blocks(loss, {Block: 'full'})",
+            )
+
+
+def _made_by_remat_scan(eqn: Any) -> bool:
+    traceback = eqn.source_info.traceback
+    frames = traceback.frames if traceback is not None else ()
+    return any(one.function_name.startswith("remat_scan.") and "flax" in one.file_name for one in frames)
+
+
+def _outside_regions(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    for eqn in jaxpr.jaxpr.eqns:
+        here = path + compat.scopes(eqn)
+        yield eqn, here
+        if not compat.is_checkpoint(eqn) and not is_region(eqn):
+            for body in bodies(eqn):
+                yield from _outside_regions(body, here)
+
+
+# --- nested checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
+    """One checkpoint around all others, which runs everything twice more and frees nothing where the memory is short.
+
+    When its backward pass begins, it makes again at once all that the checkpoints inside keep. It can only help while what
+    follows it runs: it is named where that keeps less than one of the checkpoints inside has in use. Several checkpoints of
+    several each, or a loop of them, trade time for memory and are left alone.
+    """
+    outermost = list(region_equations(observed.jaxpr))
+    if len(outermost) != 1 or outermost[0][3]:
+        return
+    body = body_of(outermost[0][0])
+    inner = {str(one): one for eqn in body.jaxpr.eqns for one in _nested(eqn)}
+    for region in observed.regions:
+        if not inner or not _is(body, region) or _outside(observed, region) > max(map(bytes_in_use, inner.values())):
+            continue
+        nested, single = region.executed_flops, region.executed_flops_without
+        if nested > single:
+            yield Finding(
+                "nested_checkpoint",
+                some(region.paths),
+                region.place,
+                f"this checkpoint is around all others, which run three times: {nested} FLOPs a step, and {single} without it. "
+                "It does not lower the peak: its backward pass begins by making everything again that the ones inside keep",
+                "Take the outer checkpoint away, and keep those of the single blocks",
+            )
+
+
+def _is(body: Any, region: Region) -> bool:
+    """Whether `body` is that of `region`."""
+    mine = region.block.jaxpr
+    return len(body.jaxpr.eqns) == len(mine.jaxpr.eqns) and str(body.out_avals) == str(mine.out_avals)
+
+
+def _outside(observed: Observed, region: Region) -> float:
+    """The bytes that are kept outside of `region`; infinite where that cannot be known."""
+    if observed.residuals is None:
+        return math.inf
+    return observed.residuals.device_bytes - sum(one.nbytes for one in region.kept if not one.on_host)
+
+
+def _nested(eqn: Any) -> Iterator[Any]:
+    """The bodies of the regions in `eqn`."""
+    if is_region(eqn):
+        yield body_of(eqn)
+    elif contains_live_region(eqn):
+        for body in bodies(eqn):
+            for one in body.jaxpr.eqns:
+                yield from _nested(one)
+
+
+def overruled_policy(observed: Observed) -> Iterator[Finding]:
+    """What the workload's policy keeps inside a checkpoint of the user's own, which does not keep it."""
+    around = [region for region in observed.regions if not region.ours]
+    for region in around:
+        inside = _blocks_inside(region)
+        mine = [one for one in observed.regions if one.ours and one.kept and inside]
+        asked = sum(kept.nbytes for one in mine for kept in one.kept)
+        names = {kept.name for one in mine for kept in one.kept}
+        if asked and not names & {kept.name for kept in region.kept}:
+            word = "policy=None, JAX's word for recomputing everything" if region.policy is None else "a policy of its own"
+            yield Finding(
+                "overruled_policy",
+                some(region.paths),
+                region.place,
+                f"the model's own checkpoint stands around {inside} block(s) of the workload and has {word}: it keeps "
+                f"{sum(one.nbytes for one in region.kept)} bytes, and nothing of the {asked} bytes or more that the policy "
+                f"keeps inside ({some(sorted(names))})",
+                "Take the model's own checkpoint away, or put the policy on it: remat_jax.replan(loss, policy)",
+            )
+
+
+def _blocks_inside(region: Region) -> int:
+    return sum(1 for eqn in _all(region.block.jaxpr) if compat.is_block(eqn))
+
+
+def _all(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.jaxpr.eqns:
+        yield eqn
+        if not compat.is_block(eqn):
+            for body in bodies(eqn):
+                yield from _all(body)
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------------
+
+
+def traced_flag(observed: Observed) -> Iterator[Finding]:
+    """A Python flag that a checkpoint of JAX's traces, so that both of what it decides between is computed."""
+    for eqn, path, inputs in _regions_with_flags(observed.jaxpr, set(), ()):
+        body = body_of(eqn)
+        for index in inputs:
+            if _decides(body, {body.jaxpr.invars[index]}):
+                yield Finding(
+                    "traced_flag",
+                    "/".join(path) or "region",
+                    compat.source_line(eqn),
+                    f"argument {index} of the flattened call is a Python bool, but is traced inside the checkpoint: where it "
+                    "decides (select, cond), both sides are computed or kept as branches",
+                    "Make it static: nn.remat(..., static_argnums=...) counts with self as 0, jax.checkpoint without; "
+                    "remat_jax.remat and checkpoint_blocks hand Python values on as they are",
+                )
+
+
+def _regions_with_flags(
+    jaxpr: Any, literal: set[Any], path: tuple[str, ...]
+) -> Iterator[tuple[Any, tuple[str, ...], list[int]]]:
+    """The user's own regions, and which of their operands are Python bools."""
+    for eqn in jaxpr.jaxpr.eqns:
+        here = path + compat.scopes(eqn)
+        flags = [_is_bool(atom) and (hasattr(atom, "val") or atom in literal) for atom in eqn.invars]
+        if compat.is_checkpoint(eqn) and is_region(eqn):
+            yield eqn, here, [index for index, flag in enumerate(flags) if flag]
+        elif eqn.primitive.name == "scan" or eqn.primitive.name in CALLS:
+            constants = compat.scan_layout(eqn)[0] if eqn.primitive.name == "scan" else len(flags)
+            for body in bodies(eqn):
+                inner = {var for var, flag in zip(body.jaxpr.invars[:constants], flags, strict=False) if flag}
+                yield from _regions_with_flags(body, inner, here)
+
+
+def _is_bool(atom: Any) -> bool:
+    return atom.aval.shape == () and str(getattr(atom.aval, "dtype", "")) == "bool"
+
+
+def _decides(jaxpr: Any, flags: set[Any]) -> bool:
+    """Whether one of the variables `flags` chooses between two sides somewhere in `jaxpr`."""
+    tracked = set(flags)
+    for eqn in jaxpr.jaxpr.eqns:
+        mine = [not hasattr(atom, "val") and atom in tracked for atom in eqn.invars]
+        if not any(mine):
+            continue
+        if eqn.primitive.name in ("select_n", "cond") and mine[0]:
+            return True
+        if eqn.primitive.name in CALLS:
+            for body in bodies(eqn):
+                if _decides(body, {var for var, flag in zip(body.jaxpr.invars, mine, strict=False) if flag}):
+                    return True
+        elif is_view(eqn, mine):
+            tracked.update(eqn.outvars)
+    return False

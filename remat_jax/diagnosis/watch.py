@@ -1,0 +1,364 @@
+"""What there is to judge: the checkpointed regions of a workload, what each keeps, and what it runs again."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.apply import scope
+from remat_jax.apply.audit import Audit
+from remat_jax.apply.effect import run_under
+from remat_jax.apply.scope import Block, BlockPolicies
+from remat_jax.errors import BlockError, RematError, UnsupportedError
+from remat_jax.graph import PlannedBlock, is_smooth, plan_block
+from remat_jax.graph.count import count, eqn_flops
+from remat_jax.graph.flow import CALLS, flagged, has, inner_flags
+from remat_jax.graph.origins import is_on_host, origin
+from remat_jax.graph.rewrite import region_body
+from remat_jax.graph.walk import inner_jaxprs
+from remat_jax.memory import ResidualTable, residuals
+from remat_jax.policy import JaxPolicy, Policy
+from remat_jax.workload import Workload
+
+FULL, EVERYTHING = Policy.parse("full"), Policy.parse("everything")
+_SPENT = "rematted_computation"
+_NO_REVERSE_MODE = (NotImplementedError, TypeError, ValueError)
+# What only shows an array from another side, or rounds it.
+_VIEWS = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "name", "reshape", "rev", "slice", "squeeze"}
+) | {"transpose"}
+
+
+def is_view(eqn: Any, flags: Sequence[bool]) -> bool:
+    """Whether an equation only hands on, in another form, what has a property already."""
+    return (eqn.primitive.name in _VIEWS or compat.given_name(eqn) is not None) and all(flags)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An array that a region keeps for its backward pass: its name, its bytes, and whether it waits in host memory."""
+
+    name: str
+    nbytes: int
+    on_host: bool
+
+
+@dataclass(frozen=True)
+class Region:
+    """Checkpointed code: a block that the workload's policy reached, or a `jax.checkpoint` of the user's own.
+
+    Attributes:
+      paths: the module paths of all regions that are the same code under the same policy.
+      place: the user's source line.
+      policy: what it runs under; None is JAX's own word for recomputing everything.
+      block: the code, its arrays named.
+      parameters: for each input of the code, whether it is a parameter, a constant or an RNG key.
+      looped: whether it stands in a loop.
+      ours: whether the workload's policy put it there.
+    """
+
+    paths: tuple[str, ...]
+    place: str
+    policy: Policy | JaxPolicy | None
+    block: PlannedBlock
+    parameters: tuple[bool, ...]
+    looped: bool
+    ours: bool
+
+    @functools.cached_property
+    def kept(self) -> tuple[Kept, ...]:
+        """What leaves the region's forward pass for its backward pass; parameters and inputs left in place are not among it."""
+        return _kept(self.block)
+
+    @functools.cached_property
+    def rerun(self) -> tuple[Any, ...]:
+        """The equations that the backward pass runs again."""
+        jaxpr = _traced(self.block.checkpointed(prevent_cse=False), self.block.jaxpr, lambda pullback, outs: pullback(outs))
+        if jaxpr is None:
+            return ()
+        return tuple(eqn for eqn, spent in _equations(compat.dce(jaxpr).jaxpr, False) if spent)
+
+    @functools.cached_property
+    def executed_flops(self) -> int:
+        """The FLOPs of one forward and backward pass of the region."""
+        return _flops(self.block.checkpointed(prevent_cse=False), self.block.jaxpr)
+
+    @functools.cached_property
+    def executed_flops_without(self) -> int:
+        """The same without this checkpoint; those inside it stay."""
+        return _flops(compat.jaxpr_function(self.block.jaxpr), self.block.jaxpr)
+
+    @functools.cached_property
+    def makers(self) -> dict[str, tuple[Any, dict[Any, Any]]]:
+        """The equation that gives a name, and what makes each variable beside it."""
+        if self.is_opaque:
+            return {}
+        linearised, primals = self.block.linearised.jaxpr, len(self.block.jaxpr.in_avals)
+        return dict(_makers(linearised, [index < primals for index in range(len(linearised.in_avals))]))
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether there is no linearisation to look at."""
+        return not any(map(is_smooth, self.block.jaxpr.in_avals))
+
+
+def _traced(run: Callable[..., Any], jaxpr: Any, last: Callable[[Any, list[Any]], Any]) -> Any | None:
+    """The jaxpr of `last(pullback, outputs)` of `run`, which stands for `jaxpr`; None if it has no derivative."""
+    smooth = [index for index, aval in enumerate(jaxpr.in_avals) if is_smooth(aval)]
+    if not smooth or not any(map(is_smooth, jaxpr.out_avals)):
+        return None
+
+    def of(*primals: Any) -> Any:
+        def of_smooth(*changed: Any) -> list[Any]:
+            arguments = list(primals)
+            for index, value in zip(smooth, changed, strict=True):
+                arguments[index] = value
+            return [out for out in run(*arguments) if is_smooth(out)]
+
+        outputs, pullback = jax.vjp(of_smooth, *(primals[index] for index in smooth))
+        return last(pullback, outputs)
+
+    try:
+        return jax.make_jaxpr(of)(*jaxpr.in_avals)
+    except _NO_REVERSE_MODE:  # a while loop behind a stop_gradient runs forwards only, and rightly so
+        return None
+
+
+def _kept(block: PlannedBlock) -> tuple[Kept, ...]:
+    jaxpr = _traced(block.checkpointed(prevent_cse=False), block.jaxpr, lambda pullback, _: pullback)
+    if jaxpr is None:
+        return ()
+    found: dict[Any, Kept] = {}
+    for atom in jaxpr.jaxpr.outvars:
+        made = None if hasattr(atom, "val") else origin(jaxpr.jaxpr, atom)
+        if made is not None and (made.kind not in ("argument", "constant") or is_on_host(atom)):
+            nbytes = math.prod(atom.aval.shape) * compat.itemsize(atom.aval.dtype)
+            found.setdefault((made.key, is_on_host(atom)), Kept(made.name, nbytes, is_on_host(atom)))
+    return tuple(found.values())
+
+
+def _flops(run: Callable[..., Any], jaxpr: Any) -> int:
+    """What one forward and backward pass of `run` costs; 0 where it has a loop of unknown length, or no derivative."""
+    traced = _traced(run, jaxpr, lambda pullback, outputs: (outputs, pullback(outputs)))
+    try:
+        return count(traced, eqn_flops) if traced is not None else 0
+    except UnsupportedError:
+        return 0
+
+
+def bytes_in_use(body: Any) -> int:
+    """What the backward pass of the closed jaxpr `body` reads of what it makes, all of it."""
+    return sum(one.nbytes for one in _kept(plan_block(body, EVERYTHING, "", [False] * len(body.in_avals))))
+
+
+def _equations(jaxpr: Any, spent: bool) -> Iterator[tuple[Any, bool]]:
+    """Every equation at any depth, and whether it stands in what a backward pass runs again."""
+    for eqn in jaxpr.eqns:
+        again = spent or (compat.is_checkpoint(eqn) and bool(compat.checkpoint_parts(eqn)[1].get("differentiated")))
+        yield eqn, again
+        for body in bodies(eqn):
+            yield from _equations(body.jaxpr, again)
+
+
+def _makers(jaxpr: Any, known: Sequence[bool]) -> Iterator[tuple[str, tuple[Any, dict[Any, Any]]]]:
+    """Of a linearisation, only what depends on no tangent: `known` says which inputs do not."""
+    fixed = flagged(jaxpr, known, _all)
+    # A loop is differentiated as a whole, and then no longer the loop that a backward pass runs again; a call can be entered.
+    eqns = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name in CALLS or all(var in fixed for var in eqn.outvars)]
+    made = {var: eqn for eqn in eqns for var in eqn.outvars if var in fixed}
+    for eqn in jaxpr.jaxpr.eqns:
+        name = compat.given_name(eqn)
+        if name is not None:
+            yield name, (eqn, made)
+        flags = [has(atom, fixed) for atom in eqn.invars]
+        for key, value in inner_jaxprs(eqn).items():
+            for one in value if isinstance(value, tuple) else (value,):
+                inner = compat.closed(one)
+                if len(inner.in_avals) == len(flags) or eqn.primitive.name in ("cond", "while"):
+                    yield from _makers(inner, inner_flags(eqn, key, inner, flags, _all))
+
+
+def _all(_: Any, flags: list[bool]) -> bool:
+    return all(flags)
+
+
+def bodies(eqn: Any) -> list[Any]:
+    """The closed jaxprs inside an equation."""
+    values = inner_jaxprs(eqn).values()
+    return [compat.closed(one) for value in values for one in (value if isinstance(value, tuple) else (value,))]
+
+
+# --- the workload -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Observed:
+    """What tracing a workload under its policies showed.
+
+    Attributes:
+      workload, policies: what was traced; no policies for `off`.
+      jaxpr: the loss (or the finished step) under the policies, traced.
+      regions: the regions of the workload's policies, then those of the user's own, equal ones as one.
+      order: the paths of the workload's blocks in the order of execution, one entry for each.
+      unreached: why a block of the workload has no policy now; by block.
+    """
+
+    workload: Workload
+    policies: BlockPolicies | None
+    jaxpr: Any
+    regions: list[Region] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    unreached: dict[Block, str] = field(default_factory=dict)
+
+    @functools.cached_property
+    def residuals(self) -> ResidualTable | None:
+        """What the workload keeps; None for a finished step, and where the policy is refused."""
+        try:
+            return residuals(self.workload, dict(self.policies.entries) if self.policies else "off")
+        except RematError:
+            return None
+
+    def of(self, policy: Policy | JaxPolicy) -> list[Region]:
+        """The regions that one of the workload's policies reached."""
+        return [region for region in self.regions if region.ours and region.policy == policy]
+
+
+def observe(workload: Workload, policies: BlockPolicies | None) -> Observed:
+    """Trace `workload` under `policies`; what they do not reach, or what they do not move, is no error here."""
+    if workload.has_loss:
+        function, args = workload.loss, (workload.params, *workload.batch)
+    else:
+        step = workload.step("off")
+        function, args = step.function, step.arguments
+    if policies is None:
+        observed = Observed(workload, None, jax.make_jaxpr(function)(*args))
+    else:
+        observed = _under(workload, policies, function, args)
+    observed.regions += grouped(_users_own(observed.jaxpr))
+    return observed
+
+
+def _under(workload: Workload, policies: BlockPolicies, function: Callable[..., Any], args: tuple[Any, ...]) -> Observed:
+    collector, records = _Collector(), []
+
+    def collecting(*args: Any) -> Any:
+        scope.record().audit = collector
+        return function(*args)
+
+    def traced(*args: Any) -> Any:
+        outputs, found = run_under(policies.anew(), collecting, args, {})
+        records.append(found)
+        return outputs
+
+    observed = Observed(workload, policies, jax.make_jaxpr(traced)(*args))
+    for entry in policies.entries:
+        alone = BlockPolicies((entry,))
+        missed: RematError | None = None if entry[0] in records[-1].reached else scope.missed(alone, records[-1])
+        if isinstance(missed, BlockError):
+            observed.unreached[entry[0]] = str(missed)
+    # Flax traces the body of a scan once more by itself, outside of the loop, to see what it broadcasts.
+    in_loops = {region.paths for region in collector.regions if region.looped}
+    regions = [region for region in collector.regions if region.looped or region.paths not in in_loops]
+    observed.regions = grouped(regions)
+    observed.order = list(dict.fromkeys(region.paths[0] for region in regions))
+    return observed
+
+
+class _Collector(Audit):
+    """Takes note of the blocks themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.regions: list[Region] = []
+
+    def saw(self, path: str, block: PlannedBlock, *, whole: bool = True) -> None:
+        if whole:
+            named = block.named.jaxpr.jaxpr
+            inputs = {eqn.invars[0] for eqn in named.eqns if (name := compat.given_name(eqn)) and _is_input(block, name)}
+            parameters = tuple(var not in inputs for var in named.invars)
+            looped = compat.in_loop()
+            self.regions.append(Region((path or "the block",), place_of(block), block.policy, block, parameters, looped, True))
+
+
+def _is_input(block: PlannedBlock, name: str) -> bool:
+    return name in block.named.candidates and block.named.candidates[name].is_input
+
+
+def place_of(block: PlannedBlock) -> str:
+    """The first source line of the user's in a block."""
+    return next((line for eqn in block.jaxpr.jaxpr.eqns if (line := compat.source_line(eqn))), "")
+
+
+def _users_own(jaxpr: Any) -> Iterator[Region]:
+    """The `jax.checkpoint` regions of a traced function that are still to be differentiated."""
+    for eqn, path, given, looped in region_equations(jaxpr):
+        if not compat.is_checkpoint(eqn):
+            continue
+        body, params = compat.checkpoint_parts(eqn)
+        policy = params.get("policy")
+        block = plan_block(body, FULL if policy is None else policy, path, [not flag for flag in given])
+        yield Region((path,), place_of(block), policy, block, tuple(given), looped, False)
+
+
+def region_equations(jaxpr: Any) -> Iterator[tuple[Any, str, list[bool], bool]]:
+    """The outermost regions of a closed jaxpr: equation, path, whether each operand is given from outside, and in a loop."""
+    yield from _region_equations(jaxpr, [True] * len(jaxpr.in_avals), (), False)
+
+
+def _region_equations(
+    jaxpr: Any, given: Sequence[bool], path: tuple[str, ...], looped: bool
+) -> Iterator[tuple[Any, str, list[bool], bool]]:
+    known = flagged(jaxpr, given, is_view)
+    for eqn in jaxpr.jaxpr.eqns:
+        flags, here = [has(atom, known) for atom in eqn.invars], path + compat.scopes(eqn)
+        if is_region(eqn):
+            yield eqn, "/".join(here) or "region", flags, looped
+        elif not is_spent(eqn) and contains_live_region(eqn):
+            loop = looped or eqn.primitive.name in ("scan", "while")
+            for key, value in inner_jaxprs(eqn).items():
+                for one in value if isinstance(value, tuple) else (value,):
+                    inner = compat.closed(one)
+                    yield from _region_equations(inner, inner_flags(eqn, key, inner, flags, is_view), here, loop)
+
+
+def is_spent(eqn: Any) -> bool:
+    """Whether `eqn` is what is left of a region that has been differentiated."""
+    return compat.is_checkpoint(eqn) and bool(compat.checkpoint_parts(eqn)[1].get("differentiated"))
+
+
+def is_region(eqn: Any) -> bool:
+    """Whether `eqn` is a checkpointed region that is still to be differentiated."""
+    return not is_spent(eqn) and region_body(eqn) is not None
+
+
+def body_of(region: Any) -> Any:
+    """The code of an equation that is a region."""
+    body = region_body(region)
+    assert body is not None, "asked of regions only"
+    return body
+
+
+def contains_live_region(eqn: Any) -> bool:
+    """Whether such a region stands inside `eqn`."""
+    if eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")):
+        return False
+    return any(is_region(one) or contains_live_region(one) for body in bodies(eqn) for one in body.jaxpr.eqns)
+
+
+def grouped(regions: Any) -> list[Region]:
+    """The regions, those of the same code under the same decisions as one."""
+    found: dict[Any, Region] = {}
+    for region in regions:
+        named = region.block.named.candidates.values()
+        actions = tuple(map(region.policy.action, named)) if isinstance(region.policy, Policy) else ()
+        key = (region.policy, region.looped, region.ours, region.place, region.parameters, actions, str(region.block.jaxpr))
+        before = found.get(key)
+        paths = (*before.paths, *region.paths) if before else region.paths
+        found[key] = replace(before or region, paths=tuple(dict.fromkeys(paths)))
+    return list(found.values())

@@ -1,0 +1,94 @@
+"""A training step as a program that another process can compile: lowered for the target's platform, and serialised."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import export
+
+from remat_jax import compat
+from remat_jax.hardware import Target
+from remat_jax.workload import Step
+
+# "ALL" is understood from JAX 0.11 on; before, each target that is refused is named in the error, and is let pass then.
+_CUSTOM_CALLS = ("annotate_device_placement", "ALL")
+_REFUSED = re.compile(r'custom_call @"?([^\s("]+)"?\(')
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training step, exported for a platform.
+
+    Attributes:
+      key: what the caller knows it by.
+      blob: the serialised program.
+      donated: the flat arguments whose buffers it may reuse.
+      arguments: what each flat argument is called.
+    """
+
+    key: str
+    blob: bytes
+    donated: tuple[int, ...]
+    arguments: tuple[str, ...]
+
+
+def export_step(key: str, step: Step, target: Target) -> Program:
+    """`step` lowered for the platform of `target`; nothing is compiled or allocated here.
+
+    Raises:
+      CompileError: a kernel needs cuDNN, which is not installed.
+    """
+    leaves, treedef = jax.tree.flatten(step.arguments)
+    donated: list[int] = []
+    start = 0
+    for index, argument in enumerate(step.arguments):
+        count = len(jax.tree.leaves(argument))
+        if index in step.donate_argnums:
+            donated += range(start, start + count)
+        start += count
+
+    def flat(*values: Any) -> list[Any]:
+        return jax.tree.leaves(step.function(*jax.tree.unflatten(treedef, values)))
+
+    with compat.cudnn_explained(), compat.without_source_lines():
+        exported = _exported(flat, leaves, target)
+    return Program(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)))
+
+
+def _exported(flat: Callable[..., Any], leaves: Sequence[Any], target: Target) -> Any:
+    """`flat` exported; kernels whose form JAX does not promise to keep are let pass: they are compiled at once."""
+    platform = "cuda" if target.kind == "gpu" else "cpu"
+    described: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    allowed: tuple[str, ...] = _CUSTOM_CALLS
+    jitted: Any = jax.jit(flat, keep_unused=True)
+    for _ in range(3):
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in allowed]
+        try:
+            with described():
+                return export.export(jitted, platforms=[platform], disabled_checks=checks)(*leaves)
+        except ValueError as error:
+            refused = tuple(dict.fromkeys(_REFUSED.findall(str(error))))
+            if not refused or set(refused) <= set(allowed):
+                raise
+            allowed += refused
+        except RuntimeError as error:
+            # A Pallas kernel is lowered for the device that is there, unless another one is named.
+            if "AbstractDevice" not in str(error) or described is not contextlib.nullcontext:
+                raise
+            described = functools.partial(compat.lowering_for, target.name, target.device_kinds)
+    raise AssertionError("each reason to try again is met once")
+
+
+def _argument_names(step: Step) -> list[str]:
+    found = []
+    for index, argument in enumerate(step.arguments):
+        name = step.names[index] if step.names else f"argument {index}"
+        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(argument)]
+        found += [f"{name}/{path}" if path else name for path in paths]
+    return found

@@ -1,0 +1,255 @@
+"""The memory of a policy without compiling it: what a few compiled policies tell of all others.
+
+Between the passes a step keeps its residuals, which the linearisation gives to the byte; what it needs beyond them, its working
+set, changes little from policy to policy. A `Predictor` compiles a few policies, takes the residuals off, and explains the rest
+by what one layer keeps and what it fetches from host memory. The figures are in `docs/notes/predicted_memory.md`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from remat_jax.errors import ArgumentError, NoEffectError, PolicyError, UnsupportedError
+from remat_jax.hardware import Target
+from remat_jax.hardware import target as target_named
+from remat_jax.memory.compiler import Sizes, compile_programs
+from remat_jax.memory.exporting import export_step
+from remat_jax.memory.residuals import Residual, ResidualTable, residuals
+from remat_jax.policy import Action, Policy
+from remat_jax.workload import Workload
+
+NAMED = ("full", "everything", "dots")
+DEFAULT_RANDOM = 9
+DEFAULT_TIMEOUT = 600.0
+_SMALLEST_SHARE = 0.01
+"""Random policies decide on names from this share of the largest on; the rest is recomputed."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step is expected to need under a policy, in bytes.
+
+    Attributes:
+      temp_bytes, device_bytes: as in a `MemoryReport`.
+      host_bytes: the offloaded residuals; on a CPU, which has one memory, they are part of temp.
+      compiled: whether this policy is one of those that were compiled, and the figures are the compiler's.
+    """
+
+    temp_bytes: int
+    device_bytes: int
+    host_bytes: int
+    compiled: bool
+
+
+class Predictor:
+    """Predicts the compiled memory of any policy on `workload`, which has its layers scanned, from a few compiled ones.
+
+    temp ≈ residuals kept on the device + a + b · (saved bytes of one layer) + c · (offloaded bytes of one layer); a, b and c
+    are fitted to the calibration by least absolute deviations, so that a policy which the compiler treats oddly does not move
+    the others, and a + b · … + c · … stays within what the calibration showed. Unrolled layers have no b and c.
+
+    What it cannot see is what the compiler does with a single policy. Read the note's figures, rank with it, and compile the
+    finalists; `learn` takes what they say.
+
+    Args:
+      target: the name of a target, or a `Target`.
+      calibration: the policies to compile, or how many random ones beside `full`, `everything` and `dots`.
+      seed: which random ones.
+      timeout: seconds that compiling all of them may take.
+      on_done: told of each policy as it is compiled.
+
+    Raises:
+      ArgumentError: too few policies to calibrate with.
+      UnsupportedError: the workload was made by `Workload.from_step`.
+      TargetError, CompileError, PolicyError, BlockError, NoEffectError: as `measure` raises them.
+
+    >>> import jax, jax.numpy as jnp, flax.linen as nn
+    >>> model, x = nn.Sequential([nn.Dense(8), nn.tanh]), jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
+    >>> job = Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), blocks=nn.Sequential)
+    >>> predictor = Predictor(job, "cpu", calibration=["full", "everything"])
+    >>> predictor.predict("full").compiled, predictor.predict("dots").compiled
+    (True, False)
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        target: str | Target = "cpu",
+        calibration: Sequence[Any] | int = DEFAULT_RANDOM,
+        *,
+        seed: int = 0,
+        timeout: float = DEFAULT_TIMEOUT,
+        on_done: Callable[[str], None] | None = None,
+    ) -> None:
+        self.workload = workload
+        self.target = target if isinstance(target, Target) else target_named(target)
+        self._known: dict[tuple[Any, ...], int] = {}
+        self._points: list[tuple[tuple[float, ...], float]] = []
+        policies = _calibration(workload, calibration, seed)
+        tables = {policy: residuals(workload, policy) for policy in policies}
+        sizes = compile_policies(workload, policies, self.target, timeout=timeout, on_done=on_done)
+        first = sizes[policies[0]]
+        self._beside_temp = first.device - first.temp
+        for policy, table in tables.items():
+            self._add(table, sizes[policy].temp)
+        self._fit()
+
+    def predict(self, policy: Any) -> Prediction:
+        """What a step needs under `policy`; nothing is compiled, the workload is traced once or twice."""
+        return self.predict_from(residuals(self.workload, policy))
+
+    def predict_from(self, table: ResidualTable) -> Prediction:
+        """The same of a table of residuals, with no tracing either."""
+        known = self._known.get(_key(table))
+        beyond = float(np.clip(np.dot(_features(table), self._coefficients), *self._range))
+        temp = known if known is not None else self._kept(table) + round(beyond)
+        host = 0 if self.target.kind == "cpu" else table.host_bytes
+        return Prediction(temp, temp + self._beside_temp, host, known is not None)
+
+    def learn(self, policy: Any, temp_bytes: int) -> None:
+        """Take in what the compiler said of one more policy; the same policy is from then on answered with it."""
+        if isinstance(temp_bytes, bool) or not isinstance(temp_bytes, int) or temp_bytes < 0:
+            raise ArgumentError(f"temp_bytes={temp_bytes!r}: expected a number of bytes, such as MemoryReport.temp_bytes")
+        self._add(residuals(self.workload, policy), temp_bytes)
+        self._fit()
+
+    def _kept(self, table: ResidualTable) -> int:
+        return table.device_bytes + (table.host_bytes if self.target.kind == "cpu" else 0)
+
+    def _add(self, table: ResidualTable, temp: int) -> None:
+        self._known[_key(table)] = temp
+        self._points.append((_features(table), float(temp - self._kept(table))))
+
+    def _fit(self) -> None:
+        rows, beyond = (np.asarray(column, float) for column in zip(*self._points, strict=True))
+        self._coefficients = least_absolute_deviations(rows, beyond)
+        self._range = float(beyond.min()), float(beyond.max())
+
+
+def full_plus_residuals(full: ResidualTable, full_temp_bytes: int, table: ResidualTable) -> int:
+    """The temp bytes of a policy by the rule of thumb: those of `full`, and what the policy keeps more on the device.
+
+    One compilation, of `full`, serves every policy; good for putting policies in order.
+
+    >>> kept = lambda n: ResidualTable((Residual("b:tanh#0", (n,), "uint8", n, "save", ""),), "save: *")
+    >>> full_plus_residuals(kept(10), 100, kept(70))
+    160
+    """
+    return full_temp_bytes + table.device_bytes - full.device_bytes
+
+
+def compile_policies(
+    workload: Workload,
+    policies: Sequence[Any],
+    target: Target,
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    on_done: Callable[[str], None] | None = None,
+) -> dict[Any, Sizes]:
+    """The compiler's sizes under each policy. Unlike `measure_many` it compiles nothing to hold an offload against."""
+    programs = [export_step(str(policy), workload.step(policy), target) for policy in policies]
+    sizes = compile_programs(programs, target, timeout=timeout, on_done=on_done)
+    return {policy: sizes[str(policy)] for policy in policies}
+
+
+def random_policies(workload: Workload, count: int, seed: int = 0) -> list[str]:
+    """`count` different policies, each of which saves some residuals of the blocks by name, offloads some, recomputes the rest.
+
+    How much a policy keeps, and how much of that in host memory, is drawn as well, so that lean and lavish ones are among them.
+
+    Raises:
+      UnsupportedError: the blocks have too few residuals for as many policies.
+    """
+    names = _names(workload)
+    draw = random.Random(seed)
+    found: dict[str, None] = {}
+    for _ in range(8 * count + 8):
+        if len(found) == count:
+            return list(found)
+        text = _drawn(names, draw)
+        try:
+            residuals(workload, text)
+        except NoEffectError:
+            continue  # what it offloads is not read once the rest is saved
+        found[text] = None
+    raise UnsupportedError(
+        f"workload={workload.name!r}: its blocks have {len(names)} residuals of a size that matters, too few for "
+        f"{count} different policies; ask for fewer"
+    )
+
+
+def least_absolute_deviations(rows: Any, values: Any, rounds: int = 60) -> Any:
+    """The coefficients c with the least Σ |values − rows · c|, by reweighted least squares; the smallest where many do.
+
+    >>> least_absolute_deviations(np.array([[1.0], [1.0], [1.0]]), np.array([2.0, 2.0, 90.0])).round(1).tolist()
+    [2.0]
+    """
+    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    unit = max(float(np.abs(values).max()), 1e-300)
+    weights = np.ones(len(values))
+    found = np.zeros(rows.shape[1])
+    for _ in range(rounds):
+        root = np.sqrt(weights)
+        found = np.linalg.lstsq(rows / scale * root[:, None], values / unit * root, rcond=1e-10)[0]
+        # Without a floor the first exact fit would take all the weight.
+        weights = 1 / np.maximum(np.abs(values / unit - rows / scale @ found), 1e-4)
+    return found / scale * unit
+
+
+def _calibration(workload: Workload, calibration: Sequence[Any] | int, seed: int) -> list[Any]:
+    if isinstance(calibration, int) and not isinstance(calibration, bool) and calibration >= 0:
+        return [*NAMED, *random_policies(workload, calibration, seed)]
+    if isinstance(calibration, str | int) or len(calibration) < 2:
+        raise ArgumentError(
+            f"calibration={calibration!r}: expected two policies or more, or how many random ones to draw beside "
+            f"{', '.join(NAMED)}"
+        )
+    for policy in calibration:
+        if not isinstance(policy, str | Policy):
+            raise PolicyError(f"calibration holds {policy!r}: expected policies, their names or texts")
+    return list(dict.fromkeys(calibration))
+
+
+def _names(workload: Workload) -> list[str]:
+    """What a policy can decide on and that matters: the residuals under `everything`, and the outputs of products."""
+    sizes: dict[str, int] = {}
+    for policy in ("everything", "dots"):
+        for row in residuals(workload, policy):
+            if "#" in row.name and ":carry#" not in row.name:
+                sizes[row.name] = max(sizes.get(row.name, 0), row.bytes)
+    return [name for name, size in sizes.items() if size >= _SMALLEST_SHARE * max(sizes.values())]
+
+
+def _drawn(names: Sequence[str], draw: random.Random) -> str:
+    keep, away = draw.random(), 0.5 * draw.random()
+    chosen: dict[str, list[str]] = {"save": [], "offload": []}
+    for name in names:
+        if draw.random() < keep:
+            # A comma or a semicolon would end the selector.
+            chosen["offload" if draw.random() < away else "save"].append(name.replace(",", "?").replace(";", "?"))
+    if draw.random() < 0.3:
+        chosen["offload"].append("@inputs")
+    return "; ".join(f"{action}: {', '.join(of)}" for action, of in chosen.items() if of) or "full"
+
+
+def _features(table: ResidualTable) -> tuple[float, ...]:
+    return 1.0, _of_a_layer(table, Action.SAVE), _of_a_layer(table, Action.OFFLOAD)
+
+
+def _of_a_layer(table: ResidualTable, action: Action) -> float:
+    return sum(row.bytes / row.shape[0] for row in table if row.scanned and row.action == action.value and row.shape)
+
+
+def _key(table: ResidualTable) -> tuple[Any, ...]:
+    """Equal for policies that keep the same arrays in the same places, however they are written."""
+
+    def kept(row: Residual) -> tuple[Any, ...]:
+        return row.name, row.shape, row.dtype, row.action, row.count
+
+    return tuple(sorted(kept(row) for row in table if row.action != Action.RECOMPUTE.value))

@@ -1,0 +1,83 @@
+"""The process that runs: what device is there, and what its allocator's peak is after one step of each exported program.
+
+Run as a script, by path, so that it imports nothing but JAX. A process runs one program, so that the peak is that step's alone.
+It compiles before anything is on the device, and makes the arguments on the host: nothing but the step adds to the peak.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+TILE = np.random.default_rng(0).standard_normal(65_536, np.float32) * 0.02
+
+
+def place(aval: Any, device: Any) -> Any:
+    """Where an argument lives; a CPU has one memory."""
+    on_host = aval.memory_space is jax.memory.Space.Host and device.platform != "cpu"
+    return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host" if on_host else None)
+
+
+def argument(aval: Any, device: Any) -> Any:
+    """Random numbers of the argument's type: small ones, 0 and 1 for integers and truth values."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        kinds: list[Any] = []
+        jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), aval)
+        made = (
+            jax.random.split(jax.random.key(0, impl=kinds[0]), aval.shape) if aval.shape else jax.random.key(0, impl=kinds[0])
+        )
+    else:
+        tile = TILE if jnp.issubdtype(aval.dtype, jnp.inexact) else (TILE > 0)
+        made = np.resize(tile.astype(aval.dtype), aval.shape)
+    return jax.device_put(made, place(aval, device))
+
+
+def stats(device: Any) -> dict[str, int]:
+    """What the device's allocator counts; empty where it counts nothing, as on a CPU."""
+    return device.memory_stats() or {}
+
+
+def peak(program: dict[str, Any], device: Any) -> int:
+    """The allocator's peak in bytes after one step."""
+    with open(program["path"], "rb") as file:
+        exported = export.deserialize(bytearray(file.read()))
+    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place(aval, device)) for aval in exported.in_avals]
+    jitted = jax.jit(exported.call, donate_argnums=tuple(program["donated"]))
+    compiled = jitted.lower(*structs).compile()
+    before = stats(device).get("peak_bytes_in_use", 0)
+    results = jax.block_until_ready(compiled(*(argument(aval, device) for aval in exported.in_avals)))
+    found = stats(device).get("peak_bytes_in_use")
+    del results
+    if found is None:
+        raise RuntimeError(f"the allocator of {device.device_kind} counts no peak (memory_stats has no peak_bytes_in_use)")
+    if found <= before:
+        raise RuntimeError(f"compiling needed more of the device ({before} bytes) than the step, whose own peak is not known")
+    return found
+
+
+def main() -> None:
+    """Answer the request on standard input."""
+    request = json.load(sys.stdin)
+    answer: dict[str, Any]
+    try:
+        device = jax.local_devices(backend=request["platform"])[0]
+        answer = {"device_kind": device.device_kind}
+    except RuntimeError as error:
+        device, answer = None, {"device_kind": "", "reason": str(error)}
+    if "program" in request:
+        try:
+            answer["peak"] = peak(request["program"], device)
+        except Exception as error:
+            # Whatever the device or the compiler raises is the answer.
+            answer = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps({"key": request["key"], **answer}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What changes from one policy to another: moved residuals in bytes, products in FLOPs, and the compiled difference."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.errors import PolicyError, UnsupportedError
+from remat_jax.graph.count import flops
+from remat_jax.memory.diff import NOT_KEPT, compare_policies
+from tests.small_models import Mlp, Stack
+
+ROWS, WIDTH, LAYERS = 64, 4, 3
+HIDDEN = 4 * ROWS * 3
+"""Bytes of one hidden activation of `Mlp`, which is 3 wide."""
+
+
+def workload(scanned=True, layers=LAYERS):
+    model, x = Stack(Mlp, layers, scanned), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return rj.Workload(lambda params, x: jnp.sum(model.apply(params, x) ** 2), params, (x,), Mlp, name="stack")
+
+
+@pytest.fixture(scope="module")
+def scanned():
+    return workload()
+
+
+def moved(found):
+    return {one.name: (one.before, one.after, one.device_bytes, one.host_bytes) for one in found.moves}
+
+
+def test_what_is_saved_and_offloaded_is_told_by_name_and_in_bytes(scanned):
+    found = compare_policies(scanned, "full", "save: *tanh*; offload: @inputs")
+    stream = 4 * LAYERS * ROWS * WIDTH
+    table = {row.name: row for row in rj.residuals(scanned, "save: *tanh*; offload: @inputs")}
+    assert moved(found)["layers:tanh#0"] == ("recompute", "save", LAYERS * HIDDEN, 0)
+    assert moved(found)["layers:input#0"][1:] == ("offload", 0, stream)
+    assert table["layers:input#0"].bytes == stream
+    # The stream that the scan carries is what the blocks' inputs were under `full`.
+    assert found.residual_host_bytes == stream == sum(one.host_bytes for one in found.moves)
+    assert found.residual_device_bytes == LAYERS * HIDDEN - stream == sum(one.device_bytes for one in found.moves)
+
+
+def test_there_and_back_is_nothing(scanned):
+    there, back = compare_policies(scanned, "full", "dots"), compare_policies(scanned, "dots", "full")
+    assert there.moves and moved(back) == {name: (b, a, -d, -h) for name, (a, b, d, h) in moved(there).items()}
+    assert there.device_bytes == -back.device_bytes and there.recompute_flops == tuple(reversed(back.recompute_flops))
+    same = compare_policies(scanned, "dots", "save: @dots")
+    assert same.moves == () and same.device_bytes == 0 and "Residuals that move" not in str(same)
+
+
+@pytest.mark.parametrize("is_scanned", [True, False])
+def test_the_flops_computed_again_are_the_whole_difference_to_no_checkpoint(is_scanned):
+    job = workload(is_scanned)
+    found = compare_policies(job, "off", "full")
+    up = 2 * ROWS * WIDTH * 3 * LAYERS
+    # `Linear_1` is the first product. The second is only added: backward does not read it, and it does not run again.
+    assert found.recompute_flops == (0, up) and list(found.recomputed.values()) == [(0, up)]
+    (module,) = found.recomputed
+    assert module == ("layers/Linear_1" if is_scanned else "layer_*/Linear_1")
+    steps = [job.step(policy) for policy in ("off", "full")]
+    plain, full = (flops(step.function, *step.arguments) for step in steps)
+    assert full - plain == up
+    # A product that is kept is not run again.
+    assert compare_policies(job, "full", "save: *Linear_1:*").recompute_flops == (up, 0)
+
+
+def test_off_is_shown_as_what_it_keeps_by_the_names_that_a_checkpoint_gives(scanned):
+    found = compare_policies(scanned, "off", "full")
+    assert moved(found)["layers:tanh#0"] == ("save", "recompute", -LAYERS * HIDDEN, 0)
+    assert found.residual_device_bytes == rj.residuals(scanned, "full").device_bytes - rj.residuals(scanned, "off").device_bytes
+    assert "off keeps what everything keeps" in " ".join(str(found).split())
+    dots = compare_policies(scanned, "off", "dots")
+    assert moved(dots)["layers/Linear_1:dot_general#0"] == (NOT_KEPT, "save", LAYERS * HIDDEN, 0)
+
+
+def test_unrolled_layers_are_one_line_and_one_by_one_in_the_data():
+    found = compare_policies(workload(False), "full", "save: *tanh*")
+    assert moved(found) == {f"layer_{index}:tanh#0": ("recompute", "save", HIDDEN, 0) for index in range(LAYERS)}
+    assert "layer_*:tanh#0 ×3" in str(found) and "layer_1" not in str(found)
+    mixed = compare_policies(workload(False), "full", "save: layer_1:tanh*")
+    assert list(moved(mixed)) == ["layer_1:tanh#0"] and "layer_1:tanh#0" in str(mixed)
+
+
+def test_the_data_are_json_and_the_compiled_difference_is_that_of_measure(scanned):
+    found = compare_policies(scanned, "full", "everything")
+    data = json.loads(json.dumps(found.to_dict()))
+    assert (data["before"], data["after"]) == ("full", "everything")
+    assert data["device_bytes"] == rj.measure(scanned, "everything").device_bytes - rj.measure(scanned, "full").device_bytes
+    assert {one["name"]: one["device_bytes"] for one in data["moves"]} == {k: v[2] for k, v in moved(found).items()}
+
+
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+def test_on_a_gpu_the_host_bytes_are_the_offloaded_residuals(scanned):
+    found = compare_policies(scanned, "full", "offload: @inputs", "h200")
+    assert found.host_bytes == found.residual_host_bytes == 4 * LAYERS * ROWS * WIDTH
+    assert found.after.target == "h200"
+
+
+def test_what_cannot_be_compared_is_an_error(scanned):
+    with pytest.raises(PolicyError, match="dotz"):
+        compare_policies(scanned, "full", "dotz")
+    step = scanned.step("off")
+    finished = rj.Workload.from_step(step.function, *step.arguments, blocks=Mlp)
+    with pytest.raises(UnsupportedError, match="finished step"):
+        compare_policies(finished, "full", "dots")

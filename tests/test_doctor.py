@@ -1,0 +1,369 @@
+"""The doctor: every trap is planted and found by its name, a figure shows that it is real, and its remedy makes it go away."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import remat_jax as rj
+from remat_jax import doctor
+from remat_jax.diagnosis import Diagnosis
+from remat_jax.errors import ArgumentError, PolicyError, TargetError
+from remat_jax.graph.count import matmuls
+from tests.small_models import Mlp, make_loss, times, to_host
+
+POLICIES = jax.checkpoint_policies
+WIDTH, ROWS = 8, 4
+
+
+def traps(diagnosis: Diagnosis) -> list[str]:
+    return [finding.trap for finding in diagnosis.findings]
+
+
+def job(model: Any, blocks: Any, x: Any = None, **options: Any) -> rj.Workload:
+    """The workload of a mean of squares of what a Linen model returns, and nothing allocated."""
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32) if x is None else x
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def loss(params: Any, x: Any) -> Any:
+        return (model.apply(params, x) ** 2).mean()
+
+    return rj.Workload(loss, params, (x,), blocks, **options)
+
+
+def executed(workload: rj.Workload, policy: Any = "off") -> int:
+    """Matrix multiplications of one gradient under the policy."""
+    return matmuls(jax.value_and_grad(workload.with_policy(workload.loss, policy)), workload.params, *workload.batch)
+
+
+def small(*, scanned: bool = False) -> rj.Workload:
+    loss, params, x = make_loss(scanned=scanned)
+    return rj.Workload(loss, params, (x,), Mlp)
+
+
+def scanned(block: Any, x: Any, layers: int = 3, **options: Any) -> Any:
+    scan = nn.scan(
+        lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=layers, **options
+    )
+    return scan(block, x, None)[0]
+
+
+# --- the policy itself ----------------------------------------------------------------------------------------------------
+
+
+def test_a_selector_that_matches_nothing_is_named_with_all_others_of_its_kind():
+    found = doctor(small(), "save: atention_out, @dots; offload: *Linear_2*")
+    assert traps(found) == ["unmatched_name"] * 2
+    assert ["'atention_out'" in found.findings[0].problem, "'*Linear_2*'" in found.findings[1].problem] == [True, True]
+    assert found.findings[0].block == "layer_0, layer_1"
+    assert doctor(small(), "save: @dots").ok
+
+
+class Named(nn.Module):
+    policy: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        def mlp(module: Any, x: Any) -> Any:
+            hidden = checkpoint_name(nn.Dense(WIDTH, name="up")(x), "hidden")
+            return nn.Dense(WIDTH, name="down")(jnp.tanh(hidden))
+
+        return nn.remat(mlp, policy=self.policy)(self, x) if self.policy is not None else mlp(self, x)
+
+
+def test_a_misspelt_name_in_a_policy_of_jaxs_recomputes_everything():
+    wrong = job(Named(POLICIES.save_only_these_names("hiden")), Named)
+    right = job(Named(POLICIES.save_only_these_names("hidden")), Named)
+    assert traps(doctor(wrong, "off")) == ["unmatched_name"]
+    assert "Did you mean 'hidden'" in doctor(wrong, "off").findings[0].remedy
+    assert doctor(right, "off").ok
+    assert executed(wrong) - executed(right) == 1
+
+
+def test_a_name_that_only_another_region_gives_is_no_trap():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            policy = POLICIES.save_only_these_names("hidden", "kept")
+
+            def other(module: Any, x: Any) -> Any:
+                return jnp.sin(checkpoint_name(nn.Dense(WIDTH)(x), "kept"))
+
+            return nn.remat(other, policy=policy)(self, Named(policy)(x))
+
+    assert doctor(job(Two(), Named), "off").ok
+
+
+def test_policy_none_is_told_and_what_is_meant():
+    found = doctor(small(), None)
+    assert traps(found) == ["policy_none"] and found.policy == "None"
+    assert '"full"' in found.findings[0].remedy
+    assert traps(doctor(small(), {Mlp: None})) == ["policy_none"]
+    # What makes it a trap: in JAX it is the policy that recomputes everything.
+    loss, params, x = make_loss()
+    recomputing = jax.value_and_grad(jax.checkpoint(loss, policy=None))
+    assert matmuls(recomputing, params, x) - matmuls(jax.value_and_grad(loss), params, x) == 4
+    assert doctor(small(), "full").ok
+
+
+def test_a_block_that_is_never_called():
+    class Elsewhere(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return x
+
+    found = doctor(small(), {Mlp: "full", Elsewhere: "full", "layers_*": "full"})
+    assert traps(found) == ["unreached_block"] * 2
+    assert [one.block for one in found.findings] == ["Elsewhere", "layers_*"]
+    assert doctor(small(), {"layer_*": "full"}).ok
+
+
+# --- offload --------------------------------------------------------------------------------------------------------------
+
+
+class Output(nn.Module):
+    """Two matmuls; its output has a name."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return checkpoint_name(x + nn.Dense(WIDTH)(jnp.tanh(nn.Dense(WIDTH)(x))), "block_out")
+
+
+class Layers(nn.Module):
+    block: Any
+    scan: bool = True
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        if self.scan:
+            return scanned(self.block(name="layers"), x)
+        for index in range(3):
+            x = self.block(name=f"layer_{index}")(x)
+        return x
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_offloading_the_output_of_a_block_by_name_leaves_the_next_ones_input_on_the_device(scan):
+    workload = job(Layers(Output, scan), Output)
+    policy = "offload: block_out, @dots_with_no_batch_dims"
+    assert traps(doctor(workload, policy)) == ["named_output"]
+    assert traps(doctor(workload, "offload: block_out")) == ["named_output"]
+    kept = rj.residuals(workload, policy)
+    carried = 3 * ROWS * WIDTH * 4
+    assert kept.host_bytes == carried  # the first product of each block, and nothing of its output
+    cured = "offload: @inputs, @dots_with_no_batch_dims"
+    assert doctor(workload, cured).ok
+    after = rj.residuals(workload, cured)
+    assert after.host_bytes - kept.host_bytes == carried
+    assert kept.device_bytes - after.device_bytes >= 2 * ROWS * WIDTH * 4
+
+
+def by_names(name: str) -> Any:
+    return POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[name], offload_src="device", offload_dst="pinned_host"
+    )
+
+
+def test_the_same_in_a_scan_of_the_users_own():
+    def workload(name: str) -> rj.Workload:
+        class Own(nn.Module):
+            @nn.compact
+            def __call__(self, x: Any) -> Any:
+                def block(x: Any, w: Any) -> Any:
+                    x = checkpoint_name(x, "block_in")
+                    return checkpoint_name(jnp.sin(x @ w), "block_out"), None
+
+                w = self.param("w", nn.initializers.lecun_normal(), (3, WIDTH, WIDTH))
+                return jax.lax.scan(jax.checkpoint(block, policy=by_names(name)), x, w)[0]
+
+        return job(Own(), Own)
+
+    found = doctor(workload("block_out"), "off")
+    assert traps(found) == ["named_output"] and "scan" in found.findings[0].problem
+    assert doctor(workload("block_in"), "off").ok
+    bytes_of = [rj.residuals(workload(name), "off").host_bytes for name in ("block_out", "block_in")]
+    assert bytes_of == [0, 3 * ROWS * WIDTH * 4]
+
+
+def test_an_offload_of_what_the_backward_pass_does_not_read():
+    # Flax counts modules as they are made: Linear_1 comes first in a block.
+    found = doctor(small(), "offload: */Linear_0:dot_general*")
+    assert traps(found) == ["offload_without_effect"]
+    assert doctor(small(), "offload: */Linear_1:dot_general*").ok
+    loss, params, x = make_loss()
+    with pytest.raises(PolicyError, match="offloads nothing"):
+        rj.checkpoint_blocks(loss, {Mlp: "offload: */Linear_0:dot_general*"})(params, x)
+    assert (
+        to_host(jax.grad(rj.checkpoint_blocks(loss, {Mlp: "offload: */Linear_1:dot_general*"})), params, x) == [(2, 3, 3)] * 2
+    )
+
+
+def test_the_pinned_pool(monkeypatch):
+    x = jax.ShapeDtypeStruct((2**27, WIDTH), jnp.float32)  # 4 GiB for each array of this shape, none of which is made
+    workload = job(Layers(Output, scan=False), Output, x)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "11")
+    found = doctor(workload, "offload_inputs")
+    assert traps(found) == ["pinned_pool"] and "12.0 GiB" in found.findings[0].problem
+    assert rj.residuals(workload, "offload_inputs").host_bytes == 12 * 2**30
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=13" in found.findings[0].remedy
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "13")
+    assert doctor(workload, "offload_inputs").ok
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    assert doctor(workload, "offload_inputs").ok
+    larger = job(Layers(Output, scan=False), Output, jax.ShapeDtypeStruct((6 * 2**27, WIDTH), jnp.float32))
+    assert "64.0 GiB" in doctor(larger, "offload_inputs").findings[0].problem
+
+
+# --- how checkpoints stand in the program ---------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return x + nn.Dense(WIDTH)(jnp.tanh(nn.Dense(4 * WIDTH)(x)))
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are checkpointed one by one, and once more all together."""
+
+    around: bool
+    policy: Any = None
+    block: Any = Wide
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        def run(module: Any, x: Any) -> Any:
+            for index in range(3):
+                x = nn.remat(self.block)(name=f"layer_{index}")(x)
+            return x
+
+        return nn.remat(run, policy=self.policy)(self, x) if self.around else run(self, x)
+
+
+def test_one_checkpoint_around_all_others_runs_everything_three_times():
+    nested, single = job(Checkpointed(True), Checkpointed), job(Checkpointed(False), Checkpointed)
+    found = doctor(nested, "off")
+    assert traps(found) == ["nested_checkpoint"]
+    assert doctor(single, "off").ok
+    assert executed(nested) - executed(single) == 4  # both products of the first two blocks once more
+    # A policy of the workload's is such a checkpoint too.
+    assert traps(doctor(single, "full")) == ["nested_checkpoint"]
+
+
+def test_nested_checkpoints_that_trade_time_for_memory_are_left_alone():
+    class Groups(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for index in range(2):
+                x = Checkpointed(True, name=f"group_{index}")(x)
+            return x
+
+    class Head(nn.Module):
+        """The head holds more than a block does: without the outer checkpoint the blocks' inputs are alive beside it."""
+
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return jnp.sin(nn.Dense(100 * WIDTH)(Checkpointed(True)(x)))
+
+    assert doctor(job(Groups(), Groups), "off").ok
+    assert doctor(job(nn.remat_scan(Mlp, lengths=(2, 2))(), Mlp), "off").ok
+    assert doctor(job(Head(), Head), "off").ok
+
+
+def test_a_checkpoint_of_the_models_own_throws_away_what_the_policy_keeps_inside():
+    class Model(nn.Module):
+        own: bool
+
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            stack = nn.remat(Layers) if self.own else Layers
+            return stack(Mlp, False)(x)
+
+    overruled, free = job(Model(True), Mlp), job(Model(False), Mlp)
+    found = doctor(overruled, "dots")
+    assert "overruled_policy" in traps(found) and "policy=None" in found.findings[0].problem
+    assert doctor(free, "dots").ok
+    products = 3 * ROWS * 3 * 4  # of width 3, one for each of three blocks
+    kept = [rj.residuals(one, "dots").device_bytes for one in (overruled, free)]
+    assert kept[1] - kept[0] >= products
+
+
+def test_remat_scan_of_one_length_applies_no_checkpoint():
+    one, two = (nn.remat_scan(Mlp, lengths=lengths)() for lengths in ((4,), (2, 2)))
+    found = doctor(job(one, Mlp), "off")
+    assert traps(found) == ["remat_scan_of_one_length"]
+    assert [times("remat2", job(model, Mlp).loss, job(model, Mlp).params, *job(model, Mlp).batch) for model in (one, two)] == [
+        0,
+        1,
+    ]
+    assert doctor(job(two, Mlp), "off").ok
+    assert doctor(job(one, Mlp), "full").ok
+    assert executed(job(one, Mlp), "full") > executed(job(one, Mlp))
+
+
+class Flagged(nn.Module):
+    """A block with a flag, as OpenPI's has: nn.remat counts arguments with self as 0."""
+
+    @nn.compact
+    def __call__(self, x: Any, scale: float, deterministic: bool) -> Any:
+        wide = nn.Dense(WIDTH, name="wide")(x) * scale
+        return jnp.where(deterministic, x, wide) if isinstance(deterministic, jax.Array) else (x if deterministic else wide)
+
+
+def with_flag(index: int) -> rj.Workload:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            block = nn.remat(Flagged, static_argnums=(index,))
+            return nn.Dense(WIDTH)(block(name="block")(x, 2.0, True))
+
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    model = Model()
+    params = {
+        "params": {
+            name: {
+                "kernel": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+                "bias": jax.ShapeDtypeStruct((WIDTH,), jnp.float32),
+            }
+            for name in ("Dense_0",)
+        }
+    }
+    dense = params["params"]["Dense_0"]
+    params["params"]["block"] = {"wide": dense}  # type: ignore[dict-item]
+    return rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Model)
+
+
+def test_a_flag_that_is_traced_because_its_index_is_wrong():
+    wrong, right = with_flag(2), with_flag(3)
+    found = doctor(wrong, "off")
+    assert traps(found) == ["traced_flag"] and "self as 0" in found.findings[0].remedy
+    assert doctor(right, "off").ok
+    assert executed(wrong) > executed(right)
+
+
+# --- what comes back --------------------------------------------------------------------------------------------------------
+
+
+def test_the_diagnosis_is_plain_data_and_prints():
+    found = doctor(small(), "save: atention_out")
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["ok"] is False and plain["target"] is None and plain["policy"] == "save: atention_out"
+    assert plain["findings"][0]["trap"] == "unmatched_name" and plain["regions"] == 1
+    assert not found and "unmatched_name" in str(found) and "layer_0" in str(found)
+    well = doctor(small(), "full")
+    assert well and str(well).endswith("1 different checkpointed region(s).")
+
+
+def test_bad_arguments_are_errors_and_no_findings():
+    with pytest.raises(ArgumentError, match="workload="):
+        doctor(lambda: None, "full")  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="Did you mean 'full'"):
+        doctor(small(), "ful")
+    with pytest.raises(TargetError, match="h2000"):
+        doctor(small(), "full", target="h2000")

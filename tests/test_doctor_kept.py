@@ -1,0 +1,142 @@
+"""The doctor on what is kept between the passes and what runs again: each trap planted, found and cured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import remat_jax as rj
+from remat_jax import doctor
+from tests.small_models import times
+from tests.test_doctor import POLICIES, ROWS, WIDTH, Layers, job, traps
+
+
+@jax.custom_vjp
+def attention(q: Any, k: Any, v: Any) -> Any:
+    return attention_forward(q, k, v)[0]
+
+
+def attention_forward(q: Any, k: Any, v: Any) -> Any:
+    """Attention over blocks of keys in a scan, in the manner of flash attention: the output and its log-sum-exp."""
+
+    def step(carry: Any, block: Any) -> Any:
+        total, out = carry
+        weights = jnp.exp(q @ block[0].T)
+        return (total + weights.sum(-1), out + weights @ block[1]), None
+
+    blocks = (k.reshape(2, -1, k.shape[-1]), v.reshape(2, -1, v.shape[-1]))
+    (total, out), _ = jax.lax.scan(step, (jnp.zeros(q.shape[0]), jnp.zeros_like(q)), blocks)
+    out, lse = checkpoint_name(out / total[:, None], "kernel_out"), checkpoint_name(jnp.log(total), "attention_lse")
+    return out, (q, k, v, out, lse)
+
+
+def attention_backward(kept: Any, ct: Any) -> Any:
+    q, k, v, out, lse = kept
+    weights = jnp.exp(q @ k.T - lse[:, None])
+    dscores = weights * (ct @ v.T - (ct * out).sum(-1, keepdims=True))
+    return dscores @ k, dscores.T @ q, weights.T @ ct
+
+
+attention.defvjp(attention_forward, attention_backward)
+
+
+class Flash(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        q, k, v = (nn.Dense(WIDTH, name=name)(x) for name in "qkv")
+        return nn.Dense(WIDTH, name="out")(checkpoint_name(attention(q, k, v), "attention_out"))
+
+
+def test_flash_attentions_output_kept_without_its_log_sum_exp_runs_the_kernel_again():
+    workload = job(Flash(), Flash)
+    alone = "save: attention_out"
+    found = doctor(workload, alone)
+    assert traps(found) == ["kernel_run_again"]
+    both = "save: attention_out, attention_lse"
+    assert doctor(workload, both).ok
+    assert doctor(workload, "full").ok
+    loops = {
+        policy: times("scan", jax.grad(workload.with_policy(workload.loss, policy)), workload.params, *workload.batch)
+        for policy in ("off", "full", alone, both)
+    }
+    assert loops == {"off": 1, "full": 2, alone: 2, both: 1}
+
+
+class Half(nn.Module):
+    """Parameters in float32, computed with in bfloat16."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return x + nn.Dense(WIDTH, dtype=jnp.bfloat16, use_bias=False)(jnp.tanh(x)).astype(x.dtype)
+
+
+def test_the_same_under_a_policy_of_jaxs_needs_the_names_of_the_derivative_rule():
+    """What JAX saves of a name that stands after the kernel is not what the kernel's rule reads."""
+
+    def checkpointed(*names: str) -> rj.Workload:
+        return job(nn.remat(Flash, policy=POLICIES.save_only_these_names(*names))(), Flash)
+
+    wrong = [checkpointed("attention_out"), checkpointed("attention_out", "attention_lse"), checkpointed("kernel_out")]
+    right = checkpointed("kernel_out", "attention_lse")
+    assert [traps(doctor(one, "off")) for one in wrong] == [["kernel_run_again"]] * 3
+    assert doctor(right, "off").ok
+    loops = [times("scan", jax.grad(one.loss), one.params, *one.batch) for one in (*wrong, right)]
+    assert loops == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_copies_of_parameters_that_a_policy_keeps(scan):
+    workload = job(Layers(Half, scan), Half)
+    found = doctor(workload, "everything")
+    assert traps(found) == ["parameter_kept"]
+    assert f"{WIDTH * WIDTH * 2} bytes" in found.findings[0].problem
+    cured = "recompute: @primitive:convert_element_type; save: *"
+    assert cured.split(";")[0] in found.findings[0].remedy
+    assert doctor(workload, cured).ok
+    kernels = [
+        sum(row.bytes for row in rj.residuals(workload, policy) if row.shape[-2:] == (WIDTH, WIDTH) and row.action == "save")
+        for policy in ("everything", cured)
+    ]
+    read = 3 if scan else 2  # that of the first block is not, as the batch has no gradient
+    assert kernels == [read * WIDTH * WIDTH * 2, 0]
+    assert doctor(workload, "dots").ok
+
+
+class Keyless(nn.Module):
+    keyless: bool
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        key = jax.random.key(3)
+        noise = jax.lax.rng_uniform(0.0, 1.0, x.shape) if self.keyless else jax.random.uniform(key, x.shape)
+        return nn.Dense(WIDTH, name="dense")(x) * noise
+
+
+def gradient_over_value(workload: rj.Workload, policy: str) -> float:
+    """Of a function linear in its parameters, which is 1 where forward and backward pass read the same numbers."""
+    random = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jnp.asarray(random.uniform(size=leaf.shape), leaf.dtype), workload.params)
+    x = jnp.ones(workload.batch[0].shape)
+    value, gradient = jax.jit(jax.value_and_grad(workload.with_policy(workload.loss, policy)))(params, x)
+    paired = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(gradient), strict=True))
+    return float(paired / value)
+
+
+def test_random_numbers_without_a_key_are_others_in_the_recomputation():
+    def workload(keyless: bool) -> rj.Workload:
+        model, x = Keyless(keyless), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+        params = jax.eval_shape(model.init, jax.random.key(0), x)
+        return rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Keyless)
+
+    wrong, right = workload(True), workload(False)
+    assert traps(doctor(wrong, "full")) == ["keyless_random"]
+    assert abs(gradient_over_value(wrong, "full") - 1) > 1e-3
+    for cured, policy in ((wrong, "save: @primitive:rng_uniform"), (right, "full")):
+        assert doctor(cured, policy).ok
+        assert abs(gradient_over_value(cured, policy) - 1) < 1e-5

@@ -1,0 +1,190 @@
+"""What was compiled is not compiled again, by content: in memory, and for GPUs on disk; and no answer is ever a stale one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_jax import compat
+from remat_jax.errors import CompileError
+from remat_jax.hardware import target
+from remat_jax.memory import cache, compiler
+from remat_jax.memory.compiler import Program, Sizes, compile_programs, export_step
+from remat_jax.memory.live import LiveBuffer
+from remat_jax.memory.schedule import Copies, Overlap
+from remat_jax.workload import Step
+
+SIZES = Sizes(
+    *range(1, 9),
+    live=(LiveBuffer("a/b:dot", "a/b", "forward", 12, "f32[3]"), LiveBuffer("x", "", "other", 4, "f32[]")),
+    overlap=Overlap(Copies(1, 2, 0.1, 0.2, 0.3), Copies(3, 4, 0.4, 0.5, 0.6), 1 / 3, 2e-9),
+    miscompiled=None,
+)
+H200 = target("h200")
+
+
+def program(key: str = "full", scale: float = 2.0) -> Program:
+    return export_step(key, Step(lambda x: x * scale, (jax.ShapeDtypeStruct((8,), jnp.float32),), (0,)), target("cpu"))
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    cache.forget()
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys of the programs that were compiled; the compiler itself is not needed for what is asked here."""
+    found: list[str] = []
+
+    def answer(programs: Any, *_: Any) -> dict[str, Sizes]:
+        found.extend(one.key for one in programs)
+        return {one.key: dataclasses.replace(SIZES, temp=len(found)) for one in programs}
+
+    monkeypatch.setattr(compiler, "_compiled", answer)
+    monkeypatch.setattr(compat, "require_gpu_compiler", lambda: None)
+    return found
+
+
+def ask(*programs: Program, name: str = "h200", **options: Any) -> dict[str, Sizes]:
+    return compile_programs(programs, target(name), timeout=10, **options)
+
+
+def test_equal_programs_are_compiled_once_and_each_key_has_its_answer(folder: pathlib.Path, asked: list[str]) -> None:
+    told: list[str] = []
+    found = ask(program("a"), program("b", 3.0), program("c"), on_done=told.append)
+    assert asked == ["a", "b"] and list(found) == ["a", "b", "c"]
+    assert found["a"] == found["c"] and "c" in told
+    assert ask(program("d")) == {"d": found["a"]} and asked == ["a", "b"]
+
+
+def test_another_process_finds_it_on_disk_as_it_was(folder: pathlib.Path, asked: list[str]) -> None:
+    first = ask(program())
+    cache.forget()
+    assert ask(program()) == first and asked == ["full"]
+    (path,) = folder.iterdir()
+    assert ask(program())["full"] == dataclasses.replace(SIZES, temp=1)
+    assert json.loads(path.read_text().split("\n", 1)[1])["overlap"]["back"]["count"] == 3
+
+
+def change_checksum(text: str) -> str:
+    return "0" + text[1:] if text[0] != "0" else "1" + text[1:]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: text.replace('"temp": 1,', '"temp": 2,'),
+        change_checksum,
+        lambda text: text.replace("\n", ""),
+    ],
+)
+def test_a_file_that_is_not_as_it_was_written_is_compiled_again(
+    folder: pathlib.Path, asked: list[str], spoil: Callable[[str], str]
+) -> None:
+    ask(program())
+    (path,) = folder.iterdir()
+    spoiled = spoil(path.read_text())
+    assert spoiled != path.read_text()
+    path.write_text(spoiled)
+    cache.forget()
+    assert ask(program())["full"].temp == 2 and asked == ["full", "full"]
+    cache.forget()
+    assert ask(program())["full"].temp == 2 and asked == ["full", "full"], "and it is whole again"
+
+
+def test_a_file_of_another_form_is_compiled_again(folder: pathlib.Path, asked: list[str]) -> None:
+    digest = cache.digest(program(), H200, {}, compiler.CHILD)
+
+    class Other:
+        def to_dict(self) -> dict[str, Any]:
+            return {"temp": 1, "live": [], "overlap": None}
+
+    cache.write(digest, H200, Other())
+    cache.forget()
+    assert ask(program())["full"] == dataclasses.replace(SIZES, temp=1) and asked == ["full"]
+
+
+def test_all_that_the_answer_depends_on_is_in_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    def digest(one: Program | None = None, described: Any = H200, options: Any = (), child: Any = compiler.CHILD) -> str:
+        return cache.digest(one or program(), described, dict(options), child)
+
+    names = {"plain": digest()}
+    assert digest() == digest(program("another key")) == digest(described=dataclasses.replace(H200, name="attached"))
+    names["program"] = digest(program(scale=3.0))
+    names["donated"] = digest(dataclasses.replace(program(), donated=()))
+    names["argument names"] = digest(dataclasses.replace(program(), arguments=("y",)))
+    names["options"] = digest(options={"xla_gpu_enable_latency_hiding_scheduler": True})
+    names["compiler"] = digest(described=target("h100"))
+    names["rates"] = digest(described=dataclasses.replace(H200, host_link_bytes_per_s=5e10))
+    (tmp_path / "child.py").write_text("another reader of the answer")
+    names["code"] = digest(child=tmp_path / "child.py")
+    for variable in ("XLA_FLAGS", "JAX_DEFAULT_MATMUL_PRECISION"):
+        with monkeypatch.context() as patched:
+            patched.setenv(variable, "--xla_gpu_enable_triton_gemm=false")
+            names[variable] = digest()
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "_packages", lambda: {"jaxlib": "99.0"})
+        names["versions"] = digest()
+    assert len(set(names.values())) == len(names) == 11
+    assert {"jax", "jaxlib"} <= set(cache._packages()) and digest() == names["plain"]
+
+
+def test_nothing_is_kept_on_disk_for_the_cpu_or_where_it_is_off(
+    monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, asked: list[str]
+) -> None:
+    ask(program(), name="cpu")
+    monkeypatch.setenv(cache.VARIABLE, "off")
+    ask(program())
+    assert asked == ["full", "full"] and not folder.exists()
+    assert ask(program()) and len(asked) == 2, "in memory it is"
+
+
+def test_the_folder_is_the_users_cache_folder_unless_named(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.delenv(cache.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache._folder(H200) == tmp_path / "remat_jax"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache._folder(H200) == tmp_path / ".cache" / "remat_jax"
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, asked: list[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "file"))
+    cache.forget()
+    assert ask(program())["full"].temp == 1
+
+
+def test_the_oldest_go_and_nothing_else_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, asked: list[str]
+) -> None:
+    monkeypatch.setattr(cache, "MOST_FILES", 3)
+    for index in range(5):
+        ask(program(scale=index + 10.0))
+    assert len(list(folder.iterdir())) == 3 == len(list(folder.glob("*.json")))
+    cache.forget()
+    assert ask(program(scale=14.0))["full"].temp == 5 and len(asked) == 5
+    assert ask(program(scale=10.0))["full"].temp == 6, "it was gone"
+
+
+def test_a_failure_is_not_kept(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with monkeypatch.context() as patched:
+        (tmp_path / "dies.py").write_text("raise SystemExit(3)")
+        patched.setattr(compiler, "CHILD", tmp_path / "dies.py")
+        with pytest.raises(CompileError, match="exit status 3"):
+            ask(program(), name="cpu")
+    assert ask(program(), name="cpu")["full"].argument == 32

@@ -1,0 +1,163 @@
+"""Predicted memory against compiled memory, and the pieces it is made of against closed forms."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.errors import ArgumentError, PolicyError, UnsupportedError
+from remat_jax.hardware import target
+from remat_jax.memory.predict import (
+    Predictor,
+    compile_policies,
+    full_plus_residuals,
+    least_absolute_deviations,
+    random_policies,
+)
+from remat_jax.memory.residuals import Residual, ResidualTable
+
+ROWS, WIDTH, LAYERS = 4096, 64, 8
+needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        hidden = nn.gelu(nn.Dense(4 * WIDTH, name="up")(nn.LayerNorm(name="norm")(x)))
+        return x + nn.Dense(WIDTH, name="down")(hidden)
+
+
+class Model(nn.Module):
+    layers: int = LAYERS
+
+    @nn.compact
+    def __call__(self, x):
+        scan = nn.scan(
+            lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
+        )
+        return scan(Block(name="layers"), x, None)[0]
+
+
+@pytest.fixture(scope="module")
+def job():
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    params = jax.eval_shape(Model().init, jax.random.key(0), x)
+    return rj.Workload(lambda params, x: (Model().apply(params, x) ** 2).mean(), params, (x,), Block)
+
+
+@pytest.fixture(scope="module")
+def on_h200(job):
+    return Predictor(job, "h200", 5)
+
+
+@needs_gpu_compiler
+def test_random_policies_are_predicted_without_compiling_them(job, on_h200):
+    policies = [one for one in random_policies(job, 5, seed=7) if not on_h200.predict(one).compiled]
+    sizes = compile_policies(job, policies, target("h200"))
+    errors = [abs(on_h200.predict(one).temp_bytes - sizes[one].temp) / sizes[one].temp for one in policies]
+    assert len(policies) >= 4 and np.median(errors) < 0.03 and max(errors) < 0.12, errors
+    # What is not a matter of the schedule is exact.
+    for one in policies:
+        found = on_h200.predict(one)
+        assert found.host_bytes == sizes[one].host_temp
+        assert found.device_bytes - found.temp_bytes == sizes[one].device - sizes[one].temp
+    # The errors are no small part of a spread that is small itself.
+    temps = [sizes[one].temp for one in policies]
+    assert max(temps) > 2 * min(temps)
+
+
+@needs_gpu_compiler
+def test_a_compiled_policy_is_answered_with_what_the_compiler_said(job, on_h200):
+    report = rj.measure(job, "full", "h200")
+    found = on_h200.predict("full")
+    assert found.compiled and (found.temp_bytes, found.device_bytes) == (report.temp_bytes, report.device_bytes)
+    # Another text that keeps the same is the same policy.
+    assert on_h200.predict("recompute: *").compiled
+
+
+def test_on_the_cpu_what_is_offloaded_stays_in_temp(job):
+    predictor = Predictor(job, "cpu", ["full", "everything", "dots"])
+    saved, offloaded = (predictor.predict(f"{action}: *up:dot*") for action in ("save", "offload"))
+    assert offloaded.host_bytes == 0
+    kept = 4 * LAYERS * ROWS * 4 * WIDTH
+    assert abs(offloaded.temp_bytes - saved.temp_bytes) < kept / LAYERS
+    predictor.learn("offload: *up:dot*", 123_456)
+    assert predictor.predict("offload: *up:dot*").temp_bytes == 123_456
+
+
+def test_three_points_on_a_plane_give_the_plane_back(job, monkeypatch):
+    """A made-up compiler: 5 + kept + 2 × what a layer saves + 3 × what it offloads."""
+
+    def made_up(workload, policies, described, **_):
+        found = {}
+        for policy in policies:
+            of = {
+                action: sum(r.bytes for r in rj.residuals(workload, policy) if r.action == action)
+                for action in ("save", "offload")
+            }
+            layer = {
+                action: sum(r.bytes for r in rj.residuals(workload, policy) if r.action == action and r.scanned) // LAYERS
+                for action in of
+            }
+            temp = 5 + of["save"] + 2 * layer["save"] + 3 * layer["offload"]
+            found[policy] = type("Sizes", (), {"temp": temp, "device": temp + 7})
+        return found
+
+    monkeypatch.setattr("remat_jax.memory.predict.compile_policies", made_up)
+    predictor = Predictor(job, "h200", ["full", "everything", "dots", "offload: *mul*, *up*, *norm*", "offload: @dots"])
+    for policy in ("save: *norm*", "offload: *norm*; save: *up:dot*"):
+        wanted = made_up(job, [policy], None)[policy].temp
+        found = predictor.predict(policy)
+        assert not found.compiled and found.device_bytes - found.temp_bytes == 7
+        assert abs(found.temp_bytes - wanted) <= 1e-4 * wanted
+
+
+def test_one_odd_policy_does_not_move_the_others():
+    rows = np.array([[1.0, x] for x in range(10)])
+    values = 3 + 2 * rows[:, 1]
+    values[4] += 1000
+    assert least_absolute_deviations(rows, values) == pytest.approx([3, 2], rel=0.02)
+
+
+def test_the_rule_of_thumb_is_full_and_what_is_kept_more():
+    def table(*sizes):
+        return ResidualTable(tuple(Residual(str(n), (n,), "uint8", n, action, "") for n, action in sizes), "")
+
+    full = table((100, "save"), (50, "recompute"))
+    assert full_plus_residuals(full, 1000, table((100, "save"), (50, "save"), (30, "offload"))) == 1050
+    assert full_plus_residuals(full, 1000, table((100, "offload"))) == 900
+
+
+def test_random_policies_are_different_reproducible_and_of_every_kind(job):
+    found = random_policies(job, 6, seed=3)
+    assert len(set(found)) == 6 and found == random_policies(job, 6, seed=3) != random_policies(job, 6, seed=4)
+    text = " ".join(found)
+    assert all(word in text for word in ("save: ", "offload: ", "@inputs", "layers/up:dot_general#0"))
+    kept = [rj.residuals(job, one).device_bytes for one in found]
+    assert max(kept) > 3 * min(kept)
+
+
+def test_what_cannot_be_calibrated_is_an_error(job):
+    with pytest.raises(ArgumentError, match="expected two policies or more"):
+        Predictor(job, "cpu", ["full"])
+    with pytest.raises(ArgumentError, match="calibration=-1"):
+        Predictor(job, "cpu", -1)
+    with pytest.raises(PolicyError, match="calibration holds None"):
+        Predictor(job, "cpu", ["full", None])
+    step = job.step("off")
+    finished = rj.Workload.from_step(step.function, *step.arguments, blocks=Block)
+    with pytest.raises(UnsupportedError, match="finished step"):
+        Predictor(finished, "cpu", ["full", "dots"])
+    with pytest.raises(UnsupportedError, match="too few for 8 different policies"):
+        random_policies(_tiny(), 8)
+
+
+def _tiny():
+    model, x = nn.Dense(8), jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return rj.Workload(lambda params, x: jnp.tanh(model.apply(params, x)).sum(), params, (x,), nn.Dense)

@@ -1,0 +1,57 @@
+"""How well memory is predicted: the errors' arithmetic, the models, and one small run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+import remat_jax as rj
+from benchmarks import predict_memory
+from remat_jax import compat
+
+ROW = {"temp_bytes": 1000, "full + residuals": 1000}
+
+
+def test_the_errors_are_shares_of_the_compiled_bytes() -> None:
+    rows = [ROW | {"predicted": 1000 + 10 * index} for index in range(21)]
+    assert predict_memory.summary(rows, "predicted") == pytest.approx({"median": 0.10, "p95": 0.19, "worst": 0.20})
+    assert predict_memory.summary([ROW | {"predicted": 900}], "predicted")["worst"] == pytest.approx(0.1)
+    shown = predict_memory.table({"mlp": rows}).splitlines()
+    assert [line.split()[-4:] for line in shown[1:]] == [["21", "0.00", "0.00", "0.00"], ["21", "10.00", "19.00", "20.00"]]
+
+
+@pytest.mark.parametrize("name", predict_memory.MODELS)
+def test_a_model_has_the_residuals_that_policies_are_drawn_from(name: str) -> None:
+    job = predict_memory.MODELS[name](2)
+    table = rj.residuals(job, "save: @dots")
+    rows, width = (8192, 4096) if name == "mlp" else (4096, 2688)
+    kept = {row.name: row.bytes for row in table if row.action == "save"}
+    assert kept["layers/up:dot_general#0"] == 2 * rows * width * 2, "two layers, two bytes a number"
+    # Only XLA's attention keeps the weights of all pairs.
+    pairs = [row for row in rj.residuals(job, "everything") if row.shape[-2:] == (1024, 1024) and row.shape[1:3] == (1, 4)]
+    assert bool(pairs) == (name == "xla")
+
+
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+def test_a_small_run_prints_the_table_and_keeps_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    arguments = ["--only", "mlp", "--policies", "3", "--calibration", "3", "--layers", "4", "--output", str(tmp_path)]
+    assert predict_memory.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert f"4 scanned layers, h200, JAX {jax.__version__}" in shown and "deep MLP: predicted" in shown
+    kept = json.loads((tmp_path / "predict_memory.json").read_text())
+    rows = kept["rows"]["deep MLP"]
+    assert 1 <= len(rows) <= 3 and all(row["host_bytes"] == row["residual_host_bytes"] for row in rows)
+    assert all(row["temp_bytes"] > row["residual_device_bytes"] > 0 for row in rows)
+    assert kept["summaries"]["deep MLP"]["predicted"]["worst"] < 0.15
+
+
+def test_bad_usage_says_what_is_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        predict_memory.parse(["--layers", "1"])
+    assert "--layers 2 or more" in capsys.readouterr().err

@@ -1,0 +1,259 @@
+"""When the compiler does not answer: each failure is an error here that names its cause, and the next call works."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import threading
+import time
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.errors import CompileError, UnsupportedError
+from remat_jax.hardware import target
+from remat_jax.hardware.target import read_table
+from remat_jax.memory import cache, compiler
+from remat_jax.memory.compiler import Program, Sizes, compile_programs, export_step
+from remat_jax.workload import Step
+
+needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests compiled is not there."""
+    cache.forget()
+    monkeypatch.setenv(cache.VARIABLE, "off")
+
+
+def struct(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def program(layers: int = 1, name: str = "cpu") -> Program:
+    def step(x: Any) -> Any:
+        for layer in range(layers):
+            x = jnp.sin(x @ x.T @ x) * (layer + 1.0) + x
+        return x
+
+    return export_step("full", Step(step, (struct(64, 32),), ()), target(name))
+
+
+def compiled(one: Program, name: str = "cpu", timeout: float = 120) -> Sizes:
+    return compile_programs([one], target(name), timeout=timeout)[one.key]
+
+
+def other_child(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script: str) -> None:
+    """Another script instead of the one that compiles; `COMPILE` in it is that one."""
+    path = tmp_path / "child.py"
+    path.write_text(script.replace("COMPILE", f"__import__('runpy').run_path({str(compiler.CHILD)!r}, run_name='__main__')"))
+    monkeypatch.setattr(compiler, "CHILD", path)
+
+
+# --- it dies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            "import os; os.abort()",
+            r"SIGABRT at policy='full'. It said: .*. A compiler ends so where it may not have more memory",
+        ),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            r"SIGKILL at policy='full'. It said: nothing. It ran out of memory, or was killed",
+        ),
+        ("import sys; sys.stderr.write('no room left'); sys.exit(7)", r"exit status 7 .*It said: no room left$"),
+        ("raise MemoryError('x')", r"(?s)exit status 1 .*MemoryError: x. It ran out of memory: give it more \(ulimit -v"),
+        ("import sys; sys.stderr.write('a' * 600 + 'b' * 9000 + 'c' * 900)", "(?s)said: a{500}\n…\nb{100}c{900}$"),
+        ("pass", r"exit status 0 at policy='full'. It said: nothing$"),
+        ("print('hello'); print('[1]'); raise SystemExit(3)", r"exit status 3"),
+        (
+            "import json; print(json.dumps({'key': 'full', 'error': 'XlaRuntimeError: RESOURCE_EXHAUSTED'}))",
+            r"the compiler refused policy=full: XlaRuntimeError: RESOURCE_EXHAUSTED. It ran out of memory",
+        ),
+        (
+            "import json; print(json.dumps({'key': 'full', 'error': 'XlaRuntimeError: INTERNAL: Failed to load cuDNN'}))",
+            r"refused policy=full: .*Failed to load cuDNN. It needs cuDNN: pip install nvidia-cudnn-cu13",
+        ),
+    ],
+)
+def test_a_compiler_that_dies_is_an_error_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script: str, message: str
+) -> None:
+    one = program()
+    with monkeypatch.context() as patched:
+        other_child(patched, tmp_path, script)
+        with pytest.raises(CompileError, match=message) as caught:
+            compiled(one)
+    assert str(caught.value).startswith("compiling for target='cpu': ")
+
+
+def children() -> set[int]:
+    return {int(pid) for path in pathlib.Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+
+
+def test_a_compiler_killed_from_outside_is_an_error_and_the_next_call_works() -> None:
+    long, found, before = program(layers=400), [], children()
+
+    def call() -> None:
+        try:
+            compiled(long, timeout=200)
+        except CompileError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    while not (started := children() - before) and thread.is_alive():
+        time.sleep(0.05)
+    (child,) = started
+    time.sleep(2)
+    os.kill(child, signal.SIGKILL)
+    thread.join(timeout=30)  # compiling all of it takes longer
+    (error,) = found
+    assert "the process ended with signal SIGKILL at policy='full'" in str(error)
+    assert compiled(program()).argument == 64 * 32 * 4
+
+
+LIMITED = """
+import mmap, resource
+held = mmap.mmap(-1, {held} << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, prot=mmap.PROT_READ)
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+COMPILE
+"""
+
+
+@needs_gpu_compiler
+def test_a_compiler_without_memory_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """2 GiB of address space, of which a part is taken: what a larger program would have taken by then."""
+    one = program(name="h200")
+    with monkeypatch.context() as patched:
+        other_child(patched, tmp_path, LIMITED.format(held=1200))
+        with pytest.raises(
+            CompileError, match=r"(?s)for target='h200': .*policy='?full.*(ran out of memory|may not have more mem)"
+        ):
+            compiled(one, "h200")
+    assert compiled(one, "h200").argument == 64 * 32 * 4
+
+
+# --- it does not come to an end ---------------------------------------------------------------------------------------
+
+
+def test_a_slow_compiler_is_stopped_and_the_next_call_works() -> None:
+    one = program()
+    with pytest.raises(CompileError, match="not done after timeout=0.05 s, stopped at policy='full'. Give a longer timeout"):
+        compiled(one, timeout=0.05)
+    assert compiled(one).argument == 64 * 32 * 4
+
+
+def test_a_compiler_that_hangs_is_stopped_with_what_it_started(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    started = tmp_path / "started"
+    other_child(
+        monkeypatch,
+        tmp_path,
+        "import pathlib, subprocess, time\n"
+        f"pathlib.Path({str(started)!r}).write_text(str(subprocess.Popen(['sleep', '600']).pid))\n"
+        "time.sleep(600)\n",
+    )
+    # It holds the pipe open that this process reads from: were it left alone, this call would wait for it.
+    with pytest.raises(CompileError, match="not done after timeout=5 s"):
+        compiled(program(), timeout=5)
+    state = pathlib.Path("/proc") / started.read_text() / "stat"
+    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+# --- it refuses -------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_that_the_compiler_refuses_reports_its_error() -> None:
+    with pytest.raises(CompileError, match="refused policy=full: .*no_such_option"):
+        compile_programs([program()], target("cpu"), timeout=60, compiler_options={"no_such_option": "1"})
+
+
+def test_without_the_gpu_compiler_the_command_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = program()
+    monkeypatch.setattr(compat.gpu_compiler, "gpu_compiler_installed", lambda: False)
+    with pytest.raises(UnsupportedError, match=r"pip install 'remat-jax\[gpu-compile\]'.*or use target='cpu'"):
+        compiled(one, "h200")
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(UnsupportedError, match="published for Linux only; use target='cpu' here"):
+        compiled(one, "h200")
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+BATCH, LENGTH, HEADS, WIDTH = 2, 512, 4, 64
+
+
+def attention(x: Any, implementation: str) -> Any:
+    if implementation != "pallas":
+        return jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation=implementation)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.12 points to another package
+        from jax.experimental.pallas.ops.gpu.attention import mha
+    return mha(x, x, x, segment_ids=None, causal=True)
+
+
+def attention_job(implementation: str) -> rj.Workload:
+    def step(x: Any) -> Any:
+        return jax.grad(lambda x: attention(x, implementation).astype(jnp.float32).sum())(x)
+
+    return rj.Workload.from_step(step, struct(BATCH, LENGTH, HEADS, WIDTH, dtype=jnp.bfloat16), blocks="*")
+
+
+@needs_gpu_compiler
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_a_pallas_kernel_is_compiled_and_has_no_attention_matrix() -> None:
+    xla, pallas = (rj.measure(attention_job(name), "off", "h200") for name in ("xla", "pallas"))
+    matrix = BATCH * HEADS * LENGTH * LENGTH * 4
+    assert xla.temp_bytes >= matrix > 1.2 * pallas.temp_bytes > 0
+    assert xla.argument_bytes == pallas.argument_bytes == BATCH * LENGTH * HEADS * WIDTH * 2
+
+
+def test_a_pallas_kernel_for_a_device_that_has_no_name_says_what_to_add() -> None:
+    table = '[toy]\nkind = "gpu"\ndescription = "a toy"\n[toy.source]\n'
+    with (
+        pytest.raises(UnsupportedError, match=r"target='toy' has a Pallas kernel.*device_kinds = \["),
+        compat.lowering_for("toy", read_table(table)["toy"].device_kinds),
+    ):
+        pass
+
+
+def test_an_operator_that_needs_cudnn_is_named_with_its_line_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without cuDNN, wherever this runs."""
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("cuDNN not found.")
+
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", missing)
+    with pytest.raises(CompileError) as caught:
+        rj.measure(attention_job("cudnn"), "off", "h200")
+    message = str(caught.value)
+    assert "dot_product_attention at " in message and f"{pathlib.Path(__file__).name}:" in message
+    assert "cuDNN not found. It needs cuDNN: pip install nvidia-cudnn-cu13" in message
+    assert "implementation='xla'" in message and "Pallas" in message
+
+
+def test_other_errors_of_a_trace_are_left_alone() -> None:
+    def step(x: Any) -> Any:
+        raise RuntimeError("of the user's own")
+
+    with pytest.raises(RuntimeError, match="of the user's own") as caught:
+        export_step("full", Step(step, (struct(2),), ()), target("h200"))
+    assert not isinstance(caught.value, CompileError)
+
+
+def test_what_libraries_print_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    sizes = dict.fromkeys(("temp", "argument", "output", "alias", "host_temp", "host_argument", "host_output", "host_alias"), 1)
+    answer = json.dumps({"key": "full", "sizes": sizes})
+    other_child(monkeypatch, tmp_path, f"print('[1]'); print('{{'); print({answer!r})")
+    assert compiled(program()) == Sizes(**sizes)

@@ -1,0 +1,152 @@
+"""A scanned offload as it is compiled for a GPU: the slot its copies take, what is done about it, and what XLA's peak is."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pathlib
+
+import jax
+import pytest
+
+import remat_jax
+from remat_jax import compat
+from remat_jax.compat import versions
+from remat_jax.errors import UnsupportedError
+from remat_jax.hardware import target
+from remat_jax.memory.schedule import read_overlap
+from remat_jax.memory.slots import scanned_offload_is_miscompiled
+from tests.gpu_text import Compiled, compile_for_h200
+from tests.test_measure import KERNELS, WIDTH, workload
+
+needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+CURE = "--xla_disable_hlo_passes=dynamic-slice-annotator"
+
+SCANNED = """
+import remat_jax as rj
+
+def block(x, w):
+    return x + jax.nn.gelu(x @ w[0]) @ w[1]
+
+def loss(ws, x):
+    body = rj.remat(block, "offload_dot_with_no_batch_dims")
+    return (jax.lax.scan(lambda x, w: (body(x, w), None), x, ws)[0] ** 2).mean()
+
+keep("scanned", jax.grad(loss), (struct((8, 64, 256)), struct((8, 256, 64))), struct((16384, 64)))
+"""
+HOST = 8 * 16384 * 256 * 4
+
+
+@pytest.fixture(scope="module")
+def scanned(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return compile_for_h200(tmp_path_factory.mktemp("scanned"), SCANNED)["scanned"]
+
+
+@needs_gpu_compiler
+def test_a_scanned_offload_is_judged_as_it_is_compiled(scanned: Compiled) -> None:
+    assert scanned.host_temp == HOST
+    assert scanned_offload_is_miscompiled(scanned.text) == (compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED)
+    found = read_overlap(scanned.text, target("h200"))
+    assert (found.out.bytes, found.back.bytes, found.out.count, found.back.count) == (HOST, HOST, 8, 8)
+
+
+@needs_gpu_compiler
+def test_without_the_pass_the_copies_are_right_and_the_memory_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, scanned: Compiled
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {CURE}".strip())
+    cured = compile_for_h200(tmp_path, SCANNED)["scanned"]
+    assert not scanned_offload_is_miscompiled(cured.text)
+    assert cured.host_temp == HOST and cured.temp <= scanned.temp
+    # The warning goes where the fault goes.
+    assert remat_jax.measure(workload(scan=True), "offload_inputs", "h200").receipt.warnings == ()
+
+
+# --- the refusal where it would run -----------------------------------------------------------------------------------
+
+
+def differentiate(scan: bool = True) -> None:
+    step = workload(scan=scan, rows=64).step("offload_inputs")
+    jax.eval_shape(step.function, *step.arguments)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX 0.11.0 with a GPU that is not the default device."""
+    monkeypatch.setattr(versions, "JAX_VERSION", (0, 11, 0))
+    monkeypatch.setattr(jax, "devices", lambda platform=None: ["a GPU"] if platform == "gpu" else ["a CPU"])
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_where_a_gpu_could_run_it_a_scanned_offload_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=f"gradients are silently wrong .*XLA_FLAGS={CURE}"):
+        differentiate()
+    differentiate(scan=False)
+
+
+@pytest.mark.usefixtures("a_gpu")
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        (CURE, False),
+        (f"--xla_a=1 {CURE},other --xla_b=2", False),
+        ("--xla_disable_hlo_passes=other", True),
+        (f"{CURE} --xla_disable_hlo_passes=other", True),  # the last one holds
+        ("--xla_dump_hlo_pass_re=dynamic-slice-annotator", True),
+        ("--xla_disable_hlo_passes=not-dynamic-slice-annotator", True),
+    ],
+)
+def test_it_is_let_pass_only_where_the_pass_is_switched_off(monkeypatch: pytest.MonkeyPatch, flags: str, refused: bool) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    if not refused:
+        return differentiate()
+    with pytest.raises(UnsupportedError, match="openxla/xla#46231"):
+        differentiate()
+
+
+@pytest.mark.usefixtures("a_gpu")
+@pytest.mark.parametrize("version", [(0, 11, 1), (0, 11, 2), (0, 12, 0)])
+def test_a_jax_that_compiles_it_right_runs_it(monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...]) -> None:
+    monkeypatch.setattr(versions, "JAX_VERSION", version)
+    differentiate()
+
+
+def test_where_no_gpu_is_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "JAX_VERSION", (0, 11, 0))
+    assert not versions._has_gpu()
+    differentiate()
+
+
+# --- the peak that is not used ----------------------------------------------------------------------------------------
+
+
+@needs_gpu_compiler
+def test_xlas_own_peak_is_host_memory_where_more_is_there_than_on_the_device(scanned: Compiled) -> None:
+    device = scanned.argument + scanned.output - scanned.alias + scanned.temp
+    assert scanned.temp < HOST
+    # Arguments, results and, to some kB, all that is on the host; of the device's own 50 MB or more of scratch nothing.
+    assert abs(scanned.peak - (scanned.argument + scanned.output + HOST)) < 2**14
+    assert scanned.peak > 1.3 * device
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_on_the_cpu_xlas_own_peak_is_arguments_and_results(donate: bool) -> None:
+    step = workload(scan=True, rows=64, donate=donate).step("dots")
+    compiled = jax.jit(step.function, donate_argnums=step.donate_argnums).lower(*step.arguments).compile().memory_analysis()
+    arguments = 4 * (3 * KERNELS + 1 + 64 * WIDTH)
+    results = compiled.output_size_in_bytes - compiled.alias_size_in_bytes
+    assert abs(compiled.peak_memory_in_bytes - (arguments + results)) < 256
+    assert compiled.temp_size_in_bytes > 200_000
+
+
+def test_nothing_reads_xlas_own_peak() -> None:
+    package = pathlib.Path(remat_jax.__file__).parent
+    names = {
+        node.attr if isinstance(node, ast.Attribute) else str(node.value)
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    }
+    assert "memory_analysis" in names
+    assert {name for name in names if "peak_memory" in name} == set()
