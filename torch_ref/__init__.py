@@ -10,6 +10,7 @@ training step, on fake tensors.
 from __future__ import annotations
 
 from torch_ref import faithful
+from torch_ref.allocated import AllocatedBytes, allocated_bytes
 from torch_ref.blocks import AppliedPolicies, checkpoint_blocks
 from torch_ref.checkpoint import gradient_checkpoint_forward
 from torch_ref.diagnosis import Diagnosis, Finding, doctor
@@ -114,6 +115,8 @@ __all__ = [
     "most_activations",
     "optimal_segments",
     "peak_bytes",
+    "AllocatedBytes",
+    "allocated_bytes",
     "receipt",
     "recomputed_layers",
     "saved_for_backward",

@@ -1,15 +1,10 @@
 """How much of an unrolled offload's copies compute covers, compiled for an H200: blocks linked, and each tied to its own place.
 
-Linked blocks need `offload_overlap.patch`; without it the rows of today's ties are printed.
-
 python docs/notes/offload_overlap.py [layers]
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +22,7 @@ from jax.experimental import topologies
 
 import remat_jax as rj
 from examples.models.linen import ByteDecoder, DecoderLayer
+from remat_jax.apply import overlap
 from remat_jax.hardware import target
 from remat_jax.memory.schedule import read_overlap
 
@@ -89,13 +85,10 @@ def main() -> None:
     where = jax.sharding.SingleDeviceSharding(devices[0])
     print("| JAX | program | temp MB | host MB | out % | back % | compute ms | step ms |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    patched = importlib.util.find_spec("remat_jax.apply.overlap") is not None
-    alone = importlib.import_module("remat_jax.apply.overlap").unlinked if patched else contextlib.nullcontext
     for name, *rest in programs(layers):
-        with alone():
+        with overlap.unlinked():
             print("|", row(f"{name}, tied", *rest, where), "|", flush=True)
-        if patched:
-            print("|", row(f"{name}, linked", *rest, where), "|", flush=True)
+        print("|", row(f"{name}, linked", *rest, where), "|", flush=True)
 
 
 if __name__ == "__main__":

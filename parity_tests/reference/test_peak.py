@@ -138,3 +138,30 @@ def test_a_step_that_asks_for_a_value_is_refused():
 
     with pytest.raises(torch_ref.FakeTensorStepError, match=r"value of a fake tensor.*leave out `.item\(\)`"):
         torch_ref.peak_bytes(build)
+
+
+def test_the_allocators_peak_needs_a_gpu_and_says_so() -> None:
+    def build() -> torch_ref.TrainingStep:
+        raise AssertionError("built")
+
+    with pytest.raises(torch_ref.InvalidArgumentError, match=r"device='cpu': expected a CUDA device.*torch_ref\.peak_bytes"):
+        torch_ref.allocated_bytes(build, "cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(
+            torch_ref.InvalidArgumentError, match=r"device='cuda': expected a CUDA device of this machine, which has 0"
+        ):
+            torch_ref.allocated_bytes(build)
+
+
+@pytest.mark.gpu
+def test_the_allocators_peak_is_the_tracked_one_but_for_rounding_and_workspaces() -> None:
+    def build(device: str | None = "cuda") -> torch_ref.TrainingStep:
+        with torch.device(device or "cpu"):
+            model = torch_ref.DeepMLP(num_layers=8, hidden_size=1024)
+            x = torch.zeros(4096, 1024)
+        return torch_ref.TrainingStep(model, lambda x: model(x).square().mean(), (x,), torch.optim.Adam(model.parameters()))
+
+    tracked, found = torch_ref.peak_bytes(lambda: build(None)), torch_ref.allocated_bytes(build)
+    # cuBLAS has a workspace of up to 32 MiB.
+    assert tracked.device_bytes <= found.peak_bytes <= 1.03 * tracked.device_bytes + 32 * 2**20
+    assert found.peak_bytes <= found.reserved_bytes

@@ -9,7 +9,7 @@ import jax
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.ties import tied
+from remat_jax.apply.overlap import run_tied, unlinked
 from remat_jax.graph import PlannedBlock, plan_block
 from remat_jax.policy import JaxPolicy, Policy
 
@@ -52,7 +52,8 @@ def run_block(
         return [out for out in outputs if compat.is_array(out)]
 
     values = [leaves[index] for index in arrays]
-    jaxpr = jax.make_jaxpr(flat)(*values)
+    with unlinked():
+        jaxpr = jax.make_jaxpr(flat)(*values)
     # What the function closes over (tracers among it) must reach the block as arguments, or it could not be differentiated.
     open_jaxpr, consts = compat.hoist_consts(jaxpr)
     is_input = [False] * len(consts) + [index >= first_input for index in arrays]
@@ -85,6 +86,6 @@ def bind_block(block: PlannedBlock, values: Sequence[Any], *, looped: bool | Non
     if block.offloaded and looped:
         compat.refuse_miscompiled_offload()
     run = block.checkpointed(prevent_cse=not apart)
-    if block.offloaded and not looped:
-        run = tied(run)
+    if not looped:
+        return run_tied(run, block, values)
     return list(run(*values))

@@ -61,7 +61,9 @@ def tied(block: Block) -> Block:
         directions = [tangents[index] for index in live]
         jaxpr = jax.make_jaxpr(pushforward)(residuals, *directions)
         changes = [zero_tangent(out) for out in outputs]
-        linear_outputs = tied_linear_p.bind(*residuals, *directions, jaxpr=jaxpr, num_residuals=len(residuals))
+        linear_outputs = tied_linear_p.bind(
+            *residuals, *directions, jaxpr=jaxpr, num_residuals=len(residuals), before=0, handed=()
+        )
         for index, change in zip(smooth, linear_outputs, strict=True):
             changes[index] = change
         return outputs, changes
@@ -72,22 +74,44 @@ def tied(block: Block) -> Block:
 
 # The linear part of a tied block: tangents in, tangents out, given residuals. A primitive of its own, because neither
 # `custom_vjp` (no forward mode) nor `linear_call` (no batching) lets the transpose be written by hand and all else be kept.
+# A linked block (`overlap`) hands its residuals on the host to the block after it, and gets them back, fetched, as the
+# cotangents of their ghosts: `before` of the operands behind the tangents are those of the block before, as many the tangents
+# of their ghosts, and the last outputs, of the types `handed`, are the tangents of its own. These are always zero: what comes
+# back in their stead is no derivative.
 tied_linear_p = jex.Primitive("tied_linear")
 tied_linear_p.multiple_results = True
 
 
-def _evaluate(*args: Any, jaxpr: Any, num_residuals: int) -> list[Any]:
-    return jex.jaxpr_as_fun(jaxpr)(*args)
+def host_zeros(aval: Any) -> Any:
+    """Zeros of a type, in host memory."""
+    return jax.device_put(jnp.zeros(aval.shape, aval.dtype), jax.memory.Space.Host)
 
 
-def _abstract(*_: Any, jaxpr: Any, num_residuals: int) -> list[Any]:
-    return list(jaxpr.out_avals)
+def ghost(aval: Any) -> Any:
+    """Zeros of the shape and dtype of a type, in device memory; never read, and so never made."""
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
-def _transpose(cotangents: Sequence[Any], *args: Any, jaxpr: Any, num_residuals: int) -> list[Any]:
-    residuals, tangents = args[:num_residuals], args[num_residuals:]
-    concrete = [ad.instantiate_zeros(ct) for ct in cotangents]
-    residuals, concrete = compat.optimization_barrier((list(residuals), concrete))
+def _evaluate(*args: Any, jaxpr: Any, num_residuals: int, before: int, handed: tuple[Any, ...]) -> list[Any]:
+    return [*jex.jaxpr_as_fun(jaxpr)(*args[: len(jaxpr.in_avals)]), *map(ghost, handed)]
+
+
+def _abstract(*_: Any, jaxpr: Any, num_residuals: int, before: int, handed: tuple[Any, ...]) -> list[Any]:
+    return [*jaxpr.out_avals, *handed]
+
+
+def _transpose(
+    cotangents: Sequence[Any], *args: Any, jaxpr: Any, num_residuals: int, before: int, handed: tuple[Any, ...]
+) -> list[Any]:
+    size = len(jaxpr.in_avals)
+    residuals, tangents, others = list(args[:num_residuals]), args[num_residuals:size], list(args[size : size + before])
+    concrete = [ad.instantiate_zeros(ct) for ct in cotangents[: len(jaxpr.out_avals)]]
+    returned = cotangents[len(jaxpr.out_avals) :]
+    fetched: dict[int, Any] = {}
+    if handed:
+        residuals, fetched, concrete, others = _enter_linked(residuals, concrete, returned, others)
+    else:
+        residuals, concrete, others = compat.optimization_barrier((residuals, concrete, others))
 
     def pullback(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
         linear = jax.linear_transpose(
@@ -95,26 +119,62 @@ def _transpose(cotangents: Sequence[Any], *args: Any, jaxpr: Any, num_residuals:
         )
         return list(linear(cotangents))
 
-    gradients = in_program_order(jax.make_jaxpr(pullback)(residuals, concrete), residuals, concrete)
-    return [None] * num_residuals + list(compat.optimization_barrier(gradients))
+    backward = jax.make_jaxpr(pullback)(residuals, concrete)
+    gradients, others = in_program_order(backward, residuals, concrete, fetched, others)
+    return [None] * num_residuals + list(compat.optimization_barrier(gradients)) + [None] * before + others
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, num_residuals: int) -> tuple[Any, Any]:
+def can_be_handed(residual: Any) -> bool:
+    """Whether a residual is on the host and has a cotangent, in which it can come back."""
+    return compat.is_on_host(residual) and is_smooth(residual)
+
+
+def _enter_linked(
+    residuals: list[Any], cotangents: list[Any], returned: Sequence[Any], others: list[Any]
+) -> tuple[list[Any], dict[int, Any], list[Any], list[Any]]:
+    """Enter the backward pass of a linked block.
+
+    What the block after it has `returned` was fetched while its backward pass ran, and is waited for here; where no block came
+    after, the residuals are fetched here. Those of the block before, the `others`, may be fetched when that is done.
+
+    Returns:
+      residuals and cotangents tied to each other, what was fetched by its place, and the `others`.
+    """
+    places = [place for place, residual in enumerate(residuals) if can_be_handed(residual)]
+    kept = [residual for place, residual in enumerate(residuals) if place not in places]
+    on_host = [residuals[place] for place in places]
+    if any(isinstance(value, ad.Zero) for value in returned):
+        on_host, kept, cotangents = compat.optimization_barrier((on_host, kept, cotangents))
+        back = [jax.device_put(value, jax.memory.Space.Device) for value in on_host]
+        back, others = compat.optimization_barrier((back, others))
+    else:
+        back, kept, cotangents, others = compat.optimization_barrier((list(returned), kept, cotangents, others))
+    rest, hosts = iter(kept), iter(on_host)
+    joined = [next(hosts) if place in places else next(rest) for place in range(len(residuals))]
+    return joined, dict(zip(places, back, strict=True)), cotangents, others
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     # Someone differentiates forward through forward: nothing is kept for a backward pass here, so nothing is tied.
-    return jax.jvp(jex.jaxpr_as_fun(jaxpr), tuple(primals), tuple(ad.instantiate_zeros(t) for t in tangents))
+    changes = tuple(ad.instantiate_zeros(tangent) for tangent in tangents)
+    return jax.jvp(lambda *args: _evaluate(*args, **params), tuple(primals), changes)
 
 
 def _batch(
-    axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, num_residuals: int
-) -> tuple[list[Any], list[int]]:
-    moved = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
-    in_axes = [None if dim is None else 0 for dim in axes]
+    axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, num_residuals: int, **links: Any
+) -> tuple[list[Any], list[int | None]]:
+    size = len(jaxpr.in_avals)
+    moved = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args[:size], axes[:size], strict=True)]
+    in_axes = [None if dim is None else 0 for dim in axes[:size]]
     # The name of the axis, for the collectives inside.
     vmapped = jax.vmap(
         jex.jaxpr_as_fun(jaxpr), in_axes=in_axes, axis_size=axis.size, axis_name=axis.name, spmd_axis_name=axis.spmd_name
     )
-    outputs = tied_linear_p.bind(*moved, jaxpr=jax.make_jaxpr(vmapped)(*moved), num_residuals=num_residuals)
-    return outputs, [0] * len(outputs)
+    # A batch of linear parts is linked to nothing: what it would hand on is zero anyhow.
+    outputs = tied_linear_p.bind(
+        *moved, jaxpr=jax.make_jaxpr(vmapped)(*moved), num_residuals=num_residuals, before=0, handed=()
+    )
+    return [*outputs, *map(ghost, links["handed"])], [0] * len(outputs) + [None] * len(links["handed"])
 
 
 tied_linear_p.def_impl(_evaluate)

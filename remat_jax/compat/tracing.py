@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src.interpreters import partial_eval as _pe
 
 _LOOPS = frozenset({"scan", "while_body", "while_loop", "fori_loop", "map", "associative_scan"})
 
@@ -37,6 +38,15 @@ def is_traced(leaf: Any) -> bool:
     return isinstance(leaf, _core.Tracer)
 
 
+def is_staged(leaf: Any) -> bool:
+    """Whether `leaf` is a tracer that becomes part of a program, under whatever transformations; False op by op."""
+    while isinstance(leaf, _core.Tracer):
+        if isinstance(leaf, _pe.DynamicJaxprTracer):
+            return True
+        leaf = getattr(leaf, "primal", getattr(leaf, "val", None))
+    return False
+
+
 def on_device(leaf: Any) -> Any:
     """The type of the array `leaf`, in device memory wherever it is."""
     return _core.shaped_abstractify(leaf).update(memory_space=jax.memory.Space.Device)
@@ -44,7 +54,8 @@ def on_device(leaf: Any) -> Any:
 
 def is_on_host(leaf: Any) -> bool:
     """Whether `leaf`, an array or what describes one, is in host memory."""
-    if getattr(getattr(leaf, "sharding", None), "memory_kind", None) == "pinned_host":
+    # A tracer is not asked for its sharding: it would write a long error first.
+    if not is_traced(leaf) and getattr(getattr(leaf, "sharding", None), "memory_kind", None) == "pinned_host":
         return True
     return getattr(_core.shaped_abstractify(leaf), "memory_space", None) is jax.memory.Space.Host
 

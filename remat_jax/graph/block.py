@@ -63,23 +63,30 @@ class PlannedBlock:
         What a policy offloads is not moved where the backward pass reads none of it: the output of a dot, when the tanh that
         takes it is saved.
         """
+        try:
+            return bool(self.host_residuals)
+        except Exception:  # a block that has no reverse mode can still be run forwards
+            return True
+
+    @functools.cached_property
+    def host_residuals(self) -> tuple[Any, ...]:
+        """The types of what is on the host between the passes when the block is differentiated along every input."""
         smooth = [index for index, aval in enumerate(self.jaxpr.in_avals) if is_smooth(aval)]
         block = self.checkpointed(prevent_cse=False)
 
-        def pullback(*primals: Any) -> Any:
+        def linear(*primals: Any) -> Any:
             def of_smooth(*changed: Any) -> list[Any]:
                 arguments = list(primals)
                 for index, value in zip(smooth, changed, strict=True):
                     arguments[index] = value
                 return [out for out in block(*arguments) if is_smooth(out)]
 
-            return jax.vjp(of_smooth, *(primals[index] for index in smooth))[1]
+            return jax.linearize(of_smooth, *(primals[index] for index in smooth))[1]
 
-        try:
-            residuals = jax.make_jaxpr(pullback)(*self.jaxpr.in_avals).jaxpr.outvars
-        except Exception:  # a block that has no reverse mode can still be run forwards
-            return True
-        return any(not hasattr(atom, "val") and is_on_host(atom) for atom in residuals)
+        if not smooth:
+            return ()
+        residuals = jax.make_jaxpr(linear)(*self.jaxpr.in_avals).jaxpr.outvars
+        return tuple(atom.aval for atom in residuals if not hasattr(atom, "val") and is_on_host(atom))
 
     def checkpointed(self, *, prevent_cse: bool) -> Function:
         """The block as a function of the jaxpr's inputs, under its policy."""

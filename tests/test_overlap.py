@@ -1,0 +1,306 @@
+"""Linked blocks: the copies of one run while the next computes, and nothing else changes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat_jax as rj
+from remat_jax.apply import overlap
+from remat_jax.graph.count import matmuls
+from remat_jax.hardware import target
+from remat_jax.memory.schedule import Overlap, read_overlap
+from tests.gpu_text import Compiled, compile_for_h200
+from tests.small_models import Attention, Mlp, assert_same, equations, make_loss, to_host
+
+OFFLOADS = ("offload_inputs", "offload: *tanh*; save: @dots")
+
+
+def plain(w: Any, x: Any) -> Any:
+    return x + jnp.tanh(jnp.tanh(x @ w) @ w)
+
+
+def links(fn: Any, *args: Any) -> list[int]:
+    """Of each tied block that is differentiated, how many arrays it takes from the block before."""
+    # A function of its own each time: JAX would remember what it traced.
+    found = equations(lambda *args: jax.jvp(fn, args, args), *args)
+    return [eqn.params["before"] for eqn, _ in found if eqn.primitive.name == "tied_linear"]
+
+
+def stack(block: Any, between: Any = lambda x: x, layers: int = 3) -> Any:
+    def loss(w: Any, x: Any) -> Any:
+        for index in range(layers):
+            x = between(block(w * (1 + index), x))
+        return jnp.sum(jnp.sin(x))
+
+    return loss
+
+
+def arrays() -> tuple[Any, Any]:
+    random = np.random.default_rng(0)
+    dtype = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+    return jnp.asarray(random.normal(size=(4, 4)) / 2, dtype), jnp.asarray(random.normal(size=(3, 4)), dtype)
+
+
+# --- who is linked ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", OFFLOADS)
+def test_consecutive_blocks_of_a_model_are_linked(policy: str) -> None:
+    loss, params, x = make_loss(layers=4)
+    fn = rj.checkpoint_blocks(loss, {Mlp: policy})
+    assert links(fn, params, x) == [0, 1, 1, 1]
+    with overlap.unlinked():
+        assert links(fn, params, x) == [0, 0, 0, 0]
+    # Whether a `jit` will be differentiated is not known while it is traced.
+    assert links(jax.jit(fn), params, x) == [0, 0, 0, 0]
+
+
+def test_blocks_that_do_not_follow_each_other_are_tied_to_their_own_place() -> None:
+    w, x = arrays()
+    block = rj.remat(plain, "offload_inputs")
+    assert links(stack(block), w, x) == [0, 2, 2]
+    assert links(stack(block, between=lambda x: x * 2), w, x) == [0, 0, 0]
+    assert links(stack(jax.jit(block)), w, x) == [0, 0, 0]
+    assert links(stack(lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: block(w, x), lambda: x)), w, x) == [0, 0, 0]
+    assert links(stack(lambda w, x: jax.lax.scan(lambda x, _: (block(w, x), None), x, None, length=2)[0]), w, x) == []
+    assert links(stack(rj.remat(plain, "full")), w, x) == []
+
+
+def test_a_block_behind_offloading_ones_is_tied_though_it_keeps_everything() -> None:
+    loss, params, x = make_loss(layers=5)
+    fn = rj.checkpoint_blocks(loss, {"*layer_[34]": "full", Mlp: "offload_inputs"})
+    # The block that keeps takes what the one before it has on the host. It has nothing to hand on, but the next is tied, too.
+    assert links(fn, params, x) == [0, 1, 1, 1, 0]
+    fn = rj.checkpoint_blocks(loss, {"*layer_[01]": "full", Mlp: "offload_inputs"})
+    assert links(fn, params, x) == [0, 1, 1]
+
+
+def test_where_ops_run_one_by_one_nothing_is_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("linked")
+
+    monkeypatch.setattr(overlap, "_run_linked", refuse)
+    w, x = arrays()
+    linked = stack(rj.remat(plain, "offload_inputs"))
+    jax.grad(linked)(w, x)
+    with pytest.raises(AssertionError, match="linked"):
+        jax.jit(jax.grad(linked))(w, x)
+
+
+def test_what_is_on_the_host_has_one_taker() -> None:
+    w, x = arrays()
+    block = rj.remat(plain, "offload_inputs")
+
+    def two_heads(w: Any, x: Any) -> Any:
+        x = block(w, x)
+        return jnp.sum(block(w, x) * block(2 * w, x) + x)
+
+    assert links(two_heads, w, x) == [0, 2, 0]
+
+
+def test_no_trace_is_kept_alive() -> None:
+    loss, params, x = make_loss(layers=3)
+    fn = rj.checkpoint_blocks(loss, {Mlp: "offload_inputs"})
+    with jax.checking_leaks():
+        jax.jit(jax.grad(fn))(params, x)
+        jax.grad(jax.jit(fn))(params, x)
+    gc.collect()
+    assert not overlap._outputs
+
+
+# --- nothing else changes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", OFFLOADS)
+@pytest.mark.parametrize("model", [Mlp, Attention])
+def test_links_change_no_value(policy: str, model: Any, x64: None) -> None:
+    if model is Attention:
+        policy = policy.replace("tanh", "exp")
+    loss, params, x = make_loss(model, layers=3)
+    params, x = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), (params, x))
+    gradient = jax.value_and_grad(rj.checkpoint_blocks(loss, {model: policy}), (0, 1))
+    linked = jax.jit(lambda *args: gradient(*args))(params, x)
+    with overlap.unlinked():
+        assert_same(linked, jax.jit(lambda *args: gradient(*args))(params, x))
+
+
+def around(name: str, f: Any) -> Any:
+    """A way of differentiating `f(w, x)`, as a function of both."""
+    xs = lambda x: jnp.stack([x, 2 * x], 1)  # noqa: E731
+    return {
+        "grad": jax.grad(f, (0, 1)),
+        "grad of one": jax.grad(f),
+        "grad of the other": jax.grad(f, 1),
+        "jit of grad": jax.jit(jax.grad(f, (0, 1))),
+        "grad of jit": jax.grad(jax.jit(f), (0, 1)),
+        "jvp": lambda w, x: jax.jvp(f, (w, x), (x.T @ x, x)),
+        "jvp of jvp": lambda w, x: jax.jvp(lambda x: jax.jvp(lambda x: f(w, x), (x,), (x,)), (x,), (x,)),
+        "hessian": jax.hessian(f, 1),
+        "jit of forward over reverse": jax.jit(lambda w, x: jax.jvp(lambda w: jax.grad(f, (0, 1))(w, x), (w,), (w,))),
+        "vmap of grad": lambda w, x: jax.vmap(jax.grad(f, (0, 1)), (None, 1))(w, xs(x)),
+        "grad of vmap": lambda w, x: jax.grad(lambda w: jnp.sum(jax.vmap(f, (None, 1))(w, xs(x))))(w),
+        "grad of vmap of both": lambda w, x: jax.jit(
+            jax.grad(lambda w: jnp.sum(jax.vmap(f)(jnp.stack([w, 2 * w]), jnp.stack([x, 2 * x]))))
+        )(w),
+        "linearize": lambda w, x: jax.linearize(f, w, x)[1](w, x),
+        "vmap of linearize": lambda w, x: jax.vmap(jax.linearize(f, w, x)[1])(jnp.stack([w, 2 * w]), jnp.stack([x, x])),
+        "checkpoint": jax.grad(jax.checkpoint(f), (0, 1)),
+    }[name]
+
+
+WAYS = (
+    "grad, grad of one, grad of the other, jit of grad, grad of jit, jvp, jvp of jvp, hessian, jit of forward over reverse, "
+    "vmap of grad, grad of vmap, grad of vmap of both, linearize, vmap of linearize, checkpoint"
+).split(", ")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_derivatives_are_those_of_the_plain_function(way: str, x64: None) -> None:
+    w, x = arrays()
+    linked = stack(rj.remat(plain, "offload: *tanh*"))
+    assert links(linked, w, x) == [0, 2, 2]
+    assert_same(jax.jit(around(way, linked))(w, x), around(way, stack(plain))(w, x))
+
+
+def with_masks(w: Any, x: Any) -> Any:
+    return x + jnp.where(x @ w > 0, jnp.tanh(x @ w), 0) @ w
+
+
+SHAPES = {
+    "skipped over": lambda block: (
+        lambda w, x: jnp.sum(functools.reduce(lambda x, _: x + block(w, block(w, x)), range(2), x) ** 2)
+    ),
+    "used twice": lambda block: lambda w, x: jnp.sum(block(w, (y := block(w, x))) * y + block(2 * w, y)),
+    "two streams": lambda block: lambda w, x: jnp.sum(block(w, block(w, x)) * block(2 * w, block(3 * w, x))),
+    "not differentiated first": lambda block: (
+        lambda w, x: jnp.sum(block(w, block(jax.lax.stop_gradient(w), x.astype(int) + 0.0)))
+    ),
+    "stopped between": lambda block: lambda w, x: jnp.sum(block(w, jax.lax.stop_gradient(block(w, x))) ** 2),
+    "jitted block": lambda block: stack(jax.jit(block)),
+    "in a branch": lambda block: (
+        lambda w, x: jnp.sum(
+            (lambda y: jax.lax.cond(y[0, 0] > 0, lambda: block(w, block(w, y)), lambda: y * 2))(block(w, x)) ** 2
+        )
+    ),
+    "loop behind": lambda block: (
+        lambda w, x: jnp.sum(jax.lax.scan(lambda c, _: (block(w, c), None), block(w, block(w, x)), None, length=2)[0] ** 2)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "policy"),
+    [*((shape, "offload_inputs") for shape in SHAPES), *((shape, "offload: *") for shape in list(SHAPES)[:3])],
+)
+def test_any_way_of_putting_blocks_together(shape: str, policy: str, x64: None) -> None:
+    w, x = arrays()
+    ours, theirs = (SHAPES[shape](block) for block in (rj.remat(with_masks, policy), with_masks))
+    # A `cond` under `vmap` selects, which JAX refuses for what is on the host.
+    for way in ("grad", "jit of grad", "jit of forward over reverse", *(["vmap of grad"] if shape != "in a branch" else [])):
+        assert_same(jax.jit(around(way, ours))(w, x), around(way, theirs)(w, x))
+
+
+def test_links_cost_no_matmul_and_move_nothing_more() -> None:
+    loss, params, x = make_loss(Attention, layers=3)
+    gradient = jax.jit(jax.grad(rj.checkpoint_blocks(loss, {Attention: "offload_inputs"}), (0, 1)))
+    with overlap.unlinked():
+        alone = matmuls(gradient, params, x), to_host(gradient, params, x)
+    gradient.clear_cache()
+    assert (matmuls(gradient, params, x), to_host(gradient, params, x)) == alone
+
+
+def test_replan_finds_the_blocks_inside() -> None:
+    w, x = arrays()
+    linked = stack(rj.remat(plain, "offload_inputs"))
+    replanned = rj.replan(linked, "full")
+    assert_same(jax.grad(replanned, (0, 1))(w, x), jax.grad(stack(plain), (0, 1))(w, x), 1e-6)
+    assert to_host(jax.grad(linked), w, x) and not to_host(jax.grad(replanned), w, x)
+
+
+# --- what the compiler makes of it ------------------------------------------------------------------------------------
+
+SCRIPT = """
+import remat_jax as rj
+from remat_jax.apply import overlap
+
+def plain(x, w):
+    return x + jax.nn.gelu(x @ w[0].astype(jnp.bfloat16)) @ w[1].astype(jnp.bfloat16)
+
+block = rj.remat(plain, "offload_dot_with_no_batch_dims")
+
+def loss(ws, x):
+    for w in ws:
+        x = block(x, w)
+    return (x.astype(jnp.float32) ** 2).mean()
+
+arguments = [(struct((1024, 4096)), struct((4096, 1024)))] * 5, struct((16384, 1024), jnp.bfloat16)
+keep("linked", jax.grad(loss), *arguments)
+with overlap.unlinked():
+    keep("alone", lambda *args: jax.grad(loss)(*args), *arguments)
+"""
+
+
+def read(compiled: Compiled, hbm_bytes_per_s: float = math.inf) -> Overlap:
+    rates = {"flops_per_s": 790e12, "hbm_bytes_per_s": hbm_bytes_per_s, "host_link_bytes_per_s": 50e9}
+    return read_overlap(compiled.text, target("h200"), **rates)
+
+
+def test_compute_covers_all_of_the_copies_that_it_can(tmp_path: pathlib.Path) -> None:
+    compiled = compile_for_h200(tmp_path, SCRIPT)
+    found = {name: read(one) for name, one in compiled.items()}
+    copy = 2 * 16384 * 4096
+    assert {name: one.host_temp for name, one in compiled.items()} == dict.fromkeys(found, 5 * copy)
+    # One more of the copies is in flight.
+    assert compiled["linked"].temp <= compiled["alone"].temp + copy + 2**16
+    matmul = 2 * 16384 * 1024 * 4096 / 790e12
+    seconds = 5 * copy / 50e9
+    # Forward, all but the first matmul; backward, the four of each block but those of the first.
+    assert found["linked"].out.covered == pytest.approx(9 * matmul / seconds, rel=1e-6)
+    assert found["linked"].back.covered == pytest.approx(16 * matmul / seconds, rel=1e-6)
+    assert found["linked"].out.covered == pytest.approx(found["linked"].out.coverable)
+    assert found["linked"].back.covered == pytest.approx(found["linked"].back.coverable)
+    # Tied to its own place, one matmul of each block.
+    assert found["alone"].out.covered == pytest.approx(5 * matmul / seconds, rel=1e-6)
+    assert found["alone"].back.covered == pytest.approx(5 * matmul / seconds, rel=1e-6)
+
+
+DECODER = """
+import remat_jax as rj
+from examples.models.linen import ByteDecoder, DecoderLayer
+
+model = ByteDecoder(d_model=512, nhead=8, num_layers=4, max_len=512)
+tokens = struct((16, 512), jnp.int32)
+params = jax.tree.map(lambda leaf: struct(leaf.shape, leaf.dtype), jax.eval_shape(model.init, jax.random.key(0), tokens))
+for name, policies in {
+    "dots": {DecoderLayer: "offload_dot_with_no_batch_dims"},
+    "last kept": {"*layers_[23]": "full", DecoderLayer: "offload_inputs"},
+}.items():
+    loss = rj.checkpoint_blocks(lambda p, x, y: model.apply(p, x, y, method="loss"), policies)
+    keep(name, jax.grad(loss), params, tokens, tokens)
+"""
+
+
+def test_a_decoders_copies_are_spread_over_its_compute(tmp_path: pathlib.Path) -> None:
+    compiled = compile_for_h200(tmp_path, DECODER)
+    found = {name: read(one, 4.8e12) for name, one in compiled.items()}
+    x = 4 * 16 * 512 * 512
+    assert {name: one.host_temp for name, one in compiled.items()} == {"dots": 4 * 9 * x, "last kept": 2 * x}
+    # Four copies a block, which take longer than its compute: none of that is without a copy.
+    assert found["dots"].back.count == 16
+    assert found["dots"].back.covered >= 0.99 * found["dots"].back.coverable
+    assert found["dots"].out.covered >= 0.99 * found["dots"].out.coverable
+    # Where the last blocks are kept, the first copy has their backward passes to hide behind.
+    assert found["last kept"].back.covered == pytest.approx(1)
+    # What they keep and two copies in flight, beside one block's working set: three attention matrices, twice the inside of the
+    # feed-forward, and nine arrays of the width.
+    working_set = 3 * 8 * x + 2 * 4 * x + 9 * x
+    assert compiled["last kept"].temp <= working_set + 4 * x

@@ -1,0 +1,68 @@
+"""Peak memory of a training step on a GPU, as PyTorch's CUDA allocator counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from torch_ref.errors import InvalidArgumentError
+from torch_ref.peak import TrainingStep
+
+
+@dataclass(frozen=True)
+class AllocatedBytes:
+    """What the allocator of one GPU held during a training step.
+
+    Attributes:
+        peak_bytes: the most that tensors held at once, each rounded up to 512 bytes (`max_memory_allocated`).
+        reserved_bytes: the most that the allocator took from the driver, with the gaps between tensors
+            (`max_memory_reserved`): what the GPU must have free, beside the CUDA context.
+        before_bytes: what tensors held before the step: parameters, gradients, optimizer state, batch, and whatever else lives.
+    """
+
+    peak_bytes: int
+    reserved_bytes: int
+    before_bytes: int
+
+
+def allocated_bytes(build: Callable[[], TrainingStep], device: torch.device | str = "cuda") -> AllocatedBytes:
+    """Run a training step on a GPU and give the peak of its allocator.
+
+    `build` makes model, optimizer and batch on `device`, as for `torch_ref.peak_bytes`, which tells the same step's peak
+    without a GPU. One step runs first, so that the optimizer has its state, and is not counted. The allocator counts tensors
+    that others hold on the device as well, and workspaces inside operators, which the fake-tensor peak does not know.
+
+    Raises:
+        InvalidArgumentError: `device` is no CUDA device of this machine, `build` gives something else than a `TrainingStep`, or
+            one whose parameters are on another device.
+
+    >>> import torch, torch_ref
+    >>> def build():
+    ...     model = torch.nn.Linear(1000, 1000, bias=False, device="cuda")
+    ...     return torch_ref.TrainingStep(model, lambda x: model(x).sum(), (torch.zeros(10, 1000, device="cuda"),))
+    >>> if torch.cuda.is_available():
+    ...     assert torch_ref.allocated_bytes(build).peak_bytes >= 8_000_000
+    """
+    where = torch.device(device)
+    if where.type != "cuda" or not torch.cuda.is_available():
+        raise InvalidArgumentError(
+            f"device={str(device)!r}: expected a CUDA device of this machine, which has {torch.cuda.device_count()}. Without a "
+            "GPU, torch_ref.peak_bytes tracks the same step on fake tensors."
+        )
+    step = build()
+    if not isinstance(step, TrainingStep):
+        raise InvalidArgumentError(f"build returned a {type(step).__name__}, expected a TrainingStep.")
+    elsewhere = {str(one.device) for one in (*step.model.parameters(), *step.batch) if one.device.type != "cuda"}
+    if elsewhere:
+        raise InvalidArgumentError(
+            f"build: the TrainingStep has tensors on {', '.join(sorted(elsewhere))}, expected all on {where}: make them there."
+        )
+    step.run()
+    torch.cuda.synchronize(where)
+    torch.cuda.reset_peak_memory_stats(where)
+    before = torch.cuda.memory_allocated(where)
+    step.run()
+    torch.cuda.synchronize(where)
+    return AllocatedBytes(torch.cuda.max_memory_allocated(where), torch.cuda.max_memory_reserved(where), before)
