@@ -35,7 +35,8 @@ def test_every_mode_and_policy_is_run_in_both_forms_and_the_references_come_firs
     wanted |= {Case("torch", "eager", mode) for mode in modes}
     kinds = (("jax", "unrolled"), ("torch", "eager"))
     wanted |= {Case(*kind, f"checkpoint+{variant}") for kind in kinds for variant in ("host_optimizer", "accumulate")}
-    assert set(ORDER) == wanted and len(ORDER) == len(wanted) == 19
+    wanted |= {Case("jax", "unrolled", f"{mode}+unlinked") for mode in ("offload", "offload_dot_with_no_batch_dims")}
+    assert set(ORDER) == wanted and len(ORDER) == len(wanted) == 21
     for case in ORDER:
         assert case.reference is None or ORDER.index(case.reference) < ORDER.index(case)
     assert TORCH_REFERENCE.reference == JAX_REFERENCE and Case("torch", "eager", "offload").reference == TORCH_REFERENCE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import resource
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from benchmarks.gpu.child import answer_with
 from benchmarks.gpu.gradients import compare_and_keep
 from benchmarks.gpu.job import ADAM, MICRO_BATCHES, Job, load_arrays
 from examples.models import linen, weights
+from remat_jax.apply import overlap
 
 
 def workload(job: Job) -> rj.Workload:
@@ -52,6 +54,8 @@ def step_of(job: Job) -> Any:
     """The training step under the job's policy; in micro-batches, if it says so."""
     whole = workload(job)
     plain = whole.step(job.policy)
+    if job.variant == "unlinked":
+        return dataclasses.replace(plain, function=unlinked(plain.function))
     if job.variant != "accumulate":
         return plain
 
@@ -66,6 +70,32 @@ def step_of(job: Job) -> Any:
         return optax.apply_updates(params, updates), state, loss
 
     return dataclasses.replace(plain, function=step)
+
+
+def unlinked(function: Any) -> Any:
+    """`function` with each block tied to its own place."""
+
+    def alone(*args: Any) -> Any:
+        with overlap.unlinked():
+            return function(*args)
+
+    return alone
+
+
+def link_rates() -> list[float]:
+    """Bytes per second of a copy of 1 GiB from the device to pinned host memory, and of one back: the best of three."""
+    device = jax.local_devices()[0]
+    array = jax.block_until_ready(jnp.zeros(2**28, jnp.float32))
+    rates = []
+    for kind in ("pinned_host", "device"):
+        where, best = jax.sharding.SingleDeviceSharding(device, memory_kind=kind), math.inf
+        for _ in range(3):
+            started = time.perf_counter()
+            moved = jax.block_until_ready(jax.device_put(array, where))
+            best = min(best, time.perf_counter() - started)
+        array = moved
+        rates.append(array.nbytes / best)
+    return rates
 
 
 @contextlib.contextmanager
@@ -85,6 +115,8 @@ def run(job: Job) -> dict[str, Any]:
         compiled = jax.jit(step.function, donate_argnums=step.donate_argnums).lower(*arguments).compile()
         fields = {"compile_seconds": time.perf_counter() - started} | compiled_bytes(compiled)
         trained, gradients = train(job, compiled)
+        if job.device == "cuda" and "offload" in job.policy:
+            fields["link_bytes_per_second"] = link_rates()
         return fields | trained | compare_and_keep(job, gradients)
 
 

@@ -44,7 +44,7 @@ class Job:
     Attributes:
         form: how the layers are written: `unrolled` or `scan` in JAX, `eager` in PyTorch.
         mode: a mode or a named policy; `…+host_optimizer` keeps Adam's state in host memory, `…+accumulate` takes the batch in
-            two micro-batches.
+            two micro-batches, `…+unlinked` ties each block to its own place, so that fewer copies overlap compute.
         folder: where the weights are and gradients are exchanged.
         reference: the file of gradients in the folder that this row's are compared with; None for none.
         keep_gradients: the file in the folder to write this row's gradients to; None for none.
@@ -68,7 +68,7 @@ class Job:
 
     @property
     def variant(self) -> str:
-        """What else is done: `host_optimizer`, `accumulate`, or nothing."""
+        """What else is done: `host_optimizer`, `accumulate`, `unlinked`, or nothing."""
         return self.mode.partition("+")[2]
 
     def to_json(self) -> str:

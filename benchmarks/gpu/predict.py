@@ -14,9 +14,17 @@ from typing import Any
 import remat_jax as rj
 from benchmarks.gpu.jax_run import precision, step_of, workload
 from benchmarks.gpu.job import Job
+from benchmarks.record import gpus
 from examples.models import linen
+from remat_jax.hardware import target
 
-TARGET = {"cuda": "h200", "cpu": "cpu"}
+
+def target_of(job: Job) -> str:
+    """The target to predict for: that of the first GPU here, as the driver calls it; an H200 where the driver is silent."""
+    if job.device == "cpu":
+        return "cpu"
+    name = next((gpu["name"] for gpu in gpus()), None)
+    return "h200" if name is None else target(name).name
 
 
 def predict(job: Job) -> dict[str, Any]:
@@ -24,12 +32,12 @@ def predict(job: Job) -> dict[str, Any]:
     with precision(job.size.dtype):
         if job.variant == "accumulate":
             step = step_of(dataclasses.replace(job, mode="off+accumulate"))  # the policy comes from measure
-            whole = rj.Workload.from_step(
-                step.function, *step.arguments, blocks=linen.DecoderLayer, donate_argnums=step.donate_argnums
-            )
+            whole, policy = finished(step), job.policy
+        elif job.variant == "unlinked":
+            whole, policy = finished(step_of(job)), "off"  # it has its policy already
         else:
-            whole = workload(job)
-        report = rj.measure(whole, job.policy, target=TARGET[job.device])
+            whole, policy = workload(job), job.policy
+        report = rj.measure(whole, policy, target=target_of(job))
     warnings = list(report.receipt.warnings) if report.receipt else []
     return {
         "predicted_target": report.target,
@@ -37,6 +45,11 @@ def predict(job: Job) -> dict[str, Any]:
         "predicted_host_bytes": report.host_bytes,
         "predicted_warnings": warnings,
     }
+
+
+def finished(step: Any) -> rj.Workload:
+    """A finished training step as a workload."""
+    return rj.Workload.from_step(step.function, *step.arguments, blocks=linen.DecoderLayer, donate_argnums=step.donate_argnums)
 
 
 def main() -> None:

@@ -64,6 +64,8 @@ ORDER: tuple[Case, ...] = tuple(
         "torch/eager/checkpoint",
         "jax/scan/offload",
         "jax/unrolled/offload_dot_with_no_batch_dims",
+        "jax/unrolled/offload+unlinked",
+        "jax/unrolled/offload_dot_with_no_batch_dims+unlinked",
         "jax/scan/offload_dot_with_no_batch_dims",
         "jax/scan/off",
         "jax/scan/checkpoint",
@@ -91,6 +93,7 @@ class Row:
         host_peak_bytes: the process's resident memory at its highest.
         seconds, step_seconds: each step after the warm-up, and their median.
         relative_time: the step's time over that of `off` in the same framework and form.
+        link_bytes_per_second: of a copy of 1 GiB to the host, and of one back, where the mode offloads (JAX).
         losses: the loss before each step, warm-up included.
         gradient_error: the largest over the tensors, norm-wise, of the first step's gradients against
             `gradient_reference`; `gradient_worst` is the tensor, `gradient_global_error` all differences together.
@@ -116,6 +119,7 @@ class Row:
     step_seconds: float | None = None
     relative_time: float | None = None
     tokens_per_second: float | None = None
+    link_bytes_per_second: list[float] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     gradient_reference: str | None = None
     gradient_error: float | None = None
