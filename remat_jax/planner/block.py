@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from remat_jax.errors import InfeasibleBudget, SolverError
 from remat_jax.planner.checks import check_budget
-from remat_jax.planner.milp import GAP, TIME_LIMIT, Model, Solution
+from remat_jax.planner.milp import GAP, ROUNDING, TIME_LIMIT, Model, Solution
 from remat_jax.planner.policies import BlockPolicy, Choice, StackPlan, peak_bytes, stack_plan
 from remat_jax.planner.problem import Block, HostLink, Stack
 
-_ROUNDING = 1e-12
 _ATTEMPTS = 8
 
 
@@ -51,7 +50,7 @@ def solve_blocks(
     """
     check_budget("budget", budget)
     check_budget("host_budget", host_budget)
-    allowed = budget
+    allowed = budget * (1 + ROUNDING / 2)
     for _ in range(_ATTEMPTS):
         model = _StackModel(stack, allowed, host_budget)
         solution = model.solve(gap, time_limit)
@@ -59,7 +58,7 @@ def solve_blocks(
             raise infeasible(budget, host_budget, _least(stack, host_budget, time_limit))
         policies = model.policies(solution)
         peak = peak_bytes(stack, policies)
-        if peak <= budget * (1 + _ROUNDING):
+        if peak <= budget * (1 + ROUNDING):
             return stack_plan(stack, policies, bound=solution.bound, variables=model.integers)
         allowed -= 2 * (peak - budget)
     raise SolverError(f"HiGHS goes over the budget={budget!r} by its tolerance; give a budget with fewer digits.")
@@ -77,7 +76,7 @@ def infeasible(budget: float, host_budget: float, least: float | None) -> Infeas
 
 def _least(stack: Stack, host_budget: float, time_limit: float) -> float | None:
     model = _StackModel(stack, None, host_budget)
-    solution = model.solve(_ROUNDING, time_limit)
+    solution = model.solve(ROUNDING, time_limit)
     return None if solution is None else peak_bytes(stack, model.policies(solution))
 
 

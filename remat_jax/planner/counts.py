@@ -14,11 +14,10 @@ from remat_jax.errors import SolverError
 from remat_jax.planner.block import infeasible, solve_blocks
 from remat_jax.planner.candidates import candidates, measures
 from remat_jax.planner.checks import check_budget
-from remat_jax.planner.milp import GAP, TIME_LIMIT, Model, Solution
+from remat_jax.planner.milp import GAP, ROUNDING, TIME_LIMIT, Model, Solution
 from remat_jax.planner.policies import BlockPolicy, StackPlan, peak_bytes, stack_plan
 from remat_jax.planner.problem import Block, HostLink, Stack
 
-_ROUNDING = 1e-12
 _FIRST_COLUMNS = 150
 
 
@@ -123,7 +122,7 @@ class _Counting:
         return [column for cost, column in costs if cost <= reachable * (1 + 1e-6) + 1e-15]
 
     def _within(self, columns: Sequence[_Column], budget: float) -> tuple[list[BlockPolicy], float, int] | None:
-        allowed, guarded = budget, set[_Column]()
+        allowed, guarded = budget * (1 + ROUNDING / 2), set[_Column]()
         while True:
             programme = _Programme(self, columns, allowed, guarded)
             solution = programme.model.solve(self.gap, self.time_limit)
@@ -132,7 +131,7 @@ class _Counting:
             chosen = programme.chosen(solution)
             policies = [self.runs[at].policies[one] for (at, one), count in chosen for _ in range(count)]
             over = peak_bytes(self.stack, policies) - budget
-            if over <= budget * _ROUNDING:
+            if over <= budget * ROUNDING:
                 return policies, solution.bound, programme.model.integers
             new = {column for column, _ in chosen} - guarded
             if not new:
@@ -146,7 +145,7 @@ class _Counting:
         guarded = set[_Column]()
         while True:
             programme = _Programme(self, self.columns, None, guarded)
-            solution = programme.model.solve(_ROUNDING, self.time_limit)
+            solution = programme.model.solve(ROUNDING, self.time_limit)
             if solution is None:
                 return None
             chosen = programme.chosen(solution)

@@ -1,8 +1,8 @@
 """The fastest plan of a small program, whatever it looks like: an exact search, to judge other solvers by.
 
 The question is Checkmate's (Jain et al., arXiv:1910.02653): which values to compute again, where any may be dropped at any
-time. It is answered by a shortest path over sets of values (A*). There are as many as subsets of all values, so that it ends at some
-twenty; it does not offload.
+time. It is answered by a shortest path over sets of values (A*). There are as many as subsets of all values, so that it ends at
+some twenty; it does not offload.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ GAP = 1e-4
 TIME_LIMIT = 60.0
 """Default time limit of one solution, in seconds."""
 
+ROUNDING = 1e-12
+"""How far over a budget sums may be, relatively, that are added up in another order."""
+
 _LARGEST_COST = 1e3
 """HiGHS ends at an absolute gap of 1e-6 too: costs are scaled, so that this is less than any relative gap asked for."""
 

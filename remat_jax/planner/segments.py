@@ -122,9 +122,11 @@ def _within(layers: int, input_bytes: float, full_bytes: float, peak: float) -> 
     lengths: list[int] = []
     left = layers
     while left:
-        room = peak - (len(lengths) + 1) * input_bytes
+        inputs = (len(lengths) + 1) * input_bytes
+        if inputs + left * full_bytes <= peak:
+            return (*lengths, left)
         # Rounding must not lose the layer with which the peak is met exactly.
-        fit = left if not full_bytes and room >= 0 else math.floor(room / full_bytes * (1 + 1e-12)) if full_bytes else 0
+        fit = math.floor((peak - inputs) / full_bytes * (1 + 1e-12)) if full_bytes else 0
         if fit < 1:
             break
         lengths.append(min(fit, left))
