@@ -80,19 +80,25 @@ def _least(stack: Stack, host_budget: float, time_limit: float) -> float | None:
     return None if solution is None else peak_bytes(stack, model.policies(solution))
 
 
-def cheapest_policy(block: Block, link: HostLink | None, saved_price: float, host_price: float = 0.0) -> BlockPolicy:
-    """The policy of one block for which extra seconds + prices × bytes is least.
+@dataclass(frozen=True)
+class Prices:
+    """What memory costs, in seconds for each byte: saved, in host memory, and there while the block's backward pass runs."""
 
-    Args:
-        saved_price, host_price: in seconds for each byte kept on the device and in host memory.
+    saved: float = 0.0
+    host: float = 0.0
+    transient: float = 0.0
+
+
+def cheapest_policy(block: Block, link: HostLink | None, prices: Prices) -> BlockPolicy:
+    """The policy of one block for which extra seconds + prices × bytes is least.
 
     >>> from remat_jax.planner.problem import Residual
     >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
-    >>> [cheapest_policy(block, None, price).choices[1].value for price in (0.01, 0.1)]
+    >>> [cheapest_policy(block, None, Prices(price)).choices[1].value for price in (0.01, 0.1)]
     ['save', 'recompute']
     """
     model = Model()
-    variables = _BlockVariables.add(model, block, link, saved_price, host_price)
+    variables = _BlockVariables.add(model, block, link, prices)
     solution = model.solve(1e-6)
     assert solution is not None  # a block's residuals can each be had in some way: Residual checks that
     return variables.policy(solution)
@@ -111,19 +117,20 @@ class _BlockVariables:
         model: Model,
         block: Block,
         link: HostLink | None,
-        saved_price: float = 0.0,
-        host_price: float = 0.0,
+        prices: Prices | None = None,
         weight: float = 1.0,
     ) -> _BlockVariables:
         found: list[dict[Choice, int]] = []
+        paid = prices or Prices()
         for one in block.residuals:
+            fetched, again = block.fetched_share * one.bytes, block.recomputed_share * one.bytes
             have: dict[Choice, int] = {}
             if one.may_save:
-                have[Choice.SAVE] = model.integer(1, saved_price * one.bytes)
+                have[Choice.SAVE] = model.integer(1, paid.saved * one.bytes)
             if one.may_offload and link is not None:
-                have[Choice.OFFLOAD] = model.integer(1, host_price * one.bytes)
+                have[Choice.OFFLOAD] = model.integer(1, paid.host * one.bytes + paid.transient * fetched)
             if one.seconds is not None:
-                have[Choice.RECOMPUTE] = model.integer(1, weight * one.seconds)
+                have[Choice.RECOMPUTE] = model.integer(1, weight * one.seconds + paid.transient * again)
             if not one.needed:
                 have[Choice.UNUSED] = model.integer(1)
             model.equal(dict.fromkeys(have.values(), 1.0), 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from remat_jax.planner.block import cheapest_policy
+from remat_jax.planner.block import Prices, cheapest_policy
 from remat_jax.planner.policies import BlockPolicy, Choice
 from remat_jax.planner.problem import Block, HostLink, Residual
 
@@ -149,6 +149,6 @@ def _sweep(block: Block, link: HostLink | None) -> tuple[BlockPolicy, ...]:
     found: dict[tuple[Choice, ...], BlockPolicy] = {}
     for price in (0.0, *np.geomspace(1e-3, 1e3, _PRICES) * (seconds or 1.0) / total):
         for host_price in (0.0, price / 4, price, 1e3 * (seconds or 1.0) / total) if link is not None else (0.0,):
-            policy = cheapest_policy(block, link, float(price), float(host_price))
+            policy = cheapest_policy(block, link, Prices(float(price), float(host_price)))
             found[policy.choices] = policy
     return tuple(_unbeaten_policies(list(found.values()), link))

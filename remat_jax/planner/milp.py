@@ -31,12 +31,21 @@ class Solution:
     bound: float
 
 
+@dataclass(frozen=True)
+class Relaxation:
+    """The least objective with real variables; what raising a variable from 0 would cost; what each row's limit is worth."""
+
+    objective: float
+    reduced_costs: tuple[float, ...]
+    prices: tuple[float, ...]
+
+
 class Model:
     """Variables, rows and an objective to be made least.
 
     >>> model = Model()
     >>> x, y = model.integer(3.0, cost=-2.0), model.integer(3.0, cost=-3.0)
-    >>> model.at_most({x: 1.0, y: 2.0}, 5.0)
+    >>> row = model.at_most({x: 1.0, y: 2.0}, 5.0)
     >>> solution = model.solve()
     >>> solution.values, solution.objective
     ((3.0, 1.0), -9.0)
@@ -62,13 +71,15 @@ class Model:
         self._whole.append(whole)
         return len(self._cost) - 1
 
-    def at_most(self, row: Mapping[int, float], most: float) -> None:
-        """Demand that the row's sum is ``most`` or less."""
+    def at_most(self, row: Mapping[int, float], most: float) -> int:
+        """Demand that the row's sum is ``most`` or less; the row's index."""
         self._rows.append((row, -math.inf, most))
+        return len(self._rows) - 1
 
-    def equal(self, row: Mapping[int, float], value: float) -> None:
-        """Demand that the row's sum is ``value``."""
+    def equal(self, row: Mapping[int, float], value: float) -> int:
+        """Demand that the row's sum is ``value``; the row's index."""
         self._rows.append((row, value, value))
+        return len(self._rows) - 1
 
     @property
     def integers(self) -> int:
@@ -103,10 +114,8 @@ class Model:
         bound = found.fun if found.mip_dual_bound is None else min(found.mip_dual_bound, found.fun)
         return Solution(tuple(map(float, values)), float(cost @ values), float(bound) / scale)
 
-    def relaxed(self) -> tuple[float, list[float], list[float]] | None:
-        """The least objective where no variable need be an integer, with each variable's reduced cost at 0 and its value.
-
-        None where there is no solution.
+    def relaxed(self) -> Relaxation | None:
+        """The same where no variable need be an integer; None where there is no solution.
 
         Raises:
             SolverError: HiGHS failed.
@@ -131,16 +140,23 @@ class Model:
             return None
         if found.status != 0:
             raise SolverError(f"HiGHS could not solve the relaxed programme: {found.message}")
-        reduced = np.asarray(self._cost) - rows[~same].T @ found.ineqlin.marginals - rows[same].T @ found.eqlin.marginals
-        return float(found.fun), [float(one) for one in reduced], [float(one) for one in found.x]
+        prices = np.zeros(len(self._rows))
+        prices[~same], prices[same] = found.ineqlin.marginals, found.eqlin.marginals
+        reduced = np.asarray(self._cost) - rows.T @ prices
+        scales = [self._scale(row) for row, _, _ in self._rows]
+        return Relaxation(float(found.fun), tuple(map(float, reduced)), tuple(map(float, prices / scales)))
 
     def _scaled(self) -> list[tuple[Mapping[int, float], float, float]]:
         """Each row divided by its largest coefficient: bytes and seconds are many orders of magnitude apart."""
         found: list[tuple[Mapping[int, float], float, float]] = []
         for row, low, high in self._rows:
-            by = max((abs(one) for one in row.values()), default=0.0) or 1.0
+            by = self._scale(row)
             found.append(({index: one / by for index, one in row.items()}, low / by, high / by))
         return found
+
+    @staticmethod
+    def _scale(row: Mapping[int, float]) -> float:
+        return max((abs(one) for one in row.values()), default=0.0) or 1.0
 
     def _matrix(self) -> Any:
         from scipy.sparse import csr_array
