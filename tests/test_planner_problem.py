@@ -68,6 +68,14 @@ NAN, INF = float("nan"), math.inf
         (lambda: Stack((LAYER, LAYER)), r"names \['layer'\] are used twice"),
         (lambda: Stack((LAYER,), fixed_bytes=NAN), r"Stack: fixed_bytes=nan"),
         (lambda: Stack((LAYER,), link=50e9), r"link=50000000000.0; expected a HostLink, or None"),
+        (
+            lambda: Stack((Block("b", (Residual("y", 1, may_save=False),), 1, 2),), HostLink(1, 1)),
+            r"residuals \['y'\] of 'b' can only be offloaded, and the last block may not; .* offload_last=True",
+        ),
+        (
+            lambda: Stack((Block("b", (Residual("y", 1, may_save=False),), 1, 2), LAYER)),
+            r"can only be offloaded, and there is no link",
+        ),
         (lambda: HostLink(0, 1), r"out_bytes_per_s=0; expected a finite number, greater than 0"),
         (lambda: HostLink(1, NAN), r"in_bytes_per_s=nan"),
         (lambda: HostLink(1, 1, 1.5), r"hidden_share=1.5; expected a share of the compute time, from 0 to 1"),

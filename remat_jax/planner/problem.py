@@ -190,6 +190,14 @@ class Stack:
         check_number("Stack: fixed_bytes", self.fixed_bytes)
         if self.link is not None and not isinstance(self.link, HostLink):
             raise PlanningError(f"Stack: link={self.link!r}; expected a HostLink, or None where nothing may be offloaded.")
+        for block in self.blocks if self.link is None else self.blocks[-1:] if not self.offload_last else ():
+            stuck = [one.name for one in block.residuals if one.needed and one.seconds is None and not one.may_save]
+            if stuck:
+                why = "there is no link" if self.link is None else "the last block may not"
+                raise PlanningError(
+                    f"Stack: residuals {stuck} of {block.name!r} can only be offloaded, and {why}; "
+                    "let them be saved, or give a link and offload_last=True."
+                )
 
     def runs(self) -> tuple[Block, ...]:
         """The blocks as solvers see them: what may not offload does not, and the last block of each run stands alone.
