@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from remat_jax.errors import InfeasibleBudget
 from remat_jax.planner import (
     Block,
     HostLink,
@@ -70,6 +71,15 @@ def test_the_number_of_layers_does_not_matter():
     stacks = [decoder(layers=layers) for layers in (20, 320)]
     few, many = (solve_counts(stack, 0.4 * everything(stack)).variables for stack in stacks)
     assert many <= few * 1.2
+
+
+def test_the_least_memory_of_many_columns():
+    """Each layer keeps its input in host memory; the last keeps it here, and has all that its backward pass reads."""
+    stack = decoder()
+    with pytest.raises(InfeasibleBudget) as caught:
+        solve_counts(stack, 1)
+    last = candidates(stack.positions()[-1], stack.link)[0]
+    assert caught.value.least_bytes == min(one.saved_bytes + one.transient_bytes for one in last)
 
 
 def test_more_residuals_than_can_be_tried():

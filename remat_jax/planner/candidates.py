@@ -12,7 +12,7 @@ from remat_jax.planner.problem import Block, HostLink, Residual
 MOST = 3000
 """How many partial policies are carried along; a block with more is answered by a sweep over prices."""
 
-_PRICES = 24
+_PRICES = 8
 _CHOICES = tuple(Choice)
 
 

@@ -109,13 +109,13 @@ class _Counting:
         columns = self.columns
         if len(columns) > _FIRST_COLUMNS * len(self.runs):
             columns = self._promising(budget)
-        return self._within(columns, budget)
+        return self._within(columns, budget) if columns else None
 
     def _programme(self, columns: Sequence[Column], budget: float | None, guarded: set[Column]) -> Programme:
         return Programme(self.stack, self.runs, columns, budget, self.host_budget, guarded, self.most_policies)
 
     def _promising(self, budget: float) -> list[Column]:
-        """The columns that can be part of a plan better than one that is known: by their reduced cost, which is exact."""
+        """The columns that can be part of a plan better than one that is known: by their reduced cost. None if nothing fits."""
         programme = self._programme(self.columns, budget * (1 + ROUNDING / 2), set())
         relaxed = programme.model.relaxed()
         if relaxed is None:
