@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from remat_jax.planner.block import Prices, cheapest_policy
@@ -29,6 +31,12 @@ def candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, 
     >>> [one.choices[1].value for one in candidates(block, None)[0]]
     ['recompute', 'save']
     """
+    return _candidates(replace(block, repeats=1), link)
+
+
+@lru_cache(maxsize=64)
+def _candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, ...], bool]:
+    # Kept: a frontier asks for the same blocks at every budget.
     found = _grow(block, link is not None)
     if found is None:
         return _sweep(block, link), False
