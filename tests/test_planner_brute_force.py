@@ -157,3 +157,14 @@ def test_the_candidates_are_all_that_can_be_best(case):
         prices[1] = prices[0] * draw.random()
         assert (mine @ prices).min() == pytest.approx((rows @ prices).min())
     assert len(found) <= len(rows)
+
+
+@pytest.mark.parametrize("solve", [solve_blocks, solve_counts])
+def test_what_is_computed_again_hides_what_comes_back(solve):
+    """10 seconds of copies come back beside 3 of recomputing: 10 in all. Offloading the other residual too takes 11."""
+    residuals = (Residual("a", 10, may_save=False), Residual("b", 1, 3, may_save=False))
+    block = Block("layer", residuals, 100, 0, fetched_share=0, recomputed_share=0)
+    plan = solve(Stack((block,), HostLink(1, 1), offload_last=True))
+    verify(plan)
+    assert plan.extra_seconds == 10
+    assert plan.ranges[0].policy.of == {"a": "offload", "b": "recompute"}
