@@ -42,8 +42,24 @@ class UnsupportedError(RematError, NotImplementedError):
     """Raised when the installed JAX, or the platform, cannot do what is asked."""
 
 
+class PlanningError(RematError, ValueError):
+    """Raised when a planning problem is malformed, or when a plan cannot be run."""
+
+
+class SolverError(RematError, RuntimeError):
+    """Raised when a solver ends without an answer, such as at its time limit."""
+
+
 class InfeasibleBudget(RematError, RuntimeError):
-    """Raised when no policy fits the budget; the message says the least that can be reached."""
+    """Raised when no policy fits the budget; the message says the least that can be reached.
+
+    Attributes:
+        least_bytes: that number, where it is known.
+    """
+
+    def __init__(self, message: str, least_bytes: float | None = None) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

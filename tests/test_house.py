@@ -50,7 +50,9 @@ def pins():
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
-@pytest.mark.parametrize("module", ["remat_jax", "remat_jax.report", "remat_jax.policy", "remat_jax.hardware"])
+@pytest.mark.parametrize(
+    "module", ["remat_jax", "remat_jax.report", "remat_jax.policy", "remat_jax.hardware", "remat_jax.planner"]
+)
 def test_importing_loads_no_torch_and_no_plotting(module):
     loaded = loaded_after(f"import {module}")
     assert module in loaded

@@ -1,0 +1,70 @@
+"""Planning as mathematics: problems, one solver per file, and a simulator that knows nothing of them. Knows nothing of JAX."""
+
+from __future__ import annotations
+
+from remat_jax.planner.block import cheapest_policy, solve_blocks
+from remat_jax.planner.candidates import candidates
+from remat_jax.planner.chain import ChainSolver, solve_chain
+from remat_jax.planner.counts import solve_counts
+from remat_jax.planner.frontier import chain_frontier, frontier, stack_frontier, unbeaten_plans
+from remat_jax.planner.graph import solve_graph
+from remat_jax.planner.lowering import chain_program, stack_program
+from remat_jax.planner.policies import BlockPolicy, Choice, Range, StackPlan, stack_plan
+from remat_jax.planner.problem import Block, Chain, HostLink, Option, Residual, Stack, Stage
+from remat_jax.planner.program import Action, Compute, Fetch, Free, Operation, Plan, Program, Value, Wait
+from remat_jax.planner.revolve import forward_steps, revolve
+from remat_jax.planner.segments import (
+    SegmentPlan,
+    segments_of_length,
+    shortening_segments,
+    sqrt_segments,
+    uniform_segments,
+)
+from remat_jax.planner.simulator import Outcome, simulate, verify
+
+__all__ = [
+    "Action",
+    "Block",
+    "BlockPolicy",
+    "Chain",
+    "ChainSolver",
+    "Choice",
+    "Compute",
+    "Fetch",
+    "Free",
+    "HostLink",
+    "Operation",
+    "Option",
+    "Outcome",
+    "Plan",
+    "Program",
+    "Range",
+    "Residual",
+    "SegmentPlan",
+    "Stack",
+    "StackPlan",
+    "Stage",
+    "Value",
+    "Wait",
+    "candidates",
+    "chain_frontier",
+    "chain_program",
+    "cheapest_policy",
+    "forward_steps",
+    "frontier",
+    "revolve",
+    "segments_of_length",
+    "shortening_segments",
+    "simulate",
+    "solve_blocks",
+    "solve_chain",
+    "solve_counts",
+    "solve_graph",
+    "sqrt_segments",
+    "stack_frontier",
+    "stack_plan",
+    "stack_program",
+    "unbeaten_plans",
+    "uniform_segments",
+    "verify",
+]

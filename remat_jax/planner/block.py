@@ -1,0 +1,214 @@
+"""Which residuals of each block are saved, offloaded and recomputed: a mixed-integer linear programme over single residuals.
+
+The model is Checkmate's idea (Jain et al., arXiv:1910.02653) brought down to what a checkpointed block can do: each residual
+is made once more at most, inside its own block. `docs/planning.md` has the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from remat_jax.errors import InfeasibleBudget, SolverError
+from remat_jax.planner.checks import check_budget
+from remat_jax.planner.milp import GAP, ROUNDING, TIME_LIMIT, Model, Solution
+from remat_jax.planner.policies import BlockPolicy, Choice, StackPlan, peak_bytes, stack_plan
+from remat_jax.planner.problem import Block, HostLink, Stack
+
+_ATTEMPTS = 8
+
+
+def solve_blocks(
+    stack: Stack,
+    budget: float = math.inf,
+    host_budget: float = math.inf,
+    *,
+    gap: float = GAP,
+    time_limit: float = TIME_LIMIT,
+) -> StackPlan:
+    """The fastest plan within both budgets in which every single block decides on every single residual.
+
+    Exact up to ``gap`` for any blocks, all different or not. It has up to three binaries for each residual of each block;
+    where blocks repeat, `counts.solve_counts` answers the same with far fewer.
+
+    Args:
+        budget, host_budget: in bytes; infinite means no limit.
+        gap: how much the extra time may be above the least, relatively.
+        time_limit: of one run of the solver, in seconds.
+
+    Raises:
+        InfeasibleBudget: nothing fits; the message says the least device memory that does.
+        PlanningError: an argument is wrong.
+        SolverError: nothing was found within the time limit.
+
+    >>> from remat_jax.planner.problem import Residual
+    >>> residuals = (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",)))
+    >>> plan = solve_blocks(Stack((Block("layer", residuals, 1.0, 2.0, repeats=3),)), 100.0)
+    >>> sum(one.count for one in plan.ranges if one.policy.of["up"] == "save"), plan.extra_seconds, plan.peak_bytes
+    (2, 0.5, 88.0)
+    """
+    check_budget("budget", budget)
+    check_budget("host_budget", host_budget)
+    allowed = budget * (1 + ROUNDING / 2)
+    for _ in range(_ATTEMPTS):
+        model = _StackModel(stack, allowed, host_budget)
+        solution = model.solve(gap, time_limit)
+        if solution is None:
+            raise infeasible(budget, host_budget, _least(stack, host_budget, time_limit))
+        policies = model.policies(solution)
+        peak = peak_bytes(stack, policies)
+        if peak <= budget * (1 + ROUNDING):
+            return stack_plan(stack, policies, bound=solution.bound, variables=model.integers)
+        allowed -= 2 * (peak - budget)
+    raise SolverError(f"HiGHS goes over the budget={budget!r} by its tolerance; give a budget with fewer digits.")
+
+
+def infeasible(budget: float, host_budget: float, least: float | None) -> InfeasibleBudget:
+    """The error that says that nothing fits, and the least device memory that does."""
+    if least is None:
+        return InfeasibleBudget(
+            f"host_budget={host_budget!r}: what can only be offloaded does not fit. Allow more host memory."
+        )
+    host = "" if math.isinf(host_budget) else f" with host_budget={host_budget!r}"
+    return InfeasibleBudget(f"budget={budget!r} is not enough: the least that can be reached{host} is {least!r} bytes.", least)
+
+
+def _least(stack: Stack, host_budget: float, time_limit: float) -> float | None:
+    model = _StackModel(stack, None, host_budget)
+    solution = model.solve(ROUNDING, time_limit)
+    return None if solution is None else peak_bytes(stack, model.policies(solution))
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What memory costs, in seconds for each byte: saved, in host memory, and there while the block's backward pass runs."""
+
+    saved: float = 0.0
+    host: float = 0.0
+    transient: float = 0.0
+
+
+def cheapest_policy(block: Block, link: HostLink | None, prices: Prices) -> BlockPolicy:
+    """The policy of one block for which extra seconds + prices × bytes is least.
+
+    >>> from remat_jax.planner.problem import Residual
+    >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
+    >>> [cheapest_policy(block, None, Prices(price)).choices[1].value for price in (0.01, 0.1)]
+    ['save', 'recompute']
+    """
+    model = Model()
+    variables = _BlockVariables.add(model, block, link, prices)
+    solution = model.solve(1e-6)
+    assert solution is not None  # a block's residuals can each be had in some way: Residual checks that
+    return variables.policy(solution)
+
+
+@dataclass(frozen=True)
+class _BlockVariables:
+    """The variables of one block: by residual, the index of each choice that it has."""
+
+    block: Block
+    choices: tuple[dict[Choice, int], ...]
+
+    @classmethod
+    def add(
+        cls,
+        model: Model,
+        block: Block,
+        link: HostLink | None,
+        prices: Prices | None = None,
+        weight: float = 1.0,
+    ) -> _BlockVariables:
+        found: list[dict[Choice, int]] = []
+        paid = prices or Prices()
+        for one in block.residuals:
+            fetched, again = block.fetched_share * one.bytes, block.recomputed_share * one.bytes
+            have: dict[Choice, int] = {}
+            if one.may_save:
+                have[Choice.SAVE] = model.integer(1, paid.saved * one.bytes)
+            if one.may_offload and link is not None:
+                have[Choice.OFFLOAD] = model.integer(1, paid.host * one.bytes + paid.transient * fetched)
+            if one.seconds is not None:
+                have[Choice.RECOMPUTE] = model.integer(1, weight * one.seconds + paid.transient * again)
+            if not one.needed:
+                have[Choice.UNUSED] = model.integer(1)
+            model.equal(dict.fromkeys(have.values(), 1.0), 1.0)
+            found.append(have)
+        variables = cls(block, tuple(found))
+        variables._closed(model)
+        if link is not None:
+            variables._copies(model, link, weight)
+        return variables
+
+    def _closed(self, model: Model) -> None:
+        """Recomputing a residual needs its parents in some form; one that backward needs is there anyway."""
+        index = {one.name: number for number, one in enumerate(self.block.residuals)}
+        for one, have in zip(self.block.residuals, self.choices, strict=True):
+            for parent in one.parents:
+                unused = self.choices[index[parent]].get(Choice.UNUSED)
+                if unused is not None and Choice.RECOMPUTE in have:
+                    model.at_most({have[Choice.RECOMPUTE]: 1.0, unused: 1.0}, 1.0)
+
+    def _copies(self, model: Model, link: HostLink, weight: float) -> None:
+        out, back = model.real(cost=weight), model.real(cost=weight)
+        sizes = self.sizes(Choice.OFFLOAD)
+        hidden = link.hidden_share
+        away = {index: size / link.out_bytes_per_s for index, size in sizes.items()}
+        home = {index: size / link.in_bytes_per_s for index, size in sizes.items()}
+        again = {
+            have[Choice.RECOMPUTE]: -hidden * (one.seconds or 0.0)
+            for one, have in zip(self.block.residuals, self.choices, strict=True)
+            if Choice.RECOMPUTE in have
+        }
+        model.at_most({**away, out: -1.0}, hidden * self.block.forward_seconds)
+        model.at_most({**home, **again, back: -1.0}, hidden * self.block.backward_seconds)
+
+    def sizes(self, wanted: Choice, share: float = 1.0) -> dict[int, float]:
+        pairs = zip(self.block.residuals, self.choices, strict=True)
+        return {have[wanted]: share * one.bytes for one, have in pairs if wanted in have}
+
+    def policy(self, solution: Solution) -> BlockPolicy:
+        chosen = tuple(max(have, key=lambda choice: solution.values[have[choice]]) for have in self.choices)
+        return BlockPolicy(self.block, chosen)
+
+
+class _StackModel:
+    """The whole programme; where ``budget`` is None its objective is the peak itself."""
+
+    def __init__(self, stack: Stack, budget: float | None, host_budget: float) -> None:
+        self.model = Model()
+        weight = 1.0 if budget is not None else 0.0
+        peak = self.model.real(cost=1.0) if budget is None else None
+        self.blocks = [_BlockVariables.add(self.model, one, stack.link, weight=weight) for one in stack.positions()]
+        if budget is None or math.isfinite(budget):
+            self._memory(stack.fixed_bytes, budget, peak)
+        host = {index: size for one in self.blocks for index, size in one.sizes(Choice.OFFLOAD).items()}
+        if host and math.isfinite(host_budget):
+            self.model.at_most(host, host_budget)
+
+    def _memory(self, fixed: float, budget: float | None, peak: int | None) -> None:
+        """A variable for what is kept up to each block: the rows stay short, and the matrix sparse."""
+        before: int | None = None
+        for one in self.blocks:
+            kept = self.model.real()
+            row = {kept: -1.0, **one.sizes(Choice.SAVE)}
+            if before is not None:
+                row[before] = 1.0
+            self.model.equal(row, -one.block.input_bytes)
+            need = {kept: 1.0, **one.sizes(Choice.RECOMPUTE, one.block.recomputed_share)}
+            need |= one.sizes(Choice.OFFLOAD, one.block.fetched_share)
+            if peak is not None:
+                need[peak] = -1.0
+            self.model.at_most(need, (budget or 0.0) - fixed - one.block.working_bytes)
+            before = kept
+
+    @property
+    def integers(self) -> int:
+        return self.model.integers
+
+    def solve(self, gap: float, time_limit: float) -> Solution | None:
+        return self.model.solve(gap, time_limit)
+
+    def policies(self, solution: Solution) -> Sequence[BlockPolicy]:
+        return [one.policy(solution) for one in self.blocks]

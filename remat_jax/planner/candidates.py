@@ -1,0 +1,162 @@
+"""Every policy of one block that could be part of a best plan, and no other: built residual by residual, pruned as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from remat_jax.planner.block import Prices, cheapest_policy
+from remat_jax.planner.policies import BlockPolicy, Choice
+from remat_jax.planner.problem import Block, HostLink, Residual
+
+MOST = 3000
+"""How many partial policies are carried along; a block with more is answered by a sweep over prices."""
+
+_PRICES = 8
+_CHOICES = tuple(Choice)
+
+
+def candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, ...], bool]:
+    """The policies of one block that no other beats, and whether these are all of them.
+
+    One policy beats another where it is no worse in all of: bytes saved, bytes that the block needs while its own backward
+    pass runs, bytes in host memory, extra seconds. All four only grow with the bytes saved, the bytes needed, the bytes
+    offloaded and the seconds recomputed, each a sum over the residuals; so a partial policy that is beaten in these sums by
+    another that leaves its children the same is beaten for good. Where more than `MOST` partial policies remain, only those
+    policies are given that are best at some price of a byte.
+
+    >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
+    >>> [one.choices[1].value for one in candidates(block, None)[0]]
+    ['recompute', 'save']
+    """
+    return _candidates(replace(block, repeats=1), link)
+
+
+@lru_cache(maxsize=64)
+def _candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, ...], bool]:
+    # Kept: a frontier asks for the same blocks at every budget.
+    found = _grow(block, link is not None)
+    if found is None:
+        return _sweep(block, link), False
+    policies = [BlockPolicy(block, tuple(_CHOICES[code] for code in codes)) for codes in found]
+    return tuple(_unbeaten_policies(policies, link)), True
+
+
+def measures(policy: BlockPolicy, link: HostLink | None) -> tuple[float, float, float, float]:
+    """What policies are compared by: bytes saved, bytes needed in its own backward pass, bytes on the host, extra seconds."""
+    saved = policy.saved_bytes
+    return saved, saved + policy.transient_bytes, policy.host_bytes, policy.extra_seconds(link)
+
+
+def _unbeaten_policies(policies: Sequence[BlockPolicy], link: HostLink | None) -> list[BlockPolicy]:
+    import numpy as np
+
+    return [policies[index] for index in unbeaten(np.asarray([measures(one, link) for one in policies]))]
+
+
+def unbeaten(points: Any) -> list[int]:
+    """The rows of an array that no other row is at or below in every column, in lexicographic order; of equal rows the first.
+
+    >>> import numpy as np
+    >>> unbeaten(np.array([[2.0, 1.0], [1.0, 2.0], [2.0, 2.0], [1.0, 2.0]]))
+    [1, 0]
+    """
+    import numpy as np
+
+    left = np.lexsort(tuple(points.T[::-1]))
+    found = []
+    while left.size:
+        # Nothing behind the first in this order is at or below it everywhere, unless it is equal.
+        first = left[0]
+        found.append(int(first))
+        left = left[(points[left] < points[first]).any(axis=1)]
+    return found
+
+
+def _grow(block: Block, offloads: bool) -> list[tuple[int, ...]] | None:
+    """The choices of all unbeaten policies, as indices into `Choice`; None where there are too many."""
+    import numpy as np
+
+    open_until = _last_uses(block)
+    codes = np.zeros((1, len(block.residuals)), np.int8)
+    # Bytes saved, bytes needed while backward runs, bytes offloaded, seconds recomputed.
+    sums = np.zeros((1, 4))
+    for step, index in enumerate(block.order):
+        grown = [_choose(block, index, choice, codes, sums) for choice in _open_choices(block.residuals[index], offloads)]
+        codes, sums = (np.concatenate(parts) for parts in zip(*grown, strict=True))
+        visible = [one for one in block.order[: step + 1] if open_until[one] > step]
+        kept = _unbeaten_in_groups(codes[:, visible] == _CHOICES.index(Choice.UNUSED), sums)
+        if len(kept) > MOST:
+            return None
+        codes, sums = codes[kept], sums[kept]
+    return [tuple(int(code) for code in row) for row in codes]
+
+
+def _open_choices(residual: Residual, offloads: bool) -> list[Choice]:
+    allowed = {
+        Choice.SAVE: residual.may_save,
+        Choice.OFFLOAD: residual.may_offload and offloads,
+        Choice.RECOMPUTE: residual.seconds is not None,
+        Choice.UNUSED: not residual.needed,
+    }
+    return [choice for choice in _CHOICES if allowed[choice]]
+
+
+def _choose(block: Block, index: int, choice: Choice, codes: Any, sums: Any) -> tuple[Any, Any]:
+    """All partial policies with one choice more, those left out that recompute from what is not there."""
+    import numpy as np
+
+    residual, number = block.residuals[index], {one.name: at for at, one in enumerate(block.residuals)}
+    legal = np.ones(len(codes), bool)
+    if choice is Choice.RECOMPUTE:
+        parents = [number[name] for name in residual.parents]
+        legal = (codes[:, parents] != _CHOICES.index(Choice.UNUSED)).all(axis=1)
+    codes, sums = codes[legal].copy(), sums[legal].copy()
+    codes[:, index] = _CHOICES.index(choice)
+    size, fetched, again = residual.bytes, block.fetched_share * residual.bytes, block.recomputed_share * residual.bytes
+    sums += {
+        Choice.SAVE: (size, size, 0.0, 0.0),
+        Choice.OFFLOAD: (0.0, fetched, size, 0.0),
+        Choice.RECOMPUTE: (0.0, again, 0.0, residual.seconds or 0.0),
+        Choice.UNUSED: (0.0, 0.0, 0.0, 0.0),
+    }[choice]
+    return codes, sums
+
+
+def _last_uses(block: Block) -> list[int]:
+    """For each residual, the step at which its last child is decided; -1 where none is, or where it is there anyway."""
+    number = {one.name: at for at, one in enumerate(block.residuals)}
+    found = [-1] * len(block.residuals)
+    for step, index in enumerate(block.order):
+        for parent in block.residuals[index].parents:
+            if not block.residuals[number[parent]].needed:
+                found[number[parent]] = step
+    return found
+
+
+def _unbeaten_in_groups(flags: Any, sums: Any) -> list[int]:
+    """The unbeaten rows among those that leave the same residuals unused."""
+    import numpy as np
+
+    _, groups = np.unique(flags, axis=0, return_inverse=True)
+    found: list[int] = []
+    for group in range(int(groups.max()) + 1):
+        rows = np.flatnonzero(groups.ravel() == group)
+        found += [int(rows[index]) for index in unbeaten(sums[rows])]
+    return found
+
+
+def _sweep(block: Block, link: HostLink | None) -> tuple[BlockPolicy, ...]:
+    """Policies that are best at some price of a saved byte, in seconds, with host memory free, or as dear, or not used."""
+    import numpy as np
+
+    total = sum(one.bytes for one in block.residuals) or 1.0
+    seconds = block.forward_seconds + block.backward_seconds + sum(one.seconds or 0.0 for one in block.residuals)
+    found: dict[tuple[Choice, ...], BlockPolicy] = {}
+    for price in (0.0, *np.geomspace(1e-3, 1e3, _PRICES) * (seconds or 1.0) / total):
+        for host_price in (0.0, price / 4, price, 1e3 * (seconds or 1.0) / total) if link is not None else (0.0,):
+            policy = cheapest_policy(block, link, Prices(float(price), float(host_price)))
+            found[policy.choices] = policy
+    return tuple(_unbeaten_policies(list(found.values()), link))

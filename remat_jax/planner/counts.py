@@ -1,0 +1,162 @@
+"""Identical blocks: how many of them do what. Integer counts over the policies of a block that could be best.
+
+Blocks of one kind are interchangeable, so that a plan is how many follow which policy. Along a run the policy that needs most
+while it runs comes first and the one that saves most comes last, nearest the loss: then least is kept when it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from remat_jax.errors import SolverError
+from remat_jax.planner.block import infeasible, solve_blocks
+from remat_jax.planner.checks import check_budget, check_count
+from remat_jax.planner.columns import Column, Programme, Run
+from remat_jax.planner.milp import GAP, ROUNDING, TIME_LIMIT
+from remat_jax.planner.policies import BlockPolicy, StackPlan, peak_bytes, stack_plan
+from remat_jax.planner.pricing import with_priced
+from remat_jax.planner.problem import Stack
+
+_FIRST_COLUMNS = 150
+
+_SMALL, _FAR = 200, 1e-3
+"""Residuals of all blocks together, and relative distance to the bound: so many can be decided one by one where that is far."""
+
+
+def solve_counts(
+    stack: Stack,
+    budget: float = math.inf,
+    host_budget: float = math.inf,
+    *,
+    most_policies: int | None = None,
+    gap: float = GAP,
+    time_limit: float = TIME_LIMIT,
+) -> StackPlan:
+    """The fastest plan within both budgets, as counts of policies for each kind of block.
+
+    The same answer as `block.solve_blocks`, with a variable for each policy instead of three for each residual of each block:
+    the number of blocks does not matter. Exact up to ``gap`` where `candidates` gives every policy that could be best. Where
+    it does not, the plan's ``lower_bound`` says how far it can be from the best; in stacks of many blocks that is little.
+
+    Args:
+        budget, host_budget: in bytes; infinite means no limit.
+        most_policies: how many different policies blocks of one kind may have; layers that are scanned become as many scans.
+        gap: how much the extra time may be above the least, relatively.
+        time_limit: of one run of the solver, in seconds.
+
+    Raises:
+        InfeasibleBudget: nothing fits; the message says the least device memory that does.
+        PlanningError: an argument is wrong.
+        SolverError: nothing was found within the time limit.
+
+    >>> from remat_jax.planner.problem import Block, Residual
+    >>> residuals = (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",)))
+    >>> plan = solve_counts(Stack((Block("layer", residuals, 1.0, 2.0, repeats=30),)), 700.0)
+    >>> [(one.first, one.count, one.policy.choices[1].value) for one in plan.ranges], plan.peak_bytes
+    ([(0, 16, 'recompute'), (16, 14, 'save')], 688.0)
+    """
+    check_budget("budget", budget)
+    check_budget("host_budget", host_budget)
+    if most_policies is not None:
+        check_count("most_policies", most_policies)
+    runs = [Run.of(block, stack.link) for block in stack.runs()]
+    exact = all(run.complete for run in runs)
+    least = -math.inf
+    if not exact:
+        runs, least = with_priced(stack, runs, budget, host_budget)
+    solver = _Counting(stack, runs, host_budget, most_policies, gap, time_limit)
+    found = solver.fastest(budget)
+    plan = None
+    if found is not None:
+        policies, bound, variables = found
+        plan = stack_plan(stack, policies, bound=bound if exact else max(0.0, least), variables=variables)
+    if not exact and most_policies is None and _may_be_far(stack, plan):
+        return _single(stack, plan, budget, host_budget, gap, time_limit)
+    if plan is None:
+        raise infeasible(budget, host_budget, solver.least())
+    return plan
+
+
+def _may_be_far(stack: Stack, plan: StackPlan | None) -> bool:
+    """Whether no plan was found, or one that may be improved on in a stack that is small enough to be solved as it is."""
+    size = sum(block.repeats * len(block.residuals) for block in stack.blocks)
+    return plan is None or (plan.seconds - plan.lower_bound > _FAR * plan.extra_seconds and size <= _SMALL)
+
+
+def _single(
+    stack: Stack, plan: StackPlan | None, budget: float, host_budget: float, gap: float, time_limit: float
+) -> StackPlan:
+    """The faster of a plan and of what the programme over single residuals finds, with the better of their bounds."""
+    other = solve_blocks(stack, budget, host_budget, gap=gap, time_limit=time_limit)
+    if plan is None:
+        return other
+    best = min(plan, other, key=lambda one: one.seconds)
+    return replace(best, lower_bound=min(best.seconds, max(plan.lower_bound, other.lower_bound)))
+
+
+class _Counting:
+    def __init__(
+        self, stack: Stack, runs: Sequence[Run], host_budget: float, most_policies: int | None, gap: float, time_limit: float
+    ) -> None:
+        self.stack, self.runs, self.host_budget, self.most_policies = stack, runs, host_budget, most_policies
+        self.gap, self.time_limit = gap, time_limit
+        self.columns: list[Column] = [(at, one) for at, run in enumerate(runs) for one in range(len(run.policies))]
+
+    def fastest(self, budget: float) -> tuple[list[BlockPolicy], float, int] | None:
+        """The policies of all blocks, the least extra time possible and the number of integers; None where nothing fits."""
+        columns = self.columns
+        if len(columns) > _FIRST_COLUMNS * len(self.runs):
+            columns = self._promising(budget)
+        return self._within(columns, budget) if columns else None
+
+    def _programme(self, columns: Sequence[Column], budget: float | None, guarded: set[Column]) -> Programme:
+        return Programme(self.stack, self.runs, columns, budget, self.host_budget, guarded, self.most_policies)
+
+    def _promising(self, budget: float) -> list[Column]:
+        """The columns that can be part of a plan better than one that is known: by their reduced cost. None if nothing fits."""
+        programme = self._programme(self.columns, budget * (1 + ROUNDING / 2), set())
+        relaxed = programme.model.relaxed()
+        if relaxed is None:
+            return []
+        costs = sorted((relaxed.reduced_costs[programme.variable[one]], one) for one in self.columns)
+        first = self._within([column for _, column in costs[: _FIRST_COLUMNS * len(self.runs)]], budget)
+        if first is None:
+            return self.columns
+        reachable = sum(one.extra_seconds(self.stack.link) for one in first[0]) - relaxed.objective
+        return [column for cost, column in costs if cost <= reachable * (1 + 1e-6) + 1e-15]
+
+    def _within(self, columns: Sequence[Column], budget: float) -> tuple[list[BlockPolicy], float, int] | None:
+        allowed, guarded = budget * (1 + ROUNDING / 2), set[Column]()
+        while True:
+            programme = self._programme(columns, allowed, guarded)
+            solution = programme.model.solve(self.gap, self.time_limit)
+            if solution is None:
+                return None
+            chosen = programme.chosen(solution)
+            policies = [self.runs[at].policies[one] for (at, one), count in chosen for _ in range(count)]
+            over = peak_bytes(self.stack, policies) - budget
+            if over <= budget * ROUNDING:
+                return policies, solution.bound, programme.model.integers
+            new = {column for column, _ in chosen} - guarded
+            if not new:
+                allowed -= 2 * over
+            if allowed <= 0:
+                raise SolverError(f"HiGHS goes over the budget={budget!r} by its tolerance; give a budget with fewer digits.")
+            guarded |= new
+
+    def least(self) -> float | None:
+        """The least peak there is; None where the host budget alone cannot be met."""
+        guarded = set[Column]()
+        while True:
+            programme = self._programme(self.columns, None, guarded)
+            solution = programme.model.solve(ROUNDING, self.time_limit)
+            if solution is None:
+                return None
+            chosen = programme.chosen(solution)
+            policies = [self.runs[at].policies[one] for (at, one), count in chosen for _ in range(count)]
+            new = {column for column, _ in chosen} - guarded
+            if not new or peak_bytes(self.stack, policies) <= solution.objective * (1 + 1e-9):
+                return peak_bytes(self.stack, policies)
+            guarded |= new

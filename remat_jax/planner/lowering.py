@@ -1,0 +1,93 @@
+"""The programs of the problem forms: which values and operations a stack and a chain have."""
+
+from __future__ import annotations
+
+from remat_jax.planner.problem import Block, Chain, Stack, Stage
+from remat_jax.planner.program import Operation, Program, Value
+
+
+def labels(stack: Stack) -> list[str]:
+    """The name of every single block of a stack, in the order of the forward pass.
+
+    >>> labels(Stack((Block("layer", (), 1.0, 2.0, repeats=2), Block("head", (), 1.0, 2.0))))
+    ['layer/0', 'layer/1', 'head/0']
+    """
+    return [f"{block.name}/{index}" for block in stack.blocks for index in range(block.repeats)]
+
+
+def stack_program(stack: Stack) -> Program:
+    """What a stack could do: the passes of its blocks, and computing single residuals again.
+
+    The arrays that go from block to block take no memory of their own: they are in the working sets.
+    """
+    values = [Value("input"), Value("input cotangent")]
+    operations: list[Operation] = []
+    before, cotangent = "input", "input cotangent"
+    for label, block in zip(labels(stack), stack.positions(), strict=True):
+        values += _block_values(label, block)
+        operations += _block_operations(label, block, before, cotangent)
+        before, cotangent = f"{label}:output", f"{label}:cotangent"
+    operations.append(Operation("loss", 0.0, (before,), (cotangent,)))
+    return Program(tuple(values), tuple(operations), ("input",), ("input cotangent",), stack.fixed_bytes, stack.link)
+
+
+def _block_values(label: str, block: Block) -> list[Value]:
+    values = [Value(f"{label}:output"), Value(f"{label}:cotangent"), Value(f"{label}:input", block.input_bytes)]
+    for one in block.residuals:
+        again, fetched = block.recomputed_share * one.bytes, block.fetched_share * one.bytes
+        values.append(Value(f"{label}/{one.name}", one.bytes, again, fetched, one.may_save, one.may_offload))
+    return values
+
+
+def _block_operations(label: str, block: Block, before: str, cotangent: str) -> list[Operation]:
+    names = {one.name: f"{label}/{one.name}" for one in block.residuals}
+    writes = (f"{label}:output", f"{label}:input", *names.values())
+    forward = Operation(f"forward {label}", block.forward_seconds, (before,), writes, block.working_bytes)
+    again = [
+        Operation(
+            f"recompute {names[one.name]}", one.seconds, tuple(names[parent] for parent in one.parents), (names[one.name],)
+        )
+        for one in block.residuals
+        if one.seconds is not None
+    ]
+    needed = (names[one.name] for one in block.residuals if one.needed)
+    reads = (f"{label}:cotangent", f"{label}:input", *needed)
+    backward = Operation(f"backward {label}", block.backward_seconds, reads, (cotangent,), block.working_bytes)
+    return [forward, *again, backward]
+
+
+def chain_program(chain: Chain) -> Program:
+    """What a chain could do: run each stage and keep nothing but its output, or run it under one of its options.
+
+    Stages are counted from 1. ``a0`` is the input, ``a{i}`` the output of stage i, ``a{i} cotangent`` as large as it;
+    ``{i}:{option}`` is what an option keeps beside the output, and ``{i}:{option} on host`` its part in host memory. What a
+    backward pass writes takes the place of what it reads.
+    """
+    values = [Value("a0", chain.input_bytes), Value("a0 cotangent", chain.input_bytes)]
+    operations: list[Operation] = []
+    for number, stage in enumerate(chain.stages, 1):
+        values += [Value(f"a{number}", stage.output_bytes), Value(f"a{number} cotangent", stage.output_bytes)]
+        operations += _stage_operations(number, stage)
+        for one in stage.options:
+            kept = one.kept_bytes - stage.output_bytes
+            values.append(Value(f"{number}:{one.name}", kept))
+            if one.host_bytes:
+                values.append(Value(f"{number}:{one.name} on host", one.host_bytes, fetched_bytes=0.0, may_offload=True))
+    last = len(chain.stages)
+    operations.append(Operation("loss", 0.0, (f"a{last}",), (f"a{last} cotangent",), in_place=True))
+    return Program(tuple(values), tuple(operations), ("a0",), ("a0 cotangent",), chain.fixed_bytes, chain.link)
+
+
+def _stage_operations(number: int, stage: Stage) -> list[Operation]:
+    before, after = f"a{number - 1}", f"a{number}"
+    operations = [Operation(f"forward {number}", stage.forward_seconds, (before,), (after,))]
+    for one in stage.options:
+        kept = (f"{number}:{one.name}", *((f"{number}:{one.name} on host",) if one.host_bytes else ()))
+        reads = (before, after, *kept, f"{after} cotangent")
+        forward = f"forward {number}:{one.name}"
+        backward = f"backward {number}:{one.name}"
+        operations.append(Operation(forward, one.forward_seconds, (before,), (after, *kept), one.forward_bytes))
+        operations.append(
+            Operation(backward, one.backward_seconds, reads, (f"{before} cotangent",), one.backward_bytes, in_place=True)
+        )
+    return operations

@@ -1,0 +1,172 @@
+"""A mixed-integer linear programme, put together row by row and solved by HiGHS through SciPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from remat_jax.errors import SolverError
+
+GAP = 1e-4
+"""Default relative gap: how much less than what was found there might be. Of the extra time, not of the whole step."""
+
+TIME_LIMIT = 60.0
+"""Default time limit of one solution, in seconds."""
+
+ROUNDING = 1e-12
+"""How far over a budget sums may be, relatively, that are added up in another order."""
+
+_LARGEST_COST = 1e3
+"""HiGHS ends at an absolute gap of 1e-6 too: costs are scaled, so that this is less than any relative gap asked for."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What was found: the variables, the objective, and a bound that the objective of no solution is below."""
+
+    values: tuple[float, ...]
+    objective: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """The least objective with real variables; what raising a variable from 0 would cost; what each row's limit is worth."""
+
+    objective: float
+    reduced_costs: tuple[float, ...]
+    prices: tuple[float, ...]
+
+
+class Model:
+    """Variables, rows and an objective to be made least.
+
+    >>> model = Model()
+    >>> x, y = model.integer(3.0, cost=-2.0), model.integer(3.0, cost=-3.0)
+    >>> row = model.at_most({x: 1.0, y: 2.0}, 5.0)
+    >>> solution = model.solve()
+    >>> solution.values, solution.objective
+    ((3.0, 1.0), -9.0)
+    """
+
+    def __init__(self) -> None:
+        self._upper: list[float] = []
+        self._cost: list[float] = []
+        self._whole: list[int] = []
+        self._rows: list[tuple[Mapping[int, float], float, float]] = []
+
+    def integer(self, most: float, cost: float = 0.0) -> int:
+        """A variable that is an integer from 0 to ``most``; its index."""
+        return self._add(most, cost, 1)
+
+    def real(self, most: float = math.inf, cost: float = 0.0) -> int:
+        """A variable from 0 to ``most``; its index."""
+        return self._add(most, cost, 0)
+
+    def _add(self, most: float, cost: float, whole: int) -> int:
+        self._upper.append(most)
+        self._cost.append(cost)
+        self._whole.append(whole)
+        return len(self._cost) - 1
+
+    def at_most(self, row: Mapping[int, float], most: float) -> int:
+        """Demand that the row's sum is ``most`` or less; the row's index."""
+        self._rows.append((row, -math.inf, most))
+        return len(self._rows) - 1
+
+    def equal(self, row: Mapping[int, float], value: float) -> int:
+        """Demand that the row's sum is ``value``; the row's index."""
+        self._rows.append((row, value, value))
+        return len(self._rows) - 1
+
+    @property
+    def integers(self) -> int:
+        """How many variables are integers."""
+        return sum(self._whole)
+
+    def solve(self, gap: float = GAP, time_limit: float = TIME_LIMIT) -> Solution | None:
+        """The solution, or None where there is none.
+
+        Raises:
+            SolverError: the time limit was reached before any solution was found, or HiGHS failed.
+        """
+        import numpy as np
+        from scipy.optimize import Bounds, milp
+
+        cost = np.asarray(self._cost)
+        scale = _LARGEST_COST / max(np.abs(cost).max(), 1e-300) if cost.any() else 1.0
+        found = milp(
+            cost * scale,
+            integrality=np.asarray(self._whole),
+            bounds=Bounds(0.0, np.asarray(self._upper)),
+            constraints=self._constraints(),
+            options={"mip_rel_gap": gap, "time_limit": time_limit},
+        )
+        if found.status == 2:
+            return None
+        if found.x is None:
+            raise SolverError(
+                f"HiGHS found no solution within time_limit={time_limit!r} seconds: {found.message} Allow it more."
+            )
+        values = np.where(np.asarray(self._whole) == 1, np.round(found.x), found.x)
+        bound = found.fun if found.mip_dual_bound is None else min(found.mip_dual_bound, found.fun)
+        return Solution(tuple(map(float, values)), float(cost @ values), float(bound) / scale)
+
+    def relaxed(self) -> Relaxation | None:
+        """The same where no variable need be an integer; None where there is no solution.
+
+        Raises:
+            SolverError: HiGHS failed.
+        """
+        import numpy as np
+        from scipy.optimize import linprog
+
+        rows = self._matrix()
+        low, high = (np.asarray([row[side] for row in self._scaled()]) for side in (1, 2))
+        same = low == high
+        bounds = [(0.0, most if math.isfinite(most) else None) for most in self._upper]
+        found = linprog(
+            np.asarray(self._cost),
+            A_ub=rows[~same],
+            b_ub=high[~same],
+            A_eq=rows[same],
+            b_eq=high[same],
+            bounds=bounds,
+            method="highs",
+        )
+        if found.status == 2:
+            return None
+        if found.status != 0:
+            raise SolverError(f"HiGHS could not solve the relaxed programme: {found.message}")
+        prices = np.zeros(len(self._rows))
+        prices[~same], prices[same] = found.ineqlin.marginals, found.eqlin.marginals
+        reduced = np.asarray(self._cost) - rows.T @ prices
+        scales = [self._scale(row) for row, _, _ in self._rows]
+        return Relaxation(float(found.fun), tuple(map(float, reduced)), tuple(map(float, prices / scales)))
+
+    def _scaled(self) -> list[tuple[Mapping[int, float], float, float]]:
+        """Each row divided by its largest coefficient: bytes and seconds are many orders of magnitude apart."""
+        found: list[tuple[Mapping[int, float], float, float]] = []
+        for row, low, high in self._rows:
+            by = self._scale(row)
+            found.append(({index: one / by for index, one in row.items()}, low / by, high / by))
+        return found
+
+    @staticmethod
+    def _scale(row: Mapping[int, float]) -> float:
+        return max((abs(one) for one in row.values()), default=0.0) or 1.0
+
+    def _matrix(self) -> Any:
+        from scipy.sparse import csr_array
+
+        entries = [(number, index, one) for number, (row, _, _) in enumerate(self._scaled()) for index, one in row.items()]
+        numbers, indices, values = zip(*entries, strict=True) if entries else ((), (), ())
+        return csr_array((values, (numbers, indices)), shape=(len(self._rows), len(self._cost)))
+
+    def _constraints(self) -> Any:
+        from scipy.optimize import LinearConstraint
+
+        scaled = self._scaled()
+        return LinearConstraint(self._matrix(), [row[1] for row in scaled], [row[2] for row in scaled]) if scaled else ()

@@ -1,0 +1,72 @@
+"""Policies that are missing from a block's candidates, found by what memory is worth: column generation.
+
+In the relaxed programme every byte has a price, and a policy that is not there belongs to it exactly if, at these prices, it
+is cheaper than those that are. Finding the cheapest policy of a block at given prices is a small programme of its own, and when
+none is cheaper, the relaxed programme over all policies is solved, its value a bound for every plan. The method is due to
+Gilmore and Gomory (Operations Research 9, 1961).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from remat_jax.planner.block import Prices, cheapest_policy
+from remat_jax.planner.candidates import measures
+from remat_jax.planner.columns import Programme, Run
+from remat_jax.planner.milp import ROUNDING, Relaxation
+from remat_jax.planner.policies import BlockPolicy
+from remat_jax.planner.problem import Stack
+
+ROUNDS = 40
+"""How often prices are asked anew, at most."""
+
+_SAME = 1e-6
+"""How near to the value of the relaxed programme its bound must come, relatively, for the rounds to end."""
+
+
+def with_priced(stack: Stack, runs: Sequence[Run], budget: float, host_budget: float) -> tuple[list[Run], float]:
+    """The runs with the policies that were missing, and the least extra time of any plan; minus infinity where none is known.
+
+    >>> from remat_jax.planner.problem import Block, Residual
+    >>> stack = Stack((Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0, repeats=8),))
+    >>> little = [Run.with_policies(block, None, [BlockPolicy(block, ("save", "recompute"))], False) for block in stack.runs()]
+    >>> runs, bound = with_priced(stack, little, 200.0, math.inf)
+    >>> [len(run.policies) for run in runs], round(bound, 3)
+    ([2, 2], 1.375)
+    """
+    found, bound = list(runs), -math.inf
+    for _ in range(ROUNDS):
+        columns = [(at, one) for at, run in enumerate(found) for one in range(len(run.policies))]
+        programme = Programme(stack, found, columns, budget * (1 + ROUNDING / 2), host_budget)
+        relaxed = programme.model.relaxed()
+        if relaxed is None:
+            return found, bound
+        better, missing = [], 0.0
+        for at, run in enumerate(found):
+            policy, gain = _cheaper(stack, run, at, programme, relaxed)
+            missing += run.block.repeats * gain
+            better.append(policy)
+        bound = max(bound, relaxed.objective + missing)
+        if relaxed.objective - bound <= _SAME * abs(relaxed.objective):
+            break
+        found = [_with(stack, run, policy) for run, policy in zip(found, better, strict=True)]
+    return found, bound
+
+
+def _cheaper(stack: Stack, run: Run, at: int, programme: Programme, relaxed: Relaxation) -> tuple[BlockPolicy, float]:
+    """The cheapest policy of a run, and by how much, as a negative number, it is cheaper than those that are there."""
+    worth = {row: max(0.0, -relaxed.prices[index]) for row, index in programme.memory_rows.items()}
+    own = worth.get(at, 0.0)
+    saved = own + sum(price for row, price in worth.items() if row > at)
+    host = max(0.0, -relaxed.prices[programme.host_row]) if programme.host_row is not None else 0.0
+    policy = cheapest_policy(run.block, stack.link, Prices(saved, host, own))
+    kept, need, away, extra = measures(policy, stack.link)
+    cost = extra + (saved - own) * kept + own * need + host * away
+    return policy, min(0.0, cost - relaxed.prices[programme.count_rows[at]])
+
+
+def _with(stack: Stack, run: Run, policy: BlockPolicy) -> Run:
+    if any(one.choices == policy.choices for one in run.policies):
+        return run
+    return Run.with_policies(run.block, stack.link, [*run.policies, policy], run.complete)

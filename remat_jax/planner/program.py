@@ -1,0 +1,165 @@
+"""What a plan runs on and what it is made of: values, operations, and plain typed actions.
+
+A program is what a training step could do: operations that read values and write values. A plan is what it does: a list of
+actions. `simulator.simulate` runs the one on the other and knows nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from remat_jax.errors import PlanningError
+from remat_jax.planner.checks import all_of, check_names, check_number
+from remat_jax.planner.problem import HostLink
+
+
+@dataclass(frozen=True)
+class Value:
+    """Something that takes memory.
+
+    Attributes:
+        name: unique in its program.
+        bytes: on the device, once it is computed; in host memory, once it is there.
+        recomputed_bytes: on the device, when it was computed before; None: the same.
+        fetched_bytes: on the device, on its way to the host and once it is back; None: the same.
+        may_save, may_offload: whether what computes it first may leave it on the device, may send it to the host.
+    """
+
+    name: str
+    bytes: float = 0.0
+    recomputed_bytes: float | None = None
+    fetched_bytes: float | None = None
+    may_save: bool = True
+    may_offload: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("bytes", "recomputed_bytes", "fetched_bytes"):
+            if getattr(self, name) is not None:
+                check_number(f"Value {self.name!r}: {name}", getattr(self, name))
+
+    @property
+    def in_transit_bytes(self) -> float:
+        """What a copy to the host or back takes on the device."""
+        return self.bytes if self.fetched_bytes is None else self.fetched_bytes
+
+    @property
+    def again_bytes(self) -> float:
+        """What it takes on the device when it is computed again."""
+        return self.bytes if self.recomputed_bytes is None else self.recomputed_bytes
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One computation: it can run when all that it reads is on the device.
+
+    Attributes:
+        name: unique in its program.
+        seconds: how long it takes.
+        reads, writes: names of values.
+        extra_bytes: what it needs on the device besides, while it runs.
+        in_place: whether what it writes takes no memory before it is done.
+    """
+
+    name: str
+    seconds: float
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    extra_bytes: float = 0.0
+    in_place: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything that a step could do.
+
+    Attributes:
+        values, operations: in any order.
+        initial: the values that are on the device at the start.
+        goal: the values that must have been computed at the end.
+        fixed_bytes: on the device all the time.
+        link: the link to host memory, or None.
+
+    Raises:
+        PlanningError: a name occurs twice or is unknown.
+    """
+
+    values: tuple[Value, ...]
+    operations: tuple[Operation, ...]
+    initial: tuple[str, ...] = ()
+    goal: tuple[str, ...] = ()
+    fixed_bytes: float = 0.0
+    link: HostLink | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", all_of("Program: values", self.values, Value))
+        object.__setattr__(self, "operations", all_of("Program: operations", self.operations, Operation))
+        check_names("Program: values", (one.name for one in self.values))
+        check_names("Program: operations", (one.name for one in self.operations))
+        check_number("Program: fixed_bytes", self.fixed_bytes)
+        used = {name for one in self.operations for name in (*one.reads, *one.writes)}
+        unknown = sorted((used | {*self.initial, *self.goal}) - {one.name for one in self.values})
+        if unknown:
+            raise PlanningError(f"Program: values {unknown} are named and not given; add a Value for each.")
+
+    @cached_property
+    def value(self) -> dict[str, Value]:
+        """The values by name."""
+        return {one.name: one for one in self.values}
+
+    @cached_property
+    def operation(self) -> dict[str, Operation]:
+        """The operations by name."""
+        return {one.name: one for one in self.operations}
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run an operation; of what it writes, ``save`` stays on the device, ``offload`` goes to the host, the rest is dropped."""
+
+    operation: str
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Bring a value back from host memory; the host's copy is given up."""
+
+    value: str
+
+
+@dataclass(frozen=True)
+class Free:
+    """Give up a value on the device."""
+
+    value: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Wait for the copies that were begun since the last one; only compute between two of them hides these copies."""
+
+
+Action = Compute | Fetch | Free | Wait
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a solver answers: the actions, and what it claims of them.
+
+    Attributes:
+        program: what the actions are for.
+        actions: in order.
+        seconds: of the whole step.
+        peak_bytes: on the device, fixed bytes included; memory is looked at while something runs.
+        host_bytes: in host memory, at most.
+        lower_bound: the seconds that the solver proved no plan of its model to beat.
+    """
+
+    program: Program
+    actions: tuple[Action, ...]
+    seconds: float
+    peak_bytes: float
+    host_bytes: float = 0.0
+    lower_bound: float = 0.0

@@ -1,0 +1,170 @@
+"""The solvers of blocks against every policy there is, tried one by one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+
+from remat_jax.errors import InfeasibleBudget
+from remat_jax.planner import Block, HostLink, Residual, Stack, candidates, solve_blocks, solve_counts, verify
+
+SAVE, OFFLOAD, RECOMPUTE, UNUSED = range(4)
+GAP = 1e-3
+
+
+def random_block(draw, most, name="layer", **fixed):
+    count = draw.randint(1, most)
+    names = [f"r{index}" for index in range(count)]
+    residuals = []
+    for index in range(count):
+        seconds = draw.choice([None, *(draw.randint(0, 9) / 2 for _ in range(4))])
+        may_save = draw.random() < 0.8
+        residuals.append(
+            Residual(
+                names[index],
+                draw.randint(0, 20),
+                seconds,
+                tuple(draw.sample(names[:index], draw.randint(0, min(index, 2)))),
+                may_save=may_save or seconds is None,
+                may_offload=draw.random() < 0.7,
+                needed=draw.random() < 0.75,
+            )
+        )
+    draw.shuffle(residuals)
+    shares = {share: draw.choice([0.0, 0.5, 1.0, 1.5]) for share in ("recomputed_share", "fetched_share")}
+    sizes = {"working_bytes": draw.randint(0, 30), "input_bytes": draw.randint(0, 5)}
+    return Block(name, tuple(residuals), draw.randint(0, 20), draw.randint(0, 20), **shares, **sizes, **fixed)
+
+
+def every_policy(block, link):
+    """Saved bytes, transient bytes, host bytes and extra seconds of all policies that are legal, one row each."""
+    grid = np.indices((4,) * len(block.residuals), np.int8).reshape(len(block.residuals), -1).T
+    at = {one.name: index for index, one in enumerate(block.residuals)}
+    legal = np.ones(len(grid), bool)
+    sums = np.zeros((4, len(grid)))
+    for index, one in enumerate(block.residuals):
+        does = [grid[:, index] == choice for choice in range(4)]
+        legal &= ~does[SAVE] | one.may_save
+        legal &= ~does[OFFLOAD] | (one.may_offload and link is not None)
+        legal &= ~does[RECOMPUTE] | (one.seconds is not None)
+        legal &= ~does[UNUSED] | (not one.needed)
+        for parent in one.parents:
+            legal &= ~(does[RECOMPUTE] & (grid[:, at[parent]] == UNUSED))
+        for choice, row in ((SAVE, 0), (OFFLOAD, 1), (RECOMPUTE, 2)):
+            sums[row] += one.bytes * does[choice]
+        sums[3] += (one.seconds or 0) * does[RECOMPUTE]
+    saved, away, again, seconds = sums[:, legal]
+    extra = seconds.copy()
+    if link is not None:
+        extra += np.maximum(0, away / link.out_bytes_per_s - link.hidden_share * block.forward_seconds)
+        extra += np.maximum(0, away / link.in_bytes_per_s - link.hidden_share * (block.backward_seconds + seconds))
+    transient = block.working_bytes + block.recomputed_share * again + block.fetched_share * away
+    return np.stack([saved + block.input_bytes, transient, away, extra], axis=1)
+
+
+def best(rows, budget, host_budget):
+    """Over single policies: the least extra time within the budgets, and the least memory within the host budget."""
+    allowed = rows[rows[:, 2] <= host_budget]
+    need = allowed[:, 0] + allowed[:, 1]
+    fitting = allowed[need <= budget]
+    return (float(fitting[:, 3].min()) if len(fitting) else None), (float(need.min()) if len(need) else None)
+
+
+def check(solve, stack, budget, host_budget, known, least):
+    if known is None:
+        with pytest.raises(InfeasibleBudget) as caught:
+            solve(stack, budget, host_budget)
+        assert caught.value.least_bytes == (None if least is None else pytest.approx(least))
+        return
+    plan = solve(stack, budget, host_budget)
+    assert known - 1e-9 <= plan.extra_seconds <= known * (1 + GAP) + 1e-9
+    assert plan.lower_bound <= plan.seconds <= plan.lower_bound + known * GAP + 1e-6
+    found = verify(plan)
+    assert found.peak_bytes <= budget
+    assert found.host_peak_bytes <= host_budget
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("group", range(10))
+def test_one_block(group, offload):
+    """200 blocks of up to 9 residuals in all, half of them with a link."""
+    feasible = 0
+    for case in range(10):
+        draw = random.Random(1000 * group + 10 * case + offload)
+        block = random_block(draw, 9)
+        link = HostLink(draw.randint(1, 6), draw.randint(1, 6), draw.choice([0.0, 0.5, 1.0])) if offload else None
+        rows = every_policy(block, link)
+        need = rows[:, 0] + rows[:, 1]
+        budget = max(1.0, draw.choice([draw.uniform(need.min() - 3, need.max()), float(need[draw.randrange(len(need))])]))
+        host_budget = draw.choice([math.inf, math.inf, draw.randint(0, 30)])
+        known, least = best(rows, budget, host_budget)
+        feasible += known is not None
+        stack = Stack((block,), link, offload_last=True)
+        for solve in (solve_blocks, solve_counts):
+            check(solve, stack, budget, host_budget, known, least)
+    assert feasible >= 4
+
+
+def every_stack(blocks, link, budget, host_budget):
+    """The least extra time and the least peak over all combinations, one policy for each single block, in every order."""
+    fastest, least = None, None
+    for rows in itertools.product(*(every_policy(block, link).tolist() for block in blocks)):
+        if sum(row[2] for row in rows) > host_budget:
+            continue
+        kept, peak = 0.0, 0.0
+        for row in rows:
+            kept += row[0]
+            peak = max(peak, kept + row[1])
+        extra = sum(row[3] for row in rows)
+        least = peak if least is None else min(least, peak)
+        if peak <= budget and (fastest is None or extra < fastest):
+            fastest = extra
+    return fastest, least
+
+
+@pytest.mark.parametrize("case", range(30))
+def test_several_kinds_of_blocks(case):
+    """Identical blocks in a row, and other kinds behind them: no order of policies is better than the one that is given."""
+    draw = random.Random(case)
+    link = HostLink(draw.randint(1, 6), draw.randint(1, 6)) if case % 2 else None
+    kinds = (random_block(draw, 2, "tower", repeats=3), random_block(draw, 2, "head", repeats=draw.randint(1, 2)))
+    stack = Stack(kinds, link, offload_last=True)
+    single = [block for block in kinds for _ in range(block.repeats)]
+    _, least = every_stack(single, link, 0, math.inf)
+    budget = max(1.0, least + draw.randint(-2, 60))
+    host_budget = draw.choice([math.inf, draw.randint(0, 40)])
+    known, least = every_stack(single, link, budget, host_budget)
+    for solve in (solve_blocks, solve_counts):
+        check(solve, stack, budget, host_budget, known, least)
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_the_candidates_are_all_that_can_be_best(case):
+    """Whatever the prices of the three kinds of memory, the cheapest policy is among them."""
+    draw = random.Random(case)
+    block = random_block(draw, 6)
+    link = HostLink(draw.randint(1, 6), draw.randint(1, 6), draw.choice([0.0, 0.5, 1.0])) if case % 2 else None
+    rows = every_policy(block, link)
+    found, complete = candidates(block, link)
+    assert complete
+    mine = np.array([[one.saved_bytes, one.transient_bytes, one.host_bytes, one.extra_seconds(link)] for one in found])
+    for _ in range(50):
+        prices = np.array([draw.random(), 0, draw.random(), 1])
+        prices[1] = prices[0] * draw.random()
+        assert (mine @ prices).min() == pytest.approx((rows @ prices).min())
+    assert len(found) <= len(rows)
+
+
+@pytest.mark.parametrize("solve", [solve_blocks, solve_counts])
+def test_what_is_computed_again_hides_what_comes_back(solve):
+    """10 seconds of copies come back beside 3 of recomputing: 10 in all. Offloading the other residual too takes 11."""
+    residuals = (Residual("a", 10, may_save=False), Residual("b", 1, 3, may_save=False))
+    block = Block("layer", residuals, 100, 0, fetched_share=0, recomputed_share=0)
+    plan = solve(Stack((block,), HostLink(1, 1), offload_last=True))
+    verify(plan)
+    assert plan.extra_seconds == 10
+    assert plan.ranges[0].policy.of == {"a": "offload", "b": "recompute"}

@@ -1,0 +1,167 @@
+"""What a planning problem, a budget and a plan may not be, and what the message says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from remat_jax.errors import InfeasibleBudget, PlanningError
+from remat_jax.planner import (
+    Block,
+    BlockPolicy,
+    Chain,
+    HostLink,
+    Operation,
+    Option,
+    Program,
+    Residual,
+    Stack,
+    Stage,
+    Value,
+    forward_steps,
+    frontier,
+    revolve,
+    segments_of_length,
+    shortening_segments,
+    solve_blocks,
+    solve_chain,
+    solve_counts,
+    solve_graph,
+    stack_frontier,
+    uniform_segments,
+)
+
+X = Residual("x", 8)
+LAYER = Block("layer", (X, Residual("up", 32, 0.5, ("x",))), 1, 2, repeats=3)
+STAGE = Stage("s", 1, 1, (Option("all", 3, 1, 2),))
+NAN, INF = float("nan"), math.inf
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Residual("x", NAN), r"Residual 'x': bytes=nan; expected a finite number, at least 0"),
+        (lambda: Residual("x", -1), r"bytes=-1; expected a finite number, at least 0"),
+        (lambda: Residual("x", "8"), r"bytes='8'; expected a finite number"),
+        (lambda: Residual("x", True), r"bytes=True; expected a finite number"),
+        (lambda: Residual("x", 8, INF), r"Residual 'x': seconds=inf; expected a finite number"),
+        (lambda: Residual("x", 8, parents="up"), r"parents='up'; expected a sequence of str"),
+        (lambda: Residual("x", 8, parents=(3,)), r"parents: 3 is a int; expected str"),
+        (lambda: Residual("x", 8, may_save=False, may_offload=False), r"neither saved, offloaded nor recomputed; allow one"),
+        (lambda: Block("b", (X, X), 1, 2), r"Block 'b': residuals: names \['x'\] are used twice"),
+        (lambda: Block("b", (Residual("", 1),), 1, 2), r"names \[''\] are no text"),
+        (lambda: Block("b", ("x",), 1, 2), r"residuals: 'x' is a str; expected Residual"),
+        (lambda: Block("b", (X,), NAN, 2), r"Block 'b': forward_seconds=nan"),
+        (lambda: Block("b", (X,), 1, -2), r"Block 'b': backward_seconds=-2"),
+        (lambda: Block("b", (X,), 1, 2, working_bytes=INF), r"working_bytes=inf"),
+        (lambda: Block("b", (X,), 1, 2, repeats=0), r"Block 'b': repeats=0; expected an integer, at least 1"),
+        (lambda: Block("b", (X,), 1, 2, repeats=2.0), r"repeats=2.0; expected an integer"),
+        (lambda: Block("b", (X,), 1, 2, fetched_share=-1), r"fetched_share=-1"),
+        (lambda: Block("b", (X, Residual("y", 1, 1, ("xx",))), 1, 2), r"'y' has the parent 'xx', .* Did you mean 'x'"),
+        (
+            lambda: Block("b", (Residual("y", 1, 1, ("z",)), Residual("z", 1, 1, ("y",))), 1, 2),
+            r"in a circle: (y → z → y|z → y → z); remove one parent",
+        ),
+        (lambda: Block("b", (Residual("y", 1, 1, ("y",)),), 1, 2), r"in a circle: y → y"),
+        (lambda: Stack(()), r"Stack: blocks is empty"),
+        (lambda: Stack((LAYER, LAYER)), r"names \['layer'\] are used twice"),
+        (lambda: Stack((LAYER,), fixed_bytes=NAN), r"Stack: fixed_bytes=nan"),
+        (lambda: Stack((LAYER,), link=50e9), r"link=50000000000.0; expected a HostLink, or None"),
+        (
+            lambda: Stack((Block("b", (Residual("y", 1, may_save=False),), 1, 2),), HostLink(1, 1)),
+            r"residuals \['y'\] of 'b' can only be offloaded, and the last block may not; .* offload_last=True",
+        ),
+        (
+            lambda: Stack((Block("b", (Residual("y", 1, may_save=False),), 1, 2), LAYER)),
+            r"can only be offloaded, and there is no link",
+        ),
+        (lambda: HostLink(0, 1), r"out_bytes_per_s=0; expected a finite number, greater than 0"),
+        (lambda: HostLink(1, NAN), r"in_bytes_per_s=nan"),
+        (lambda: HostLink(1, 1, 1.5), r"hidden_share=1.5; expected a share of the compute time, from 0 to 1"),
+        (lambda: Option("o", 1, 1, -1), r"Option 'o': backward_seconds=-1"),
+        (lambda: Stage("s", 4, 1, (Option("all", 3, 1, 2),)), r"option 'all' keeps 3 bytes, less than its output of 4"),
+        (lambda: Stage("s", 4, 1, ()), r"options is empty; give at least the one that saves everything"),
+        (lambda: Chain(()), r"Chain: stages is empty"),
+        (lambda: Chain((STAGE, STAGE)), r"names \['s'\] are used twice"),
+        (lambda: Chain((Stage("s", 1, 1, (Option("o", 1, 1, 1, 5),)),)), r"option with host_bytes; give the chain a link"),
+        (lambda: Program((Value("a"),), (Operation("f", 1, ("b",), ("a",)),)), r"values \['b'\] are named and not given"),
+        (lambda: Value("a", NAN), r"Value 'a': bytes=nan"),
+        (lambda: BlockPolicy(LAYER, ("save",)), r"1 choices for 2 residuals"),
+        (lambda: BlockPolicy(LAYER, ("recompute", "save")), r"'x' of 'layer' cannot be 'recompute'"),
+        (lambda: BlockPolicy(LAYER, ("unused", "save")), r"'x' of 'layer' cannot be 'unused'"),
+    ],
+)
+def test_what_is_refused(make, message):
+    with pytest.raises(PlanningError, match=message):
+        make()
+
+
+def test_a_policy_recomputes_only_from_what_is_there():
+    block = Block("b", (Residual("x", 8, needed=False), Residual("up", 32, 0.5, ("x",))), 1, 2)
+    with pytest.raises(PlanningError, match=r"recomputing 'up' needs \['x'\], which are not there"):
+        BlockPolicy(block, ("unused", "recompute"))
+    assert BlockPolicy(block, ("unused", "save")).saved_bytes == 32
+
+
+@pytest.mark.parametrize("solve", [solve_blocks, solve_counts])
+@pytest.mark.parametrize(
+    ("budgets", "message"),
+    [
+        ((0,), r"^budget=0; expected a number, greater than 0"),
+        ((-1,), r"^budget=-1"),
+        ((NAN,), r"^budget=nan"),
+        (("40GiB",), r"^budget='40GiB'"),
+        ((100, -1), r"^host_budget=-1; expected a number, at least 0"),
+        ((100, NAN), r"^host_budget=nan"),
+    ],
+)
+def test_budgets_of_stacks(solve, budgets, message):
+    with pytest.raises(PlanningError, match=message):
+        solve(Stack((LAYER,)), *budgets)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: solve_chain(Chain((STAGE,)), 0), "budget=0"),
+        (lambda: solve_chain(Chain((STAGE,)), 5, NAN), "host_budget=nan"),
+        (lambda: solve_chain(Chain((STAGE,)), 5, slots=0), "slots=0"),
+        (lambda: solve_counts(Stack((LAYER,)), 99, most_policies=0), "most_policies=0"),
+        (lambda: forward_steps(0, 1), "steps=0"),
+        (lambda: forward_steps(1, 0), "slots=0"),
+        (lambda: revolve(2, 1, state_bytes=NAN), "state_bytes=nan"),
+        (lambda: segments_of_length(4, 5, 1, 1), "length=5; expected an integer, from 1 to 4"),
+        (lambda: uniform_segments(4, NAN, 1), "input_bytes=nan"),
+        (lambda: shortening_segments(4, 1, -1), "full_bytes=-1"),
+        (lambda: shortening_segments(True, 1, 1), "layers=True"),
+        (lambda: stack_frontier(Stack((LAYER,)), points=1), "points=1; expected an integer, at least 2"),
+        (lambda: solve_graph(Program((), ())), r"goals \(\), expected one"),
+    ],
+)
+def test_arguments_of_solvers(call, message):
+    with pytest.raises(PlanningError, match=message):
+        call()
+
+
+def test_the_least_memory_is_named_with_the_host_budget_that_it_is_for():
+    stack = Stack((LAYER,), HostLink(1, 1), fixed_bytes=1000)
+    with pytest.raises(InfeasibleBudget, match=r"budget=1000 is not enough: .* with host_budget=8 is 1048.0 bytes") as caught:
+        solve_counts(stack, 1000, 8)
+    # One x is on the host; two are on the device, and everything of the last block, or of that whose x comes back.
+    assert caught.value.least_bytes == 1048
+    only = Stack((Block("b", (Residual("x", 8, may_save=False),), 1, 1),), HostLink(1, 1), offload_last=True)
+    for solve in (solve_blocks, solve_counts):
+        with pytest.raises(InfeasibleBudget, match="host_budget=5: what can only be offloaded does not fit") as caught:
+            solve(only, 100, 5)
+        assert caught.value.least_bytes is None
+    with pytest.raises(InfeasibleBudget, match="host_budget=5"):
+        stack_frontier(only, 5)
+    stages = (Stage("s", 1, 1, (Option("away", 1, 1, 1, 8),)),)
+    with pytest.raises(InfeasibleBudget, match="host_budget=5"):
+        solve_chain(Chain(stages, link=HostLink(1, 1)), 100, 5)
+
+
+def test_a_frontier_of_any_solver():
+    stack = Stack((LAYER,))
+    assert [plan.peak_bytes for plan in frontier(lambda budget: solve_blocks(stack, budget), 9)] == [56, 88, 120]

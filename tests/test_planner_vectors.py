@@ -1,0 +1,203 @@
+"""The planner against known answers: `vectors/planner.json`, each entry with its model, and another project's tables."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from checkpoint_schedules.hrevolve_sequences.revolve import get_opt_0_table
+from checkpoint_schedules.multistage import optimal_steps_binomial
+
+from remat_jax.errors import InfeasibleBudget
+from remat_jax.planner import (
+    Block,
+    Chain,
+    HostLink,
+    Operation,
+    Option,
+    Program,
+    Residual,
+    Stack,
+    Stage,
+    Value,
+    chain_program,
+    forward_steps,
+    revolve,
+    segments_of_length,
+    shortening_segments,
+    solve_blocks,
+    solve_chain,
+    solve_counts,
+    solve_graph,
+    sqrt_segments,
+    uniform_segments,
+    verify,
+)
+
+VECTORS = json.loads((Path(__file__).parent / "vectors" / "planner.json").read_text())
+STACK_SOLVERS = pytest.mark.parametrize("solve", [solve_blocks, solve_counts])
+
+
+def entry(name):
+    return {key: value for key, value in VECTORS[name].items() if key != "_"}
+
+
+def test_every_entry_is_used():
+    used = {"revolve_total_forward_steps", "chen_two_level_uniform", "rotor_heterogeneous_persistent", "knapsack"}
+    used |= {"checkmate_unit_linear_graph", "save_recompute_offload", "rotor_uniform_chain_persistent"}
+    assert set(VECTORS) == used
+
+
+@pytest.mark.parametrize("steps", [10, 64])
+def test_revolve(steps):
+    for slots, total in entry("revolve_total_forward_steps")[f"n={steps}"].items():
+        assert forward_steps(steps, int(slots)) == total
+        plan = revolve(steps, int(slots), state_bytes=7.0, forward_seconds=1.0, backward_seconds=0.0)
+        found = verify(plan)
+        assert (found.seconds, plan.lower_bound) == (total, total)
+        # The states that are kept, and the one at work.
+        assert found.peak_bytes <= 7 * (int(slots) + 1)
+
+
+@pytest.mark.parametrize("steps", range(1, 61))
+def test_revolve_against_checkpoint_schedules(steps):
+    table = get_opt_0_table(steps, 12, 3, 5)
+    for slots in range(1, 13):
+        assert forward_steps(steps, slots) == optimal_steps_binomial(steps, slots)
+        # Its chain of l steps has one more to turn, and turning one has no run of its own.
+        assert (forward_steps(steps, slots) - steps) * 3 + steps * 5 == table[slots][steps - 1]
+    plan = revolve(steps, min(steps, 5))
+    assert verify(plan).seconds == optimal_steps_binomial(steps, min(steps, 5)) + steps
+
+
+@pytest.mark.parametrize(("full", "layers"), [(17, 32), (17, 64), (1, 64)])
+def test_uniform_segments(full, layers):
+    known = entry("chen_two_level_uniform")["a_full=17*a_in" if full == 17 else "a_full=a_in"][f"L={layers}"]
+    plan = uniform_segments(layers, 3.0, 3.0 * full)
+    assert verify(plan).peak_bytes == 3 * known["peak"]
+    assert plan.lengths[-1] == known["g"]
+    assert min(segments_of_length(layers, g, 3, 3 * full).peak_bytes for g in range(1, layers + 1)) == 3 * known["peak"]
+    assert (
+        shortening_segments(layers, 3.0, 3.0 * full).peak_bytes
+        <= plan.peak_bytes
+        <= sqrt_segments(layers, 3, 3 * full).peak_bytes
+    )
+
+
+def uniform_chain(stages):
+    return Chain(tuple(Stage(f"s{index}", 1, 1, (Option("all", 3, 1, 2),)) for index in range(stages)), 1)
+
+
+def different_chain():
+    outputs, full, forward, backward = (2, 1, 2, 1), (4, 3, 5, 3), (2, 1, 3, 1), (4, 2, 6, 2)
+    rows = enumerate(zip(outputs, full, forward, backward, strict=True))
+    return Chain(tuple(Stage(f"s{index}", a, f, (Option("all", bar, f, b),)) for index, (a, bar, f, b) in rows), 1)
+
+
+def test_the_uniform_chain():
+    for budget, makespan in enumerate(VECTORS["rotor_uniform_chain_persistent"]["L=4"], 6):
+        plan = solve_chain(uniform_chain(4), budget)
+        assert verify(plan).seconds == makespan
+        assert plan.peak_bytes <= budget
+    with pytest.raises(InfeasibleBudget, match="least that can be reached is 6.0 bytes") as caught:
+        solve_chain(uniform_chain(4), 5)
+    assert caught.value.least_bytes == 6
+
+
+def bounds(text):
+    """The budgets that an entry such as "9-10", "<=8" or ">=17" is for."""
+    if text[:2] in ("<=", ">="):
+        edge = int(text[2:])
+        return [edge - 2, edge] if text[0] == "<" else [edge, edge + 20]
+    low, high = map(int, text.split("-"))
+    return list(range(low, high + 1))
+
+
+def test_the_chain_of_different_stages():
+    for text, makespan in entry("rotor_heterogeneous_persistent").items():
+        for budget in bounds(text) if text[0] in "<>19" else []:
+            if makespan is None:
+                with pytest.raises(InfeasibleBudget, match="least that can be reached is 9.0"):
+                    solve_chain(different_chain(), budget)
+            else:
+                plan = solve_chain(different_chain(), budget)
+                assert verify(plan).seconds == makespan
+                assert plan.peak_bytes <= budget
+
+
+@pytest.mark.parametrize(("chain", "faster"), [(uniform_chain(4), {11: 13}), (different_chain(), {13: 23, 14: 23})])
+def test_schedules_that_are_not_persistent_are_at_least_as_good_and_sometimes_better(chain, faster):
+    """The entries' notes say where; so the search, which knows nothing of chains, judges the chain's programme too."""
+    for budget in range(9, 19):
+        free = solve_graph(chain_program(chain), budget)
+        assert verify(free).peak_bytes <= budget
+        assert free.seconds == faster.get(budget, solve_chain(chain, budget).seconds)
+
+
+def linear_graph(n):
+    values = tuple(Value(f"v{index}", 1) for index in range(2 * n + 1))
+    operations = []
+    for index in range(2 * n + 1):
+        reads = (f"v{index - 1}",) if index else ()
+        reads += (f"v{2 * n - index}",) if index > n else ()
+        operations.append(Operation(f"compute {index}", 1, reads, (f"v{index}",)))
+    return Program(values, tuple(operations), goal=(f"v{2 * n}",))
+
+
+@pytest.mark.parametrize(("n", "budget"), [(4, 3), (4, 4), (4, 5), (4, 6), (8, 3), (8, 4), (8, 5), (8, 6), (8, 10)])
+def test_the_unit_graph(n, budget):
+    plan = solve_graph(linear_graph(n), budget)
+    assert verify(plan).seconds == VECTORS["checkmate_unit_linear_graph"][f"n={n}"][str(budget)]
+    assert plan.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("budget", [7, 8, 9])
+def test_the_unit_graph_where_most_sets_are_possible(budget):
+    assert solve_graph(linear_graph(8), budget).seconds == VECTORS["checkmate_unit_linear_graph"]["n=8"][str(budget)]
+
+
+def test_the_unit_graph_does_not_fit_into_two():
+    with pytest.raises(InfeasibleBudget, match="least that can be reached is 3.0"):
+        solve_graph(linear_graph(8), 2)
+
+
+@STACK_SOLVERS
+@pytest.mark.parametrize("case", range(len(VECTORS["knapsack"]["cases"])))
+def test_the_knapsack(case, solve):
+    """Residuals that depend on nothing: what is saved is not computed again."""
+    sizes, seconds, capacity, value, _ = VECTORS["knapsack"]["cases"][case]
+    residuals = tuple(Residual(f"r{at}", size, time) for at, (size, time) in enumerate(zip(sizes, seconds, strict=True)))
+    block = Block("block", residuals, 0, 0, recomputed_share=0)
+    plan = solve(Stack((block,)), capacity)
+    verify(plan)
+    assert plan.extra_seconds == sum(seconds) - value
+    assert plan.ranges[0].policy.saved_bytes <= capacity
+
+
+def three_blocks(link):
+    residuals = (
+        Residual("a", 2),
+        Residual("b", 4, 1, ("a",)),
+        Residual("c", 2, 6, ("b",)),
+        Residual("d", 4, 3, ("c",)),
+    )
+    block = Block("layer", residuals, 10, 20, repeats=3, recomputed_share=0, fetched_share=0)
+    return Stack((block,), link, offload_last=True)
+
+
+@STACK_SOLVERS
+@pytest.mark.parametrize(("key", "link"), [("no_offload", None), ("with_offload", HostLink(0.5, 0.5))])
+def test_save_recompute_and_offload(key, link, solve):
+    known = VECTORS["save_recompute_offload"]
+    for budget, extra in zip(known["budget"], known[key], strict=True):
+        plan = solve(three_blocks(link), budget)
+        found = verify(plan)
+        assert plan.extra_seconds == pytest.approx(extra, abs=1e-9)
+        assert found.seconds == pytest.approx(90 + extra)
+        assert found.peak_bytes <= budget
+    if link is None:
+        with pytest.raises(InfeasibleBudget, match="least that can be reached is 6"):
+            solve(three_blocks(link), 5.9)
+    assert solve(three_blocks(link), math.inf).extra_seconds == 0
