@@ -42,6 +42,10 @@ class UnsupportedError(RematError, NotImplementedError):
     """Raised when the installed JAX, or the platform, cannot do what is asked."""
 
 
+class PortingError(RematError, ValueError):
+    """Raised when tensors, rules and variables do not fit each other, with every one that does not; or a malformed rule."""
+
+
 class InfeasibleBudget(RematError, RuntimeError):
     """Raised when no policy fits the budget; the message says the least that can be reached."""
 
