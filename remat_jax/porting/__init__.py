@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from remat_jax.porting.files import load, save
 from remat_jax.porting.rule import Rule
 from remat_jax.porting.rules import Rules, as_rules
 from remat_jax.porting.tensors import as_numpy
@@ -18,5 +19,7 @@ __all__ = [
     "from_torch",
     "gradients_from_torch",
     "gradients_to_torch",
+    "load",
+    "save",
     "to_torch",
 ]

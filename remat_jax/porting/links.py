@@ -111,28 +111,31 @@ def fit(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape])
         for path, shape in arrays.items()
         if path not in filled and not rules.allows_missing(path)
     ]
+    free = [name for name in tensors if name not in by_tensor], [path for path in arrays if path not in filled]
     good = []
     for link in links:
         absent = [name for name in link.torch if name not in tensors]
         if absent and all(rules.allows_missing(place.path) for place in link.flax):
             if len(absent) == len(link.torch):
                 continue
-        found = _misfits(link, tensors, arrays)
+        found = _misfits(link, tensors, arrays, free)
         problems += found
         good += [] if found else [link]
     return good, problems + _used_twice(links, tensors, arrays)
 
 
-def _misfits(link: Link, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]) -> list[str]:
+def _misfits(
+    link: Link, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape], free: tuple[list[str], list[str]]
+) -> list[str]:
     to = ", ".join(map(str, link.flax))
     problems = []
     for name in link.torch:
         if name not in tensors:
-            problems.append(f"{name}: missing, wanted for {to} by the rule '{link.rule}'{nearest(name, tensors)}")
+            problems.append(f"{name}: missing, wanted for {to} by the rule '{link.rule}'.{nearest(name, free[0])}")
     for place in link.flax:
         if place.path not in arrays:
             given = ", ".join(f"{name} {_text(tensors[name])}" for name in link.torch if name in tensors)
-            problems.append(f"{place.path}: not in the Flax model, where {given} should go{nearest(place.path, arrays)}")
+            problems.append(f"{place.path}: not in the Flax model, where {given} should go.{nearest(place.path, free[1])}")
         elif not place.inside(arrays[place.path]):
             problems.append(
                 f"{place}: outside the stack, whose shape is {_text(arrays[place.path])}; from {', '.join(link.torch)}"
