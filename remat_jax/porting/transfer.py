@@ -39,8 +39,8 @@ def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dty
     rules, target = as_rules(rules), Variables(variables)
     problems: list[str] = []
     arrays = _read(state_dict, problems)
+    refuse_shared(rules, state_dict, arrays, problems)
     arrays = join_tied(rules, arrays, problems)
-    refuse_shared(rules, state_dict, problems)
     flat = _fill(rules, arrays, target.leaves, problems, direction="forward")
     leaves = dict(target.leaves)
     for path, array in flat.items():
