@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from remat_jax.porting.auto import propose
 from remat_jax.porting.files import load, save
 from remat_jax.porting.restacking import restack
 from remat_jax.porting.rule import Rule
@@ -21,6 +22,7 @@ __all__ = [
     "gradients_from_torch",
     "gradients_to_torch",
     "load",
+    "propose",
     "restack",
     "save",
     "to_torch",
