@@ -16,6 +16,7 @@ from flax import nnx
 from parity_tests.support import MODULES, SIZES, data, make_torch
 from remat_jax import porting
 from remat_jax.errors import PortingError
+from remat_jax.porting.float64 import keep_float64
 from remat_jax.porting.links import links_of_tensors
 
 F64 = {"param_dtype": jnp.float64}
@@ -291,3 +292,12 @@ def test_what_cannot_be_proved_is_refused_before() -> None:
         porting.propose(torch.nn.Linear(4, 5), nn.Dense(4, **F64), random_input(3, 4))
     with pytest.raises(PortingError, match="expected a Linen or NNX module"):
         porting.propose(torch.nn.Linear(4, 4), 3, random_input(3, 4))
+
+
+def test_casts_from_float64_are_left_out_and_others_are_not() -> None:
+    x, y = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)
+    with keep_float64():
+        kept = (x.float(), x.half(), x.to(torch.bfloat16), x.to(dtype=torch.float32), x.softmax(0, dtype=torch.float32))
+        assert {each.dtype for each in kept} == {torch.float64}
+        assert y.float().dtype == torch.float32 and x.long().dtype == torch.int64
+    assert x.float().dtype == torch.float32

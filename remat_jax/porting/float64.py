@@ -10,12 +10,6 @@ def keep_float64() -> Any:
 
     Many models compute norms, softmax and rotary angles in float32 whatever they are given. In float64 that hides, behind
     1e-7, whether two models are the same function.
-
-    >>> import torch
-    >>> with keep_float64():
-    ...     x = torch.ones(2, dtype=torch.float64).float()
-    >>> x.dtype, torch.ones(2, dtype=torch.float64).float().dtype
-    (torch.float64, torch.float32)
     """
     import torch
     from torch.overrides import TorchFunctionMode
