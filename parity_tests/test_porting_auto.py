@@ -294,10 +294,39 @@ def test_what_cannot_be_proved_is_refused_before() -> None:
         porting.propose(torch.nn.Linear(4, 4), 3, random_input(3, 4))
 
 
-def test_casts_from_float64_are_left_out_and_others_are_not() -> None:
-    x, y = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)
+def test_casts_from_float64_are_left_out() -> None:
+    x = torch.ones(2, dtype=torch.float64)
     with keep_float64():
         kept = (x.float(), x.half(), x.to(torch.bfloat16), x.to(dtype=torch.float32), x.softmax(0, dtype=torch.float32))
         assert {each.dtype for each in kept} == {torch.float64}
-        assert y.float().dtype == torch.float32 and x.long().dtype == torch.int64
+        assert x.long().dtype == torch.int64
     assert x.float().dtype == torch.float32
+
+
+class TwoAttentions(torch.nn.Module):
+    """One with a fused projection and one without, as SigLIP has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = torch.nn.MultiheadAttention(4, 2, batch_first=True)
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            setattr(self, name, torch.nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (2, 2)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = self.out_proj(mixed)
+        return self.pool(x, x, x, need_weights=False)[0]
+
+
+def test_attentions_fused_and_separate_in_one_model() -> None:
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            x = nn.MultiHeadDotProductAttention(2, name="attention", **F64)(x)
+            return nn.MultiHeadDotProductAttention(2, name="pool", **F64)(x)
+
+    module = TwoAttentions()
+    where = found(porting.propose(module, Net(), random_input(2, 5, 4)), module)
+    assert where["q_proj.weight"] == ("params/attention/query/kernel", "heads")
+    assert where["pool.in_proj_weight"][0].startswith("params/pool/query/kernel, params/pool/key/kernel")

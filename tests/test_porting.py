@@ -315,3 +315,11 @@ def test_restacking_is_exact_in_linen(to_stack: bool) -> None:
     found = porting.restack(whole, variables(to_stack), "layers_{i}", "layers")
     expected = porting.from_torch(state_dict(), variables(to_stack), rules(to_stack))
     assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
+
+
+def test_a_part_of_a_stack_that_no_rule_speaks_of_is_named() -> None:
+    state, shapes = {"l.0": arrays(2), "l.2": arrays(2)}, {"params": {"l": np.zeros((3, 2))}}
+    with pytest.raises(PortingError, match=r"1 problem:\n  params/l\[1\]: not filled, shape \(3, 2\): no rule fills this part"):
+        porting.from_torch(state, shapes, "l.0 -> params/l[0]\nl.2 -> params/l[2]")
+    with pytest.raises(PortingError, match=r"params/l: duplicated, filled as params/l\[0\] and as params/l\[:, 0\]"):
+        porting.from_torch(state, shapes, "l.0 -> params/l[0]\nl.2 -> params/l[:, 0]")

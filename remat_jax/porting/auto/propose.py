@@ -11,9 +11,9 @@ from remat_jax.errors import PortingError
 from remat_jax.porting.auto.candidates import Candidate, Space
 from remat_jax.porting.auto.compress import compress
 from remat_jax.porting.auto.interrogate import identify, other_answers, unexercised
-from remat_jax.porting.auto.match import by_names, table
+from remat_jax.porting.auto.match import by_names, likeness, table
 from remat_jax.porting.auto.pair import LIMIT, Pair
-from remat_jax.porting.auto.units import FlaxUnit, TorchParts, flax_units, stack_candidates, torch_parts
+from remat_jax.porting.auto.units import FlaxUnit, TorchParts, attentions, flax_units, stack_candidates, torch_parts
 from remat_jax.porting.links import links_of_places, links_of_tensors
 from remat_jax.porting.rules import Rules, as_rules
 
@@ -73,13 +73,20 @@ def _space(pair: Pair, given: Rules) -> tuple[Space, Candidate]:
     if not parts.units and not shapes:
         return Space([], [], [], given), Candidate((), ())
     for stack in ("", *stack_candidates(shapes)):
-        for together in (False, True):
+        for together in _together(parts, attentions(shapes, stack)):
             flax = flax_units(shapes, stack=stack, together=together)
             found = table(parts.units, flax) if len(flax) == len(parts.units) else []
             places = by_names(parts.units, flax, found) if found else None
             if places is not None:
                 return Space(parts.units, flax, found, given), Candidate(tuple(places), (0,) * len(places))
     raise PortingError(_no_match(parts, flax_units(shapes)))
+
+
+def _together(parts: TorchParts, found: Sequence[str]) -> list[list[str]]:
+    """In which of Flax's attentions query, key and value come of one tensor: none, all, or those that are alike in name."""
+    fused = [unit.name for unit in parts.units if unit.kind == "MultiheadAttention"]
+    alike = {max(found, key=lambda name: likeness(unit, name)) for unit in fused} if found else set()
+    return [[], list(found), sorted(alike)]
 
 
 def _no_match(parts: TorchParts, flax: Sequence[FlaxUnit]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,14 +107,28 @@ def _divided(prefix: str, kind: str, own: Mapping[str, Shape]) -> Iterator[Torch
             yield TorchUnit(f"{prefix}.{local}" if prefix else local, "Parameter", (("", shape),))
 
 
-def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: bool = False) -> list[FlaxUnit]:
+def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collection[str] = ()) -> list[FlaxUnit]:
     """The units of a Flax model, by path → shape; those below `stack` once per layer of it.
 
-    With `together`, the query, key and value of an attention are one unit, and so are the parts of a recurrent cell always.
+    In the attentions named in `together`, query, key and value are one unit; the parts of a recurrent cell always are.
     """
+    joined = _joined(_modules(shapes, stack), together)
+    return [
+        FlaxUnit(name, tuple((key, *value) for key, value in sorted(own.items())), children) for name, own, children in joined
+    ]
+
+
+def attentions(shapes: Mapping[str, Shape], stack: str) -> list[str]:
+    """The modules that hold a query, a key and a value."""
+    modules = _modules(shapes, stack)
+    parents = {name.rpartition("/")[0] for name in modules}
+    return sorted(p for p in parents if any(all(_child(p, child) in modules for child in group) for group in _TOGETHER))
+
+
+def _modules(shapes: Mapping[str, Shape], stack: str) -> dict[str, dict[str, tuple[Place, Shape]]]:
     modules: dict[str, dict[str, tuple[Place, Shape]]] = {}
     for path, shape in shapes.items():
-        collection, _, rest = path.partition("/")
+        rest = path.partition("/")[2]
         module, _, leaf = rest.rpartition("/")
         name, local = (module, leaf) if leaf in _OF_A_MODULE else (rest, "")
         below = stack and f"/{module}/".startswith(f"/{stack}/")
@@ -123,32 +137,28 @@ def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: bool =
             numbered = name if layer is None else name.replace(stack, f"{stack}_{layer}", 1)
             place = Place(path, index)
             modules.setdefault(numbered, {})[local] = (place, place.shape(shape))
-        del collection
-    joined = _joined(modules, together)
-    return [
-        FlaxUnit(name, tuple((key, *value) for key, value in sorted(own.items())), children) for name, own, children in joined
-    ]
+    return modules
 
 
 def _joined(
-    modules: dict[str, dict[str, tuple[Place, Shape]]], together: bool
+    modules: dict[str, dict[str, tuple[Place, Shape]]], together: Collection[str]
 ) -> Iterator[tuple[str, dict[str, tuple[Place, Shape]], tuple[str, ...]]]:
-    groups = (*(_TOGETHER if together else ()), *CELLS)
     used: set[str] = set()
     for parent in sorted({name.rpartition("/")[0] for name in modules}):
-        for group in groups:
-            paths = [f"{parent}/{child}" if parent else child for child in group]
+        for group in (*(_TOGETHER if parent in together else ()), *CELLS):
+            paths = [_child(parent, child) for child in group]
             if all(path in modules and path not in used for path in paths):
                 used |= set(paths)
-                own = {
-                    f"{child}/{key}": value
-                    for child, path in zip(group, paths, strict=True)
-                    for key, value in modules[path].items()
-                }
+                pairs = zip(group, paths, strict=True)
+                own = {f"{child}/{key}": value for child, path in pairs for key, value in modules[path].items()}
                 yield parent, own, group
     for name, own in modules.items():
         if name not in used:
             yield name, own, ()
+
+
+def _child(parent: str, name: str) -> str:
+    return f"{parent}/{name}" if parent else name
 
 
 def stack_candidates(shapes: Mapping[str, Shape]) -> list[str]:
