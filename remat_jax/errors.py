@@ -50,6 +50,10 @@ class SolverError(RematError, RuntimeError):
     """Raised when a solver ends without an answer, such as at its time limit."""
 
 
+class PortingError(RematError, ValueError):
+    """Raised when tensors, rules and variables do not fit each other, with every one that does not; or a malformed rule."""
+
+
 class InfeasibleBudget(RematError, RuntimeError):
     """Raised when no policy fits the budget; the message says the least that can be reached.
 

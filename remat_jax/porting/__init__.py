@@ -1,0 +1,29 @@
+"""Weights, and the gradients of weights, between PyTorch and Flax: a map as data, strict in both directions."""
+
+from __future__ import annotations
+
+from remat_jax.porting.auto import propose
+from remat_jax.porting.files import load, save
+from remat_jax.porting.restacking import restack
+from remat_jax.porting.rule import Rule
+from remat_jax.porting.rules import Rules, as_rules
+from remat_jax.porting.tensors import as_numpy
+from remat_jax.porting.transfer import from_torch, gradients_from_torch, gradients_to_torch, to_torch
+from remat_jax.porting.transform import NAMED, Transform
+
+__all__ = [
+    "NAMED",
+    "Rule",
+    "Rules",
+    "Transform",
+    "as_numpy",
+    "as_rules",
+    "from_torch",
+    "gradients_from_torch",
+    "gradients_to_torch",
+    "load",
+    "propose",
+    "restack",
+    "save",
+    "to_torch",
+]

@@ -1,0 +1,184 @@
+"""State dicts in files: safetensors, whole or in shards, and PyTorch's own, read without running code."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from remat_jax.errors import PortingError
+from remat_jax.porting.tensors import as_numpy, as_torch, is_torch
+
+_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+_KINDS = f"a .safetensors file, one of PyTorch's ({', '.join(_TORCH)}), a .index.json of either, or a folder with one of these"
+
+
+def load(path: str | Path, *, key: str | None = None) -> dict[str, Any]:
+    """Return the state dict that a file holds, name → array, for `from_torch`.
+
+    Safetensors give NumPy arrays and need no PyTorch. PyTorch's files give tensors on the CPU, and are read with
+    `weights_only`: a file that would run code is refused. `key` is the entry of such a file that holds the state dict, where
+    it holds more. An index of shards (`model.safetensors.index.json`) gives all of them; a folder, the one model in it.
+
+    Raises:
+        PortingError: the path is no such file, a shard lacks a tensor, or the file holds something else.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
+    >>> save(path, {"head.bias": np.zeros(3, np.float32)})
+    >>> load(path)["head.bias"].dtype
+    dtype('float32')
+    """
+    path = _one_file(Path(path))
+    if path.name.endswith(".index.json"):
+        return _load_shards(path, key)
+    if path.suffix == ".safetensors":
+        if key is not None:
+            raise PortingError(f"key={key!r}: {path.name} holds tensors alone; leave the key out.")
+        return _load_safetensors(path)
+    return _state_dict(_load_torch(path), path, key)
+
+
+def save(path: str | Path, state_dict: Mapping[str, Any], *, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a state dict, as `to_torch` gives it, to a `.safetensors` file or one that `torch.load` reads, by the suffix.
+
+    `metadata` is text for the header of a safetensors file; `format: pt` is always there, which Hugging Face's loaders ask for.
+
+    Raises:
+        PortingError: the suffix is none of these, a value is no array, or the file format has no such dtype.
+    """
+    path = Path(path)
+    if path.suffix not in (".safetensors", *_TORCH):
+        raise PortingError(f"path={str(path)!r}: give a name that ends in .safetensors or one of {', '.join(_TORCH)}.")
+    wrong = [name for name, value in state_dict.items() if not (is_torch(value) or hasattr(value, "__array__"))]
+    if wrong:
+        raise PortingError(f"no arrays or tensors: {', '.join(wrong)}; give what to_torch returns.")
+    if path.suffix == ".safetensors":
+        _save_safetensors(path, {name: as_numpy(value) for name, value in state_dict.items()}, {**(metadata or {})})
+    elif metadata:
+        raise PortingError(f"metadata={metadata!r}: a {path.suffix} file has no place for it; write .safetensors.")
+    else:
+        _save_torch(path, {name: value if is_torch(value) else as_torch(value) for name, value in state_dict.items()})
+
+
+def _one_file(path: Path) -> Path:
+    if path.is_dir():
+        for ending in (".safetensors.index.json", ".safetensors", ".bin.index.json", *_TORCH):
+            found = sorted(path.glob(f"*{ending}"))
+            if len(found) == 1:
+                return found[0]
+            if found:
+                raise PortingError(f"path={str(path)!r}: several models: {', '.join(x.name for x in found)}; name one of them.")
+        raise PortingError(f"path={str(path)!r}: a folder without a model; give {_KINDS}.")
+    if not path.is_file():
+        raise PortingError(f"path={str(path)!r}: no such file; give {_KINDS}.")
+    if not path.name.endswith((".index.json", ".safetensors", *_TORCH)):
+        raise PortingError(f"path={str(path)!r}: not a name of a model's; give {_KINDS}.")
+    return path
+
+
+def _load_shards(index: Path, key: str | None) -> dict[str, Any]:
+    try:
+        places = json.loads(index.read_text())["weight_map"]
+        files = sorted(set(places.values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise PortingError(f"{index.name}: expected JSON with a weight_map, tensor → file.") from None
+    outside = [name for name in files if Path(name).name != name]
+    if outside:
+        raise PortingError(f"{index.name}: the shards must lie beside it, unlike {', '.join(outside)}.")
+    result: dict[str, Any] = {}
+    found: dict[str, str] = {}
+    problems = []
+    for name in files:
+        for tensor, value in load(index.parent / name, key=key).items():
+            if tensor in found:
+                problems.append(f"{tensor}: duplicated, in {found[tensor]} and in {name}")
+            found[tensor], result[tensor] = name, value
+    problems += [
+        f"{tensor}: not in {name}, where the index has it" for tensor, name in places.items() if found.get(tensor) != name
+    ]
+    problems += [f"{tensor}: in {name}, but not in the index" for tensor, name in found.items() if tensor not in places]
+    if problems:
+        raise PortingError(f"{index.name} and its shards do not agree:\n  " + "\n  ".join(problems))
+    return result
+
+
+def _load_safetensors(path: Path) -> dict[str, np.ndarray]:
+    safetensors = _safetensors()
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # it is no mapping
+            strange = [f"{name} ({kind})" for name, kind in kinds.items() if kind.startswith("F8")]
+            if strange:
+                raise PortingError(f"{path.name}: NumPy's reader has no float8: {', '.join(strange)}; cast them in PyTorch.")
+            # Copies: what it returns may be a view of the file.
+            return {name: np.array(file.get_tensor(name)) for name in kinds}
+    except safetensors.SafetensorError as error:
+        raise PortingError(f"{path.name}: not a safetensors file ({error}).") from None
+
+
+def _save_safetensors(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+    strange = [f"{name} ({array.dtype.name})" for name, array in arrays.items() if array.dtype.name.startswith("float8")]
+    if strange:
+        raise PortingError(f"safetensors' writer for NumPy has no float8: {', '.join(strange)}; write a .pt file.")
+    safetensors = _safetensors()
+    # It writes the memory as it lies: a transposed view would come back with its numbers in another order.
+    laid_out = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
+    try:
+        safetensors.numpy.save_file(laid_out, path, metadata={"format": "pt", **metadata})
+    except safetensors.SafetensorError as error:
+        raise PortingError(f"{path.name}: safetensors cannot write this ({error}).") from None
+
+
+def _load_torch(path: Path) -> Any:
+    torch = _torch(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise PortingError(
+            f"{path.name}: refused, because reading it could run code, or it is no file of PyTorch's ({reason}). "
+            "Where you trust it, load it with torch.load(…, weights_only=False) and give module.state_dict()."
+        ) from None
+    except (RuntimeError, EOFError) as error:
+        raise PortingError(f"{path.name}: not a file of PyTorch's ({str(error).splitlines()[0]}).") from None
+
+
+def _save_torch(path: Path, tensors: dict[str, Any]) -> None:
+    _torch(path).save(tensors, path)
+
+
+def _state_dict(content: Any, path: Path, key: str | None) -> dict[str, Any]:
+    if key is not None:
+        if not isinstance(content, Mapping) or key not in content:
+            keys = ", ".join(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
+            raise PortingError(f"key={key!r}: {path.name} holds {keys}.")
+        content = content[key]
+    if not isinstance(content, Mapping):
+        raise PortingError(f"{path.name}: holds a {type(content).__name__}, no state dict.")
+    wrong = [name for name, value in content.items() if not (isinstance(name, str) and is_torch(value))]
+    if wrong:
+        inside = [repr(name) for name in wrong if isinstance(content[name], Mapping)]
+        hint = f"; give the one that is the state dict as key: {', '.join(inside)}" if inside else ""
+        raise PortingError(f"{path.name}: {', '.join(map(repr, wrong))}: no tensors{hint}.")
+    return dict(content)
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError:
+        raise PortingError("safetensors is not installed; pip install safetensors, or 'remat_jax[torch]'.") from None
+    return safetensors
+
+
+def _torch(path: Path) -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise PortingError(f"{path.name} is PyTorch's, which is not installed; pip install 'remat_jax[torch]'.") from None
+    return torch

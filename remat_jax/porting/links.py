@@ -1,0 +1,211 @@
+"""Which tensors become which arrays: the rules applied to names and shapes, and every misfit found."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from remat_jax.errors import PortingError, nearest
+from remat_jax.porting.pattern import Captures, Index
+from remat_jax.porting.rule import Rule
+from remat_jax.porting.rules import Rules
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """An array of the Flax model, or a part of a stacked one."""
+
+    path: str
+    index: Index = ()
+
+    def __str__(self) -> str:
+        index = ", ".join(":" if entry is None else str(entry) for entry in self.index)
+        return f"{self.path}[{index}]" if self.index else self.path
+
+    @property
+    def key(self) -> tuple[int | slice, ...]:
+        """What NumPy takes to find the part."""
+        return tuple(slice(None) if entry is None else entry for entry in self.index)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes that the index is of."""
+        return tuple(axis for axis, entry in enumerate(self.index) if entry is not None)
+
+    def shape(self, whole: Shape) -> Shape:
+        """The shape of the part."""
+        return tuple(size for axis, size in enumerate(whole) if axis >= len(self.index) or self.index[axis] is None)
+
+    def inside(self, whole: Shape) -> bool:
+        """Whether there is such a part."""
+        fits = (entry is None or entry < size for entry, size in zip(self.index, whole, strict=False))
+        return len(self.index) <= len(whole) and all(fits)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A rule for certain names: these tensors become these arrays."""
+
+    rule: Rule
+    torch: tuple[str, ...]
+    flax: tuple[Place, ...]
+
+
+def links_of_tensors(rules: Rules, names: Iterable[str]) -> dict[str, Link]:
+    """For every tensor the link of the first rule that takes it; a tensor that none takes is left out."""
+    found = {}
+    for name in names:
+        link = next(filter(None, (_link_of_tensor(rule, name) for rule in rules.rules)), None)
+        if link:
+            found[name] = link
+    return found
+
+
+def links_of_places(rules: Rules, shapes: Mapping[str, Shape]) -> dict[Place, Link]:
+    """For every array, or every part of a stacked one, the link of the first rule that fills it."""
+    found: dict[Place, Link] = {}
+    for path, shape in shapes.items():
+        here: dict[Place, Link] = {}
+        for rule in rules.rules:
+            for place, link in _links_of_path(rule, path, shape):
+                # Several rules may fill one stack, each a part; a rule for other axes of it comes too late.
+                if not here or place.axes == next(iter(here)).axes:
+                    here.setdefault(place, link)
+        found |= here
+    return found
+
+
+def _link_of_tensor(rule: Rule, name: str) -> Link | None:
+    matches = (pattern.match(name) for pattern in rule.torch)
+    return next((link for captures in matches if captures is not None and (link := _link(rule, captures))), None)
+
+
+def _links_of_path(rule: Rule, path: str, shape: Shape) -> Iterable[tuple[Place, Link]]:
+    for target in rule.flax:
+        for captures, index in target.matches(path, shape):
+            link = _link(rule, captures)
+            if link:
+                yield Place(path, index), link
+
+
+def _link(rule: Rule, captures: Captures) -> Link | None:
+    torch = [pattern.format(captures) for pattern in rule.torch]
+    flax = [target.format(captures) for target in rule.flax]
+    names = tuple(name for name in torch if name is not None)
+    places = tuple(Place(*place) for place in flax if place is not None)
+    return Link(rule, names, places) if len(names) == len(torch) and len(places) == len(flax) else None
+
+
+def fit(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]) -> tuple[list[Link], list[str]]:
+    """The links that take every tensor to its place, each tensor once and each place once, and what does not fit.
+
+    `tensors` and `arrays` are the shapes by name and by path. Each problem begins with the name that it is about.
+    """
+    by_tensor = links_of_tensors(rules, tensors)
+    by_place = links_of_places(rules, arrays)
+    # A rule speaks of a place only where its tensors are not taken by an earlier rule, and the other way round.
+    links = list(dict.fromkeys([*by_tensor.values(), *by_place.values()]))
+    problems = [
+        f"{name}: extra, shape {_text(shape)}: no rule takes it; write one, or name it under 'extra:'"
+        for name, shape in tensors.items()
+        if name not in by_tensor and not rules.allows_extra(name)
+    ]
+    filled = {place.path for place in by_place}
+    problems += [
+        f"{path}: not filled, shape {_text(shape)}: no rule fills it; write one, or name it under 'missing:'"
+        for path, shape in arrays.items()
+        if path not in filled and not rules.allows_missing(path)
+    ]
+    free = [name for name in tensors if name not in by_tensor], [path for path in arrays if path not in filled]
+    good = []
+    for link in links:
+        absent = [name for name in link.torch if name not in tensors]
+        if absent and all(rules.allows_missing(place.path) for place in link.flax):
+            if len(absent) == len(link.torch):
+                continue
+        found = _misfits(link, tensors, arrays, free)
+        problems += found
+        good += [] if found else [link]
+    return good, problems + _used_twice(links, tensors, arrays) + _holes(links, arrays)
+
+
+def _misfits(
+    link: Link, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape], free: tuple[list[str], list[str]]
+) -> list[str]:
+    to = ", ".join(map(str, link.flax))
+    problems = []
+    for name in link.torch:
+        if name not in tensors:
+            problems.append(f"{name}: missing, wanted for {to} by the rule '{link.rule}'.{nearest(name, free[0])}")
+    for place in link.flax:
+        if place.path not in arrays:
+            given = ", ".join(f"{name} {tensors[name] or ''}".strip() for name in link.torch if name in tensors)
+            problems.append(f"{place.path}: not in the Flax model, where {given} should go.{nearest(place.path, free[1])}")
+        elif not place.inside(arrays[place.path]):
+            problems.append(
+                f"{place}: outside the stack, whose shape is {_text(arrays[place.path])}; from {', '.join(link.torch)}"
+            )
+    return problems or _misshapen(link, tensors, arrays)
+
+
+def _misshapen(link: Link, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]) -> list[str]:
+    after = [place.shape(arrays[place.path]) for place in link.flax]
+    to = ", ".join(f"{place} {_text(shape)}" for place, shape in zip(link.flax, after, strict=True))
+    try:
+        expected = link.rule.transform.before(after, len(link.torch))
+    except PortingError as error:
+        return [f"{name}: shape {_text(tensors[name])} does not fit {to}: {error}" for name in link.torch]
+    return [
+        f"{name}: shape {_text(tensors[name])}, expected {_text(shape)} for {to} by '{link.rule.transform}'"
+        for name, shape in zip(link.torch, expected, strict=True)
+        if tuple(tensors[name]) != tuple(shape)
+    ]
+
+
+def _used_twice(links: list[Link], tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]) -> list[str]:
+    users: dict[str, list[str]] = {}
+    for link in links:
+        for name in link.torch:
+            if name in tensors:
+                users.setdefault(f"{name}: duplicated, used for", []).append(", ".join(map(str, link.flax)))
+    fillers: dict[str, list[str]] = {}
+    for link in links:
+        for place in link.flax:
+            if place.path in arrays and all(name in tensors for name in link.torch):
+                fillers.setdefault(f"{place}: duplicated, filled by", []).append(", ".join(link.torch))
+    again = " and again for ", " and again by "
+    return [
+        f"{what} {joint.join(each)}; each is used exactly once"
+        for table, joint in ((users, again[0]), (fillers, again[1]))
+        for what, each in table.items()
+        if len(each) > 1
+    ]
+
+
+def _holes(links: list[Link], arrays: Mapping[str, Shape]) -> list[str]:
+    """The parts of stacks that no rule speaks of, where one speaks of another part."""
+    parts: dict[str, set[Place]] = {}
+    for place in (place for link in links for place in link.flax):
+        if place.path in arrays and place.inside(arrays[place.path]):
+            parts.setdefault(place.path, set()).add(place)
+    problems = []
+    for path, found in parts.items():
+        shape, axes = arrays[path], next(iter(found)).axes
+        if any(place.axes != axes for place in found):
+            problems.append(f"{path}: duplicated, filled as {' and as '.join(sorted(map(str, found)))}; give one kind of index")
+            continue
+        every = itertools.product(
+            *(range(size) if axis in axes else [None] for axis, size in enumerate(shape[: max(axes, default=-1) + 1]))
+        )
+        holes = [str(place) for index in every if (place := Place(path, index)) not in found]
+        problems += [
+            f"{hole}: not filled, shape {_text(shape)}: no rule fills this part of the stack; write one" for hole in holes
+        ]
+    return problems
+
+
+def _text(shape: Shape) -> str:
+    return str(tuple(shape))

@@ -1,0 +1,161 @@
+"""Names with placeholders: `layers.{i}.attn.q.weight` in PyTorch, `params/layers_{i}/attn/q/kernel` in Flax."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from remat_jax.errors import PortingError
+
+Captures = dict[str, str]
+# A place in a stacked array: one index per leading axis, None for an axis that stays whole.
+Index = tuple[int | None, ...]
+
+_PLACEHOLDER = re.compile(r"\{(\w+)(?:\s*([+-])\s*(\d+))?\}")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A name in which `{i}` stands for any text without a dot or slash, and `{i+1}` or `{i-1}` for a number beside it.
+
+    >>> Pattern("layers.{i}.q.weight").match("layers.10.q.weight")
+    {'i': '10'}
+    >>> Pattern("params/layers_{i-1}/q").format({"i": "10"})
+    'params/layers_9/q'
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        rest = _PLACEHOLDER.sub("", self.text)
+        if not self.text or "{" in rest or "}" in rest or any(c.isspace() for c in rest):
+            raise PortingError(f"{self.text!r} is no name; a placeholder is written {{i}}, {{i+1}} or {{i-1}}, spaces nowhere.")
+
+    @property
+    def placeholders(self) -> frozenset[str]:
+        """The names of the placeholders."""
+        return frozenset(match[1] for match in _PLACEHOLDER.finditer(self.text))
+
+    def match(self, name: str) -> Captures | None:
+        """What each placeholder stands for in `name`, or None where `name` is another."""
+        parts = list(_PLACEHOLDER.finditer(self.text))
+        found = re.fullmatch(self._regex(parts), name)
+        if not found:
+            return None
+        captures: Captures = {}
+        for part, text in zip(parts, found.groups(), strict=True):
+            value = str(int(text) - _offset(part)) if part[2] else text
+            if captures.setdefault(part[1], value) != value:
+                return None
+        return captures
+
+    def format(self, captures: Captures) -> str | None:
+        """The name for these captures; None where a number would be negative, or a text is no number."""
+        pieces: list[str] = []
+        end = 0
+        for part in _PLACEHOLDER.finditer(self.text):
+            value = _shifted(captures[part[1]], _offset(part)) if part[2] else captures[part[1]]
+            if value is None:
+                return None
+            pieces += [self.text[end : part.start()], value]
+            end = part.end()
+        return "".join(pieces) + self.text[end:]
+
+    def _regex(self, parts: list[re.Match[str]]) -> str:
+        pieces, end = [], 0
+        for part in parts:
+            pieces += [re.escape(self.text[end : part.start()]), r"(\d+)" if part[2] else r"([^./]+)"]
+            end = part.end()
+        return "".join(pieces) + re.escape(self.text[end:])
+
+
+@dataclass(frozen=True)
+class Target:
+    """A Flax path, and where in its array: `params/layers/q/kernel[{i}]` is the i-th of a stack.
+
+    >>> target = Target.parse("params/layers/q/kernel[{i}]")
+    >>> target.format({"i": "3"})
+    ('params/layers/q/kernel', (3,))
+    >>> [captures for captures, _ in target.matches("params/layers/q/kernel", (2, 8, 8))]
+    [{'i': '0'}, {'i': '1'}]
+    """
+
+    path: Pattern
+    index: tuple[Pattern | None, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """The target that `path` or `path[index, …]` names; `:` in the index leaves an axis whole."""
+        match = re.fullmatch(r"(.*?)(?:\[([^\[\]]*)\])?", text.strip())
+        if not match or not match[1]:
+            raise PortingError(f"{text!r} is no Flax path; write it as 'params/l_{{i}}/kernel' or 'params/l/kernel[{{i}}]'.")
+        if match[2] is None:
+            return cls(Pattern(match[1]))
+        entries = [entry.strip() for entry in match[2].split(",")]
+        for entry in entries:
+            if not (entry == ":" or entry.isdecimal() or _PLACEHOLDER.fullmatch(entry)):
+                raise PortingError(f"{text!r}: {entry!r} is no index; write a number, a placeholder such as {{i}}, or ':'.")
+        while entries and entries[-1] == ":":
+            entries.pop()
+        return cls(Pattern(match[1]), tuple(None if entry == ":" else Pattern(entry) for entry in entries))
+
+    def __str__(self) -> str:
+        index = ", ".join(":" if entry is None else entry.text for entry in self.index)
+        return self.path.text + (f"[{index}]" if self.index else "")
+
+    @property
+    def placeholders(self) -> frozenset[str]:
+        """The names of the placeholders, those of the index among them."""
+        return self.path.placeholders.union(*(entry.placeholders for entry in self.index if entry is not None))
+
+    def format(self, captures: Captures) -> tuple[str, Index] | None:
+        """The path and index for these captures; None where a number would be negative or is none."""
+        path = self.path.format(captures)
+        numbers = [None if entry is None else entry.format(captures) for entry in self.index]
+        index = [None if number is None else _shifted(number, 0) for number in numbers]
+        missing = any(entry is not None and number is None for entry, number in zip(self.index, index, strict=True))
+        return None if path is None or missing else (path, tuple(None if n is None else int(n) for n in index))
+
+    def matches(self, path: str, shape: tuple[int, ...]) -> Iterator[tuple[Captures, Index]]:
+        """Every place in the array at `path` that this is a pattern of, with its captures."""
+        captures = self.path.match(path)
+        if captures is None or len(shape) < len(self.index):
+            return
+        sizes = shape[: len(self.index)]
+        ranges: list[list[int | None]] = [
+            [None] if entry is None else list(range(size)) for entry, size in zip(self.index, sizes, strict=True)
+        ]
+        for index in itertools.product(*ranges):
+            found = dict(captures)
+            for entry, number in zip(self.index, index, strict=True):
+                inside = {} if entry is None else entry.match(str(number))
+                if inside is None or any(found.setdefault(name, value) != value for name, value in inside.items()):
+                    break
+            else:
+                yield found, index
+
+
+def expand(text: str) -> list[str]:
+    """A comma-separated list of names, with `{q,k,v}` written out.
+
+    >>> expand("layers.{i}.{q,k}.weight, head.weight")
+    ['layers.{i}.q.weight', 'layers.{i}.k.weight', 'head.weight']
+    """
+    # A comma inside braces or brackets is no end of a name.
+    names = [name.strip() for name in re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,])+", text)]
+    result: list[str] = []
+    for name in names:
+        pieces = re.split(r"\{([^{}]*,[^{}]*)\}", name)
+        choices = [[piece] if number % 2 == 0 else piece.split(",") for number, piece in enumerate(pieces)]
+        result += ["".join(part.strip() for part in chosen) for chosen in itertools.product(*choices)]
+    return result
+
+
+def _offset(part: re.Match[str]) -> int:
+    return int(part[3]) * (1 if part[2] == "+" else -1) if part[2] else 0
+
+
+def _shifted(text: str, offset: int) -> str | None:
+    return str(int(text) + offset) if text.isdecimal() and int(text) + offset >= 0 else None

@@ -1,0 +1,207 @@
+"""The weight map as data: rules in order, tied tensors, and what is left out by name; as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from remat_jax.errors import PortingError
+from remat_jax.porting.pattern import Pattern, Target, expand
+from remat_jax.porting.rule import Rule
+
+VERSION = 1
+_KEYS = ("rules", "ties", "extra", "missing")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A weight map between a PyTorch model and a Flax model.
+
+    In its text each line is a rule, or one of `tie: a = b`, `extra: globs`, `missing: globs`; `#` starts a comment.
+
+    Attributes:
+        rules: tried in order; the first that matches a tensor takes it.
+        ties: pairs of PyTorch's names for one tensor, which Flax has once; the rules take the first name. Values must be
+            equal, and gradients add up. A placeholder may stand in both.
+        extra: globs on PyTorch's names: tensors that no rule takes and that need none.
+        missing: globs on Flax's paths: arrays that no tensor fills; they keep the value that they have.
+
+    >>> rules = Rules.parse('''
+    ...     embed.weight -> params/embed/embedding
+    ...     layers.{i}.up.weight -> params/layers_{i}/up/kernel | linear
+    ...     tie: embed.weight = head.weight
+    ...     extra: *.inv_freq
+    ... ''')
+    >>> Rules.from_json(rules.to_json()) == rules == Rules.parse(str(rules))
+    True
+    """
+
+    rules: tuple[Rule, ...]
+    ties: tuple[tuple[Pattern, Pattern], ...] = ()
+    extra: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        rules = [Rule.parse(rule) if isinstance(rule, str) else rule for rule in self.rules]
+        ties = [tuple(Pattern(name) if isinstance(name, str) else name for name in pair) for pair in self.ties]
+        for name, value in (("rules", rules), ("ties", ties), ("extra", self.extra), ("missing", self.missing)):
+            if isinstance(value, str):
+                raise PortingError(f"Rules: {name}={value!r} is a text; give a tuple of them.")
+            object.__setattr__(self, name, tuple(value))
+        if not all(isinstance(rule, Rule) for rule in rules):
+            raise PortingError(
+                f"Rules: rules={self.rules!r} must be Rule or text, one a rule; for several lines use Rules.parse."
+            )
+        for pair in ties:
+            if len(pair) != 2 or pair[0].placeholders != pair[1].placeholders or pair[0] == pair[1]:
+                raise PortingError(f"Rules: the tie {pair!r} must be two names with the same placeholders.")
+        chained = sorted({one.text for one, _ in ties} & {other.text for _, other in ties})
+        if chained:
+            raise PortingError(f"Rules: {chained[0]!r} is first in one tie and second in another; tie all to one name.")
+
+    @classmethod
+    def parse(cls, text: str) -> Rules:
+        """The map that a text says, one entry a line.
+
+        Raises:
+            PortingError: every line that is malformed, with its number.
+        """
+        found: dict[str, list[Any]] = {key: [] for key in _KEYS}
+        problems = []
+        for number, line in enumerate(text.splitlines(), 1):
+            line = line.partition("#")[0].strip()
+            if line:
+                try:
+                    _read(line, found)
+                except PortingError as error:
+                    problems.append(f"line {number}: {error}")
+        if problems:
+            raise PortingError("the rules are malformed:\n  " + "\n  ".join(problems))
+        return cls(**{key: tuple(value) for key, value in found.items()})
+
+    def __str__(self) -> str:
+        lines = [str(rule) for rule in self.rules]
+        lines += [f"tie: {one.text} = {other.text}" for one, other in self.ties]
+        lines += [f"{key}: {', '.join(globs)}" for key, globs in (("extra", self.extra), ("missing", self.missing)) if globs]
+        return "\n".join(lines)
+
+    def __or__(self, other: Rules | str) -> Rules:
+        """These rules, then those of `other`."""
+        other = as_rules(other)
+        return Rules(**{key: getattr(self, key) + getattr(other, key) for key in _KEYS})
+
+    def stacked(self, each: str, stack: str) -> Rules:
+        """The same map for layers that are stacked, as `nn.scan` has them: `each` is what names one of them, `stack` all.
+
+        Raises:
+            PortingError: no path has `each` in it.
+
+        >>> rules = Rules.parse("layers.{i}.up.weight -> params/layers_{i}/up/kernel | linear")
+        >>> print(rules.stacked("layers_{i}", "layers"))
+        layers.{i}.up.weight -> params/layers/up/kernel[{i}] | linear
+        """
+        placeholder = "{" + each.partition("{")[2].partition("}")[0] + "}"
+        Pattern(placeholder)
+
+        def restack(target: Target) -> Target:
+            whole = f"/{target.path.text}/"
+            if f"/{each}/" not in whole:
+                return target
+            path = whole.replace(f"/{each}/", f"/{stack}/").strip("/")
+            return Target(Pattern(path), (Pattern(placeholder), *target.index))
+
+        changed = self._with_targets(restack)
+        if changed == self:
+            raise PortingError(f"stacked(each={each!r}): no Flax path of the rules has it; give what is between slashes.")
+        return changed
+
+    def _with_targets(self, function: Callable[[Target], Target]) -> Rules:
+        return replace(self, rules=tuple(replace(rule, flax=tuple(map(function, rule.flax))) for rule in self.rules))
+
+    def allows_extra(self, name: str) -> bool:
+        """Whether a PyTorch tensor of this name may be left over."""
+        return any(fnmatchcase(name, glob) for glob in self.extra)
+
+    def allows_missing(self, path: str) -> bool:
+        """Whether the Flax array at this path may stay unfilled."""
+        return any(fnmatchcase(path, glob) for glob in self.missing)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        ties = [[one.text, other.text] for one, other in self.ties]
+        rules = [rule.to_dict() for rule in self.rules]
+        return {"version": VERSION, "rules": rules, "ties": ties, "extra": list(self.extra), "missing": list(self.missing)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Rules:
+        """The map that `to_dict` gave `data` for.
+
+        Raises:
+            PortingError: keys are missing or unknown, the version is another one, or a rule is malformed.
+        """
+        if not isinstance(data, dict) or set(data) != {"version", *_KEYS} or data["version"] != VERSION:
+            raise PortingError(
+                f"a weight map: expected an object of version {VERSION} with {', '.join(_KEYS)}; found {data!r:.200}."
+            )
+        for rule in data["rules"]:
+            if not isinstance(rule, dict) or set(rule) != {"torch", "flax", "transform"}:
+                raise PortingError(f"a rule of a weight map: expected torch, flax and transform; found {rule!r}.")
+        rules = tuple(Rule(**rule) for rule in data["rules"])
+        return cls(rules, tuple(map(tuple, data["ties"])), tuple(data["extra"]), tuple(data["missing"]))
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Rules:
+        """The map that `to_json` gave `text` for.
+
+        Raises:
+            PortingError: `text` is not JSON, or `from_dict` refuses what it says.
+        """
+        try:
+            data = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise PortingError(
+                f"a weight map: {repr(text)[:200]} is not JSON ({error}); give what Rules.to_json wrote."
+            ) from None
+        return cls.from_dict(data)
+
+
+def as_rules(rules: Any) -> Rules:
+    """The map that is given as `Rules`, as its text, or as a sequence of rules.
+
+    Raises:
+        PortingError: it is none of these, or malformed.
+    """
+    if isinstance(rules, Rules):
+        return rules
+    if isinstance(rules, str):
+        if rules.strip() == "auto":
+            raise PortingError(
+                "rules='auto' needs both models and inputs, to prove what it proposes: call porting.propose, "
+                "and give its rules here."
+            )
+        return Rules.parse(rules)
+    if isinstance(rules, Iterable):
+        return Rules(tuple(rules))
+    raise PortingError(f"rules={rules!r} is of type {type(rules).__name__}; give Rules, their text, or a sequence of rules.")
+
+
+def _read(line: str, found: dict[str, list[Any]]) -> None:
+    key, colon, rest = line.partition(":")
+    if "->" in line or not colon:
+        found["rules"].append(Rule.parse(line))
+    elif key.strip() in ("extra", "missing"):
+        found[key.strip()] += expand(rest)
+    elif key.strip() == "tie" and rest.count("=") == 1:
+        one, other = (Pattern(name.strip()) for name in rest.split("="))
+        found["ties"].append((one, other))
+    else:
+        raise PortingError(
+            f"{line!r} is none of a rule 'torch -> flax | transform', 'tie: a = b', 'extra: globs', 'missing: globs'"
+        )

@@ -1,0 +1,95 @@
+"""Arrays between PyTorch, NumPy and JAX: always copies, their dtypes kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from remat_jax.errors import PortingError
+
+
+def is_torch(value: Any) -> bool:
+    """Whether `value` is a PyTorch tensor; PyTorch is not imported for it."""
+    return any(kind.__module__.partition(".")[0] == "torch" and kind.__name__ == "Tensor" for kind in type(value).__mro__)
+
+
+def as_numpy(value: Any) -> np.ndarray:
+    """A NumPy copy of a tensor or array, its dtype kept, bfloat16 and float8 too.
+
+    A view would change with the next step of an optimizer, and PyTorch has no way to NumPy for bfloat16 but through integers.
+
+    Raises:
+        PortingError: the tensor holds no data, or is not dense.
+    """
+    if not is_torch(value):
+        return np.array(value)
+    if value.is_meta or value.layout != _torch().strided or value.is_quantized:
+        raise PortingError(
+            f"is a {value.dtype} tensor on {value.device} with layout {value.layout}; give a dense one with data"
+        )
+    value = value.detach().cpu().resolve_conj().resolve_neg()
+    name = str(value.dtype).removeprefix("torch.")
+    if name.startswith(("bfloat16", "float8")):
+        torch = _torch()
+        whole = value.contiguous().view({1: torch.uint8, 2: torch.int16}[value.element_size()])
+        return whole.numpy().view(getattr(ml_dtypes, name)).copy()
+    return value.numpy().copy()
+
+
+def as_torch(array: Any) -> Any:
+    """A PyTorch tensor that is a copy of an array, its dtype kept, bfloat16 and float8 too."""
+    torch = _torch()
+    array = np.ascontiguousarray(np.array(array)).reshape(np.shape(array))
+    if array.dtype.kind == "V" or array.dtype.name.startswith(("bfloat16", "float8")):
+        whole = torch.from_numpy(array.view({1: np.uint8, 2: np.int16}[array.dtype.itemsize]))
+        return whole.view(getattr(torch, array.dtype.name))
+    return torch.from_numpy(array)
+
+
+def as_jax(array: np.ndarray, like: Any = None) -> jax.Array:
+    """A JAX array that is a copy of `array`, its dtype kept, placed as `like` is where that is spread over devices.
+
+    Raises:
+        PortingError: JAX would lose digits, 64-bit types being off.
+    """
+    kept = jax.dtypes.canonicalize_dtype(array.dtype)
+    if kept != array.dtype:
+        raise PortingError(
+            f"is {array.dtype.name}, and JAX would make {kept.name} of it; turn on 64-bit types (jax.enable_x64), "
+            f"or give dtype='{kept.name}'"
+        )
+    sharding = getattr(like, "sharding", None)
+    copy = np.array(array)
+    return jax.device_put(copy, sharding) if isinstance(sharding, jax.sharding.NamedSharding) else jnp.array(copy)
+
+
+def same_memory(one: Any, other: Any) -> bool:
+    """Whether two tensors or arrays are one and the same, so that a gradient in both is one gradient."""
+    if one is other:
+        return True
+    if is_torch(one) and is_torch(other):
+        same = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
+        return bool(same and one.numel() and not one.is_meta and one.data_ptr() == other.data_ptr())
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        there, here = one.__array_interface__, other.__array_interface__
+        return bool(one.size and there["data"] == here["data"] and one.shape == other.shape and one.strides == other.strides)
+    return False
+
+
+def address(value: Any) -> int:
+    """Where the numbers of a tensor or array are; for others, where the object is."""
+    if is_torch(value):
+        return int(value.data_ptr())
+    return int(value.__array_interface__["data"][0]) if isinstance(value, np.ndarray) else id(value)
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise PortingError("PyTorch is not installed, and tensors are asked for; pip install 'remat_jax[torch]'.") from None
+    return torch

@@ -1,0 +1,241 @@
+"""Weights and gradients between PyTorch and Flax, by a weight map: strict, and with every misfit in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from remat_jax.errors import PortingError
+from remat_jax.porting.links import Link, Place, fit, links_of_places
+from remat_jax.porting.rules import Rules, as_rules
+from remat_jax.porting.tensors import as_jax, as_numpy, as_torch, is_torch
+from remat_jax.porting.ties import add_tied, join_tied, names_of, refuse_shared
+from remat_jax.porting.variables import Leaves, Variables
+
+Arrays = dict[str, np.ndarray]
+
+
+def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dtype: Any = None) -> Any:
+    """Return `variables` filled with PyTorch's values, every tensor used exactly once and every array filled.
+
+    `state_dict` maps names to tensors or arrays. `variables` are those of the Flax model: what a Linen module's `init`
+    returns, an NNX State, or an NNX module; arrays or `jax.ShapeDtypeStruct`, so that nothing need be initialised. The result
+    is of the same kind, a new NNX module for a module. `rules` is a `Rules`, its text, or a sequence of rules. The arrays are
+    copies, and keep the tensors' dtypes; with `dtype` the floating-point ones are cast to it. They are placed as those of
+    `variables` are where these have a NamedSharding.
+
+    Raises:
+        PortingError: naming every tensor that is missing, extra, duplicated or of the wrong shape, and every array that is not
+            filled; and where 64-bit values would lose digits, JAX's 64-bit types being off.
+
+    >>> variables = {"params": {"head": {"kernel": np.zeros((2, 3), np.float32)}}}
+    >>> weight = np.arange(6, dtype=np.float32).reshape(3, 2)
+    >>> from_torch({"head.weight": weight}, variables, "head.weight -> params/head/kernel | linear")["params"]["head"]["kernel"]
+    Array([[0., 2., 4.],
+           [1., 3., 5.]], dtype=float32)
+    """
+    rules, target = as_rules(rules), Variables(variables)
+    problems: list[str] = []
+    arrays = _read(state_dict, problems)
+    refuse_shared(rules, state_dict, arrays, problems)
+    arrays = join_tied(rules, arrays, problems)
+    flat = fill(rules, arrays, target.leaves, problems, direction="forward")
+    leaves = dict(target.leaves)
+    for path, array in flat.items():
+        try:
+            leaves[path] = as_jax(_in_dtype(array, dtype, target.leaves[path]), target.leaves[path])
+        except PortingError as error:
+            problems.append(f"{path}: {error}")
+    problems += [f"{path}: named as missing, but has no value to keep" for path in _abstract(leaves)] if not problems else []
+    _raise(problems, "the tensors do not fit the variables")
+    return target.rebuild(leaves)
+
+
+def to_torch(variables: Any, rules: Any, *, like: Mapping[str, Any] | None = None, numpy: bool = False) -> dict[str, Any]:
+    """Return the PyTorch state dict that `from_torch` would make `variables` of: the inverse of the map.
+
+    `like` is a state dict of the PyTorch model; its names and shapes are then held to, and tensors that the rules name as extra
+    come from it. The values are tensors, or with `numpy` arrays, and copies in any case.
+
+    A permutation comes back bit-equal. `scale` and `shift` round, and `sum` gives one tensor the whole and the others 0.
+
+    Raises:
+        PortingError: naming every array that no rule takes, and every tensor of `like` that none makes, or in another shape.
+
+    >>> variables = {"params": {"head": {"kernel": np.ones((2, 3))}}}
+    >>> to_torch(variables, "head.weight -> params/head/kernel | linear", numpy=True)["head.weight"].shape
+    (3, 2)
+    """
+    rules, source = as_rules(rules), Variables(variables)
+    problems: list[str] = []
+    result = take(rules, source.leaves, problems, direction="inverse")
+    add_tied(rules, result, like)
+    if like is not None:
+        _hold_to(like, rules, result, problems)
+    _raise(problems, "the variables do not fit the tensors")
+    return result if numpy else {name: as_torch(array) for name, array in result.items()}
+
+
+def gradients_from_torch(gradients: Mapping[str, Any], variables: Any, rules: Any) -> Any:
+    """Return PyTorch's gradients as JAX would have them: the inverse of the adjoint of the map.
+
+    `gradients` maps the names of parameters to their gradients. Of `variables` only the parameters count: for Linen the
+    result is `{"params": …}`, for NNX a State of parameters, as `nnx.grad` gives. A parameter that the rules name as missing
+    has the gradient 0. Gradients of tied tensors add up, unless they are one and the same tensor, which is the whole already.
+
+    Weights travel forward and gradients back, so a scaled weight's gradient is divided where the weight is multiplied.
+
+    Raises:
+        PortingError: as `from_torch`; a gradient that is None counts as missing.
+
+    >>> variables = {"params": {"table": np.zeros(2, np.float32)}}
+    >>> gradients_from_torch({"table": np.array([8, 4], np.float32)}, variables, "table -> params/table | scale(4)")
+    {'params': {'table': Array([2., 1.], dtype=float32)}}
+    """
+    rules, target = as_rules(rules), Variables(variables, trainable=True)
+    problems = [f"{name}: its gradient is None" for name, value in gradients.items() if value is None]
+    problems = [problem for problem in problems if not rules.allows_extra(problem.partition(":")[0])]
+    present = {name: value for name, value in gradients.items() if value is not None}
+    arrays = join_tied(rules, _read(present, problems), problems, gradients=present)
+    flat = fill(rules, arrays, target.leaves, problems, direction="gradient")
+    for path, leaf in target.leaves.items():
+        if path not in flat and rules.allows_missing(path):
+            flat[path] = np.zeros(leaf.shape, leaf.dtype)
+    leaves: Leaves = {}
+    for path, array in flat.items():
+        try:
+            leaves[path] = as_jax(array)
+        except PortingError as error:
+            problems.append(f"{path}: {error}")
+    _raise(problems, "the gradients do not fit the parameters")
+    return target.rebuild(leaves)
+
+
+def gradients_to_torch(gradients: Any, rules: Any, *, numpy: bool = False) -> dict[str, Any]:
+    """Return JAX's gradients under PyTorch's names and in its shapes: the adjoint of the map.
+
+    `gradients` is a tree like the variables (`{"params": …}`, an NNX State); of several collections only the parameters count.
+    Tied tensors have one gradient, under the name that the rules take. With `numpy` the values are arrays.
+
+    Raises:
+        PortingError: naming every array that no rule takes.
+
+    >>> gradients_to_torch({"params": {"table": np.array([2.0])}}, "table -> params/table | scale(4)", numpy=True)
+    {'table': array([8.])}
+    """
+    rules, source = as_rules(rules), Variables(gradients, trainable=True)
+    problems: list[str] = []
+    result = take(rules, source.leaves, problems, direction="adjoint")
+    _raise(problems, "the gradients do not fit the rules")
+    return result if numpy else {name: as_torch(array) for name, array in result.items()}
+
+
+def _read(tensors: Mapping[str, Any], problems: list[str]) -> Arrays:
+    if not isinstance(tensors, Mapping):
+        raise PortingError(f"{type(tensors).__name__} is given for a mapping of names to tensors; give module.state_dict().")
+    arrays = {}
+    for name, value in tensors.items():
+        if not (is_torch(value) or hasattr(value, "__array__")):
+            problems.append(f"{name}: is of type {type(value).__name__}, no tensor or array")
+            continue
+        try:
+            arrays[name] = as_numpy(value)
+        except PortingError as error:
+            problems.append(f"{name}: {error}")
+    return arrays
+
+
+def fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
+    """PyTorch's values or gradients as whole Flax arrays; parts of stacks are put together."""
+    shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+    links, found = fit(rules, {name: array.shape for name, array in arrays.items()}, shapes)
+    problems += found
+    parts: dict[str, dict[Place, np.ndarray]] = {}
+    for link in links:
+        after = [place.shape(shapes[place.path]) for place in link.flax]
+        given = [arrays[name] for name in link.torch]
+        if len({array.dtype for array in given}) > 1:
+            problems.append(f"{', '.join(link.torch)}: several dtypes, {', '.join(str(x.dtype) for x in given)}, expected one")
+            continue
+        try:
+            results = getattr(link.rule.transform, direction)(given, after)
+        except PortingError as error:
+            problems.append(f"{', '.join(link.torch)}: {error}")
+            continue
+        for place, result in zip(link.flax, results, strict=True):
+            parts.setdefault(place.path, {})[place] = result
+    return {path: _assemble(path, shapes[path], each, problems) for path, each in parts.items()}
+
+
+def _assemble(path: str, shape: tuple[int, ...], parts: dict[Place, np.ndarray], problems: list[str]) -> np.ndarray:
+    dtypes = {part.dtype for part in parts.values()}
+    if len(dtypes) > 1:
+        problems.append(f"{path}: the parts of the stack are of several dtypes, {', '.join(map(str, dtypes))}, expected one")
+    whole = np.empty(shape, next(iter(dtypes)))
+    for place, part in parts.items():
+        whole[place.key] = part
+    return whole
+
+
+def take(rules: Rules, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
+    """Flax's values or gradients as PyTorch's tensors."""
+    shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+    links = list(dict.fromkeys(links_of_places(rules, shapes).values()))
+    wanted: dict[str, tuple[int, ...]] = {name: () for link in links for name in link.torch}
+    problems += [f"{path}: has no value" for path in _abstract(leaves)]
+    # Every tensor that the arrays could make is taken for granted, and only the arrays are checked.
+    for link in links:
+        wanted |= _shapes_before(link, shapes)
+    good, found = fit(rules, wanted, shapes)
+    problems += found
+    if problems:
+        return {}
+    arrays = {path: np.asarray(leaf) for path, leaf in leaves.items()}
+    result: Arrays = {}
+    for link in good:
+        given = [arrays[place.path][place.key] for place in link.flax]
+        tensors = getattr(link.rule.transform, direction)(given, len(link.torch))
+        result |= {name: np.array(tensor) for name, tensor in zip(link.torch, tensors, strict=True)}
+    return result
+
+
+def _shapes_before(link: Link, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    try:
+        after = [place.shape(shapes[place.path]) for place in link.flax]
+        return dict(zip(link.torch, link.rule.transform.before(after, len(link.torch)), strict=True))
+    except (PortingError, KeyError):
+        return {}  # said by `fit`, with the names
+
+
+def _hold_to(like: Mapping[str, Any], rules: Rules, result: Arrays, problems: list[str]) -> None:
+    for name, tensor in like.items():
+        if name in result:
+            found, expected = result[name].shape, tuple(tensor.shape)
+            problems += [f"{name}: shape {found}, expected {expected}"] if found != expected else []
+        elif rules.allows_extra(name):
+            result[name] = as_numpy(tensor)
+        else:
+            problems.append(f"{name}: no rule makes it; write one, or name it under 'extra:'")
+    known = {other for name in like for other in names_of(rules, name)}
+    problems += [f"{name}: not a tensor of the PyTorch model" for name in result if name not in known]
+
+
+def _in_dtype(array: np.ndarray, dtype: Any, leaf: Any) -> np.ndarray:
+    kind = "floating" if np.issubdtype(array.dtype, np.floating) or array.dtype.kind == "V" else array.dtype.kind
+    if kind == "floating" or array.dtype.name.startswith(("bfloat16", "float8")):
+        return array if dtype is None else array.astype(dtype)
+    # Counts and positions: PyTorch's are 64-bit always, JAX's as the model has them.
+    cast = array.astype(leaf.dtype) if array.dtype.kind in "iu" and np.issubdtype(leaf.dtype, np.integer) else array
+    return cast if np.array_equal(cast, array) else array
+
+
+def _abstract(leaves: Leaves) -> Iterable[str]:
+    return [path for path, leaf in leaves.items() if not hasattr(leaf, "__array__")]
+
+
+def _raise(problems: list[str], headline: str) -> None:
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise PortingError(f"{headline}, {count}:\n  " + "\n  ".join(problems))
