@@ -148,7 +148,7 @@ def test_h200_figures(on_h200, scan):
         assert receipt.offered_bytes == receipt.host_bytes == reports[offload].host_bytes
         assert receipt.returned_bytes == reports[saving].device_bytes - reports[offload].device_bytes
         assert reports[offload].temp_bytes < reports[saving].temp_bytes
-        # What leaves comes free but for what is under way: of six blocks that of two at least, and a scan keeps buffers for two.
+        # What leaves comes free but for what is under way: that of two blocks in six, and a scan keeps buffers for two.
         assert receipt.returned_bytes > 0.25 * receipt.host_bytes
         # Unrolled it needs no more than scanned, a block of its own, and one whose copies are under way.
         assert on_h200[False][offload].temp_bytes <= on_h200[True][offload].temp_bytes + 2 * receipt.host_bytes // LAYERS
