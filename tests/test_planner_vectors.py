@@ -146,7 +146,7 @@ def test_host_memory_is_shared_by_the_stages_of_a_chain():
         assert solver.least_bytes == least
         assert verify(solver.plan(least)).host_peak_bytes <= host_budget
         found = verify(solver.plan(7))
-        assert (found.seconds, found.peak_bytes) == (seconds, 7)
+        assert found.seconds == seconds
         assert found.host_peak_bytes == min(host_budget, 24)
 
 
