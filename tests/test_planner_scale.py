@@ -16,12 +16,15 @@ from remat_jax.planner import (
     Stack,
     Stage,
     candidates,
+    counts,
     solve_blocks,
     solve_chain,
     solve_counts,
     verify,
 )
 from remat_jax.planner.candidates import MOST
+from remat_jax.planner.columns import Programme, Run
+from remat_jax.planner.pricing import with_priced
 from remat_jax.planner.problem import Chain
 
 LAYERS = 80
@@ -82,6 +85,20 @@ def test_the_least_memory_of_many_columns():
     assert caught.value.least_bytes == min(one.saved_bytes + one.transient_bytes for one in last)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_columns_that_are_left_out_are_not_missed(seed, monkeypatch):
+    """With a first look at hardly any columns, what its bound leaves in has the same optimum as all of them."""
+    draw = random.Random(seed)
+    residuals = tuple(Residual(f"r{at}", draw.uniform(1, 20), draw.uniform(0, 3)) for at in range(6))
+    stack = Stack((Block("layer", residuals, 1, 2, repeats=3),), HostLink(draw.uniform(1, 5), draw.uniform(1, 5)))
+    budget = draw.uniform(0.3, 0.7) * everything(stack)
+    known = solve_counts(stack, budget, gap=1e-6)
+    monkeypatch.setattr(counts, "_FIRST_COLUMNS", 6)
+    plan = solve_counts(stack, budget, gap=1e-6)
+    assert plan.variables < known.variables
+    assert plan.extra_seconds == pytest.approx(known.extra_seconds, rel=1e-5)
+
+
 def test_more_residuals_than_can_be_tried():
     """Where candidates are left out, prices find what is missing, and the plan says how far from the best it may be."""
     draw = random.Random(24)
@@ -100,8 +117,30 @@ def test_more_residuals_than_can_be_tried():
     assert 0 < plan.seconds - plan.lower_bound <= 5e-3 * plan.extra_seconds
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_prices_find_what_is_missing(seed):
+    """From one policy for each run to the value of the relaxed programme over all of them, which is the bound."""
+    draw = random.Random(seed)
+
+    def block(name, **more):
+        residuals = tuple(Residual(f"r{at}", draw.uniform(1, 20), draw.uniform(0, 3)) for at in range(4))
+        return Block(name, residuals, 1, 2, draw.uniform(0, 5), **more)
+
+    blocks = (block("tower", repeats=3), block("layer", repeats=4, recomputed_share=0.5), block("head"))
+    stack = Stack(blocks, HostLink(draw.uniform(1, 5), draw.uniform(1, 5)))
+    budget, host_budget = draw.uniform(0.4, 0.7) * everything(stack), draw.uniform(5, 60)
+    full = [Run.of(one, stack.link) for one in stack.runs()]
+    columns = [(at, one) for at, run in enumerate(full) for one in range(len(run.policies))]
+    known = Programme(stack, full, columns, budget, host_budget).model.relaxed().objective
+    smallest = [min(run.policies, key=lambda one: one.saved_bytes + one.transient_bytes + one.host_bytes) for run in full]
+    few = [Run.with_policies(run.block, stack.link, [one], False) for run, one in zip(full, smallest, strict=True)]
+    found, bound = with_priced(stack, few, budget, host_budget)
+    assert bound == pytest.approx(known, rel=1e-4)
+    assert sum(len(run.policies) for run in found) < len(columns)
+
+
 def test_a_few_blocks_with_many_residuals_are_solved_as_they_are():
-    stack = decoder(seed=3, residuals=24, layers=3)
+    stack = decoder(seed=3, residuals=16, layers=3)
     draw = random.Random(3)
     plain = stack.blocks[0].residuals
     blurred = tuple(Residual(one.name, one.bytes + draw.random(), one.seconds, one.parents) for one in plain)

@@ -14,6 +14,7 @@ from remat_jax.errors import InfeasibleBudget
 from remat_jax.planner import (
     Block,
     Chain,
+    ChainSolver,
     HostLink,
     Operation,
     Option,
@@ -134,6 +135,19 @@ def test_schedules_that_are_not_persistent_are_at_least_as_good_and_sometimes_be
         free = solve_graph(chain_program(chain), budget)
         assert verify(free).peak_bytes <= budget
         assert free.seconds == faster.get(budget, solve_chain(chain, budget).seconds)
+
+
+def test_host_memory_is_shared_by_the_stages_of_a_chain():
+    """Each stage keeps 4, or 1 and 8 on the host: copies that its compute hides. In 7 bytes each saves one run."""
+    options = (Option("all", 4, 1, 2), Option("away", 1, 1, 2, 8, 0, 1))
+    chain = Chain(tuple(Stage(f"s{index}", 1, 1, options) for index in range(3)), 1, HostLink(8, 8))
+    for host_budget, least, seconds in ((0, 7, 12), (8, 5, 11), (16, 5, 10), (24, 5, 9), (math.inf, 5, 9)):
+        solver = ChainSolver(chain, host_budget)
+        assert solver.least_bytes == least
+        assert verify(solver.plan(least)).host_peak_bytes <= host_budget
+        found = verify(solver.plan(7))
+        assert found.seconds == seconds
+        assert found.host_peak_bytes == min(host_budget, 24)
 
 
 def linear_graph(n):

@@ -70,7 +70,8 @@ class Programme:
         self.variable: dict[Column, int] = {}
         for at, one in self.columns:
             cost = runs[at].measures[one][3] if budget is not None else 0.0
-            self.variable[at, one] = self.model.integer(runs[at].block.repeats, cost)
+            # Without a bound of its own, which the sum implies: else it would take a part of what the rows are worth.
+            self.variable[at, one] = self.model.integer(math.inf, cost)
         self.count_rows = [self.model.equal(self._ones(at), float(run.block.repeats)) for at, run in enumerate(runs)]
         if most_policies is not None:
             self._limit(most_policies)

@@ -111,8 +111,11 @@ class _Counting:
             columns = self._promising(budget)
         return self._within(columns, budget) if columns else None
 
-    def _programme(self, columns: Sequence[Column], budget: float | None, guarded: set[Column]) -> Programme:
-        return Programme(self.stack, self.runs, columns, budget, self.host_budget, guarded, self.most_policies)
+    def _programme(
+        self, columns: Sequence[Column], budget: float | None, guarded: set[Column], host_budget: float | None = None
+    ) -> Programme:
+        host = self.host_budget if host_budget is None else host_budget
+        return Programme(self.stack, self.runs, columns, budget, host, guarded, self.most_policies)
 
     def _promising(self, budget: float) -> list[Column]:
         """The columns that can be part of a plan better than one that is known: by their reduced cost. None if nothing fits."""
@@ -128,23 +131,27 @@ class _Counting:
         return [column for cost, column in costs if cost <= reachable * (1 + 1e-6) + 1e-15]
 
     def _within(self, columns: Sequence[Column], budget: float) -> tuple[list[BlockPolicy], float, int] | None:
-        allowed, guarded = budget * (1 + ROUNDING / 2), set[Column]()
-        while True:
-            programme = self._programme(columns, allowed, guarded)
+        allowed, allowed_host = budget * (1 + ROUNDING / 2), self.host_budget * (1 + ROUNDING / 2)
+        guarded = set[Column]()
+        while allowed > 0 and allowed_host >= 0:
+            programme = self._programme(columns, allowed, guarded, allowed_host)
             solution = programme.model.solve(self.gap, self.time_limit)
             if solution is None:
                 return None
             chosen = programme.chosen(solution)
             policies = [self.runs[at].policies[one] for (at, one), count in chosen for _ in range(count)]
             over = peak_bytes(self.stack, policies) - budget
-            if over <= budget * ROUNDING:
+            host_over = sum(one.host_bytes for one in policies) - self.host_budget
+            if over <= budget * ROUNDING and host_over <= self.host_budget * ROUNDING:
                 return policies, solution.bound, programme.model.integers
             new = {column for column, _ in chosen} - guarded
             if not new:
-                allowed -= 2 * over
-            if allowed <= 0:
-                raise SolverError(f"HiGHS goes over the budget={budget!r} by its tolerance; give a budget with fewer digits.")
+                # By HiGHS's tolerance: it is asked for that much less.
+                allowed, allowed_host = allowed - 2 * max(0.0, over), allowed_host - 2 * max(0.0, host_over)
             guarded |= new
+        raise SolverError(
+            f"HiGHS stays over budget={budget!r} or host_budget={self.host_budget!r} by its tolerance; round them."
+        )
 
     def least(self) -> float | None:
         """The least peak there is; None where the host budget alone cannot be met."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +21,9 @@ TIME_LIMIT = 60.0
 
 ROUNDING = 1e-12
 """How far over a budget sums may be, relatively, that are added up in another order."""
+
+_BROKEN = 1e-4
+"""How far an answer may be from its rows; HiGHS's own tolerance is 1e-6 for each variable that is rounded."""
 
 _LARGEST_COST = 1e3
 """HiGHS ends at an absolute gap of 1e-6 too: costs are scaled, so that this is less than any relative gap asked for."""
@@ -97,13 +104,14 @@ class Model:
 
         cost = np.asarray(self._cost)
         scale = _LARGEST_COST / max(np.abs(cost).max(), 1e-300) if cost.any() else 1.0
-        found = milp(
-            cost * scale,
-            integrality=np.asarray(self._whole),
-            bounds=Bounds(0.0, np.asarray(self._upper)),
-            constraints=self._constraints(),
-            options={"mip_rel_gap": gap, "time_limit": time_limit},
-        )
+        with _standard_output_left_alone():
+            found = milp(
+                cost * scale,
+                integrality=np.asarray(self._whole),
+                bounds=Bounds(0.0, np.asarray(self._upper)),
+                constraints=self._constraints(),
+                options={"mip_rel_gap": gap, "time_limit": time_limit},
+            )
         if found.status == 2:
             return None
         if found.x is None:
@@ -111,8 +119,19 @@ class Model:
                 f"HiGHS found no solution within time_limit={time_limit!r} seconds: {found.message} Allow it more."
             )
         values = np.where(np.asarray(self._whole) == 1, np.round(found.x), found.x)
+        self._check(values)
         bound = found.fun if found.mip_dual_bound is None else min(found.mip_dual_bound, found.fun)
         return Solution(tuple(map(float, values)), float(cost @ values), float(bound) / scale)
+
+    def _check(self, values: Any) -> None:
+        """HiGHS has been seen to call something optimal that breaks its own rows (scipy/scipy#24141)."""
+        for row, low, high in self._scaled():
+            total = sum(one * float(values[index]) for index, one in row.items())
+            slack = _BROKEN * max(1.0, abs(total))
+            if not low - slack <= total <= high + slack:
+                raise SolverError(
+                    f"HiGHS gave an answer in which {total!r} is not between {low!r} and {high!r}; try another gap."
+                )
 
     def relaxed(self) -> Relaxation | None:
         """The same where no variable need be an integer; None where there is no solution.
@@ -170,3 +189,24 @@ class Model:
 
         scaled = self._scaled()
         return LinearConstraint(self._matrix(), [row[1] for row in scaled], [row[2] for row in scaled]) if scaled else ()
+
+
+@contextmanager
+def _standard_output_left_alone() -> Iterator[None]:
+    """HiGHS prints a line of its own, whatever it is told (jump-dev/HiGHS.jl#312). It goes to standard error instead."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:
+        # Without both there is nothing to keep apart.
+        yield
+        return
+    try:
+        yield
+    finally:
+        # What C has buffered would come out later, in the wrong place.
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -33,7 +33,7 @@ def with_priced(stack: Stack, runs: Sequence[Run], budget: float, host_budget: f
     >>> little = [Run.with_policies(block, None, [BlockPolicy(block, ("save", "recompute"))], False) for block in stack.runs()]
     >>> runs, bound = with_priced(stack, little, 200.0, math.inf)
     >>> [len(run.policies) for run in runs], round(bound, 3)
-    ([2, 2], 1.375)
+    ([2, 2], 1.875)
     """
     found, bound = list(runs), -math.inf
     for _ in range(ROUNDS):

@@ -1,0 +1,83 @@
+"""The programme behind the solvers: scaling, bounds, and what HiGHS does that it must not."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import scipy.optimize
+
+from remat_jax.errors import SolverError
+from remat_jax.planner.milp import Model
+
+
+def knapsack(scale=1.0, size=1.0):
+    """The most value of 6, 10, 12 and 7 in sizes 1, 2, 3 and 2 within 5: all but the third, 23."""
+    model = Model()
+    items = [model.integer(1, -value * scale) for value in (6, 10, 12, 7)]
+    model.at_most({item: weight * size for item, weight in zip(items, (1, 2, 3, 2), strict=True)}, 5 * size)
+    return model
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e12])
+def test_units_do_not_matter(scale, size):
+    solution = knapsack(scale, size).solve(gap=1e-6)
+    assert solution.values == (1, 1, 0, 1)
+    assert solution.objective == pytest.approx(-23 * scale)
+    assert solution.bound == pytest.approx(solution.objective, rel=1e-5)
+
+
+def test_the_relaxation_prices_its_rows():
+    """The best by value per size: 6, 5 and 4 a unit; two thirds of the third fit, so that a unit of room is worth 4."""
+    relaxed = knapsack(size=1000.0).relaxed()
+    assert relaxed.objective == pytest.approx(-24)
+    assert relaxed.prices == (pytest.approx(-4 / 1000),)
+    assert relaxed.reduced_costs[3] == pytest.approx(-7 + 8)
+
+
+def test_what_cannot_be_is_none():
+    model = Model()
+    item = model.integer(1)
+    model.equal({item: 2.0}, 5.0)
+    assert model.solve() is None
+    assert model.relaxed() is None
+
+
+def test_what_highs_prints_is_not_on_standard_output(monkeypatch, capfd):
+    original = scipy.optimize.milp
+
+    def noisy(*arguments, **named):
+        ctypes.CDLL(None).puts(b"noise of C")
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(scipy.optimize, "milp", noisy)
+    print("before")
+    assert knapsack().solve() is not None
+    print("after")
+    said = capfd.readouterr()
+    assert said.out.split() == ["before", "after"]
+    assert "noise of C" in said.err
+
+
+def test_an_answer_that_breaks_its_rows_is_refused(monkeypatch):
+    original = scipy.optimize.milp
+
+    def wrong(*arguments, **named):
+        found = original(*arguments, **named)
+        found.x = np.ones_like(found.x)
+        return found
+
+    monkeypatch.setattr(scipy.optimize, "milp", wrong)
+    with pytest.raises(SolverError, match="is not between -inf and"):
+        knapsack().solve()
+
+
+def test_a_time_limit_without_an_answer_is_an_error(monkeypatch):
+    def late(*arguments, **named):
+        return scipy.optimize.OptimizeResult(status=1, x=None, message="Time limit reached.")
+
+    monkeypatch.setattr(scipy.optimize, "milp", late)
+    with pytest.raises(SolverError, match="within time_limit=60.0 seconds: Time limit reached. Allow it more"):
+        knapsack().solve()
