@@ -36,7 +36,9 @@ def test_every_dtype_goes_there_and_back_bit_by_bit(dtype: str) -> None:
         array = found["params"]["a"]
         back = porting.to_torch(found, "a -> params/a | linear")["a"]
     assert array.dtype.name == dtype and np.array_equal(np.asarray(array).astype(float), x.T.to(torch.float64).numpy())
-    assert back.dtype == x.dtype and torch.equal(back.view(torch.uint8), x.contiguous().view(torch.uint8))
+    assert (
+        back.dtype == x.dtype and back.is_contiguous() and torch.equal(back.view(torch.uint8), x.contiguous().view(torch.uint8))
+    )
 
 
 def test_what_a_tensor_becomes_does_not_change_with_it() -> None:

@@ -137,6 +137,7 @@ def test_integers_take_the_model_s_width_where_they_fit() -> None:
 
 def test_nothing_is_shared_with_what_it_was_made_of() -> None:
     state = {"a": np.zeros(1 << 16, np.float32)}
+    assert not np.shares_memory(porting.as_numpy(state["a"]), state["a"])
     found = porting.from_torch(state, {"params": {"a": state["a"]}}, "a -> params/a")
     back = porting.to_torch(found, "a -> params/a", numpy=True)
     state["a"][:] = 1

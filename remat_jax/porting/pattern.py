@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -40,8 +41,8 @@ class Pattern:
 
     def match(self, name: str) -> Captures | None:
         """What each placeholder stands for in `name`, or None where `name` is another."""
-        parts = list(_PLACEHOLDER.finditer(self.text))
-        found = re.fullmatch(self._regex(parts), name)
+        parts, regex = _compiled(self.text)
+        found = regex.fullmatch(name)
         if not found:
             return None
         captures: Captures = {}
@@ -62,13 +63,6 @@ class Pattern:
             pieces += [self.text[end : part.start()], value]
             end = part.end()
         return "".join(pieces) + self.text[end:]
-
-    def _regex(self, parts: list[re.Match[str]]) -> str:
-        pieces, end = [], 0
-        for part in parts:
-            pieces += [re.escape(self.text[end : part.start()]), r"(\d+)" if part[2] else r"([^./]+)"]
-            end = part.end()
-        return "".join(pieces) + re.escape(self.text[end:])
 
 
 @dataclass(frozen=True)
@@ -151,6 +145,17 @@ def expand(text: str) -> list[str]:
         choices = [[piece] if number % 2 == 0 else piece.split(",") for number, piece in enumerate(pieces)]
         result += ["".join(part.strip() for part in chosen) for chosen in itertools.product(*choices)]
     return result
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(text: str) -> tuple[list[re.Match[str]], re.Pattern[str]]:
+    """The placeholders of a pattern, and what they are matched by; a map asks for each a great many times."""
+    parts = list(_PLACEHOLDER.finditer(text))
+    pieces, end = [], 0
+    for part in parts:
+        pieces += [re.escape(text[end : part.start()]), r"(\d+)" if part[2] else r"([^./]+)"]
+        end = part.end()
+    return parts, re.compile("".join(pieces) + re.escape(text[end:]))
 
 
 def _offset(part: re.Match[str]) -> int:

@@ -63,8 +63,9 @@ def as_jax(array: np.ndarray, like: Any = None) -> jax.Array:
             f"or give dtype='{kept.name}'"
         )
     sharding = getattr(like, "sharding", None)
-    copy = np.array(array)
-    return jax.device_put(copy, sharding) if isinstance(sharding, jax.sharding.NamedSharding) else jnp.array(copy)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.device_put(np.array(array), sharding)
+    return jnp.array(array)  # a copy, unlike jnp.asarray
 
 
 def same_memory(one: Any, other: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -59,8 +60,7 @@ class Transform:
     @classmethod
     def parse(cls, text: str) -> Transform:
         """The transform of a name, a step, or several with `|` between them."""
-        parts = [part.strip() for part in text.split("|")]
-        return cls(tuple(step for part in parts for step in _steps(part)))
+        return cls(_parsed(text))
 
     def __str__(self) -> str:
         names = [name for name in NAMED if Transform.parse(name) == self]
@@ -106,6 +106,12 @@ class Transform:
         for step, result in zip(reversed(self.steps), reversed(shapes[:-1]), strict=True):
             arrays = direction(step)(arrays, result)
         return arrays
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(text: str) -> tuple[Step, ...]:
+    parts = [part.strip() for part in text.split("|")]
+    return tuple(step for part in parts for step in _steps(part))
 
 
 def _steps(part: str) -> tuple[Step, ...]:
