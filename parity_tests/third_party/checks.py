@@ -1,0 +1,115 @@
+"""What every port is held to. A check says what is wrong with a port, in words; nothing where all is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import remat_jax as rj
+import torch_ref
+from parity_tests import support as s
+from parity_tests.third_party import ports as p
+from parity_tests.third_party.ports import Case, Port, Result
+from remat_jax import porting
+from remat_jax.parity import float64_error, judge
+from remat_jax.porting.links import fit
+
+CASES = [
+    *(Case("torch", mode, "float64") for mode in ("checkpoint", "offload")),
+    *(Case("unrolled", mode, "float64") for mode in p.MODES),
+    *(Case("scan", mode, "float64") for mode in ("checkpoint", "offload")),
+    *(
+        Case(form, mode, dtype)
+        for dtype in ("float32", "bfloat16")
+        for form, mode in (("unrolled", "off"), ("scan", "checkpoint"), ("unrolled", "offload"))
+    ),
+]
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def step_differs(port: Port, case: Case) -> list[str]:
+    """One training step against plain PyTorch: outputs, the gradient of every parameter, the parameters after AdamW."""
+    if case.form == "torch":
+        return differences(port, p.torch_step(port, case.mode, case.dtype), case.dtype)
+    return differences(port, p.jax_step(port, case), case.dtype)
+
+
+def differences(port: Port, found: Result, dtype: str) -> list[str]:
+    """Float64 by the largest error per tensor, the rest by the parity rule, PyTorch's own error being the measure."""
+    exact, plain = p.torch_step(port, "off", "float64"), p.torch_step(port, "off", dtype)
+    wrong = []
+    for group, reference, candidate, yardstick in zip(Result._fields, exact, found, plain, strict=True):
+        if dtype == "float64":
+            error, where = float64_error(reference, candidate)
+            wrong += [f"{group}: {where} is {error:.1e} off"] if not error <= s.LIMIT else []
+        else:
+            failed = [row for row in judge(reference, candidate, yardstick, dtype) if not row.passed]
+            wrong += [f"{group}: {row.name} {row.problem or f'has {row.ratio:.1f} times the error'}" for row in failed]
+    return wrong
+
+
+def round_trip_differs(port: Port) -> list[str]:
+    """PyTorch → Flax → PyTorch, unrolled and scanned, in float64 and bfloat16: the same bits under the same names."""
+    wrong = []
+    for scan, dtype in ((False, "float64"), (True, "bfloat16")):
+        state = {name: tensor.to(getattr(torch, dtype)) for name, tensor in p.weights(port).items()}
+        rules = port.rules(port.config, scan)
+        with jax.enable_x64(dtype == "float64"):
+            empty = p.shapes(port, port.make_flax(port.config, scan=scan), port.inputs)
+            back = porting.to_torch(porting.from_torch(state, empty, rules), rules)
+        wrong += [f"{name}: only on one side" for name in sorted(state.keys() ^ back.keys())]
+        wrong += [f"{name}: other bits" for name in state.keys() & back.keys() if not _same_bits(state[name], back[name])]
+    return wrong
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def published_differs(port: Port) -> list[str]:
+    """The published sizes on paper: the same parameters in the same shapes, and as many as the published model has."""
+    wrong = []
+    for config, count in port.published.items():
+        with torch.device("meta"):
+            original = {name: tuple(x.shape) for name, x in port.make_torch(config).named_parameters()}
+        for scan in (False, True):
+            empty = p.shapes(port, port.make_flax(config, scan=scan), paper_inputs(port, config))
+            flat = {"/".join(key.key for key in path): x.shape for path, x in jax.tree.leaves_with_path(empty)}
+            wrong += fit(port.rules(config, scan), original, flat)[1]
+            total = sum(int(np.prod(shape)) for shape in flat.values())
+            wrong += [f"{config}: {total} parameters, expected {count}"] if total != count else []
+    return wrong
+
+
+def paper_inputs(port: Port, config: Any) -> dict[str, Any]:
+    """Inputs of the right shapes: images are of the size that the configuration says."""
+    found = {name: jax.ShapeDtypeStruct(x.shape, s.in_dtype(x[:0], "float32").dtype) for name, x in port.inputs.items()}
+    if "pixel_values" in found:
+        size = (1, config.num_channels, config.image_size, config.image_size)
+        found["pixel_values"] = jax.ShapeDtypeStruct(size, np.float32)
+    return found
+
+
+# Residual bytes.
+
+
+def torch_kept(port: Port, mode: str, config: Any) -> tuple[int, int]:
+    """Bytes that the original's graph keeps, on the device and on the host."""
+    model = p.make_torch(port, "float32", config)
+    targets = p.tensors(port.targets, "float32")
+    with p.in_mode(port, model, mode):
+        saved = torch_ref.saved_for_backward(
+            lambda inputs: p.torch_loss(p.torch_outputs(port, model, inputs), targets), p.tensors(port.inputs, "float32")
+        )
+    return saved.device_bytes, saved.host_bytes
+
+
+def jax_kept(port: Port, mode: str, config: Any, scan: bool) -> rj.ResidualTable:
+    model = port.make_flax(config, scan=scan)
+    inputs, targets = p.batch(port, "float32")
+    work = rj.Workload(p.loss_of(port, model), p.shapes(port, model, inputs), (inputs, targets), port.block, has_aux=True)
+    return rj.residuals(work, p.POLICIES[mode])

@@ -1,0 +1,61 @@
+"""GPT-2 against `transformers`."""
+
+from __future__ import annotations
+
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from examples.models import gpt2
+from examples.models.rules.gpt2 import rules
+from parity_tests.third_party import checks, data
+from parity_tests.third_party.ports import Case, Port
+
+SMALL = gpt2.GPT2Config()
+TOKENS, LABELS = data.text(SMALL.vocab_size)
+
+
+def make_torch(config: gpt2.GPT2Config) -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=config.vocab_size,
+            n_embd=config.hidden_size,
+            n_layer=config.num_layers,
+            n_head=config.num_heads,
+            n_positions=config.max_length,
+            layer_norm_epsilon=config.layer_norm_eps,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
+            use_cache=False,
+            attn_implementation="eager",
+        )
+    )
+
+
+PORT = Port(
+    config=SMALL,
+    make_torch=make_torch,
+    make_flax=gpt2.GPT2,
+    torch_block=GPT2Block,
+    block=gpt2.GPT2Block,
+    rules=rules,
+    inputs=TOKENS | {"position_ids": data.far_positions(2)},
+    targets={"logits": LABELS},
+    arguments=lambda x: (x["input_ids"], x["attention_mask"], x["position_ids"]),
+    published={gpt2.GPT2Config.gpt2(): 124_439_808, gpt2.GPT2Config.gpt2_xl(): 1_557_611_200},
+)
+
+
+@checks.cases
+def test_a_step_agrees(case: Case) -> None:
+    assert checks.step_differs(PORT, case) == []
+
+
+def test_weights_come_back_bit_equal() -> None:
+    assert checks.round_trip_differs(PORT) == []
+
+
+def test_published_sizes() -> None:
+    assert checks.published_differs(PORT) == []
