@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -97,19 +99,64 @@ def paper_inputs(port: Port, config: Any) -> dict[str, Any]:
 # Residual bytes.
 
 
-def torch_kept(port: Port, mode: str, config: Any) -> tuple[int, int]:
-    """Bytes that the original's graph keeps, on the device and on the host."""
-    model = p.make_torch(port, "float32", config)
-    targets = p.tensors(port.targets, "float32")
-    with p.in_mode(port, model, mode):
-        saved = torch_ref.saved_for_backward(
-            lambda inputs: p.torch_loss(p.torch_outputs(port, model, inputs), targets), p.tensors(port.inputs, "float32")
-        )
-    return saved.device_bytes, saved.host_bytes
+class Kept(NamedTuple):
+    """Bytes between the passes, an argument that is kept as it is left out."""
+
+    device: int
+    host: int
 
 
-def jax_kept(port: Port, mode: str, config: Any, scan: bool) -> rj.ResidualTable:
-    model = port.make_flax(config, scan=scan)
-    inputs, targets = p.batch(port, "float32")
-    work = rj.Workload(p.loss_of(port, model), p.shapes(port, model, inputs), (inputs, targets), port.block, has_aux=True)
-    return rj.residuals(work, p.POLICIES[mode])
+def kept(port: Port, form: str, mode: str, num_layers: int) -> Kept:
+    """What a training step of so many layers keeps in float32, in PyTorch or in JAX, unrolled or scanned."""
+    config = replace(port.config, num_layers=num_layers)
+    return _torch_kept(port, mode, config) if form == "torch" else _jax_kept(port, mode, config, form == "scan")
+
+
+def _torch_kept(port: Port, mode: str, config: Any) -> Kept:
+    model, targets = p.make_torch(port, "float32", config), p.tensors(port.targets, "float32")
+
+    def loss(inputs: Any) -> torch.Tensor:
+        return p.torch_loss(p.torch_outputs(port, model, inputs), targets)
+
+    gc.freeze()  # the count collects garbage, and need not look through all that was imported
+    try:
+        with p.in_mode(port, model, mode):
+            saved = torch_ref.saved_for_backward(loss, p.tensors(port.inputs, "float32"))
+    finally:
+        gc.unfreeze()
+    return Kept(saved.device_bytes, saved.host_bytes)
+
+
+def _jax_kept(port: Port, mode: str, config: Any, scan: bool) -> Kept:
+    model, (inputs, targets) = port.make_flax(config, scan=scan), p.batch(port, "float32")
+    loss, empty = p.loss_of(port, model), p.shapes(port, model, inputs)
+    table = rj.residuals(rj.Workload(loss, empty, (inputs, targets), port.block, has_aux=True), p.POLICIES[mode])
+    return Kept(table.device_bytes, table.host_bytes)
+
+
+def layers_keep_differently(port: Port, few: int = 1, many: int = 2) -> list[str]:
+    """What one more layer keeps: a checkpoint its input, in both frameworks, an offload the same on the host, and nothing else.
+
+    What stands around the layers differs (PyTorch's fused layer norm keeps its input where JAX keeps what it made of it),
+    and is the same for any number of them. Unrolled, each layer of JAX has its own copy on the host of what all share.
+    """
+    wrong = []
+    for mode, forms in (("checkpoint", ("unrolled", "scan")), ("offload", ("scan",))):
+        grown = {form: _growth(port, form, mode, few, many) for form in ("torch", *forms)}
+        stream = p.torch_step(port, "off", "float64").outputs  # (B, T, …) of the first output
+        batch, length = next(iter(stream.values())).shape[:2]
+        inputs = (many - few) * batch * length * port.config.hidden_size * 4
+        expected = Kept(inputs, 0) if mode == "checkpoint" else Kept(0, inputs)
+        wrong += [
+            f"{mode}, {form}: {found}, expected {expected}" for form, found in grown.items() if not _close(found, expected)
+        ]
+    return wrong
+
+
+def _growth(port: Port, form: str, mode: str, few: int, many: int) -> Kept:
+    less, more = kept(port, form, mode, few), kept(port, form, mode, many)
+    return Kept(more.device - less.device, more.host - less.host)
+
+
+def _close(found: Kept, expected: Kept) -> bool:
+    return all(abs(a - b) <= 0.02 * b for a, b in zip(found, expected, strict=True))

@@ -60,3 +60,7 @@ def test_weights_come_back_bit_equal() -> None:
 
 def test_published_sizes() -> None:
     assert checks.published_differs(PORT) == []
+
+
+def test_layers_keep_the_same_bytes() -> None:
+    assert checks.layers_keep_differently(PORT) == []

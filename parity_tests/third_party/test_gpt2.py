@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import flax.linen as nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+import remat_jax as rj
 from examples.models import gpt2
 from examples.models.rules.gpt2 import rules
-from parity_tests.third_party import checks, data
+from parity_tests.third_party import checks, data, ports
 from parity_tests.third_party.ports import Case, Port
 
 SMALL = gpt2.GPT2Config()
@@ -59,3 +63,18 @@ def test_weights_come_back_bit_equal() -> None:
 
 def test_published_sizes() -> None:
     assert checks.published_differs(PORT) == []
+
+
+def test_layers_keep_the_same_bytes() -> None:
+    assert checks.layers_keep_differently(PORT) == []
+
+
+def test_with_its_norms_checkpointed_too_the_whole_model_keeps_the_same_bytes() -> None:
+    """PyTorch's layer norm keeps its input and two numbers a row; JAX keeps what it made of it, unless it is a block."""
+    config = dataclasses.replace(SMALL, num_layers=6)
+    inputs, targets = ports.batch(PORT, "float32")
+    model = gpt2.GPT2(config)
+    loss = rj.checkpoint_blocks(ports.loss_of(PORT, model), {gpt2.GPT2Block: "full", nn.LayerNorm: "full"})
+    work = rj.Workload(loss, ports.shapes(PORT, model, inputs), (inputs, targets), gpt2.GPT2Block, has_aux=True)
+    found, expected = rj.residuals(work, "off").device_bytes, checks.kept(PORT, "torch", "checkpoint", 6).device
+    assert abs(found - expected) <= 0.02 * expected, (found, expected)

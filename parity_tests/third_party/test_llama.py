@@ -95,3 +95,8 @@ def test_weights_come_back_bit_equal(name: str) -> None:
 @names
 def test_published_sizes(name: str) -> None:
     assert checks.published_differs(PORTS[name]) == []
+
+
+@names
+def test_layers_keep_the_same_bytes(name: str) -> None:
+    assert checks.layers_keep_differently(PORTS[name]) == []

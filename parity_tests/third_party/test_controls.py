@@ -1,0 +1,117 @@
+"""Faults that people make in ports, planted one at a time: each must be found in float64, the coarse ones in float32 too."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from parity_tests.third_party import checks, test_bert, test_gemma, test_gpt2, test_llama, test_siglip
+from parity_tests.third_party import ports as p
+from parity_tests.third_party.ports import Case, Port
+from remat_jax.errors import PortingError
+
+LLAMA, QWEN3 = test_llama.PORTS["llama"], test_llama.PORTS["qwen3"]
+GEMMA, GPT2, BERT, SIGLIP = test_gemma.PORT, test_gpt2.PORT, test_bert.PORT, test_siglip.PORT
+
+
+class Fault(NamedTuple):
+    """A wrong configuration, wrong arguments or wrong weights of a port, and what has to be named as wrong."""
+
+    port: Port
+    named: str
+    config: dict[str, Any] = {}
+    arguments: Callable[[Any], tuple[Any, ...]] | None = None
+    weights: Callable[[Any], Any] | None = None
+    coarse: bool = True
+
+
+def changed(change: Callable[[Any], Any], *path: str) -> Callable[[Any], Any]:
+    """Weights of which the array or the module at `path` is another."""
+
+    def replace(tree: Any, path: tuple[str, ...]) -> Any:
+        return {**tree, path[0]: replace(tree[path[0]], path[1:])} if path else change(tree)
+
+    return lambda variables: replace(variables, ("params", *path))
+
+
+def rolled(by: int, *path: str) -> Callable[[Any], Any]:
+    """Weights of which the outputs of one dense layer have moved on by so many."""
+    return changed(lambda module: jax.tree.map(lambda x: jnp.roll(x, by, axis=-1), module), *path)
+
+
+def swapped(one: str, other: str, *path: str) -> Callable[[Any], Any]:
+    """Weights in which two modules of the same shapes have changed places."""
+    return changed(lambda module: {**module, one: module[other], other: module[one]}, *path)
+
+
+def llama_arguments(x: Any, **changes: Any) -> tuple[Any, ...]:
+    x = {**x, **changes}
+    return (x["input_ids"], x["attention_mask"], x["position_ids"])
+
+
+FAULTS = {
+    "rotary frequencies of another base": Fault(LLAMA, "logits", {"rope_theta": 101.0}),
+    "rotary frequencies not slowed down": Fault(LLAMA, "logits", {"rope_scaling": None}),
+    "positions counted from one": Fault(
+        GPT2, "logits", arguments=lambda x: llama_arguments(x, position_ids=x["position_ids"] + 1)
+    ),
+    "an inverted mask": Fault(LLAMA, "logits", arguments=lambda x: llama_arguments(x, attention_mask=1 - x["attention_mask"])),
+    "no mask": Fault(BERT, "logits", arguments=lambda x: (x["input_ids"], None, x["token_type_ids"])),
+    "an RMS norm's epsilon": Fault(LLAMA, "logits", {"rms_norm_eps": 1e-6}, coarse=False),
+    "a layer norm's epsilon": Fault(BERT, "logits", {"layer_norm_eps": 1e-5}, coarse=False),
+    "the padding token trained": Fault(BERT, "word_embeddings", {"padding": None}),
+    "the padding token trained, embeddings scaled": Fault(GEMMA, "embed_tokens", {"padding": None}),
+    "the first token for padding": Fault(QWEN3, "embed_tokens", {"padding": 0}),
+    "query and key swapped": Fault(GPT2, "logits", weights=rolled(32, "layers_0", "attn", "c_attn")),
+    "query and key of the pooling swapped": Fault(
+        SIGLIP, "pooler_output", weights=swapped("query", "key", "head", "attention")
+    ),
+    "two layers swapped": Fault(SIGLIP, "last_hidden_state", weights=swapped("layers_0", "layers_1")),
+    "a square kernel not transposed": Fault(
+        BERT, "logits", weights=changed(jnp.transpose, "layers_1", "attention", "out", "kernel")
+    ),
+    "heads of the keys in another order": Fault(QWEN3, "logits", weights=rolled(12, "layers_0", "self_attn", "k_proj")),
+    "an image on its side": Fault(
+        SIGLIP, "last_hidden_state", arguments=lambda x: (jnp.transpose(x["pixel_values"], (0, 3, 2, 1)),)
+    ),
+}
+
+
+def found(fault: Fault, dtype: str) -> list[str]:
+    port = fault.port if fault.arguments is None else dataclasses.replace(fault.port, arguments=fault.arguments)
+    with jax.enable_x64(dtype == "float64"):
+        given = p.variables(fault.port, False, dtype)
+        given = fault.weights(given) if fault.weights else given
+    model = port.make_flax(dataclasses.replace(port.config, **fault.config))
+    return checks.differences(fault.port, p.jax_step(port, Case("unrolled", "off", dtype), model, given), dtype)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str) -> None:
+    problems = found(FAULTS[name], "float64")
+    assert any(FAULTS[name].named in problem for problem in problems)
+    assert not any("inf" in problem for problem in problems)  # another dtype or shape would be found too
+
+
+COARSE = [name for name, fault in FAULTS.items() if fault.coarse]
+
+
+@pytest.mark.parametrize("name", COARSE[::5])
+def test_a_coarse_fault_is_found_in_float32(name: str) -> None:
+    assert any(FAULTS[name].named in problem for problem in found(FAULTS[name], "float32"))
+
+
+def test_a_lost_tensor_is_named() -> None:
+    state = {name: tensor for name, tensor in p.weights(GPT2).items() if name != "transformer.h.1.ln_2.bias"}
+    state["extra.weight"] = state["transformer.ln_f.bias"].clone()
+    empty = p.shapes(GPT2, GPT2.make_flax(GPT2.config), GPT2.inputs)
+    with pytest.raises(PortingError, match="2 problems") as raised:
+        p.porting.from_torch(state, empty, GPT2.rules(GPT2.config), dtype=np.float32)
+    lines = str(raised.value).splitlines()
+    assert lines[1].startswith("  extra.weight: extra") and lines[2].startswith("  transformer.h.1.ln_2.bias: missing")
