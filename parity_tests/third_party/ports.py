@@ -202,6 +202,18 @@ def loss_of(port: Port, model: nn.Module) -> Callable[..., tuple[jax.Array, dict
     return loss
 
 
+@functools.cache
+def adamw_step() -> Callable[[Any, Any], Any]:
+    """The optimizer's step, compiled once for all modes of a port."""
+    optimizer = optax.adamw(LEARNING_RATE, **ADAMW)
+
+    def step(gradients: Any, variables: Any) -> Any:
+        updates, _ = optimizer.update(gradients, optimizer.init(variables), variables)
+        return optax.apply_updates(variables, updates)
+
+    return jax.jit(step, compiler_options=s.known_options())
+
+
 def jax_step(port: Port, case: Case, model: nn.Module | None = None, given: Any = None) -> Result:
     """The port's step; or that of another model in its place, or with other variables."""
     scan = case.form == "scan"
@@ -209,15 +221,10 @@ def jax_step(port: Port, case: Case, model: nn.Module | None = None, given: Any 
     if case.mode != "off":
         loss = rj.checkpoint_blocks(loss, {port.block: POLICIES[case.mode]})
 
-    def step(variables: Any, inputs: Any, targets: Any) -> Any:
-        gradients, outputs = jax.grad(loss, has_aux=True)(variables, inputs, targets)
-        optimizer = optax.adamw(LEARNING_RATE, **ADAMW)
-        updates, _ = optimizer.update(gradients, optimizer.init(variables), variables)
-        return outputs, gradients, optax.apply_updates(variables, updates)
-
     with jax.enable_x64(case.dtype == "float64"):
         given = variables(port, scan, case.dtype) if given is None else given
-        outputs, gradients, after = s.run(step, given, *batch(port, case.dtype))
+        gradients, outputs = s.run(jax.grad(loss, has_aux=True), given, *batch(port, case.dtype))
+        after = adamw_step()(gradients, given)
         rules = port.rules(port.config, scan)
         return Result(
             {name: np.asarray(x) for name, x in outputs.items()},
