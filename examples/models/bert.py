@@ -31,18 +31,18 @@ class BertConfig:
     intermediate_size: int = 56
     num_layers: int = 2
     num_heads: int = 4
-    max_length: int = 48
+    max_len: int = 48
     num_segments: int = 2
     layer_norm_eps: float = 1e-12
     padding: int | None = 0
 
     @classmethod
     def bert_base(cls) -> BertConfig:
-        return cls(30522, 768, 3072, num_layers=12, num_heads=12, max_length=512)
+        return cls(30522, 768, 3072, num_layers=12, num_heads=12, max_len=512)
 
     @classmethod
     def bert_large(cls) -> BertConfig:
-        return cls(30522, 1024, 4096, num_layers=24, num_heads=16, max_length=512)
+        return cls(30522, 1024, 4096, num_layers=24, num_heads=16, max_len=512)
 
 
 class BertBlock(nn.Module):
@@ -62,7 +62,7 @@ class BertBlock(nn.Module):
 
 
 class Bert(nn.Module):
-    """Tokens (B, T) with T ≤ max_length → logits of the masked words (B, T, vocab_size) and of the next sentence (B, 2).
+    """Tokens (B, T) with T ≤ max_len → logits of the masked words (B, T, vocab_size) and of the next sentence (B, 2).
 
     `mask` (B, T) is 1 for tokens and 0 for padding, without one nothing is padding; `segments` (B, T) are by default 0.
     `scan` stacks the layers' parameters on axis 0.
@@ -83,11 +83,11 @@ class Bert(nn.Module):
         self, tokens: jax.Array, mask: jax.Array | None = None, segments: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         config, length = self.config, tokens.shape[-1]
-        check_length(length, config.max_length)
+        check_length(length, config.max_len)
         words = self._embed(config.vocab_size, "words")
         x = embed(words, tokens, config.padding)
         x = x + self._embed(config.num_segments, "segments")(jnp.zeros_like(tokens) if segments is None else segments)
-        x = x + self._embed(config.max_length, "positions")(jnp.arange(length)[None])
+        x = x + self._embed(config.max_len, "positions")(jnp.arange(length)[None])
         x = layer_norm(config, self.param_dtype, "embed_norm")(x)
         bias = attention_bias(mask, length, x.dtype, causal=False)
 

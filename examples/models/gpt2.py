@@ -28,16 +28,16 @@ class GPT2Config:
     hidden_size: int = 32
     num_layers: int = 2
     num_heads: int = 4
-    max_length: int = 48
+    max_len: int = 48
     layer_norm_eps: float = 1e-5
 
     @classmethod
     def gpt2(cls) -> GPT2Config:
-        return cls(50257, 768, num_layers=12, num_heads=12, max_length=1024)
+        return cls(50257, 768, num_layers=12, num_heads=12, max_len=1024)
 
     @classmethod
     def gpt2_xl(cls) -> GPT2Config:
-        return cls(50257, 1600, num_layers=48, num_heads=25, max_length=1024)
+        return cls(50257, 1600, num_layers=48, num_heads=25, max_len=1024)
 
 
 class SelfAttention(nn.Module):
@@ -80,7 +80,7 @@ class GPT2Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """A causal language model: tokens (B, T) with T ≤ max_length → logits (B, T, vocab_size).
+    """A causal language model: tokens (B, T) with T ≤ max_len → logits (B, T, vocab_size).
 
     `mask` (B, T) is 1 for tokens and 0 for padding, without one nothing is padding; `positions` (B, T) are by default
     0 … T − 1. `scan` stacks the layers' parameters on axis 0.
@@ -98,9 +98,9 @@ class GPT2(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array, mask: jax.Array | None = None, positions: jax.Array | None = None) -> jax.Array:
         config, length = self.config, tokens.shape[-1]
-        check_length(length, config.max_length)
+        check_length(length, config.max_len)
         words = nn.Embed(config.vocab_size, config.hidden_size, param_dtype=self.param_dtype, name="wte")
-        places = nn.Embed(config.max_length, config.hidden_size, param_dtype=self.param_dtype, name="wpe")
+        places = nn.Embed(config.max_len, config.hidden_size, param_dtype=self.param_dtype, name="wpe")
         x = words(tokens) + places(jnp.arange(length)[None] if positions is None else positions)
         bias = attention_bias(mask, length, x.dtype, causal=True)
 

@@ -23,8 +23,9 @@ from remat_jax.parity import keep_float64
 
 MODES = torch_ref.MODES
 POLICIES = {"off": "off", "checkpoint": "full", "offload": "offload_inputs"}
-# PyTorch's default decay, where optax has another; the epsilon as in `parity_tests.matrix`, above the gradients' rounding.
-ADAMW = {"weight_decay": 1e-2, "eps": 1e-4}
+# PyTorch's default decay, where optax has another. The epsilon is above the rounding of float32 gradients, which the step
+# multiplies by learning rate / epsilon: with 1e-4 a correct port had up to 3 times PyTorch's error after it.
+ADAMW = {"weight_decay": 1e-2, "eps": 1e-3}
 LEARNING_RATE = 1e-2
 IGNORED = -100  # a label that counts for nothing
 

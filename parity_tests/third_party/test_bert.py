@@ -23,7 +23,7 @@ def make_torch(config: bert.BertConfig) -> BertForPreTraining:
             intermediate_size=config.intermediate_size,
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
-            max_position_embeddings=config.max_length,
+            max_position_embeddings=config.max_len,
             type_vocab_size=config.num_segments,
             layer_norm_eps=config.layer_norm_eps,
             pad_token_id=config.padding,

@@ -25,7 +25,7 @@ def make_torch(config: gpt2.GPT2Config) -> GPT2LMHeadModel:
             n_embd=config.hidden_size,
             n_layer=config.num_layers,
             n_head=config.num_heads,
-            n_positions=config.max_length,
+            n_positions=config.max_len,
             layer_norm_epsilon=config.layer_norm_eps,
             resid_pdrop=0.0,
             embd_pdrop=0.0,

@@ -1,0 +1,124 @@
+"""The ports of well-known transformers by themselves: dtypes, masks, rotations, published sizes, wrong use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat_jax as rj
+from examples.models import bert, gemma, gpt2, llama, siglip
+from examples.models.transformer import RopeScaling, attention, attention_bias, embed, rotate, rotations, split_heads
+
+TOKENS = jax.ShapeDtypeStruct((2, 5), jnp.int32)
+MODELS = {
+    "llama": (llama.Llama, llama.LlamaConfig(), llama.LlamaBlock),
+    "qwen3": (llama.Llama, llama.LlamaConfig(qk_norm=True, attention_bias=True, tie_embeddings=True), llama.LlamaBlock),
+    "gpt2": (gpt2.GPT2, gpt2.GPT2Config(), gpt2.GPT2Block),
+    "bert": (bert.Bert, bert.BertConfig(), bert.BertBlock),
+    "siglip": (siglip.SiglipVision, siglip.SiglipConfig(), siglip.SiglipBlock),
+    "gemma": (gemma.Gemma, gemma.GemmaConfig(), gemma.GemmaBlock),
+}
+models = pytest.mark.parametrize("name", MODELS)
+
+
+def inputs(name: str, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((2, 20, 20, 3), dtype) if name == "siglip" else TOKENS
+
+
+@models
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_outputs_and_gradients_have_the_parameters_dtype(name: str, dtype: str, scan: bool, x64: None) -> None:
+    make, config, block = MODELS[name]
+    model, x = make(config, scan=scan, param_dtype=jnp.dtype(dtype)), inputs(name, jnp.dtype(dtype))
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    outputs = jax.eval_shape(model.apply, variables, x)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((variables, outputs))} == {dtype}
+    loss = rj.checkpoint_blocks(lambda v, x: sum(jnp.mean(y) for y in jax.tree.leaves(model.apply(v, x))), {block: "full"})
+    gradients = jax.eval_shape(jax.grad(loss), variables, x)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), gradients) == jax.tree.map(lambda x: (x.shape, x.dtype), variables)
+
+
+def test_a_query_that_may_look_nowhere_is_no_nan() -> None:
+    bias = attention_bias(jnp.array([[0, 0, 1]]), 3, jnp.float32, causal=True)
+    random = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(random.normal(size=(1, 3, 2, 4)), jnp.float32) for _ in range(3))
+    mixed = attention(query, key, value, bias)
+    everywhere, last = np.mean(value[0], axis=0).ravel(), np.ravel(value[0, 2])
+    assert np.allclose(mixed[0], [everywhere, everywhere, last], atol=1e-6)
+    assert attention_bias(None, 3, jnp.float32, causal=False) is None
+
+
+def test_several_query_heads_share_a_key_head_in_order(x64: None) -> None:
+    random = np.random.default_rng(0)
+    query, key, value = (random.normal(size=(1, 3, heads, 4)) for heads in (4, 2, 2))
+    shared = attention(*map(jnp.asarray, (query, key, value)))
+    repeated = attention(jnp.asarray(query), *(jnp.repeat(x, 2, axis=2) for x in (key, value)))
+    assert np.allclose(shared, repeated, rtol=0, atol=1e-15)
+
+
+def test_a_rotation_turns_pairs_by_exact_angles_far_out(x64: None) -> None:
+    """Position 100 003 in float64; as complex numbers of (x[i], x[i + 2])."""
+    x = np.random.default_rng(0).normal(size=(1, 1, 1, 4))
+    turned = rotate(jnp.asarray(x), rotations(jnp.array([[100_003]]), 4, 10000.0, jnp.float64))
+    pairs = (x[..., :2] + 1j * x[..., 2:]) * np.exp(1j * 100_003 * np.array([1, 0.01]))
+    assert np.allclose(turned, np.concatenate([pairs.real, pairs.imag], axis=-1), rtol=0, atol=1e-10)
+
+
+def test_angles_of_bfloat16_are_not_rounded_to_it() -> None:
+    """In bfloat16 the positions 256 and 257 are one number; their sines differ."""
+    _, sin = rotations(jnp.array([[256, 257]]), 2, 10000.0, jnp.bfloat16)
+    assert np.allclose(np.ravel(sin).astype(float), np.sin([256, 257]), atol=2**-8)
+
+
+def test_slow_frequencies_are_stretched() -> None:
+    """8 turns stay, half a turn is divided by 4, 2.5 turns, half way between, are the mean of both."""
+    turns = np.array([8.0, 2.5, 0.5])
+    found = RopeScaling(factor=4.0, low=1.0, high=4.0, length=100).apply(turns * 2 * np.pi / 100) * 100 / (2 * np.pi)
+    assert np.allclose(found, [8.0, 2.5 * (1 + 1 / 4) / 2, 0.5 / 4])
+
+
+def test_the_padding_token_is_looked_up_but_not_trained() -> None:
+    table = nn.Embed(3, 2)
+    variables = table.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    tokens = jnp.array([[0, 1, 0, 1]])
+
+    def looked_up(variables: Any, padding: int | None) -> jax.Array:
+        return nn.apply(lambda table: embed(table, tokens, padding), table)(variables)
+
+    assert np.array_equal(looked_up(variables, 0), looked_up(variables, None))
+    gradients = jax.grad(lambda v: looked_up(v, 0).sum())(variables)
+    assert np.array_equal(gradients["params"]["embedding"], [[0, 0], [2, 2], [0, 0]])
+
+
+def test_tied_embeddings_keep_no_copy_of_the_table() -> None:
+    model, config = gpt2.GPT2(gpt2.GPT2Config()), gpt2.GPT2Config()
+    variables = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+    work = rj.Workload(lambda v, x: jnp.mean(model.apply(v, x)), variables, (TOKENS,), gpt2.GPT2Block)
+    table = {(config.vocab_size, config.hidden_size), (config.hidden_size, config.vocab_size)}
+    assert not [row for row in rj.residuals(work, "full").rows if row.shape in table]
+
+
+WRONG = {
+    "heads=3 does not divide the width 8": lambda: split_heads(jnp.ones((1, 2, 8)), 3),
+    "key has 3 heads, which do not divide the 4 of query": lambda: attention(*(jnp.ones((1, 2, h, 8)) for h in (4, 3, 3))),
+    r"images have shape \(1, 20, 16, 3\), expected \(batch, 20, 20, 3\)": lambda: run("siglip", jnp.ones((1, 20, 16, 3))),
+    "tokens have length 49, expected at most max_len=48": lambda: run("gpt2", jnp.zeros((1, 49), jnp.int32)),
+    "tokens have length 50, expected at most max_len=48": lambda: run("bert", jnp.zeros((1, 50), jnp.int32)),
+}
+
+
+def run(name: str, x: jax.Array) -> Any:
+    make, config, _ = MODELS[name]
+    return jax.eval_shape(make(config).init, jax.random.key(0), x)
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_use_is_explained(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WRONG[message]()
