@@ -57,31 +57,23 @@ def _mode() -> type:
                     return _backward(func, args, kwargs)
             if func in casts:
                 return args[0].double()
-            if (
-                func in (tensor.to, tensor.type_as)
-                and args[0].dtype == torch.float64
-                and _like_a_narrow_tensor(args[1:], kwargs)
-            ):
-                return args[0]
             if func is tensor.view:  # as another dtype it reads the same bits
                 return func(*args, **kwargs)
-            return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
+            # A cast to the dtype of another tensor, which also says on which device.
+            like = func in (tensor.to, tensor.type_as) and args[0].dtype == torch.float64
+            return func(*(_widened(x, like) for x in args), **{name: _widened(x, like) for name, x in kwargs.items()})
 
     return KeepFloat64
 
 
-def _widened(value: Any) -> Any:
+def _widened(value: Any, like: bool) -> Any:
+    """Float64 for a narrower dtype; with `like` also a float64 tensor for a narrower one."""
     import torch
 
-    narrow = isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16)
-    return torch.float64 if narrow else value
-
-
-def _like_a_narrow_tensor(args: Any, kwargs: Any) -> bool:
-    """Whether a cast is to the dtype of a tensor of a narrow one, as in `x.to(other)`."""
-    import torch
-
-    return any(isinstance(value, torch.Tensor) and _widened(value.dtype) != value.dtype for value in (*args, *kwargs.values()))
+    narrow = (torch.float32, torch.float16, torch.bfloat16)
+    if isinstance(value, torch.dtype) and value in narrow:
+        return torch.float64
+    return value.double() if like and isinstance(value, torch.Tensor) and value.dtype in narrow else value
 
 
 def _backward(func: Any, args: Any, kwargs: Any) -> Any:
