@@ -141,13 +141,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def compare(workload: rj.Workload, target: str, policies: int, calibration: int) -> list[dict[str, Any]]:
-    """One row for each of `policies` random policies: compiled temp bytes, and what both ways predict, without compiling it."""
+def compare(workload: rj.Workload, short: rj.Workload, target: str, policies: int, calibration: int) -> list[dict[str, Any]]:
+    """One row for each of `policies` random policies: compiled temp bytes, and what each way predicts without compiling it.
+
+    Args:
+        short: the same workload with two layers, which one of the ways compiles.
+    """
     drawn = random_policies(workload, policies, POLICY_SEED)
     predictor = Predictor(workload, target, calibration, seed=CALIBRATION_SEED)
     full = rj.residuals(workload, "full")
     full_temp = predictor.predict_from(full).temp_bytes
     sizes = compile_policies(workload, drawn, target_named(target), timeout=3600)
+    of_two = compile_policies(short, [*drawn, "full"], target_named(target), timeout=3600)
+    # What more layers cost beside the residuals of `full`: gradients, stacked.
+    growth = full_temp - of_two["full"].temp - full.device_bytes + rj.residuals(short, "full").device_bytes
     rows = []
     for policy in drawn:
         table = rj.residuals(workload, policy)
@@ -165,13 +172,14 @@ def compare(workload: rj.Workload, target: str, policies: int, calibration: int)
                 "residual_host_bytes": table.host_bytes,
                 "predicted": found.temp_bytes,
                 "full + residuals": full_plus_residuals(full, full_temp, table),
+                "two layers": of_two[policy].temp + growth + table.device_bytes - rj.residuals(short, policy).device_bytes,
                 "largest": [[one.name, one.phase, one.shape, one.nbytes] for one in largest],
             }
         )
     return rows
 
 
-WAYS = ("full + residuals", "predicted")
+WAYS = ("full + residuals", "predicted", "two layers")
 
 
 def summary(rows: Sequence[dict[str, Any]], way: str) -> dict[str, float]:
@@ -208,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.only or MODELS:
         begin = time.perf_counter()
         workload = MODELS[name](options.layers)
-        results[workload.name] = compare(workload, options.target, options.policies, options.calibration)
+        results[workload.name] = compare(workload, MODELS[name](2), options.target, options.policies, options.calibration)
         print(f"{workload.name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
         summaries = {model: {way: summary(rows, way) for way in WAYS} for model, rows in results.items()}
         record = {"provenance": provenance(), "options": vars(options) | {"output": str(options.output)}}
