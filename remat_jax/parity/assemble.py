@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,13 +17,25 @@ Instance = tuple[int, tuple[int, ...]]
 Key = tuple[int, ...]
 
 
+class Slot(NamedTuple):
+    """Whose array a place has: which of the trace's calls, "input" or "output", and which of these."""
+
+    call: int
+    role: str
+    number: int
+
+
+Slots = list[dict[tuple[int, ...], Slot]]
+"""For every place, and every iteration of the loops around it, whose array it has."""
+
+
 def assemble(
     places: Sequence[Place],
     traced: Sequence[Traced],
     hidden: frozenset[int],
     arrived: Sequence[np.ndarray],
     gradients: Mapping[str, np.ndarray],
-) -> Trace:
+) -> tuple[Trace, Slots]:
     """The calls of a step: `arrived` has the array of each place, stacked over its loops; `gradients` are by variable path."""
     seen = _collected(places, arrived)
     kept = {key: one for key, one in seen.items() if one.keys["output"] and not _is_wrapped(key, seen, traced)}
@@ -50,7 +63,20 @@ def assemble(
         for key in ordered
     )
     stale = tuple(call.name for call, key in zip(calls, ordered, strict=True) if kept[key].stale)
-    return Trace(calls, tuple(sorted({"/".join(traced[number].path) for number in hidden})), stale)
+    trace = Trace(calls, tuple(sorted({"/".join(traced[number].path) for number in hidden})), stale)
+    return trace, _slots(places, kept, place_of)
+
+
+def _slots(places: Sequence[Place], kept: Mapping[Instance, _Seen], place_of: Mapping[Instance, int]) -> Slots:
+    slots: Slots = []
+    for place in places:
+        call, role, number = place.label
+        slots.append({})
+        for index, _, _ in place.instances():
+            if (call, index) in kept:
+                numbers = sorted(which[1] for which in kept[call, index].values if which[0] == role)
+                slots[-1][index] = Slot(place_of[call, index], role, numbers.index(number))
+    return slots
 
 
 class _Seen:

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from remat_jax import compat
-from remat_jax.parity.assemble import assemble
+from remat_jax.parity.assemble import Slots, assemble
 from remat_jax.parity.capture import Trace, probe
 from remat_jax.parity.recorder import Recorder, tag
 from remat_jax.parity.tapped import Place, evaluate, places
@@ -70,7 +70,14 @@ def capture_flax(
 
 
 def trace_step(
-    module: Any, variables: Any, inputs: Any, loss: Any = None, *, call: Any = None, transform: Any = None, backward: bool = True
+    module: Any,
+    variables: Any,
+    inputs: Any,
+    loss: Any = None,
+    *,
+    call: Any = None,
+    transform: Any = None,
+    backward: bool = True,
 ) -> Step:
     """Trace the training step that `capture_flax` runs, or without `backward` the loss alone; arguments may be shapes."""
     recorder = Recorder()
@@ -102,7 +109,9 @@ def trace_step(
     found, hidden = places(jaxpr, recorder.paths)
     numbers = {index: place for place, index in enumerate(floating)}
     tree = jax.tree.unflatten(treedef, [numbers.get(index) for index in range(len(leaves))])
-    return Step(jaxpr, [*arguments[0], *arguments[1]], found, recorder, tree, frozenset(hidden - {place.label.call for place in found}))
+    return Step(
+        jaxpr, [*arguments[0], *arguments[1]], found, recorder, tree, frozenset(hidden - {place.label.call for place in found})
+    )
 
 
 def _function(module: Any, call: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -130,10 +139,11 @@ def _is_floating(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def read(step: Step, given: Mapping[int, Any] | None = None) -> tuple[Trace, list[np.ndarray]]:
-    """Run a traced step; return its calls, and what arrived at each of its places.
+def read(step: Step, given: Mapping[int, Any] | None = None) -> tuple[Trace, Slots]:
+    """Run a traced step; return its calls, and whose array each of its places has.
 
-    `given` has arrays, by place, with which the step goes on instead of what arrived there.
+    `given` has, by place, the array with which the step goes on instead of what arrived there: in a loop a list of one for
+    each iteration, or None for as it is.
     """
     chosen = [(given or {}).get(index) for index in range(len(step.places))]
 
@@ -142,4 +152,4 @@ def read(step: Step, given: Mapping[int, Any] | None = None) -> tuple[Trace, lis
     arrived = [np.asarray(value) for value in values]
     tree = jax.tree.map(lambda number: np.asarray(outputs[1 + number]), step.numbers)[0] if len(outputs) > 1 else None
     gradients = {} if tree is None else Variables(tree, trainable=True).leaves
-    return assemble(step.places, step.recorder.calls, step.hidden, arrived, gradients), arrived
+    return assemble(step.places, step.recorder.calls, step.hidden, arrived, gradients)

@@ -202,7 +202,9 @@ def _probed(outputs: Any) -> Any:
 
     floating: list[Any] = []
     _map_tensors(outputs, lambda x: floating.append(x) if x.is_floating_point() and x.requires_grad else None)
-    return sum(((x * torch.tensor(probe(k, tuple(x.shape)), dtype=x.dtype)).sum() for k, x in enumerate(floating)), torch.zeros(()))
+    return sum(
+        ((x * torch.tensor(probe(k, tuple(x.shape)), dtype=x.dtype)).sum() for k, x in enumerate(floating)), torch.zeros(())
+    )
 
 
 def _map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -57,7 +57,9 @@ def places(jaxpr: Any, paths: Mapping[int, tuple[str, ...]]) -> tuple[list[Place
     return _places(jaxpr, paths, depths, hidden), hidden
 
 
-def _places(jaxpr: Any, paths: Mapping[int, tuple[str, ...]], depths: dict[tuple[int, int], int], hidden: set[int]) -> list[Place]:
+def _places(
+    jaxpr: Any, paths: Mapping[int, tuple[str, ...]], depths: dict[tuple[int, int], int], hidden: set[int]
+) -> list[Place]:
     found: list[Place] = []
     for position, eqn in enumerate(jaxpr.jaxpr.eqns):
         if _is_tap(eqn):
