@@ -32,7 +32,8 @@ class Distance(NamedTuple):
 def distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
     """How far two arrays of one size are from each other, in the order of axes in which they are closest.
 
-    Attention masks, whether boolean or to be added, are compared as what they let see; a boolean one may be the other's opposite.
+    Attention masks, whether boolean or to be added, are compared as what they let see; a boolean one may be
+    the other's opposite.
 
     >>> distance(np.eye(2, 3), np.eye(3, 2)).error
     0.0
@@ -76,7 +77,7 @@ def _nearest(torch: np.ndarray, flax: np.ndarray) -> Distance:
 
 
 def best_layout(torch: np.ndarray, flax: np.ndarray) -> np.ndarray:
-    """`torch` in the order of axes in which it is `flax`; where it is in none, as it is if it has the shape, or the first that has."""
+    """`torch` in the order of axes in which it is `flax`; where it is in none, in the first that has the shape."""
     found = next((one for one in layouts(torch, flax.shape) if not _distance(one, flax).is_bad(0.0)), None)
     return next(layouts(torch, flax.shape)) if found is None else found
 
@@ -97,7 +98,7 @@ def norm(x: np.ndarray) -> float:
 
 
 def pairs(torch: Sequence[np.ndarray], flax: Sequence[np.ndarray]) -> list[tuple[int, int]]:
-    """Which arrays of two calls are to be compared: each of Flax's with the first of PyTorch's of its size and sort that is left.
+    """Which arrays of two calls to compare: each of Flax's with the first of PyTorch's of its size and sort that is left.
 
     >>> pairs([np.zeros((2, 3)), np.zeros(4)], [np.zeros(4), np.zeros(5), np.zeros((3, 2))])
     [(1, 0), (0, 2)]

@@ -9,8 +9,38 @@ import numpy as np
 
 from remat_jax.parity.align import best_layout, pairs, visible
 from remat_jax.parity.assemble import Slots
-from remat_jax.parity.compared import Pair
+from remat_jax.parity.capture import Trace
+from remat_jax.parity.capture_flax import Step, read
+from remat_jax.parity.compared import Pair, compared
+from remat_jax.parity.divergence import Divergence, divergence_of
 from remat_jax.parity.tapped import Place
+
+
+def each_alone(
+    step: Step, slots: Slots, theirs: Trace, ours: Trace, matched: dict[str, str], plain: Sequence[Pair]
+) -> tuple[Divergence, ...]:
+    """Every module that is wrong by itself, in the order of execution, once: in the forward pass, or else in backward."""
+    trusted = [pair for pair in plain if not pair.bad("output") or all(around.bad("output") for around in pair.all_around())]
+    calls = {id(call): place for place, call in enumerate(ours.calls)}
+    chosen = {calls[id(pair.flax)]: number for number, pair in enumerate(trusted)}
+    again, _ = read(step, substitutes(step.places, slots, trusted, chosen))
+    before = {pair.torch.name: pair for pair in trusted}
+    listed: dict[str, Divergence] = {}
+
+    def add(pair: Pair | None, wrong: Any, note: str = "") -> None:
+        if pair is not None and wrong:
+            listed.setdefault(pair.torch.name, divergence_of(pair, *wrong, note))
+
+    judged = [pair for pair in compared(theirs, again, matched) if pair.torch.name in before]
+    for pair in judged:
+        add(pair.around, pair.bad("input") if before[pair.torch.name].bad("output") else None, f"before {pair.flax.name!r}")
+        add(pair, pair.bad("output"))
+    for pair in judged:
+        was = before[pair.torch.name]
+        add(pair.around, None if was.is_cut_otherwise else pair.bad("output cotangent"), f"behind {pair.flax.name!r}")
+        add(pair, pair.bad("input cotangent") or pair.bad("gradient"))
+    order = {call.name: call.finished for call in theirs.calls}
+    return tuple(sorted(listed.values(), key=lambda one: order[one.torch_path]))
 
 
 def substitutes(places: Sequence[Place], slots: Slots, found: Sequence[Pair], calls: Mapping[int, int]) -> dict[int, Any]:
@@ -36,6 +66,8 @@ def _reference(pair: Pair, role: str, number: int, what: str) -> np.ndarray | No
     if what == "value":
         return best_layout(theirs[other], ours[number])
     both = (side.input_cotangents if role == "input" else side.output_cotangents for side in (pair.torch, pair.flax))
+    if role == "output" and pair.is_cut_otherwise:
+        return None
     cotangent, found = (cotangents[k] for cotangents, k in zip(both, (other, number), strict=True))
     if cotangent is None or found is None:
         return None

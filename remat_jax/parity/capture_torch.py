@@ -19,8 +19,8 @@ Loss = Callable[[Any], Any]
 def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: Callable[..., Any] | None = None) -> Trace:
     """Run `loss(module(*inputs))` once in both passes; return what every module got and gave, by module path.
 
-    `inputs` is a tuple of arguments or a dict of keywords, tensors or arrays; the floating-point ones get gradients. The loss is
-    a scalar; without one it is the sum of all outputs, weighted by fixed random numbers (`capture.probe`). `call(module,
+    `inputs` is a tuple of arguments or a dict of keywords, tensors or arrays; the floating-point ones get gradients. The loss
+    is a scalar; without one it is the sum of all outputs, weighted by fixed random numbers (`capture.probe`). `call(module,
     *inputs)` runs the model otherwise. A checkpointed module is there once, with what its forward pass gave. The gradients
     that parameters have already are left alone. Modules whose `forward` is called as a plain method are not seen.
 
@@ -105,28 +105,27 @@ class _Recorder:
         return (without or calls or [None])[-1]
 
     def _tap(self, values: Any, seen: _Seen | None, role: str, *, new: bool) -> Any:
-        """`values` with an alias of every tensor that has a gradient, so that what goes through this call has one of its own."""
+        """`values`, every tensor with a gradient as an alias, so that what goes through this call has one of its own."""
         import torch
 
-        count = -1
+        made: dict[int, Any] = {}  # a tensor that is there several times has one alias, and one cotangent
         hooked = seen is not None and seen.has_graph and not new
 
         def tap(tensor: Any) -> Any:
-            nonlocal count
-            count += 1
-            if seen is None:
-                return tensor
+            if seen is None or id(tensor) in made:
+                return made.get(id(tensor), tensor)
+            number = len(made)
+            made[id(tensor)] = tensor
             if new:
                 seen.values[role].append(as_numpy(tensor))
-            elif len(seen.values[role]) > count:
-                seen.stale |= not _close(seen.values[role][count], as_numpy(tensor))
-            if not (torch.is_grad_enabled() and tensor.requires_grad):
-                return tensor
-            alias, number = tensor.view_as(tensor), count
-            if not hooked:
-                seen.has_graph |= role == "output"
-                alias.register_hook(lambda gradient: self._arrived(seen, role, number, gradient))
-            return alias
+            elif len(seen.values[role]) > number:
+                seen.stale |= not _close(seen.values[role][number], as_numpy(tensor))
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                alias = made[id(tensor)] = tensor.view_as(tensor)
+                if not hooked:
+                    seen.has_graph |= role == "output"
+                    alias.register_hook(lambda gradient: self._arrived(seen, role, number, gradient))
+            return made[id(tensor)]
 
         return _map_tensors(values, tap)
 
@@ -153,6 +152,7 @@ class _Recorder:
         def cotangents(role: str) -> tuple[np.ndarray | None, ...]:
             return tuple(seen.cotangents.get((role, place)) for place in range(len(seen.values[role])))
 
+        _forget_padding(seen)
         own = seen.module.named_parameters(recurse=False)
         return Call(
             path=self.paths[seen.module],
@@ -167,6 +167,14 @@ class _Recorder:
             parent=places.get(id(seen.parent)),
             gradients={name: as_numpy(parameter.grad) for name, parameter in own if parameter.grad is not None},
         )
+
+
+def _forget_padding(seen: _Seen) -> None:
+    """Leave out what a table of embeddings does not learn from: whoever has no `padding_idx` leaves it out before."""
+    padding = getattr(seen.module, "padding_idx", None)
+    if padding is not None and ("output", 0) in seen.cotangents:
+        cotangent = seen.cotangents["output", 0]
+        seen.cotangents["output", 0] = np.where((seen.values["input"][0] == padding)[..., None], 0, cotangent)
 
 
 @contextmanager

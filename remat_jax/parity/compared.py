@@ -39,6 +39,12 @@ class Pair:
         wrong = {what: found for what, found in self.distances[kind].items() if found.is_bad(self.floors[kind])}
         return max(wrong.items(), key=lambda entry: entry[1].relative(self.floors[kind]), default=None)
 
+    @property
+    def is_cut_otherwise(self) -> bool:
+        """Whether the cotangent is another one and all that is made of it the same: what leaves a part out is outside here."""
+        made = {**self.distances["input cotangent"], **self.distances["gradient"]}
+        return bool(made and self.bad("output cotangent")) and not (self.bad("input cotangent") or self.bad("gradient"))
+
     def all_around(self) -> Iterator[Pair]:
         """The pairs around this one, the innermost first."""
         pair = self.around

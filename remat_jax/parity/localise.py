@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,42 +13,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from remat_jax.errors import ArgumentError
-from remat_jax.parity.align import Distance
 from remat_jax.parity.align import pairs as pairs_of
-from remat_jax.parity.alone import substitutes
-from remat_jax.parity.assemble import Slots
+from remat_jax.parity.alone import each_alone
 from remat_jax.parity.capture import Trace, in_float64
-from remat_jax.parity.capture_flax import Step, read, trace_step
+from remat_jax.parity.capture_flax import read, trace_step
 from remat_jax.parity.capture_torch import capture_torch
-from remat_jax.parity.compared import Pair, compared, modules
+from remat_jax.parity.compared import compared, modules
+from remat_jax.parity.divergence import Divergence, first_backward, first_forward, noted
 from remat_jax.parity.match import match
 from remat_jax.parity.wide import keep_float64
 from remat_jax.porting import as_numpy
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """A module that does something else than its original.
-
-    Attributes:
-        torch_path, flax_path: the module's path in either model; "" is the whole model.
-        what: which array shows it, such as "output 0", "gradient of input 0" or "gradient of kernel".
-        error, reference: the norm of the difference, and of PyTorch's array, in float64.
-        note: what may explain it, such as a module inside that ran in one model only.
-    """
-
-    torch_path: str
-    flax_path: str
-    what: str
-    error: float
-    reference: float
-    note: str = ""
-
-    def __str__(self) -> str:
-        """One line that names both modules and how far apart they are."""
-        torch, flax = (path or "(the whole model)" for path in (self.torch_path, self.flax_path))
-        said = f"{flax} against {torch}: {self.what} is {self.error:.2g} off, of {self.reference:.2g}"
-        return f"{said} ({self.note})" if self.note else said
 
 
 @dataclass(frozen=True)
@@ -56,7 +30,7 @@ class Divergences:
     """What `first_divergences` finds.
 
     Attributes:
-        forward: the first module, in the order of execution, whose inputs agree and whose output does not; None if there is none.
+        forward: the first module, in the order of execution, whose inputs agree and whose output does not; None if none.
         backward: the first module, in the order of the backward pass, whose forward pass agrees, and the cotangents of its
             output, and not those of its inputs or its parameters' gradients; None if there is none.
         alone: every module that is wrong by itself, where that was asked for.
@@ -119,7 +93,8 @@ def first_divergences(
             train mode and has dropout.
 
     >>> import flax.linen as nn, torch
-    >>> theirs, ours = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3)), nn.Sequential([nn.Dense(3), nn.LayerNorm()])
+    >>> theirs = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
+    >>> ours = nn.Sequential([nn.Dense(3), nn.LayerNorm()])
     >>> weights = {name: np.asarray(x.detach()) for name, x in theirs.state_dict().items()}
     >>> variables = {"params": {
     ...     "layers_0": {"kernel": weights["0.weight"].T, "bias": weights["0.bias"]},
@@ -136,12 +111,12 @@ def first_divergences(
         _refuse_other_outputs(theirs, ours)
         matched = match(modules(theirs), modules(ours), mapping)
         pairs = compared(theirs, ours, matched)
-        alone = _alone(step, slots, theirs, ours, matched, pairs) if single_step else ()
-    forward = _first_forward(pairs)
+        alone = each_alone(step, slots, theirs, ours, matched, pairs) if single_step else ()
+    forward = first_forward(pairs)
     unmatched = _unmatched(theirs, matched), _unmatched(ours, matched.values())
     return Divergences(
-        forward=forward and _noted(forward, *unmatched),
-        backward=_first_backward(pairs, forward is None),
+        forward=forward and noted(forward, *unmatched),
+        backward=first_backward(pairs, forward_agrees=forward is None),
         alone=alone,
         matched=matched,
         unmatched_torch=unmatched[0],
@@ -199,85 +174,11 @@ def _refuse_other_outputs(torch: Trace, flax: Trace) -> None:
     theirs, ours = ([x.shape for x in trace[""].outputs if x.dtype.kind == "f"] for trace in (torch, flax))
     if not pairs_of(torch[""].outputs, flax[""].outputs):
         raise ArgumentError(
-            f"the models give outputs of shapes {theirs} (PyTorch) and {ours} (Flax): nothing can be compared; give torch_call or "
-            "flax_call, which return what is to be the same"
+            f"the models give outputs of shapes {theirs} (PyTorch) and {ours} (Flax): nothing can be compared; give "
+            "torch_call or flax_call, which return what is to be the same"
         )
 
 
 def _unmatched(trace: Trace, matched: Iterable[str]) -> tuple[str, ...]:
     known = set(matched)
     return tuple(dict.fromkeys(call.path for call in trace.calls if call.path not in known))
-
-
-def _divergence(pair: Pair, what: str, found: Distance, note: str = "") -> Divergence:
-    return Divergence(pair.torch.name, pair.flax.name, what, found.error, found.reference, note)
-
-
-def _first_forward(pairs: Sequence[Pair]) -> Divergence | None:
-    """The first pair to end whose outputs disagree and whose inputs do not.
-
-    What is wrong reaches the outputs of all that is around it: a module that is cut otherwise, a residual being inside on one
-    side and outside on the other, does not, and is none.
-    """
-    for pair in pairs:
-        wrong = pair.bad("output")
-        if wrong and not pair.bad("input") and all(around.bad("output") for around in pair.all_around()):
-            return _divergence(pair, *wrong)
-    return None
-
-
-def _first_backward(pairs: Sequence[Pair], forward_agrees: bool) -> Divergence | None:
-    backwards = sorted(pairs, key=lambda pair: -pair.torch.started)
-    sound = [pair for pair in backwards if not (pair.bad("input") or pair.bad("output"))]
-    for pair in sound:
-        wrong = pair.bad("input cotangent") or pair.bad("gradient")
-        if wrong and not pair.bad("output cotangent"):
-            return _divergence(pair, *wrong)
-    if not (forward_agrees and any(pair.bad("gradient") or pair.bad("input cotangent") for pair in pairs)):
-        return None
-    # Every module does what it should with the cotangent that it gets: one is lost between two modules.
-    for pair in sound:
-        wrong = pair.bad("output cotangent")
-        if wrong and pair.around and not pair.around.bad("output cotangent"):
-            return _divergence(pair.around, *wrong, f"between its modules: at {pair.flax.name!r}")
-    return None
-
-
-def _noted(found: Divergence, unmatched_torch: Sequence[str], unmatched_flax: Sequence[str]) -> Divergence:
-    """The divergence, with the modules directly inside that only one of the models has."""
-
-    def inside(path: str, others: Sequence[str]) -> list[str]:
-        within = [other for other in others if other.startswith(path + "/" if path else "") and other != path]
-        return [repr(other) for other in within if not any(other.startswith(outer + "/") for outer in within)]
-
-    theirs, ours = inside(found.torch_path, unmatched_torch), inside(found.flax_path, unmatched_flax)
-    said = [f"{side} alone has {', '.join(paths[:4])}" for side, paths in (("PyTorch", theirs), ("Flax", ours)) if paths]
-    return replace(found, note="; ".join(said))
-
-
-def _alone(
-    step: Step, slots: Slots, theirs: Trace, ours: Trace, matched: dict[str, str], plain: Sequence[Pair]
-) -> tuple[Divergence, ...]:
-    """Every module that is wrong by itself, in the order of execution, once: in the forward pass or else in the backward pass."""
-    trusted = [pair for pair in plain if not pair.bad("output") or all(around.bad("output") for around in pair.all_around())]
-    calls = {id(call): place for place, call in enumerate(ours.calls)}
-    chosen = {calls[id(pair.flax)]: number for number, pair in enumerate(trusted)}
-    again, _ = read(step, substitutes(step.places, slots, trusted, chosen))
-    before = {pair.torch.name: pair for pair in trusted}
-    found: dict[str, Divergence] = {}
-
-    def add(pair: Pair | None, wrong: Any, note: str = "") -> None:
-        if pair is not None and wrong:
-            found.setdefault(pair.torch.name, _divergence(pair, *wrong, note))
-
-    judged = [pair for pair in compared(theirs, again, matched) if pair.torch.name in before]
-    for pair in judged:
-        add(pair.around, pair.bad("input") if before[pair.torch.name].bad("output") else None, f"before {pair.flax.name!r}")
-        add(pair, pair.bad("output"))
-    for pair in judged:
-        was = before[pair.torch.name]
-        consequences = was.bad("input cotangent") or was.bad("gradient")
-        add(pair.around, pair.bad("output cotangent") if consequences else None, f"behind {pair.flax.name!r}")
-        add(pair, pair.bad("input cotangent") or pair.bad("gradient"))
-    order = {call.name: call.finished for call in theirs.calls}
-    return tuple(sorted(found.values(), key=lambda one: order[one.torch_path]))

@@ -17,7 +17,8 @@ from remat_jax.errors import ArgumentError, nearest
 # Words that mean the same in the names of modules; "" for those that say nothing.
 _SAME = {
     "h": "layers", "layer": "layers", "block": "layers", "blocks": "layers", "attn": "attention", "self": "",
-    "q": "query", "k": "key", "v": "value", "o": "out", "output": "out", "proj": "", "projection": "", "dense": "", "linear": "",
+    "q": "query", "k": "key", "v": "value", "o": "out", "output": "out", "proj": "", "projection": "", "dense": "",
+    "linear": "",
     "ln": "norm", "layernorm": "norm", "rmsnorm": "norm", "batchnorm": "norm", "mlp": "ffn", "embeddings": "embed",
     "embedding": "embed", "tokens": "", "word": "words", "position": "positions", "fc": "ffn", "token": "", "type": "",
 }  # fmt: skip
@@ -46,8 +47,8 @@ class Module:
 def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) -> dict[str, str]:
     """PyTorch path → Flax path, one to one; both are given in the order of execution.
 
-    What calls no other module is matched first, by sort, size, name and order; then what calls the same of these. `mapping` is a
-    dict of such paths, or the path of a JSON file with one, and wins; None there means that a module has no counterpart.
+    What calls no other module is matched first, by sort, size, name and order; then what calls the same of these. `mapping` is
+    a dict of such paths, or the path of a JSON file with one, and wins; None there means that a module has no counterpart.
 
     Raises:
         ArgumentError: a path of `mapping` is no module's.

@@ -109,11 +109,11 @@ def _classes(model: nnx.Module) -> set[type]:
 
 
 def _tapped(values: Any, call: int, role: str) -> Any:
+    """`values` with taps; an array that is there several times has one, and one cotangent."""
     leaves, treedef = jax.tree.flatten(values, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable | nnx.Module))
-    numbers = iter(range(len(leaves)))
-    return jax.tree.unflatten(
-        treedef, [tap(leaf, Label(call, role, next(numbers))) if _is_tappable(leaf) else leaf for leaf in leaves]
-    )
+    tapped = {id(leaf): leaf for leaf in leaves if _is_tappable(leaf)}
+    tapped = {key: tap(leaf, Label(call, role, number)) for number, (key, leaf) in enumerate(tapped.items())}
+    return jax.tree.unflatten(treedef, [tapped.get(id(leaf), leaf) for leaf in leaves])
 
 
 def _is_tappable(leaf: Any) -> bool:

@@ -15,6 +15,7 @@ from remat_jax.graph.walk import inner_jaxprs, interpret
 from remat_jax.parity.taps import Label, tap_p
 
 Path = tuple["str | None", ...]
+Depths = dict[tuple[int, int], int]  # of a call, and how many loops are inside: where in its path the index comes
 
 # Their bodies run as often as data say, or on part of the data: nothing is taken out of them.
 _CLOSED = frozenset({"while", "cond", "shard_map", "pallas_call", "run_state"})
@@ -52,7 +53,7 @@ def places(jaxpr: Any, paths: Mapping[int, tuple[str, ...]]) -> tuple[list[Place
     `paths` has the module path of every call. The index of a loop comes behind what is common to the paths of all modules in
     it: the path of the module that is repeated.
     """
-    depths: dict[tuple[int, int], int] = {}
+    depths: Depths = {}
     hidden: set[int] = set()
     return _places(jaxpr, paths, depths, hidden), hidden
 
@@ -77,7 +78,7 @@ def _places(
     return found
 
 
-def _looped(eqn: Any, inner: list[Place], depths: dict[tuple[int, int], int]) -> list[Place]:
+def _looped(eqn: Any, inner: list[Place], depths: Depths) -> list[Place]:
     """Taps in the body of a scan, as they are outside; the loop of a backward pass has its index where forward had it."""
     common = len(_common([place.path for place in inner]))
     length = -eqn.params["length"] if eqn.params["reverse"] else eqn.params["length"]
