@@ -29,7 +29,8 @@ def each_alone(
 
     def add(pair: Pair | None, wrong: Any, note: str = "") -> None:
         if pair is not None and wrong:
-            listed.setdefault(pair.torch.name, divergence_of(pair, *wrong, note))
+            what, found = wrong
+            listed.setdefault(pair.torch.name, divergence_of(pair, what, found, note))
 
     judged = [pair for pair in compared(theirs, again, matched) if pair.torch.name in before]
     for pair in judged:

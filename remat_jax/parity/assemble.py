@@ -57,7 +57,7 @@ def assemble(
             output_cotangents=kept[key].cotangents_of("output"),
             started=clock[kept[key].started],
             finished=clock[max(kept[key].keys["output"])],
-            parent=place_of.get(_parent(key, kept, traced)),
+            parent=None if (around := _parent(key, kept, traced)) is None else place_of[around],
             gradients=_own(traced[key[0]], key[1], gradients),
         )
         for key in ordered
@@ -144,9 +144,9 @@ def _parent(key: Instance, kept: Mapping[Instance, _Seen], traced: Sequence[Trac
 def _own(call: Traced, index: tuple[int, ...], gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The gradients of the module's own parameters; in a loop those of this iteration, where they are stacked."""
     found = {}
-    for name, shape in call.parameters.items():
+    for name, own in call.parameters.items():
         path = re.sub(r"/(\d+)(?=/|$)", r"_\1", "/".join(("params", *call.path, name)))
         whole = gradients.get(path)
-        if whole is not None and whole.ndim >= len(index) and whole.shape[len(index) :] == shape:
+        if whole is not None and whole.ndim >= len(index) and whole.shape[len(index) :] == own.shape:
             found[name] = whole[index]
     return found

@@ -102,7 +102,7 @@ class _Recorder:
         """The call that is run again: backward comes to the last one first."""
         calls = [seen for seen in self.calls if seen.module is module]
         without = [seen for seen in calls if not seen.has_graph]
-        return (without or calls or [None])[-1]
+        return (without or calls)[-1] if calls else None
 
     def _tap(self, values: Any, seen: _Seen | None, role: str, *, new: bool) -> Any:
         """`values`, every tensor with a gradient as an alias, so that what goes through this call has one of its own."""

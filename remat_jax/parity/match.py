@@ -23,7 +23,12 @@ _SAME = {
     "embedding": "embed", "tokens": "", "word": "words", "position": "positions", "fc": "ffn", "token": "", "type": "",
 }  # fmt: skip
 # What a module is by the name of its class; only modules that call no other are told by it.
-_SORTS = (("norm", "norm"), ("drop", "dropout"), ("embed", "embedding"), ("conv1d", "linear"), ("conv", "convolution"))
+_SORTS: tuple[tuple[str, str], ...] = (
+    ("norm", "norm"),
+    ("drop", "dropout"),
+    ("embed", "embedding"),
+    ("conv", "convolution"),
+)
 _SORTS += (("linear|dense|einsum", "linear"), ("relu|gelu|silu|swish|tanh|sigmoid|activation|identity", "activation"))
 _LEAST = 0.35  # of at most about 2.5: names have nothing in common and the places are apart
 
@@ -63,10 +68,10 @@ def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) 
     taken = {*given, ""}, {*found.values()}
     free = [[module for module in side if module.path not in used] for side, used in zip((torch, flax), taken, strict=True)]
     leaves = [[module for module in side if module.is_leaf] for side in free]
-    found |= _assigned(*leaves, lambda a, b: 1.0 if _sort(a) == _sort(b) else None)
+    found |= _assigned(leaves[0], leaves[1], lambda a, b: 1.0 if sort_of(a.kind) == sort_of(b.kind) else None)
 
     # A leaf of one side may be no leaf on the other, such as an attention that has its projections inside.
-    whole = [[m for m in side if not m.is_leaf or (_sort(m) == "other" and m.path not in used)]
+    whole = [[m for m in side if not m.is_leaf or (sort_of(m.kind) == "other" and m.path not in used)]
              for side, used in zip(free, (found.keys(), {*found.values()}), strict=True)]  # fmt: skip
     leaf_paths = [module.path for module in torch if module.is_leaf and module.path in found]
     inside = {m.path: {found[path] for path in leaf_paths if _is_in(path, m.path)} for m in whole[0]}
@@ -75,7 +80,7 @@ def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) 
     def same(one: Module, other: Module) -> float | None:
         return None if inside[one.path] != contents[other.path] else 1.0 if inside[one.path] else 0.0
 
-    return found | _assigned(*whole, same)
+    return found | _assigned(whole[0], whole[1], same)
 
 
 def read_mapping(mapping: Any, torch: Sequence[Module], flax: Sequence[Module]) -> dict[str, str | None]:
@@ -142,9 +147,15 @@ def words(path: str) -> Counter[str]:
     return Counter(filter(None, (_SAME.get(part, part) for part in parts)))
 
 
-def _sort(module: Module) -> str:
-    kind = module.kind.lower()
-    return next((sort for pattern, sort in _SORTS if re.search(pattern, kind)), "other")
+def sort_of(kind: str) -> str:
+    """What a module is, by the name of its class: "linear", "norm", …, or "other".
+
+    >>> sort_of("LlamaRMSNorm"), sort_of("Dense"), sort_of("Block")
+    ('norm', 'linear', 'other')
+    """
+    if kind == "Conv1D":  # of transformers: a linear layer, unlike torch.nn.Conv1d
+        return "linear"
+    return next((sort for pattern, sort in _SORTS if re.search(pattern, kind.lower())), "other")
 
 
 def _is_in(path: str, container: str) -> bool:

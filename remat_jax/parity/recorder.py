@@ -27,13 +27,13 @@ class Traced:
         path: of the module, loops without an index.
         module: the module, bound if it is a Linen one; only what is static may be read from it.
         parent: the place of the call around it.
-        parameters: the shapes of the parameters that the module itself has, in a loop those of one iteration.
+        parameters: the shapes and dtypes of the parameters that the module itself has, in a loop those of one iteration.
     """
 
     path: tuple[str, ...]
     module: Any
     parent: int | None
-    parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    parameters: dict[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
 
 
 @dataclass
@@ -94,14 +94,14 @@ def tag(model: nnx.Module) -> None:
             setattr(node, _TAG, "/".join(map(str, path)))
 
 
-def _parameters(module: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of the arrays that a module itself has as parameters."""
+def _parameters(module: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The types of the arrays that a module itself has as parameters."""
     if isinstance(module, nnx.Module):
         own = {name: value.get_value() for name, value in vars(module).items() if isinstance(value, nnx.Param)}
     else:
         own = module.variables.get("params", {})
     unboxed = {name: linen.unbox(value) for name, value in own.items()}
-    return {name: tuple(value.shape) for name, value in unboxed.items() if hasattr(value, "shape")}
+    return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in unboxed.items() if hasattr(value, "shape")}
 
 
 def _classes(model: nnx.Module) -> set[type]:

@@ -63,7 +63,7 @@ def _places(
 ) -> list[Place]:
     found: list[Place] = []
     for position, eqn in enumerate(jaxpr.jaxpr.eqns):
-        if _is_tap(eqn):
+        if is_tap(eqn):
             label = eqn.params["label"]
             found.append(Place(label, eqn.params["what"], paths[label.call], (position,)))
             continue
@@ -103,7 +103,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any], given: Sequence[Any]) -> tuple[lis
     left = iter(given)
 
     def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-        if _is_tap(eqn):
+        if is_tap(eqn):
             values.append(inputs[0])
             other = next(left)
             return [inputs[0] if other is None else np.asarray(other, inputs[0].dtype)]
@@ -146,7 +146,8 @@ def _stacked(rows: list[Any]) -> Any:
     return jax.numpy.stack(rows) if is_key else np.stack([np.asarray(row) for row in rows])
 
 
-def _is_tap(eqn: Any) -> bool:
+def is_tap(eqn: Any) -> bool:
+    """Whether an equation is a tap on a value or a cotangent; one on a tangent says nothing."""
     return eqn.primitive is tap_p and eqn.params["what"] != "tangent"
 
 
@@ -165,6 +166,6 @@ def _body(eqn: Any) -> Any | None:
 def _count(jaxpr: Any) -> int:
     total = 0
     for eqn in jaxpr.jaxpr.eqns:
-        body = None if _is_tap(eqn) else _body(eqn)
-        total += 1 if _is_tap(eqn) else 0 if body is None else _count(body)
+        body = None if is_tap(eqn) else _body(eqn)
+        total += 1 if is_tap(eqn) else 0 if body is None else _count(body)
     return total
