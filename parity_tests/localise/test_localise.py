@@ -17,6 +17,7 @@ from examples.models import bert, gpt2, linen, llama
 from parity_tests import support as s
 from parity_tests.localise import pairs
 from parity_tests.localise.pairs import changed, of_decoder, of_port, shown, times_backwards
+from parity_tests.third_party import ports as p
 from parity_tests.third_party import test_bert, test_gpt2, test_llama, test_siglip
 from remat_jax.errors import ArgumentError
 from remat_jax.parity.localise import first_divergences
@@ -139,8 +140,10 @@ def test_a_layer_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_the_first(make: Any, num_layers: int, x: jax.Array, *shared: Any, scan: bool) -> jax.Array:
         return make(name="layers_1")(x, *shared)
 
+    with jax.enable_x64(True):
+        variables = p.variables(GPT2, False, "float64")
     monkeypatch.setattr(gpt2, "run_blocks", without_the_first)
-    found = of_port(GPT2)
+    found = of_port(GPT2, variables=variables)
     assert shown(found) == ("", None)
     assert found.forward is not None and "PyTorch alone has" in found.forward.note
     assert "transformer/h/0" in found.unmatched_torch and found.matched["transformer/h/1"] == "layers_1"
@@ -217,7 +220,7 @@ def test_wrong_use_is_an_error() -> None:
         of_decoder(mapping={"head": "layers_9"})
     with pytest.raises(ArgumentError, match=r"mapping=3: expected a dict"):
         of_decoder(mapping=3)
-    with pytest.raises(ArgumentError, match=r"nothing can be compared"):
+    with pytest.raises(ArgumentError, match=r"they cannot be compared"):
         of_decoder(torch_call=lambda module, x: module(x)[..., :5])
     dropping = torch.nn.Sequential(torch.nn.Dropout(0.1)).train()
     with pytest.raises(ArgumentError, match=r"is in train mode and drops out in 0: "):

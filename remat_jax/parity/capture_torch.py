@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: C
         recorder.recording = False
         value = _probed(outputs) if loss is None else loss(outputs)
         value.backward()
-        return recorder.trace()
+        return replace(recorder.trace(), outputs=tuple(tuple(x.shape) for x in _floating(outputs)))
 
 
 @dataclass
@@ -208,11 +208,16 @@ def _arguments(module: Any, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any
 def _probed(outputs: Any) -> Any:
     import torch
 
-    floating: list[Any] = []
-    _map_tensors(outputs, lambda x: floating.append(x) if x.is_floating_point() and x.requires_grad else None)
+    floating = _floating(outputs)
     return sum(
         ((x * torch.tensor(probe(k, tuple(x.shape)), dtype=x.dtype)).sum() for k, x in enumerate(floating)), torch.zeros(())
     )
+
+
+def _floating(outputs: Any) -> list[Any]:
+    found: list[Any] = []
+    _map_tensors(outputs, found.append)
+    return [x for x in found if x.is_floating_point()]
 
 
 def _map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:

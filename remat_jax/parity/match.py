@@ -23,13 +23,14 @@ _SAME = {
     "embedding": "embed", "tokens": "", "word": "words", "position": "positions", "fc": "ffn", "token": "", "type": "",
 }  # fmt: skip
 # What a module is by the name of its class; only modules that call no other are told by it.
-_SORTS: tuple[tuple[str, str], ...] = (
+_SORTS = (
     ("norm", "norm"),
     ("drop", "dropout"),
     ("embed", "embedding"),
     ("conv", "convolution"),
+    ("linear|dense|einsum", "linear"),
+    ("relu|gelu|silu|swish|tanh|sigmoid|activation|identity", "activation"),
 )
-_SORTS += (("linear|dense|einsum", "linear"), ("relu|gelu|silu|swish|tanh|sigmoid|activation|identity", "activation"))
 _LEAST = 0.35  # of at most about 2.5: names have nothing in common and the places are apart
 
 
@@ -153,6 +154,8 @@ def sort_of(kind: str) -> str:
     >>> sort_of("LlamaRMSNorm"), sort_of("Dense"), sort_of("Block")
     ('norm', 'linear', 'other')
     """
+    if kind == "Conv1D":  # of transformers: a linear layer, unlike torch.nn.Conv1d
+        return "linear"
     if kind == "Conv1D":  # of transformers: a linear layer, unlike torch.nn.Conv1d
         return "linear"
     return next((sort for pattern, sort in _SORTS if re.search(pattern, kind.lower())), "other")

@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from remat_jax import compat
-from remat_jax.graph.walk import inner_jaxprs
 from remat_jax.parity.capture_flax import Step, trace_step
 from remat_jax.parity.match import Module, match, sort_of
 from remat_jax.parity.recorder import Traced
-from remat_jax.parity.tapped import is_tap
+from remat_jax.parity.tapped import bodies_of, is_tap
 
 Facts = dict[str, Any]
 
@@ -44,8 +42,8 @@ def differences(
 ) -> list[Difference]:
     """List the settings in which matching modules differ, without running either model.
 
-    Compared are: epsilon of norms, momentum of batch norms (in Flax's sense, 1 − PyTorch's), the form of GELU, padding, strides,
-    dilation and groups of convolutions, rates of dropout, whether there is a bias, and dtypes. A Linen model is traced on
+    Compared are: epsilon of norms, momentum of batch norms (in Flax's sense, 1 − PyTorch's), the form of GELU, padding,
+    strides, dilation and groups of convolutions, rates of dropout, whether there is a bias, and dtypes. A Linen model is traced on
     `variables` and `inputs` (a tuple of arguments or a dict of keywords), which may be `jax.ShapeDtypeStruct`; for an NNX model
     `variables` is None. `mapping` is that of `first_divergences`, whose `matched` serves, and is surer than names alone.
 
@@ -64,8 +62,7 @@ def differences(
     listed = [Module(path, type(m).__name__, None, not list(m.children())) for path, m in theirs.items()]
     outer = {path.rpartition("/")[0] for path in ours} | {""}
     others = [Module(path, type(ours[path].module).__name__, None, path not in outer) for path in ours]
-    known = {path: other for path, other in (mapping or {}).items() if path in theirs and (other is None or other in ours)}
-    matched = match(listed, others, known) if not isinstance(mapping, str) else match(listed, others, mapping)
+    matched = match(listed, others, mapping)
     found = [
         difference
         for path, other in matched.items()
@@ -150,7 +147,8 @@ def _padding(padding: Any, size: Any, strides: Any, dilation: Any) -> Any:
 def _rates(torch: Mapping[str, Any], flax: Mapping[str, Traced]) -> list[Difference]:
     """Dropout rates of the whole models: their modules are often shared in one of them, and one for each place in the other."""
     theirs = {m.p for m in torch.values() if sort_of(type(m).__name__) == "dropout" and getattr(m, "p", 0)}
-    rates = {getattr(c.module, "rate", 0) for c in flax.values() if sort_of(type(c.module).__name__) == "dropout"} - {0}
+    dropouts = [call.module for call in flax.values() if sort_of(type(call.module).__name__) == "dropout"]
+    rates = {module.rate for module in dropouts if getattr(module, "rate", None)}
     return [] if theirs == rates else [Difference("", "dropout rates", sorted(theirs), sorted(rates))]
 
 
@@ -207,11 +205,7 @@ def _find_gelus(jaxpr: Any, step: Step, running: list[int], forms: dict[tuple[st
             elif label.role == "output" and label.call in running:
                 del running[running.index(label.call) :]
             continue
-        bodies = [
-            compat.closed(one)
-            for value in inner_jaxprs(eqn).values()
-            for one in (value if isinstance(value, tuple) else (value,))
-        ]
+        bodies = bodies_of(eqn)
         if eqn.params.get("name") == "gelu" and bodies:
             inner = {one.primitive.name for one in bodies[0].jaxpr.eqns}
             path = step.recorder.calls[running[-1]].path if running else ()
