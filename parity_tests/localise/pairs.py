@@ -28,13 +28,14 @@ def of_port(port: Port, *, scan: bool = False, mode: str = "off", variables: Any
     model = p.make_torch(port, "float64")
     with jax.enable_x64(True):
         variables = p.variables(port, scan, "float64") if variables is None else variables
+        arguments = port.arguments(port.inputs)
     with p.in_mode(port, model, mode):
         return first_divergences(
             model,
             port.make_flax(port.config, scan=scan),
             variables,
             dict(port.inputs),
-            flax_inputs=port.arguments(port.inputs),
+            flax_inputs=arguments,
             torch_call=lambda module, **inputs: p.torch_outputs(port, module, inputs),
             **options,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -11,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
 import remat_jax as rj
-from examples.models import bert, gpt2, linen, llama
+from examples.models import bert, gpt2, linen, llama, weights
+from examples.models import nnx as nnx_models
 from parity_tests import support as s
 from parity_tests.localise import pairs
 from parity_tests.localise.pairs import changed, of_decoder, of_port, shown, times_backwards
@@ -27,37 +30,37 @@ GPT2, BERT, LLAMA, SIGLIP = test_gpt2.PORT, test_bert.PORT, test_llama.PORTS["ll
 # No alarm.
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
-@pytest.mark.parametrize("port", [GPT2, BERT, LLAMA, SIGLIP], ids=["gpt2", "bert", "llama", "siglip"])
-def test_a_right_port_raises_no_alarm(port: Any, scan: bool) -> None:
+RIGHT = {"gpt2": (GPT2, False), "gpt2-scan": (GPT2, True), "bert": (BERT, False), "llama-scan": (LLAMA, True)}
+RIGHT |= {"siglip-scan": (SIGLIP, True)}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_port_raises_no_alarm(name: str) -> None:
+    port, scan = RIGHT[name]
     found = of_port(port, scan=scan, single_step=True)
     assert found.none and shown(found) == (None, None) and found.alone == ()
     layers = [path for path in found.matched.values() if path in ("layers_0", "layers_1", "layers/0", "layers/1")]
     assert len(layers) == 2, found.matched
 
 
-@pytest.mark.parametrize("policy", ["full", "offload_inputs"])
-def test_no_alarm_through_checkpoints_of_both(policy: str) -> None:
-    found = of_port(GPT2, scan=True, mode="checkpoint", transform=lambda f: rj.checkpoint_blocks(f, {gpt2.GPT2Block: policy}))
+def test_no_alarm_through_checkpoints_of_both() -> None:
+    found = of_port(GPT2, scan=True, mode="checkpoint", transform=lambda f: rj.checkpoint_blocks(f, {gpt2.GPT2Block: "full"}))
     assert found.none and len(found.matched) == 22
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
-def test_no_alarm_in_nnx(scan: bool) -> None:
-    from flax import nnx
-
-    from examples.models import nnx as models
-
-    twin = s.twin("ByteDecoder", "nnx", scan, s.parameters("ByteDecoder", scan))
-    graph = nnx.graphdef(nnx.eval_shape(lambda: models.ByteDecoder(**s.SIZES["ByteDecoder"], scan=scan, rngs=nnx.Rngs(0))))
-    model = nnx.merge(graph, twin.parameters)
+def test_nnx(scan: bool) -> None:
+    options = {**s.SIZES["ByteDecoder"], "scan": scan}
+    model = nnx.eval_shape(lambda: nnx_models.ByteDecoder(**options, rngs=nnx.Rngs(0)))
+    with jax.enable_x64(True):
+        model = weights.load_nnx(model, s.parameters("ByteDecoder", scan))
     found = first_divergences(s.torch_model("ByteDecoder"), model, None, (pairs.tokens(),))
     assert found.none and {"layers/0/ffn/up", "layers/1/norm2", "head"} <= {*found.matched.values()}
 
-    wrong = jax.tree.map(lambda x: x, twin.parameters)
-    row = wrong.layers.norm2.bias if scan else wrong.layers[1].norm2.bias
-    row.set_value(np.array(row.get_value()) + (np.array([[0.0], [1e-6]]) if scan else 1e-6))
-    found = first_divergences(s.torch_model("ByteDecoder"), model, wrong, (pairs.tokens(),))
+    with jax.enable_x64(True):
+        bias = model.layers.norm2.bias if scan else model.layers[1].norm2.bias
+        bias.set_value(bias.get_value() + (np.array([[0.0], [1e-6]]) if scan else 1e-6))
+    found = first_divergences(s.torch_model("ByteDecoder"), model, None, (pairs.tokens(),))
     assert shown(found) == ("layers/1/norm2", None)
 
 
@@ -91,9 +94,12 @@ def test_each_of_two_faults_is_listed_where_errors_do_not_add_up() -> None:
 
 def test_layer_norm_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
     right = gpt2.layer_norm
-    monkeypatch.setattr(
-        gpt2, "layer_norm", lambda c, d, name: right(c, d, name).clone(epsilon=1e-6 if name == "ln_2" else 1e-5)
-    )
+
+    def norm(config: gpt2.GPT2Config, param_dtype: Any, name: str) -> nn.LayerNorm:
+        config = dataclasses.replace(config, layer_norm_eps=1e-6) if name == "ln_2" else config
+        return right(config, param_dtype, name)
+
+    monkeypatch.setattr(gpt2, "layer_norm", norm)
     assert shown(of_port(GPT2)) == ("layers_0/ln_2", None)
 
 
@@ -114,9 +120,7 @@ def test_an_inverted_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_causal_mask_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = linen.attention
-    monkeypatch.setattr(
-        linen, "attention", lambda qkv, nhead, causal, dropout: right(qkv, nhead, causal=False, dropout=dropout)
-    )
+    monkeypatch.setattr(linen, "attention", lambda qkv, nhead, causal, dropout: right(qkv, nhead, dropout=dropout))
     assert shown(of_decoder(scan=True)) == ("layers/0/self_attn", None)
 
 
@@ -213,6 +217,12 @@ def test_a_mapping_wins(tmp_path: Any) -> None:
     found = of_decoder(mapping=file)
     assert found.matched["decoder/layers/0/ffn/0"] == "layers_1/ffn/up"
     assert "head" in found.unmatched_torch and "head" in found.unmatched_flax
+
+
+def test_other_inputs_are_named_as_such() -> None:
+    found = of_decoder(flax_inputs=(pairs.tokens()[:, ::-1].copy(),))
+    assert found.forward is not None and (found.forward.flax_path, found.forward.what) == ("", "input 0")
+    assert found.forward.note == "the models are given other inputs"
 
 
 def test_wrong_use_is_an_error() -> None:

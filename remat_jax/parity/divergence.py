@@ -49,7 +49,9 @@ def first_forward(pairs: Sequence[Pair]) -> Divergence | None:
         wrong = pair.bad("output")
         if wrong and not pair.bad("input") and all(around.bad("output") for around in pair.all_around()):
             return divergence_of(pair, *wrong)
-    return None
+    whole = next((pair for pair in pairs if pair.around is None and pair.bad("output")), None)
+    given = whole and whole.bad("input")
+    return divergence_of(whole, *given, "the models are given other inputs") if whole and given else None
 
 
 def first_backward(pairs: Sequence[Pair], *, forward_agrees: bool) -> Divergence | None:

@@ -15,8 +15,8 @@ def excite(variables: Any, seed: int = 0, scale: float = 0.2) -> Any:
     """Return `variables` with every array that is all one number made of different ones.
 
     Biases of 0, norm parameters of 1 and running variances of 1 hide a wrong map, a missing bias, and 1 + weight where
-    weight is meant. An array of zeros becomes `scale` times normal numbers, one of another number is multiplied by their exponentials, so
-    that it keeps its sign; arrays of several numbers, integers and booleans stay.
+    weight is meant. An array of zeros becomes `scale` times normal numbers, one of another number is multiplied by their
+    exponentials, so that it keeps its sign; arrays of several numbers, integers and booleans stay.
 
     `variables` is a tree of arrays, or a PyTorch state dict; what is the same tensor in it (tied weights) stays the same. The
     numbers depend on the seed and on the place in the tree.

@@ -174,8 +174,8 @@ def _refuse_other_outputs(torch: Trace, flax: Trace, *, probed: bool) -> None:
     alike = pairs_of(torch[""].outputs, flax[""].outputs) and (not probed or torch.outputs == flax.outputs)
     if not alike:
         raise ArgumentError(
-            f"the models give outputs of shapes {list(torch.outputs)} (PyTorch) and {list(flax.outputs)} (Flax): they cannot be "
-            "compared; give torch_call or flax_call, which return what is to be the same, or a loss"
+            f"the models give outputs of shapes {list(torch.outputs)} (PyTorch) and {list(flax.outputs)} (Flax): they cannot "
+            "be compared; give torch_call or flax_call, which return what is to be the same, or a loss"
         )
 
 
