@@ -84,4 +84,4 @@ def noted(found: Divergence, unmatched_torch: Sequence[str], unmatched_flax: Seq
 
     theirs, ours = inside(found.torch_path, unmatched_torch), inside(found.flax_path, unmatched_flax)
     said = [f"{side} alone has {', '.join(paths[:4])}" for side, paths in (("PyTorch", theirs), ("Flax", ours)) if paths]
-    return replace(found, note="; ".join(said))
+    return found if found.note else replace(found, note="; ".join(said))

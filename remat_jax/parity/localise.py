@@ -92,7 +92,7 @@ def first_divergences(
         ArgumentError: a path of `mapping` is no module's, the outputs of the two are not alike, or the PyTorch module is in
             train mode and has dropout.
 
-    >>> import flax.linen as nn, torch
+    >>> import flax.linen as nn, numpy as np, torch
     >>> theirs = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
     >>> ours = nn.Sequential([nn.Dense(3), nn.LayerNorm()])
     >>> weights = {name: np.asarray(x.detach()) for name, x in theirs.state_dict().items()}

@@ -130,8 +130,8 @@ def _assigned(
 def similarity(one: str, other: str) -> float:
     """How alike two module paths are, from 0 to 1.5: their words, those of the last part counted again.
 
-    >>> similarity("h/0/attn/c_proj", "layers_0/attention/c_proj"), similarity("h/0/ln_1", "layers_1/norm0") < 1
-    (1.5, True)
+    >>> similarity("h/0/attn/c_proj", "layers_0/attention/c_proj"), similarity("h/0/attn/c_proj", "layers_1/mlp/c_proj")
+    (1.5, 1.0)
     """
     last = _alike(words(one.rpartition("/")[2]), words(other.rpartition("/")[2]))
     return _alike(words(one), words(other)) + 0.5 * last
