@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from remat_jax.porting.auto import propose
 from remat_jax.porting.files import load, save
+from remat_jax.porting.restacking import restack
 from remat_jax.porting.rule import Rule
 from remat_jax.porting.rules import Rules, as_rules
 from remat_jax.porting.tensors import as_numpy
@@ -20,6 +22,8 @@ __all__ = [
     "gradients_from_torch",
     "gradients_to_torch",
     "load",
+    "propose",
+    "restack",
     "save",
     "to_torch",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -28,6 +29,11 @@ class Place:
     def key(self) -> tuple[int | slice, ...]:
         """What NumPy takes to find the part."""
         return tuple(slice(None) if entry is None else entry for entry in self.index)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes that the index is of."""
+        return tuple(axis for axis, entry in enumerate(self.index) if entry is not None)
 
     def shape(self, whole: Shape) -> Shape:
         """The shape of the part."""
@@ -62,11 +68,13 @@ def links_of_places(rules: Rules, shapes: Mapping[str, Shape]) -> dict[Place, Li
     """For every array, or every part of a stacked one, the link of the first rule that fills it."""
     found: dict[Place, Link] = {}
     for path, shape in shapes.items():
+        here: dict[Place, Link] = {}
         for rule in rules.rules:
-            here = dict(_links_of_path(rule, path, shape))
-            if here:
-                found |= here
-                break
+            for place, link in _links_of_path(rule, path, shape):
+                # Several rules may fill one stack, each a part; a rule for other axes of it comes too late.
+                if not here or place.axes == next(iter(here)).axes:
+                    here.setdefault(place, link)
+        found |= here
     return found
 
 
@@ -121,7 +129,7 @@ def fit(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape])
         found = _misfits(link, tensors, arrays, free)
         problems += found
         good += [] if found else [link]
-    return good, problems + _used_twice(links, tensors, arrays)
+    return good, problems + _used_twice(links, tensors, arrays) + _holes(links, arrays)
 
 
 def _misfits(
@@ -134,7 +142,7 @@ def _misfits(
             problems.append(f"{name}: missing, wanted for {to} by the rule '{link.rule}'.{nearest(name, free[0])}")
     for place in link.flax:
         if place.path not in arrays:
-            given = ", ".join(f"{name} {_text(tensors[name])}" for name in link.torch if name in tensors)
+            given = ", ".join(f"{name} {tensors[name] or ''}".strip() for name in link.torch if name in tensors)
             problems.append(f"{place.path}: not in the Flax model, where {given} should go.{nearest(place.path, free[1])}")
         elif not place.inside(arrays[place.path]):
             problems.append(
@@ -175,6 +183,28 @@ def _used_twice(links: list[Link], tensors: Mapping[str, Shape], arrays: Mapping
         for what, each in table.items()
         if len(each) > 1
     ]
+
+
+def _holes(links: list[Link], arrays: Mapping[str, Shape]) -> list[str]:
+    """The parts of stacks that no rule speaks of, where one speaks of another part."""
+    parts: dict[str, set[Place]] = {}
+    for place in (place for link in links for place in link.flax):
+        if place.path in arrays and place.inside(arrays[place.path]):
+            parts.setdefault(place.path, set()).add(place)
+    problems = []
+    for path, found in parts.items():
+        shape, axes = arrays[path], next(iter(found)).axes
+        if any(place.axes != axes for place in found):
+            problems.append(f"{path}: duplicated, filled as {' and as '.join(sorted(map(str, found)))}; give one kind of index")
+            continue
+        every = itertools.product(
+            *(range(size) if axis in axes else [None] for axis, size in enumerate(shape[: max(axes, default=-1) + 1]))
+        )
+        holes = [str(place) for index in every if (place := Place(path, index)) not in found]
+        problems += [
+            f"{hole}: not filled, shape {_text(shape)}: no rule fills this part of the stack; write one" for hole in holes
+        ]
+    return problems
 
 
 def _text(shape: Shape) -> str:

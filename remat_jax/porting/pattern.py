@@ -143,7 +143,8 @@ def expand(text: str) -> list[str]:
     >>> expand("layers.{i}.{q,k}.weight, head.weight")
     ['layers.{i}.q.weight', 'layers.{i}.k.weight', 'head.weight']
     """
-    names = [name.strip() for name in re.split(r",(?![^{\[]*[}\]])", text)]
+    # A comma inside braces or brackets is no end of a name.
+    names = [name.strip() for name in re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,])+", text)]
     result: list[str] = []
     for name in names:
         pieces = re.split(r"\{([^{}]*,[^{}]*)\}", name)

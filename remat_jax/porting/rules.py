@@ -58,6 +58,9 @@ class Rules:
         for pair in ties:
             if len(pair) != 2 or pair[0].placeholders != pair[1].placeholders or pair[0] == pair[1]:
                 raise PortingError(f"Rules: the tie {pair!r} must be two names with the same placeholders.")
+        chained = sorted({one.text for one, _ in ties} & {other.text for _, other in ties})
+        if chained:
+            raise PortingError(f"Rules: {chained[0]!r} is first in one tie and second in another; tie all to one name.")
 
     @classmethod
     def parse(cls, text: str) -> Rules:

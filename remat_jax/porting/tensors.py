@@ -80,6 +80,13 @@ def same_memory(one: Any, other: Any) -> bool:
     return False
 
 
+def address(value: Any) -> int:
+    """Where the numbers of a tensor or array are; for others, where the object is."""
+    if is_torch(value):
+        return int(value.data_ptr())
+    return int(value.__array_interface__["data"][0]) if isinstance(value, np.ndarray) else id(value)
+
+
 def _torch() -> Any:
     try:
         import torch

@@ -9,7 +9,7 @@ import numpy as np
 
 from remat_jax.porting.links import links_of_tensors
 from remat_jax.porting.rules import Rules
-from remat_jax.porting.tensors import same_memory
+from remat_jax.porting.tensors import address, same_memory
 
 Arrays = dict[str, np.ndarray]
 
@@ -18,16 +18,12 @@ def pairs(rules: Rules, names: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The ties among these names: the one that the rules take, and the other; one of the two need not be there."""
     seen = set()
     for name in names:
-        for one, other in rules.ties:
-            for here, pattern in ((one, one), (other, other)):
-                captures = pattern.match(name)
-                if captures is None:
-                    continue
-                found = (one.format(captures), other.format(captures))
+        for tie in rules.ties:
+            for captures in (pattern.match(name) for pattern in tie):
+                found = tuple(pattern.format(captures) for pattern in tie) if captures is not None else (None, None)
                 if None not in found and found not in seen:
                     seen.add(found)
-                    yield found  # type: ignore[misc]  # neither is None
-                del here
+                    yield found  # type: ignore[misc]  # two texts
 
 
 def names_of(rules: Rules, name: str) -> set[str]:
@@ -67,14 +63,13 @@ def add_tied(rules: Rules, tensors: Arrays, like: Mapping[str, Any] | None) -> N
             tensors.pop(one, None)
 
 
-def refuse_shared(rules: Rules, state_dict: Mapping[str, Any], problems: list[str]) -> None:
+def refuse_shared(rules: Rules, state_dict: Mapping[str, Any], arrays: Arrays, problems: list[str]) -> None:
     """Refuse one tensor under two names that would fill two arrays: they would part in training."""
     tied = {frozenset(pair) for pair in pairs(rules, state_dict)}
-    taken = links_of_tensors(rules, state_dict)
+    taken = links_of_tensors(rules, arrays)
     by_address: dict[Any, list[str]] = {}
     for name in taken:
-        address = getattr(state_dict[name], "data_ptr", lambda name=name: id(state_dict[name]))()
-        by_address.setdefault(address, []).append(name)
+        by_address.setdefault(address(state_dict[name]), []).append(name)
     for names in by_address.values():
         for other in names[1:]:
             if same_memory(state_dict[names[0]], state_dict[other]) and frozenset((names[0], other)) not in tied:

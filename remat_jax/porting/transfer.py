@@ -39,9 +39,9 @@ def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dty
     rules, target = as_rules(rules), Variables(variables)
     problems: list[str] = []
     arrays = _read(state_dict, problems)
+    refuse_shared(rules, state_dict, arrays, problems)
     arrays = join_tied(rules, arrays, problems)
-    refuse_shared(rules, state_dict, problems)
-    flat = _fill(rules, arrays, target.leaves, problems, direction="forward")
+    flat = fill(rules, arrays, target.leaves, problems, direction="forward")
     leaves = dict(target.leaves)
     for path, array in flat.items():
         try:
@@ -70,7 +70,7 @@ def to_torch(variables: Any, rules: Any, *, like: Mapping[str, Any] | None = Non
     """
     rules, source = as_rules(rules), Variables(variables)
     problems: list[str] = []
-    result = _take(rules, source.leaves, problems, direction="inverse")
+    result = take(rules, source.leaves, problems, direction="inverse")
     add_tied(rules, result, like)
     if like is not None:
         _hold_to(like, rules, result, problems)
@@ -99,7 +99,7 @@ def gradients_from_torch(gradients: Mapping[str, Any], variables: Any, rules: An
     problems = [problem for problem in problems if not rules.allows_extra(problem.partition(":")[0])]
     present = {name: value for name, value in gradients.items() if value is not None}
     arrays = join_tied(rules, _read(present, problems), problems, gradients=present)
-    flat = _fill(rules, arrays, target.leaves, problems, direction="gradient")
+    flat = fill(rules, arrays, target.leaves, problems, direction="gradient")
     for path, leaf in target.leaves.items():
         if path not in flat and rules.allows_missing(path):
             flat[path] = np.zeros(leaf.shape, leaf.dtype)
@@ -127,7 +127,7 @@ def gradients_to_torch(gradients: Any, rules: Any, *, numpy: bool = False) -> di
     """
     rules, source = as_rules(rules), Variables(gradients, trainable=True)
     problems: list[str] = []
-    result = _take(rules, source.leaves, problems, direction="adjoint")
+    result = take(rules, source.leaves, problems, direction="adjoint")
     _raise(problems, "the gradients do not fit the rules")
     return result if numpy else {name: as_torch(array) for name, array in result.items()}
 
@@ -147,7 +147,7 @@ def _read(tensors: Mapping[str, Any], problems: list[str]) -> Arrays:
     return arrays
 
 
-def _fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
+def fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
     """PyTorch's values or gradients as whole Flax arrays; parts of stacks are put together."""
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     links, found = fit(rules, {name: array.shape for name, array in arrays.items()}, shapes)
@@ -179,7 +179,7 @@ def _assemble(path: str, shape: tuple[int, ...], parts: dict[Place, np.ndarray],
     return whole
 
 
-def _take(rules: Rules, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
+def take(rules: Rules, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
     """Flax's values or gradients as PyTorch's tensors."""
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     links = list(dict.fromkeys(links_of_places(rules, shapes).values()))

@@ -1,0 +1,298 @@
+"""Every layer that the weight maps name, in both frameworks, with its rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import torch
+from flax import nnx
+
+DTYPE = {"param_dtype": jnp.float64}
+
+
+def channels_last(x: Any) -> Any:
+    return jnp.moveaxis(x, 1, -1)
+
+
+def channels_first(x: Any) -> Any:
+    return jnp.moveaxis(x, -1, 1)
+
+
+class Layer(NamedTuple):
+    """A layer in both frameworks: modules, rules, and the shape of the input; `calls` is how JAX gets PyTorch's answer."""
+
+    torch: Callable[[], torch.nn.Module]
+    flax: Any
+    rules: str
+    shape: tuple[int, ...]
+    flax_call: Callable[..., Any] = lambda model, x: model(x)
+    torch_call: Callable[..., Any] = lambda model, x: model(x)
+    tokens: int = 0
+
+
+def image(model: Any, x: Any) -> Any:
+    return channels_first(model(channels_last(x)))
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Gemma's: 1 + weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], 1 + self.weight, 1e-6)
+
+
+class Tied(torch.nn.Module):
+    """An embedding that is the head as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 4)
+        self.head = torch.nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens).tanh())
+
+
+class TiedLinen(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        embed = nn.Embed(7, 4, name="embed", **DTYPE)
+        return embed.attend(jnp.tanh(embed(tokens)))
+
+
+class Stack(nn.Module):
+    """Layers that are scanned."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        def body(layer: nn.Module, carry: Any, _: None) -> Any:
+            return nn.gelu(layer(carry), approximate=False), None
+
+        scan = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return scan(nn.Dense(5, name="layers", **DTYPE), x, None)[0]
+
+
+class Recurrent(nn.Module):
+    """A recurrent cell over time."""
+
+    cell: Any
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.RNN(self.cell(4, name="cell", **DTYPE))(x)
+
+
+class GPT2Attention(torch.nn.Module):
+    """GPT-2's: one weight for all of q, k and v, kept as (in, out), and an output kept so too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = torch.nn.Parameter(torch.empty(8, 24)), torch.nn.Parameter(torch.empty(24))
+        self.out = torch.nn.Parameter(torch.empty(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in (x @ self.weight + self.bias).split(8, -1))
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return mixed @ self.out
+
+
+QKV = "params/{query,key,value}"
+MHA = f"in_proj_weight -> {QKV}/kernel | in_proj\nin_proj_bias -> {QKV}/bias | in_proj_bias\n"
+OUT = "out_proj.weight -> params/out/kernel | heads_out\nout_proj.bias -> params/out/bias"
+NORM = "weight -> params/scale\nbias -> params/bias"
+BATCH_NORM = NORM + "\nrunning_mean -> batch_stats/mean\nrunning_var -> batch_stats/var\nextra: num_batches_tracked"
+KERNEL = "weight -> params/kernel | {}\nbias -> params/bias"
+LSTM = """
+    weight_ih_l0 -> params/cell/{ii,if,ig,io}/kernel | gates
+    weight_hh_l0 -> params/cell/{hi,hf,hg,ho}/kernel | gates
+    bias_ih_l0, bias_hh_l0 -> params/cell/{hi,hf,hg,ho}/bias | lstm_bias
+"""
+GRU = """
+    weight_ih_l0 -> params/cell/{ir,iz,in}/kernel | gates
+    weight_hh_l0 -> params/cell/{hr,hz,hn}/kernel | gates
+    bias_ih_l0, bias_hh_l0 -> params/cell/{ir,iz,in,hn}/bias | gru_bias
+"""
+NORM_OPTIONS = {"epsilon": 1e-5, "use_fast_variance": False, **DTYPE}
+MASK = torch.ones(5, 5).tril().bool()
+
+
+def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
+    """Attention in the dtype of its inputs: NNX's own computes the softmax in float32."""
+    scores = jnp.einsum("...qhd,...khd->...hqk", query, key) / query.shape[-1] ** 0.5
+    return jnp.einsum("...hqk,...khd->...qhd", jax.nn.softmax(scores), value)
+
+
+def nnx_fused_lstm(model: Any, x: Any) -> Any:
+    return nnx.RNN(model)(x)
+
+
+LAYERS = {
+    "linear": Layer(lambda: torch.nn.Linear(6, 6), nn.Dense(6, **DTYPE), KERNEL.format("linear"), (3, 6)),
+    "linear-nnx": Layer(
+        lambda: torch.nn.Linear(6, 4), lambda: nnx.Linear(6, 4, rngs=nnx.Rngs(0), **DTYPE), KERNEL.format("linear"), (3, 6)
+    ),
+    "conv1d": Layer(
+        lambda: torch.nn.Conv1d(4, 6, 3, stride=2, padding=1),
+        nn.Conv(6, (3,), strides=2, padding=[(1, 1)], **DTYPE),
+        KERNEL.format("conv1d"),
+        (2, 4, 8),
+        image,
+    ),
+    "conv2d": Layer(
+        lambda: torch.nn.Conv2d(4, 6, (3, 5), stride=2, padding=(1, 2), groups=2),
+        nn.Conv(6, (3, 5), strides=2, padding=[(1, 1), (2, 2)], feature_group_count=2, **DTYPE),
+        KERNEL.format("conv2d"),
+        (2, 4, 8, 10),
+        image,
+    ),
+    "conv2d-nnx": Layer(
+        lambda: torch.nn.Conv2d(4, 6, 3, padding=1),
+        lambda: nnx.Conv(4, 6, (3, 3), padding=[(1, 1)] * 2, rngs=nnx.Rngs(0), **DTYPE),
+        KERNEL.format("conv2d"),
+        (2, 4, 8, 8),
+        image,
+    ),
+    "conv3d": Layer(
+        lambda: torch.nn.Conv3d(2, 3, (1, 2, 3), dilation=2),
+        nn.Conv(3, (1, 2, 3), padding="VALID", kernel_dilation=2, **DTYPE),
+        KERNEL.format("conv3d"),
+        (1, 2, 3, 6, 7),
+        image,
+    ),
+    "conv_transpose1d": Layer(
+        lambda: torch.nn.ConvTranspose1d(4, 3, 3, stride=2, padding=1),
+        nn.ConvTranspose(3, (3,), strides=(2,), padding=[(1, 1)], transpose_kernel=True, **DTYPE),
+        KERNEL.format("conv_transpose1d"),
+        (2, 4, 5),
+        image,
+    ),
+    # d(k-1)-p before, d(k-1)-p+output_padding after: for k = 3, p = 1 and k = 4, p = 1 with output padding 1.
+    "conv_transpose2d": Layer(
+        lambda: torch.nn.ConvTranspose2d(4, 3, (3, 4), stride=2, padding=1, output_padding=(0, 1)),
+        nn.ConvTranspose(3, (3, 4), strides=(2, 2), padding=[(1, 1), (2, 3)], transpose_kernel=True, **DTYPE),
+        KERNEL.format("conv_transpose2d"),
+        (2, 4, 5, 6),
+        image,
+    ),
+    "conv_transpose2d-flipped": Layer(
+        lambda: torch.nn.ConvTranspose2d(4, 3, (3, 4), stride=2, padding=1),
+        nn.ConvTranspose(3, (3, 4), strides=(2, 2), padding=[(1, 1), (2, 2)], **DTYPE),
+        KERNEL.format("flip(2, 3) | i o h w -> h w i o"),
+        (2, 4, 5, 6),
+        image,
+    ),
+    "conv_transpose3d": Layer(
+        lambda: torch.nn.ConvTranspose3d(2, 3, (1, 2, 3)),
+        nn.ConvTranspose(3, (1, 2, 3), padding="VALID", transpose_kernel=True, **DTYPE),
+        KERNEL.format("conv_transpose3d"),
+        (1, 2, 3, 4, 5),
+        image,
+    ),
+    "layer_norm": Layer(lambda: torch.nn.LayerNorm(6), nn.LayerNorm(**NORM_OPTIONS), NORM, (3, 6)),
+    "group_norm": Layer(lambda: torch.nn.GroupNorm(2, 6), nn.GroupNorm(2, **NORM_OPTIONS), NORM, (3, 6, 4, 5), image),
+    "rms_norm": Layer(
+        lambda: torch.nn.RMSNorm(6, eps=1e-6),
+        nn.RMSNorm(epsilon=1e-6, use_fast_variance=False, **DTYPE),
+        "weight -> params/scale",
+        (3, 6),
+    ),
+    "rms_norm-gemma": Layer(
+        lambda: RMSNorm(6),
+        nn.RMSNorm(epsilon=1e-6, use_fast_variance=False, **DTYPE),
+        "weight -> params/scale | norm_plus_one",
+        (3, 6),
+    ),
+    "batch_norm-eval": Layer(
+        lambda: torch.nn.BatchNorm2d(6).eval(),
+        nn.BatchNorm(use_running_average=True, **NORM_OPTIONS),
+        BATCH_NORM,
+        (3, 6, 4, 5),
+        image,
+    ),
+    "batch_norm-eval-nnx": Layer(
+        lambda: torch.nn.BatchNorm2d(6).eval(),
+        lambda: nnx.BatchNorm(6, use_running_average=True, rngs=nnx.Rngs(0), **NORM_OPTIONS),
+        BATCH_NORM,
+        (3, 6, 4, 5),
+        image,
+    ),
+    "embedding": Layer(
+        lambda: torch.nn.Embedding(7, 4), nn.Embed(7, 4, **DTYPE), "weight -> params/embedding", (3, 5), tokens=7
+    ),
+    # PyTorch multiplies what it looks up, Flax keeps the product.
+    "embedding-scaled": Layer(
+        lambda: torch.nn.Embedding(7, 4),
+        nn.Embed(7, 4, **DTYPE),
+        "weight -> params/embedding | scale(sqrt(15))",
+        (3, 5),
+        torch_call=lambda model, x: model(x) * 15**0.5,
+        tokens=7,
+    ),
+    "embedding-tied": Layer(
+        Tied, TiedLinen(), "embed.weight -> params/embed/embedding\ntie: embed.weight = head.weight", (3, 5), tokens=7
+    ),
+    "attention": Layer(
+        lambda: torch.nn.MultiheadAttention(8, 2, batch_first=True),
+        nn.MultiHeadDotProductAttention(2, force_fp32_for_softmax=False, **DTYPE),
+        MHA + OUT,
+        (3, 5, 8),
+        torch_call=lambda model, x: model(x, x, x, need_weights=False)[0],
+    ),
+    # PyTorch's boolean mask says what is hidden, Flax's what is seen.
+    "attention-masked": Layer(
+        lambda: torch.nn.MultiheadAttention(8, 2, batch_first=True),
+        nn.MultiHeadDotProductAttention(2, **DTYPE),
+        MHA + OUT,
+        (3, 5, 8),
+        lambda model, x: model(x, mask=jnp.asarray(MASK.numpy())),
+        lambda model, x: model(x, x, x, attn_mask=~MASK, need_weights=False)[0],
+    ),
+    "attention-nnx": Layer(
+        lambda: torch.nn.MultiheadAttention(8, 2, batch_first=True),
+        lambda: nnx.MultiHeadAttention(2, 8, decode=False, attention_fn=attend, rngs=nnx.Rngs(0), **DTYPE),
+        MHA + OUT,
+        (3, 5, 8),
+        torch_call=lambda model, x: model(x, x, x, need_weights=False)[0],
+    ),
+    "attention-gpt2": Layer(
+        GPT2Attention,
+        nn.MultiHeadDotProductAttention(2, **DTYPE),
+        "weight -> params/{query,key,value}/kernel | gpt2_qkv\nbias -> params/{query,key,value}/bias | in_proj_bias\n"
+        "out -> params/out/kernel | (h d) e -> h d e\nmissing: params/out/bias",
+        (3, 5, 8),
+    ),
+    "lstm": Layer(
+        lambda: torch.nn.LSTM(3, 4, batch_first=True),
+        Recurrent(nn.OptimizedLSTMCell),
+        LSTM,
+        (2, 5, 3),
+        torch_call=lambda model, x: model(x)[0],
+    ),
+    "lstm-nnx-fused": Layer(
+        lambda: torch.nn.LSTM(3, 4, batch_first=True),
+        lambda: nnx.OptimizedLSTMCell(3, 4, rngs=nnx.Rngs(0), **DTYPE),
+        "weight_ih_l0 -> params/dense_i/kernel | linear\nweight_hh_l0 -> params/dense_h/kernel | linear\n"
+        "bias_ih_l0, bias_hh_l0 -> params/dense_h/bias | sum",
+        (2, 5, 3),
+        nnx_fused_lstm,
+        lambda model, x: model(x)[0],
+    ),
+    "gru": Layer(
+        lambda: torch.nn.GRU(3, 4, batch_first=True),
+        Recurrent(nn.GRUCell),
+        GRU,
+        (2, 5, 3),
+        torch_call=lambda model, x: model(x)[0],
+    ),
+    "stack": Layer(
+        lambda: torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.GELU()) for _ in range(3))),
+        Stack(),
+        "{i}.0.weight -> params/layers/kernel[{i}] | linear\n{i}.0.bias -> params/layers/bias[{i}]",
+        (2, 5),
+    ),
+}

@@ -1,0 +1,303 @@
+"""`porting.propose`: maps found by names and shapes, decided by running both models, and refused where that cannot decide."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from parity_tests.support import MODULES, SIZES, data, make_torch
+from remat_jax import porting
+from remat_jax.errors import PortingError
+from remat_jax.porting.float64 import keep_float64
+from remat_jax.porting.links import links_of_tensors
+
+F64 = {"param_dtype": jnp.float64}
+NAMES = ("first", "second", "third")
+
+
+def found(rules: porting.Rules, module: torch.nn.Module) -> dict[str, tuple[str, str]]:
+    """Where every tensor goes, and by which transform."""
+    links = links_of_tensors(rules, module.state_dict())
+    return {name: (", ".join(map(str, link.flax)), str(link.rule.transform)) for name, link in links.items()}
+
+
+def random_input(*shape: int) -> np.ndarray:
+    return np.random.default_rng(3).normal(size=shape)
+
+
+class SquareTorch(torch.nn.Module):
+    """Square layers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in NAMES:
+            setattr(self, name, torch.nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in NAMES:
+            x = getattr(self, name)(x).tanh()
+        return x
+
+
+class Kernel(nn.Module):
+    """A dense layer whose kernel lies as Flax has it, or as PyTorch has it."""
+
+    turned: bool
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        kernel = self.param("kernel", nn.initializers.normal(), (4, 4), jnp.float64)
+        bias = self.param("bias", nn.initializers.zeros, (4,), jnp.float64)
+        return x @ (kernel.T if self.turned else kernel) + bias
+
+
+class SquareFlax(nn.Module):
+    """The same, the layer that is called k-th under the name `order[k]`, and lying as `turned[k]` says."""
+
+    order: tuple[str, ...]
+    turned: tuple[bool, ...]
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for name, turned in zip(self.order, self.turned, strict=True):
+            x = jnp.tanh(Kernel(turned, name=name)(x))
+        return x
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(NAMES)))
+def test_a_mistake_among_square_layers_is_impossible(order: tuple[str, ...]) -> None:
+    """Whatever the names say, and however each kernel lies: the models decide."""
+    module, x = SquareTorch(), random_input(3, 4)
+    number = list(itertools.permutations(NAMES)).index(order)
+    turned = tuple(bool((number >> bit) % 2) for bit in range(3))
+    rules = porting.propose(module, SquareFlax(order, turned), x)
+    for name, place, is_turned in zip(NAMES, order, turned, strict=True):
+        assert found(rules, module)[f"{name}.weight"] == (f"params/{place}/kernel", "identity" if is_turned else "linear")
+        assert found(rules, module)[f"{name}.bias"] == (f"params/{place}/bias", "identity")
+
+
+class Sum(torch.nn.Module):
+    """A sum of two branches, which may be exchanged; each has two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (
+            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4, bias=False)) for _ in "ab"
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + self.b(x)
+
+
+class SumFlax(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        def branch(name: str) -> Any:
+            hidden = jnp.tanh(nn.Dense(4, name=f"{name}_in", **F64)(x))
+            return nn.Dense(4, use_bias=False, name=f"{name}_out", **F64)(hidden)
+
+        return branch("left") + branch("right")
+
+
+def test_what_the_models_cannot_decide_is_listed_and_decided_by_rules() -> None:
+    module = Sum()
+    with pytest.raises(PortingError, match="several maps agree with both models") as error:
+        porting.propose(module, SumFlax(), random_input(3, 4))
+    text = str(error.value)
+    assert all(
+        f"a.{n}.weight -> params/{side}_{end}/kernel" in text
+        for side in ("left", "right")
+        for n, end in ((0, "in"), (2, "out"))
+    )
+    given = "a.0.weight -> params/right_in/kernel | linear\na.0.bias -> params/right_in/bias"
+    rules = porting.propose(module, SumFlax(), random_input(3, 4), rules=given)
+    assert found(rules, module)["b.2.weight"] == ("params/left_out/kernel", "linear")
+
+
+class Quadratic(torch.nn.Module):
+    """xᵀ W x, which is the same for Wᵀ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.form = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.form(x) * x).sum(-1)
+
+
+def test_a_kernel_that_may_lie_either_way_is_reported() -> None:
+    class Form(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return jnp.sum(nn.Dense(4, use_bias=False, name="form", **F64)(x) * x, -1)
+
+    with pytest.raises(PortingError, match="several maps agree") as error:
+        porting.propose(Quadratic(), Form(), random_input(3, 4))
+    assert "form.weight -> params/form/kernel | linear" in str(error.value)
+    assert "form.weight -> params/form/kernel\n" in f"{error.value}\n"
+
+
+@pytest.mark.parametrize(("api", "scan"), [("linen", True), ("nnx", False)])
+def test_a_decoder_s_map_is_found_unrolled_and_stacked(api: str, scan: bool) -> None:
+    module = make_torch("ByteDecoder")
+    with jax.enable_x64(True):
+        rngs = {"rngs": nnx.Rngs(0)} if api == "nnx" else {}
+        flax = MODULES[api].ByteDecoder(**SIZES["ByteDecoder"], scan=scan, **rngs)
+    rules = porting.propose(module, flax, data("ByteDecoder").x)
+    where = found(rules, module)
+    assert where["decoder.layers.1.ffn.2.weight"] == (
+        "params/layers/ffn/down/kernel[1]" if scan else "params/layers_1/ffn/down/kernel",
+        "linear",
+    )
+    assert len(rules.rules) == 16 and len(where) == len(module.state_dict())
+
+
+class Gemma(torch.nn.Module):
+    """A tied embedding, a norm that multiplies by 1 + weight, and PyTorch's own attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 8)
+        self.norm = torch.nn.RMSNorm(8, eps=1e-6)
+        self.attn = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        self.lm_head = torch.nn.Linear(8, 7, bias=False)
+        self.lm_head.weight = self.embed.weight
+        self.register_buffer("frequencies", torch.ones(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = x + self.attn(x, x, x, need_weights=False)[0].float()
+        # As Gemma does: in float32, whatever comes.
+        normed = torch.nn.functional.rms_norm(x.float(), (8,), 1 + self.norm.weight, 1e-6)
+        return self.lm_head(normed.type_as(x))
+
+
+class GemmaFlax(nn.Module):
+    epsilon: float = 1e-6
+    param_dtype: Any = jnp.float64
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        options = {"param_dtype": self.param_dtype, "dtype": self.dtype}
+        embed = nn.Embed(7, 8, name="tokens", **options)
+        x = embed(tokens)
+        x = x + nn.MultiHeadDotProductAttention(2, name="attention", **options)(x)
+        return embed.attend(nn.RMSNorm(epsilon=self.epsilon, use_fast_variance=False, name="scale", **options)(x))
+
+
+TOKENS = np.random.default_rng(0).integers(0, 7, (2, 5))
+
+
+def test_ties_buffers_fused_projections_and_shifted_norms_are_found() -> None:
+    module = Gemma()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    rules = porting.propose(module, GemmaFlax(), TOKENS)
+    where = found(rules, module)
+    assert where["attn.in_proj_weight"] == (
+        ", ".join(f"params/attention/{x}/kernel" for x in ("query", "key", "value")),
+        "in_proj",
+    )
+    assert where["attn.out_proj.weight"] == ("params/attention/out/kernel", "heads_out")
+    assert where["norm.weight"] == ("params/scale/scale", "norm_plus_one")
+    assert [(one.text, other.text) for one, other in rules.ties] == [("embed.weight", "lm_head.weight")]
+    assert rules.extra == ("frequencies",)
+    assert all(
+        torch.equal(tensor, before[name]) and tensor.dtype == torch.float32 for name, tensor in module.state_dict().items()
+    )
+
+
+def test_models_that_differ_in_more_than_weights_are_refused() -> None:
+    with pytest.raises(
+        PortingError, match="agree by no map: with equal weights in all modules of equal shapes, output 0 still differs"
+    ):
+        porting.propose(Gemma(), GemmaFlax(epsilon=1e-3), TOKENS)
+
+
+def test_a_model_that_computes_in_float32_is_named_and_may_be_made_in_float64() -> None:
+    with pytest.raises(PortingError, match="computes in float32 .* or give a function of a dtype"):
+        porting.propose(Gemma(), GemmaFlax(dtype=jnp.float32), TOKENS)
+    assert porting.propose(Gemma(), lambda dtype: GemmaFlax(dtype=jnp.dtype(dtype)), TOKENS).ties
+
+
+def test_images_statistics_and_convolutions() -> None:
+    module = torch.nn.Sequential(
+        torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.ConvTranspose2d(4, 4, 2)
+    ).eval()
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            x = nn.Conv(4, (3, 3), padding=[(1, 1)] * 2, **F64)(x)
+            x = nn.BatchNorm(use_running_average=True, epsilon=1e-5, **F64)(x)
+            return nn.ConvTranspose(4, (2, 2), padding="VALID", **F64)(x)
+
+    def call(model: Any, x: Any) -> Any:
+        return jnp.moveaxis(model(jnp.moveaxis(x, 1, -1)), -1, 1)
+
+    rules = porting.propose(module, Net(), random_input(2, 4, 5, 5), flax_call=call)
+    where = found(rules, module)
+    assert where["0.weight"] == ("params/Conv_0/kernel", "conv2d")
+    assert where["1.running_var"] == ("batch_stats/BatchNorm_0/var", "identity")
+    assert where["2.weight"][1] == "flip(2, 3) | i o h w -> h w i o"
+    assert rules.extra == ("1.num_batches_tracked",)
+
+
+def test_recurrent_cells_are_found() -> None:
+    module = torch.nn.LSTM(3, 4, batch_first=True)
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.RNN(nn.OptimizedLSTMCell(4, name="cell", **F64))(x)
+
+    rules = porting.propose(module, Net(), random_input(2, 5, 3), torch_call=lambda model, x: model(x)[0])
+    assert found(rules, module)["bias_hh_l0"][1] == "lstm_bias" and len(rules.rules) == 3
+
+
+class Unused(SquareTorch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def test_modules_that_the_outputs_do_not_depend_on_are_named() -> None:
+    class Flax(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            first, second, third = (nn.Dense(4, name=name, **F64) for name in NAMES)
+            third(x)
+            return second(jnp.tanh(first(x)))
+
+    with pytest.raises(PortingError, match=r"the outputs do not depend on third\.weight, third\.bias"):
+        porting.propose(Unused(), Flax(), random_input(3, 4))
+    given = "third.weight -> params/third/kernel | linear\nthird.bias -> params/third/bias"
+    rules = porting.propose(Unused(), Flax(), random_input(3, 4), rules=given)
+    assert found(rules, Unused())["second.weight"][0] == "params/second/kernel"
+
+
+def test_what_cannot_be_proved_is_refused_before() -> None:
+    with pytest.raises(PortingError, match=r"dropout is on in 1; call torch_module.eval\(\) first"):
+        porting.propose(
+            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.1)), nn.Dense(4, **F64), random_input(3, 4)
+        )
+    with pytest.raises(PortingError, match=r"no map fits the shapes: PyTorch has 1 modules with weights, Flax 1"):
+        porting.propose(torch.nn.Linear(4, 5), nn.Dense(4, **F64), random_input(3, 4))
+    with pytest.raises(PortingError, match="expected a Linen or NNX module"):
+        porting.propose(torch.nn.Linear(4, 4), 3, random_input(3, 4))
+
+
+def test_casts_from_float64_are_left_out_and_others_are_not() -> None:
+    x, y = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)
+    with keep_float64():
+        kept = (x.float(), x.half(), x.to(torch.bfloat16), x.to(dtype=torch.float32), x.softmax(0, dtype=torch.float32))
+        assert {each.dtype for each in kept} == {torch.float64}
+        assert y.float().dtype == torch.float32 and x.long().dtype == torch.int64
+    assert x.float().dtype == torch.float32

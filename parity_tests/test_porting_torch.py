@@ -1,0 +1,173 @@
+"""Weight maps with PyTorch's own tensors: dtypes, views, tied parameters, state-dict files."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from safetensors.torch import load_file, save_file
+
+from examples.models import nnx as nnx_models
+from parity_tests.support import SIZES, torch_model
+from remat_jax import porting
+from remat_jax.errors import PortingError
+
+KINDS = ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int32", "bool"]
+BIAS = "a -> params/a"
+
+
+def tensor(dtype: str, *shape: int) -> torch.Tensor:
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
+    return made.to(getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_every_dtype_goes_there_and_back_bit_by_bit(dtype: str) -> None:
+    x = tensor(dtype, 3, 5).T
+    with jax.enable_x64(True):
+        found = porting.from_torch({"a": x}, {"params": {"a": np.zeros((3, 5))}}, "a -> params/a | linear")
+        array = found["params"]["a"]
+        back = porting.to_torch(found, "a -> params/a | linear")["a"]
+    assert array.dtype.name == dtype and np.array_equal(np.asarray(array).astype(float), x.T.to(torch.float64).numpy())
+    assert back.dtype == x.dtype and torch.equal(back.view(torch.uint8), x.contiguous().view(torch.uint8))
+
+
+def test_what_a_tensor_becomes_does_not_change_with_it() -> None:
+    weight = torch.zeros(1 << 16)
+    found = porting.from_torch({"a": weight}, {"params": {"a": np.zeros(1 << 16)}}, BIAS)
+    back = porting.to_torch(found, BIAS)["a"]
+    weight += 1
+    back += 2
+    assert not np.asarray(found["params"]["a"]).any() and weight.eq(1).all()
+
+
+def test_gradients_and_lazy_tensors_are_read_and_others_are_named() -> None:
+    weight = torch.nn.Parameter(tensor("float32", 4))
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert porting.as_numpy(weight).tolist() == weight.tolist() and porting.as_numpy(conjugate).tolist() == [1 - 2j]
+    with pytest.raises(PortingError, match="2 problems") as error:
+        porting.from_torch({"a": torch.zeros(3, device="meta"), "b": torch.eye(2).to_sparse()}, {"params": {}}, "x -> params/x")
+    assert "a: is a torch.float32 tensor on meta" in str(error.value) and "b: is a torch.float32 tensor on cpu with" in str(
+        error.value
+    )
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_parameters_are_one_leaf_and_one_gradient() -> None:
+    model, shapes = Tied(), {"params": {"embedding": np.zeros((5, 3), np.float32)}}
+    text = "embed.weight -> params/embedding\ntie: embed.weight = head.weight"
+    model.head(model.embed(torch.arange(5))).square().sum().backward()
+    found = porting.from_torch(model.state_dict(), shapes, text)
+    assert np.array_equal(found["params"]["embedding"], model.embed.weight.detach())
+    both = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    assert len(both) == 2
+    for gradients in (both, {"embed.weight": model.embed.weight.grad}):
+        there = porting.gradients_from_torch(gradients, shapes, text)["params"]["embedding"]
+        assert np.array_equal(there, model.embed.weight.grad)
+    again = Tied()
+    again.load_state_dict(porting.to_torch(found, text))
+    assert torch.equal(again.head.weight, model.head.weight)
+    untied = "embed.weight -> params/embedding\nhead.weight -> params/head | linear"
+    wide = {"params": shapes["params"] | {"head": np.zeros((3, 5))}}
+    with pytest.raises(PortingError, match=r"head\.weight: duplicated, one tensor with embed\.weight"):
+        porting.from_torch(model.state_dict(), wide, untied)
+
+
+RULES = """
+    embedding.weight -> params/embed/embedding
+    position.weight -> params/positions/embedding
+    head.weight -> params/head/kernel | linear
+    head.bias -> params/head/bias
+    decoder.layers.{i}.self_attn.in_proj_weight -> params/layers_{i}/self_attn/in_proj/kernel | linear
+    decoder.layers.{i}.self_attn.in_proj_bias -> params/layers_{i}/self_attn/in_proj/bias
+    decoder.layers.{i}.self_attn.out_proj.weight -> params/layers_{i}/self_attn/out_proj/kernel | linear
+    decoder.layers.{i}.self_attn.out_proj.bias -> params/layers_{i}/self_attn/out_proj/bias
+    decoder.layers.{i}.ffn.{0,2}.weight -> params/layers_{i}/ffn/{up,down}/kernel | linear
+    decoder.layers.{i}.ffn.{0,2}.bias -> params/layers_{i}/ffn/{up,down}/bias
+    decoder.layers.{i}.norm{n}.weight -> params/layers_{i}/norm{n}/scale
+    decoder.layers.{i}.norm{n}.bias -> params/layers_{i}/norm{n}/bias
+"""
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_a_model_goes_through_files_and_nnx_and_comes_back_bit_by_bit(scan: bool, suffix: str, tmp_path: Path) -> None:
+    module = torch_model("ByteDecoder")
+    state = module.state_dict()
+    porting.save(tmp_path / f"theirs{suffix}", state)
+    rules = porting.Rules.parse(RULES)
+    rules = rules.stacked("layers_{i}", "layers") if scan else rules
+    with jax.enable_x64(True):
+        shapes = nnx.eval_shape(lambda: nnx_models.ByteDecoder(**SIZES["ByteDecoder"], scan=scan, rngs=nnx.Rngs(0)))
+        model = porting.from_torch(porting.load(tmp_path / f"theirs{suffix}"), shapes, rules)
+        tokens = np.arange(9)[None]
+        difference = np.asarray(model(jnp.asarray(tokens))) - module(torch.tensor(tokens)).detach().numpy()
+        assert np.abs(difference).max() < 1e-12
+        other = porting.restack(model, nnx.eval_shape(make_other(not scan)), "layers_{i}", "layers")
+        assert np.abs(np.asarray(other(jnp.asarray(tokens)) - model(jnp.asarray(tokens)))).max() < 1e-12
+        porting.save(tmp_path / f"ours{suffix}", porting.to_torch(model, rules))
+    again = load_file(tmp_path / "ours.safetensors") if suffix == ".safetensors" else torch.load(tmp_path / "ours.pt")
+    assert again.keys() == state.keys() and all(torch.equal(again[name], state[name]) for name in state)
+
+
+def make_other(scan: bool) -> Any:
+    return lambda: nnx_models.ByteDecoder(**SIZES["ByteDecoder"], scan=scan, rngs=nnx.Rngs(0))
+
+
+def test_safetensors_of_pytorch_are_read_in_every_dtype(tmp_path: Path) -> None:
+    tensors = {name: tensor(name, 2, 3) for name in KINDS if "float8" not in name} | {"empty": torch.zeros(0, 3)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    found = porting.load(tmp_path)
+    assert found.keys() == tensors.keys() and found["bfloat16"].dtype == jnp.bfloat16
+    assert all(np.array_equal(found[name], porting.as_numpy(each)) for name, each in tensors.items())
+    save_file({"a": tensor("float8_e5m2", 2)}, tmp_path / "b.safetensors")
+    with pytest.raises(PortingError, match=r"NumPy's reader has no float8: a \(F8_E5M2\)"):
+        porting.load(tmp_path / "b.safetensors")
+    with pytest.raises(PortingError, match="several models: a.safetensors, b.safetensors; name one"):
+        porting.load(tmp_path)
+
+
+class Attack:
+    """What runs code when a pickle is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    attack, trace = tmp_path / "model.bin", tmp_path / "trace"
+    torch.save({"a": torch.zeros(1), "b": Attack(trace)}, attack)
+    with pytest.raises(PortingError, match=r"model.bin: refused, because reading it could run code"):
+        porting.load(attack)
+    (tmp_path / "raw.pt").write_bytes(pickle.dumps(Attack(trace), protocol=2))
+    with pytest.raises(PortingError, match=r"raw.pt: "):
+        porting.load(tmp_path / "raw.pt")
+    assert not trace.exists()
+
+
+def test_a_state_dict_inside_a_checkpoint_is_asked_for_by_its_key(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(2)}, "epoch": 3}, tmp_path / "c.pt")
+    with pytest.raises(PortingError, match=r"c.pt: 'model', 'epoch': no tensors; give the one .* as key: 'model'"):
+        porting.load(tmp_path / "c.pt")
+    with pytest.raises(PortingError, match="key='ema': c.pt holds 'model', 'epoch'"):
+        porting.load(tmp_path / "c.pt", key="ema")
+    assert porting.load(tmp_path / "c.pt", key="model")["a"].tolist() == [1, 1]
+    torch.save(torch.ones(1), tmp_path / "d.pt")
+    with pytest.raises(PortingError, match="d.pt: holds a Tensor, no state dict"):
+        porting.load(tmp_path / "d.pt")

@@ -1,0 +1,7 @@
+"""Proposing a weight map from two models, and proving it by running both."""
+
+from __future__ import annotations
+
+from remat_jax.porting.auto.propose import propose
+
+__all__ = ["propose"]

@@ -1,0 +1,198 @@
+"""Both models in float64 on the same inputs, with weights of our choice: what a weight map is proved by."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from remat_jax.errors import PortingError
+from remat_jax.porting.float64 import keep_float64
+from remat_jax.porting.rules import Rules
+from remat_jax.porting.tensors import as_numpy, is_torch
+from remat_jax.porting.transfer import fill, take
+from remat_jax.porting.variables import Variables
+
+Values = dict[str, np.ndarray]
+
+# Between rounding (1e-12 and less for models of this depth) and anything else (1e-8 for a softmax in float32).
+LIMIT = 1e-9
+# A tensor is judged by its own norm, but not below this share of the norm of all: an exact 0 has no digits.
+FLOOR = 1e-3
+
+
+def as_module(flax_module: Any) -> Any:
+    """The Flax module that is given, or that a function of a dtype makes in float64."""
+    if isinstance(flax_module, (nn.Module, nnx.Module)):
+        return flax_module
+    made = flax_module("float64") if callable(flax_module) else None
+    if not isinstance(made, (nn.Module, nnx.Module)):
+        raise PortingError(
+            f"flax_module={repr(flax_module)[:120]}: expected a Linen or NNX module, or a function that makes one of a dtype."
+        )
+    return made
+
+
+class Pair:
+    """A PyTorch and a Flax model, run with the same values; the caller's PyTorch module is copied, never changed."""
+
+    def __init__(self, torch_module: Any, flax_module: Any, inputs: Any, variables: Any, calls: tuple[Any, Any]) -> None:
+        self.torch = copy.deepcopy(torch_module).double()
+        self.torch_call, self.flax_call = (call or (lambda model, *args, **kwargs: model(*args, **kwargs)) for call in calls)
+        self.args, self.kwargs = _inputs(inputs)
+        self.module = as_module(flax_module)
+        self.variables = Variables(self._variables(variables))
+        self.trainable = set(Variables(self._variables(variables), trainable=True).leaves)
+        self.shapes = {path: tuple(leaf.shape) for path, leaf in self.variables.leaves.items()}
+        self._outputs = jax.jit(self._flax_outputs)
+        self._gradients = jax.jit(jax.grad(self._flax_loss))
+        self.initial = {name: as_numpy(tensor) for name, tensor in self.torch.state_dict().items()}
+        weights = {name for name, parameter in self.torch.named_parameters() if parameter.is_floating_point()}
+        self.written = weights | {name for name in self.initial if name.endswith(("running_mean", "running_var"))}
+
+    def generic(self, seed: int) -> Values:
+        """Values of all weights, such that no two are alike and none is at 0 or 1, in the model's own scale."""
+        random = np.random.default_rng(seed)
+        values = dict(self.initial)
+        for name, old in self.initial.items():
+            if name in self.written:
+                new = old + random.normal(size=old.shape) * (0.5 * float(np.std(old)) or 0.1)
+                values[name] = np.abs(new) + 0.1 if name.endswith("running_var") else new
+        return values
+
+    def disagreement(self, rules: Rules, values: Values, *, gradients: bool = True) -> tuple[float, str]:
+        """The largest relative error of Flax against PyTorch with these values, and the name of what has it."""
+        theirs, their_gradients = self.run_torch(values, gradients=gradients)
+        leaves = self.leaves(rules, values)
+        ours = [np.asarray(x) for x in self._outputs(leaves)]
+        if [x.shape for x in ours] != [x.shape for x in theirs]:
+            shapes = f"{[x.shape for x in theirs]} and {[x.shape for x in ours]}"
+            raise PortingError(
+                f"the outputs have the shapes {shapes} in PyTorch and Flax; make them equal with torch_call or flax_call."
+            )
+        self._check_dtype(ours)
+        named = ({f"output {i}": x for i, x in enumerate(each)} for each in (theirs, ours))
+        worst = _largest(*named)
+        if not gradients or worst[0] > LIMIT:
+            return worst
+        return max(worst, _largest(their_gradients, self.flax_gradients(rules, values)))
+
+    def run_torch(self, values: Values, *, gradients: bool = True) -> tuple[list[np.ndarray], Values]:
+        """PyTorch's outputs, and the gradients of its parameters; 0 where a parameter has none."""
+        import torch
+
+        with torch.no_grad():
+            # By parameters and not by the state dict, which has tied ones twice.
+            for name, tensor in (*self.torch.named_parameters(), *self.torch.named_buffers()):
+                if name in self.written:
+                    tensor.copy_(torch.from_numpy(np.array(values[name])))
+        self.torch.zero_grad(set_to_none=True)
+        convert = lambda x: torch.from_numpy(np.array(x))  # noqa: E731
+        with keep_float64(), torch.set_grad_enabled(gradients):
+            result = self.torch_call(self.torch, *map(convert, self.args), **{k: convert(v) for k, v in self.kwargs.items()})
+            outputs = [x for x in _leaves(result) if is_torch(x) and x.is_floating_point()]
+            if gradients:
+                sum((x * torch.from_numpy(_weights(i, x.shape))).sum() for i, x in enumerate(outputs)).backward()  # type: ignore[union-attr]
+        named = dict(self.torch.named_parameters()) if gradients else {}
+        found = {name: np.zeros(p.shape) if p.grad is None else as_numpy(p.grad) for name, p in named.items()}
+        return [as_numpy(x) for x in outputs], found
+
+    def flax_gradients(self, rules: Rules, values: Values) -> Values:
+        """Flax's gradients under PyTorch's names."""
+        leaves = self._gradients(*self._divided(self.leaves(rules, values)))
+        problems: list[str] = []
+        result = take(rules, leaves, problems, direction="adjoint")
+        if problems:
+            raise PortingError("the gradients do not fit the rules:\n  " + "\n  ".join(problems))
+        return result
+
+    def leaves(self, rules: Rules, values: Values) -> dict[str, Any]:
+        """The Flax variables, by path, that the rules make of these values."""
+        problems: list[str] = []
+        tied = {other.text for _, other in rules.ties}
+        filled = fill(
+            rules, {k: v for k, v in values.items() if k not in tied}, self.variables.leaves, problems, direction="forward"
+        )
+        kept = {path: leaf for path, leaf in self.variables.leaves.items() if path not in filled}
+        problems += [f"{path}: has no value" for path, leaf in kept.items() if not hasattr(leaf, "__array__")]
+        if problems:
+            raise PortingError("the rules do not fit both models:\n  " + "\n  ".join(problems))
+        return {path: jnp.asarray(leaf) for path, leaf in {**kept, **filled}.items()}
+
+    def _divided(self, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        trained = {path: leaf for path, leaf in leaves.items() if path in self.trainable}
+        return trained, {path: leaf for path, leaf in leaves.items() if path not in self.trainable}
+
+    def _flax_loss(self, trained: dict[str, Any], others: dict[str, Any]) -> Any:
+        outputs = self._flax_outputs({**trained, **others})
+        return sum(jnp.sum(x * _weights(i, x.shape)) for i, x in enumerate(outputs))
+
+    def _flax_outputs(self, leaves: dict[str, Any]) -> list[Any]:
+        tree = self.variables.rebuild(leaves)
+        if isinstance(self.module, nn.Module):
+            # Statistics are written in training, and of no interest here.
+            mutable = [name for name in tree if name != "params"]
+            result = nn.apply(self.flax_call, self.module, mutable=mutable)(tree, *self.args, **self.kwargs)[0]
+        else:
+            graph = nnx.split(self.module)[0]
+            result = self.flax_call(nnx.merge(graph, tree), *self.args, **self.kwargs)
+        return [x for x in _leaves(result) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def _variables(self, given: Any) -> Any:
+        if isinstance(self.module, nnx.Module):
+            return nnx.split(self.module)[1]
+        if given is not None:
+            return given
+        init: Callable[..., Any] = nn.init(self.flax_call, self.module)
+        return jax.eval_shape(lambda: init(jax.random.key(0), *self.args, **self.kwargs))
+
+    def _check_dtype(self, outputs: list[np.ndarray]) -> None:
+        small = sorted({x.dtype.name for x in outputs} - {"float64"})
+        if small:
+            raise PortingError(
+                f"flax_module: computes in {', '.join(small)} with weights and inputs in float64; "
+                "let it derive its dtypes from its inputs, or give a function of a dtype that makes it."
+            )
+
+
+def _inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), {name: _wide(x) for name, x in inputs.items()}
+    return tuple(_wide(x) for x in (inputs if isinstance(inputs, (tuple, list)) else (inputs,))), {}
+
+
+def _wide(x: Any) -> np.ndarray:
+    array = as_numpy(x)
+    return array.astype(np.float64) if np.issubdtype(array.dtype, np.floating) else array
+
+
+def _leaves(result: Any) -> list[Any]:
+    """The arrays of an output, in the same order in both frameworks."""
+    if isinstance(result, Mapping):
+        return [leaf for key in sorted(result) for leaf in _leaves(result[key])]
+    if isinstance(result, (tuple, list)):
+        return [leaf for each in result for leaf in _leaves(each)]
+    return [] if result is None else [result]
+
+
+def _weights(index: int, shape: Any) -> np.ndarray:
+    """What an output is multiplied by to make a loss: all different, so that no gradient is hidden in a sum."""
+    return np.random.default_rng((7, index)).normal(size=tuple(shape))
+
+
+def _largest(reference: Values, candidate: Values) -> tuple[float, str]:
+    if not reference:
+        raise PortingError("the models have no floating-point output; return one by torch_call and flax_call.")
+    total = float(np.sqrt(sum(float(np.sum(np.square(x))) for x in reference.values())))
+    errors = []
+    for name, x in reference.items():
+        scale = max(float(np.linalg.norm(x)), FLOOR * total) or 1.0
+        error = float(np.linalg.norm(x - candidate[name])) / scale if name in candidate else np.inf
+        errors.append((error if np.isfinite(error) else np.inf, name))
+    return max(errors)

@@ -1,0 +1,143 @@
+"""`propose`: a weight map from two models, by names, shapes and kinds of modules, and proved by running both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from remat_jax.errors import PortingError
+from remat_jax.porting.auto.candidates import Candidate, Space
+from remat_jax.porting.auto.compress import compress
+from remat_jax.porting.auto.interrogate import identify, other_answers, unexercised
+from remat_jax.porting.auto.match import by_names, table
+from remat_jax.porting.auto.pair import LIMIT, Pair
+from remat_jax.porting.auto.units import FlaxUnit, TorchParts, flax_units, stack_candidates, torch_parts
+from remat_jax.porting.links import links_of_places, links_of_tensors
+from remat_jax.porting.rules import Rules, as_rules
+
+
+def propose(
+    torch_module: Any,
+    flax_module: Any,
+    inputs: Any,
+    *,
+    variables: Any = None,
+    rules: Any = (),
+    torch_call: Callable[..., Any] | None = None,
+    flax_call: Callable[..., Any] | None = None,
+) -> Rules:
+    """Return a weight map between two models of the same function, proved by running both in float64 with random weights.
+
+    Names, shapes and kinds of modules say where to begin; the models decide. By the map that is returned, outputs and the
+    gradients of all parameters agree to 1e-9 on `inputs`, and by no other one: not with two modules of the same shapes
+    exchanged, not with a square kernel transposed. Where several maps agree, as in a model that has a symmetry, it is an error
+    that lists them, and `rules` for the modules in question decide.
+
+    `inputs` are arrays for both models: a tuple of positional ones, or a dictionary by name. `torch_call` and `flax_call` run
+    a model otherwise than `model(*inputs)`, each `call(model, *inputs)`, as where one takes images with channels last.
+    `flax_module` may be a function of a dtype, for modules whose dtype is baked in. `variables` are those of a Linen module
+    that `init` cannot make; `rules` are held to, and cover what they match.
+
+    Raises:
+        PortingError: no map fits the shapes; the models agree by none; by several; or the inputs leave modules unused.
+    """
+    with jax.enable_x64(True):
+        _refuse_random(torch_module)
+        pair = Pair(torch_module, flax_module, inputs, variables, (torch_call, flax_call))
+        space, start = _space(pair, as_rules(rules))
+        answer = start
+        if not _proved(pair, space, answer):
+            answer = identify(pair, space, start)
+            _require_proof(pair, space, answer)
+        unused = unexercised(pair, space, answer)
+        if unused:
+            raise PortingError(
+                f"the outputs do not depend on {', '.join(unused)}, so nothing can be proved of these; "
+                "give inputs that use them, or rules for them."
+            )
+        _require_one(pair, space, answer)
+        return compress(space.rules(answer), {n: x.shape for n, x in pair.initial.items()}, pair.shapes)
+
+
+def _space(pair: Pair, given: Rules) -> tuple[Space, Candidate]:
+    """The units of both models and the candidate that names speak for, in the first way of seeing Flax's that fits."""
+    covered = links_of_tensors(given, pair.initial)
+    taken = {name for link in covered.values() for name in link.torch} | {n for n in pair.initial if given.allows_extra(n)}
+    filled = {place.path for place in links_of_places(given, pair.shapes)}
+    shapes = {path: s for path, s in pair.shapes.items() if path not in filled and not given.allows_missing(path)}
+    parts = torch_parts(pair.torch, taken)
+    ties = tuple(tie for tie in parts.ties if tie not in [(one.text, other.text) for one, other in given.ties])
+    given = given | Rules((), ties, tuple(parts.buffers))  # type: ignore[arg-type]  # texts are taken
+    if not parts.units and not shapes:
+        return Space([], [], [], given), Candidate((), ())
+    for stack in ("", *stack_candidates(shapes)):
+        for together in (False, True):
+            flax = flax_units(shapes, stack=stack, together=together)
+            found = table(parts.units, flax) if len(flax) == len(parts.units) else []
+            places = by_names(parts.units, flax, found) if found else None
+            if places is not None:
+                return Space(parts.units, flax, found, given), Candidate(tuple(places), (0,) * len(places))
+    raise PortingError(_no_match(parts, flax_units(shapes)))
+
+
+def _no_match(parts: TorchParts, flax: Sequence[FlaxUnit]) -> str:
+    ways = table(parts.units, flax)
+    ours = [f"{unit.name or 'the model'} ({unit.kind}): {_shapes(unit.tensors)}" for unit in parts.units]
+    theirs = [f"{unit.name or 'the model'}: {_shapes(tuple((str(p), s) for _, p, s in unit.arrays))}" for unit in flax]
+    ours = [text for text, row in zip(ours, ways, strict=True) if not any(row)]
+    theirs = [text for j, text in enumerate(theirs) if not any(row[j] for row in ways)]
+    lines = [
+        f"no map fits the shapes: PyTorch has {len(parts.units)} modules with weights, Flax {len(flax)}; give rules:",
+        "  PyTorch's that fit nothing:",
+        *(f"    {text}" for text in ours or ["none"]),
+        "  Flax's that nothing fits:",
+        *(f"    {text}" for text in theirs or ["none"]),
+    ]
+    return "\n".join(lines)
+
+
+def _shapes(tensors: tuple[tuple[str, Any], ...]) -> str:
+    return ", ".join(f"{local or 'itself'} {shape}" for local, shape in tensors)
+
+
+def _proved(pair: Pair, space: Space, candidate: Candidate) -> bool:
+    return pair.disagreement(space.rules(candidate), pair.generic(0))[0] <= LIMIT
+
+
+def _require_proof(pair: Pair, space: Space, candidate: Candidate) -> None:
+    error, where = pair.disagreement(space.rules(candidate), pair.generic(0))
+    if not error <= LIMIT:
+        raise PortingError(
+            f"no map was found by which the models agree: by the best one, {where} differs by {error:.1e}. "
+            "They may differ in more than their weights; or write rules for a part of them, and give these as rules."
+        )
+
+
+def _require_one(pair: Pair, space: Space, answer: Candidate) -> None:
+    others = list(other_answers(pair, space, answer))
+    if others:
+        lines = []
+        for number, candidate in enumerate([answer, *others[:8]], 1):
+            units = [
+                unit
+                for unit in range(len(space.torch))
+                if any(space.way(answer, unit) != space.way(other, unit) for other in others)
+            ]
+            lines += [f"  {number}:", *(f"    {rule}" for unit in units for rule in space.way(candidate, unit))]
+        raise PortingError(
+            "several maps agree with both models, in values and gradients; choose one, and give its lines as rules:\n"
+            + "\n".join(lines)
+        )
+
+
+def _refuse_random(module: Any) -> None:
+    dropping = [name for name, part in module.named_modules() if part.training and _drops(part)]
+    if dropping:
+        raise PortingError(f"torch_module: dropout is on in {', '.join(dropping)}; call torch_module.eval() first.")
+
+
+def _drops(part: Any) -> bool:
+    rates = (getattr(part, name, 0.0) for name in (("p", "dropout") if "Dropout" in type(part).__name__ else ("dropout",)))
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)

@@ -1,0 +1,172 @@
+"""The parts of both models that weights belong to: what one module keeps is one unit, and goes where one module keeps it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from remat_jax.porting.links import Place
+from remat_jax.porting.tensors import address
+
+Shape = tuple[int, ...]
+
+# What a module of Flax's calls its arrays. Under other names each array is a unit of its own, as a bare parameter is.
+_OF_A_MODULE = {"kernel", "bias", "scale", "embedding", "weight", "mean", "var"}
+_TOGETHER = (("query", "key", "value"), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"))
+_LSTM = ("ii", "if", "ig", "io", "hi", "hf", "hg", "ho")
+_LSTM_NNX = ("ii", "if_", "ig", "io", "hi", "hf", "hg", "ho")
+_GRU = ("ir", "iz", "in", "hr", "hz", "hn")
+CELLS = (_LSTM, _LSTM_NNX, _GRU, ("dense_i", "dense_h"))
+
+
+@dataclass(frozen=True)
+class TorchUnit:
+    """A module's own tensors: local name → shape; `kind` is the name of its class, or of the base of PyTorch's that it has."""
+
+    name: str
+    kind: str
+    tensors: tuple[tuple[str, Shape], ...]
+
+    def full(self, local: str) -> str:
+        """The name of one of its tensors in the state dict."""
+        return ".".join(filter(None, (self.name, local)))
+
+
+@dataclass(frozen=True)
+class FlaxUnit:
+    """A module's own arrays: local name → place and shape; of several modules where these go together."""
+
+    name: str
+    arrays: tuple[tuple[str, Place, Shape], ...]
+    children: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TorchParts:
+    """The units of a PyTorch model, its tied names, and the buffers that are no weights."""
+
+    units: list[TorchUnit]
+    ties: list[tuple[str, str]]
+    buffers: list[str]
+
+
+def torch_parts(module: Any, taken: set[str]) -> TorchParts:
+    """The units of `module`, without the tensors whose names are `taken`."""
+    from torch import nn
+
+    units: list[TorchUnit] = []
+    buffers: list[str] = []
+    ties = []
+    first: dict[tuple[int, Shape], str] = {}
+    state = module.state_dict()
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        kind = _kind(part, nn)
+        own: dict[str, Shape] = {}
+        for local, parameter in part.named_parameters(recurse=False):
+            name = f"{prefix}.{local}" if prefix else local
+            known = first.setdefault(
+                (address(parameter), tuple(parameter.shape)) if parameter.numel() else (id(parameter), ()), name
+            )
+            if known != name:
+                ties += [(known, name)] if name in state else []
+            elif name not in taken:
+                own[local] = tuple(parameter.shape)
+        for local, _ in part.named_buffers(recurse=False):
+            name = f"{prefix}.{local}" if prefix else local
+            if name not in state or name in taken:
+                continue
+            if local in ("running_mean", "running_var"):
+                own[local] = tuple(state[name].shape)
+            else:
+                buffers.append(name)
+        units += _divided(prefix, kind, own)
+    return TorchParts(units, ties, buffers)
+
+
+def _kind(part: Any, nn: Any) -> str:
+    known = ("MultiheadAttention", "LSTM", "GRU", "Linear", "Embedding", "LayerNorm", "GroupNorm", "RMSNorm")
+    convolutions = [f"Conv{transposed}{n}d" for transposed in ("", "Transpose") for n in (1, 2, 3)]
+    bases = {base.__name__ for base in type(part).__mro__ if base.__module__.startswith("torch.nn.")}
+    return next((name for name in (*known, *convolutions) if name in bases), type(part).__name__)
+
+
+def _divided(prefix: str, kind: str, own: Mapping[str, Shape]) -> Iterator[TorchUnit]:
+    if kind in ("LSTM", "GRU"):
+        for layer in sorted({re.sub(r"^(weight|bias)_(ih|hh)_", "", local) for local in own}):
+            yield TorchUnit(prefix, kind, tuple(item for item in own.items() if item[0].endswith(f"_{layer}")))
+        return
+    whole = {"weight", "bias", "running_mean", "running_var", "in_proj_weight", "in_proj_bias"}
+    together = tuple(item for item in own.items() if item[0] in whole)
+    if together:
+        yield TorchUnit(prefix, kind, together)
+    for local, shape in own.items():
+        if local not in whole:
+            yield TorchUnit(f"{prefix}.{local}" if prefix else local, "Parameter", (("", shape),))
+
+
+def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: bool = False) -> list[FlaxUnit]:
+    """The units of a Flax model, by path → shape; those below `stack` once per layer of it.
+
+    With `together`, the query, key and value of an attention are one unit, and so are the parts of a recurrent cell always.
+    """
+    modules: dict[str, dict[str, tuple[Place, Shape]]] = {}
+    for path, shape in shapes.items():
+        collection, _, rest = path.partition("/")
+        module, _, leaf = rest.rpartition("/")
+        name, local = (module, leaf) if leaf in _OF_A_MODULE else (rest, "")
+        below = stack and f"/{module}/".startswith(f"/{stack}/")
+        for layer in range(shape[0]) if below else [None]:
+            index = () if layer is None else (layer,)
+            numbered = name if layer is None else name.replace(stack, f"{stack}_{layer}", 1)
+            place = Place(path, index)
+            modules.setdefault(numbered, {})[local] = (place, place.shape(shape))
+        del collection
+    joined = _joined(modules, together)
+    return [
+        FlaxUnit(name, tuple((key, *value) for key, value in sorted(own.items())), children) for name, own, children in joined
+    ]
+
+
+def _joined(
+    modules: dict[str, dict[str, tuple[Place, Shape]]], together: bool
+) -> Iterator[tuple[str, dict[str, tuple[Place, Shape]], tuple[str, ...]]]:
+    groups = (*(_TOGETHER if together else ()), *CELLS)
+    used: set[str] = set()
+    for parent in sorted({name.rpartition("/")[0] for name in modules}):
+        for group in groups:
+            paths = [f"{parent}/{child}" if parent else child for child in group]
+            if all(path in modules and path not in used for path in paths):
+                used |= set(paths)
+                own = {
+                    f"{child}/{key}": value
+                    for child, path in zip(group, paths, strict=True)
+                    for key, value in modules[path].items()
+                }
+                yield parent, own, group
+    for name, own in modules.items():
+        if name not in used:
+            yield name, own, ()
+
+
+def stack_candidates(shapes: Mapping[str, Shape]) -> list[str]:
+    """The modules all of whose arrays have the same leading size, as layers that are stacked have; outermost first."""
+    by_module: dict[str, list[Shape]] = {}
+    for path, shape in shapes.items():
+        parts = path.split("/")[1:-1]
+        for depth in range(1, len(parts) + 1):
+            by_module.setdefault("/".join(parts[:depth]), []).append(shape)
+    same = [name for name, each in by_module.items() if all(each) and len({shape[0] for shape in each}) == 1]
+    return sorted(same, key=lambda name: (name.count("/"), -len(by_module[name])))
+
+
+def natural(name: str) -> tuple[Any, ...]:
+    """A key that sorts `Dense_2` before `Dense_10`."""
+    parts = re.split(r"(\d+)", name)
+    return tuple(
+        itertools.chain.from_iterable(
+            (text, int(number)) for text, number in zip(parts[::2], [*parts[1::2], "-1"], strict=True)
+        )
+    )

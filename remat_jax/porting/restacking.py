@@ -1,0 +1,52 @@
+"""The same variables for layers that are unrolled and for layers that are stacked on an axis, as under `nn.scan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from remat_jax.errors import PortingError
+from remat_jax.porting.pattern import Pattern, Target
+from remat_jax.porting.rule import Rule
+from remat_jax.porting.rules import Rules
+from remat_jax.porting.transfer import from_torch, to_torch
+from remat_jax.porting.variables import Variables
+
+
+def restack(variables: Any, like: Any, each: str, stack: str) -> Any:
+    """Return the values of `variables` in the form of `like`: one has layers by themselves, the other stacked on axis 0.
+
+    `each` is what names one layer, such as `layers_{i}`; `stack` what names all of them. Linen and NNX, in either direction;
+    `like` may be shapes. Where both have the same form, the values are only put into it.
+
+    Raises:
+        PortingError: naming every array of either that the other does not have, or in another shape.
+
+    >>> import numpy as np
+    >>> zero, one = np.zeros(2, np.float32), np.ones(2, np.float32)
+    >>> unrolled = {"params": {"layers_0": {"scale": zero}, "layers_1": {"scale": one}}}
+    >>> stacked = {"params": {"layers": {"scale": np.zeros((2, 2))}}}
+    >>> restack(unrolled, stacked, "layers_{i}", "layers")["params"]["layers"]["scale"].tolist()
+    [[0.0, 0.0], [1.0, 1.0]]
+    """
+    if len(Pattern(each).placeholders) != 1:
+        raise PortingError(f"each={each!r}: expected a name with one placeholder, such as 'layers_{{i}}'.")
+    source, target = Variables(variables), Variables(like)
+    flat = to_torch(variables, _rules(source, each, stack), numpy=True)
+    return from_torch(flat, like, _rules(target, each, stack))
+
+
+def _rules(variables: Variables, each: str, stack: str) -> Rules:
+    """From unrolled paths, as the names of tensors, to the paths that there are."""
+    by_itself = _plain([path for path in variables.leaves if f"/{stack}/" not in f"/{path}/"])
+    inside = [path for path in variables.leaves if f"/{stack}/" in f"/{path}/"]
+    unrolled = [f"/{path}/".replace(f"/{stack}/", f"/{each}/").strip("/") for path in inside]
+    placeholder = next(iter(Pattern(each).placeholders))
+    index = (Pattern(f"{{{placeholder}}}"),)
+    stacked = [Rule((Pattern(name),), (Target(Pattern(path), index),)) for name, path in zip(unrolled, inside, strict=True)]
+    return Rules((*by_itself, *stacked))
+
+
+def _plain(paths: list[str]) -> list[Rule]:
+    if any("{" in path or "}" in path for path in paths):
+        raise PortingError("restack: a path of the variables has braces in it, which name a placeholder; rename the module.")
+    return [Rule((Pattern(path),), (Target(Pattern(path)),)) for path in paths]

@@ -1,0 +1,157 @@
+"""Weight maps: Linen and NNX variables, dtypes, copies and placement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from remat_jax import porting
+from remat_jax.errors import PortingError
+from remat_jax.porting import Rule, Rules
+
+
+def arrays(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng((seed, *shape)).normal(size=shape).astype(dtype)
+
+
+# What the variables may be.
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
+
+
+NNX_RULES = """
+    {i}.up.weight -> params/layers_{i}/up/kernel | linear
+    {i}.{up,norm}.bias -> params/layers_{i}/{up,norm}/bias
+    {i}.norm.weight -> params/layers_{i}/norm/scale
+    {i}.norm.running_{mean,var} -> batch_stats/layers_{i}/norm/{mean,var}
+"""
+
+
+def nnx_state() -> dict[str, np.ndarray]:
+    names = ("up.bias", "norm.bias", "norm.weight", "norm.running_mean", "norm.running_var")
+    state = {f"{i}.{name}": arrays(4, seed=k + 7 * i) for k, name in enumerate(names) for i in range(2)}
+    return state | {f"{i}.up.weight": arrays(4, 4, seed=i) for i in range(2)}
+
+
+def test_an_nnx_model_is_filled_anew_and_keeps_its_random_keys() -> None:
+    model, state = Model(nnx.Rngs(3)), nnx_state()
+    before = nnx.state(model)
+    filled = porting.from_torch(state, model, NNX_RULES)
+    assert np.array_equal(filled.layers[1].up.kernel[...], state["1.up.weight"].T)
+    assert np.array_equal(filled.layers[1].norm.var[...], state["1.norm.running_var"])
+    assert jax.random.key_data(filled.layers[0].dropout.rngs.key[...]).tolist() == (
+        jax.random.key_data(model.layers[0].dropout.rngs.key[...]).tolist()
+    )
+    assert jax.tree.all(jax.tree.map(lambda a, b: a is b, jax.tree.leaves(before), jax.tree.leaves(nnx.state(model))))
+    for given in (filled, nnx.state(filled), nnx.state(filled, nnx.Any(nnx.Param, nnx.BatchStat))):
+        back = porting.to_torch(given, NNX_RULES, numpy=True)
+        assert back.keys() == state.keys() and all(np.array_equal(back[name], state[name]) for name in state)
+
+
+def test_nnx_gradients_are_a_state_of_parameters() -> None:
+    model = porting.from_torch(nnx_state(), nnx.eval_shape(lambda: Model(nnx.Rngs(0))), NNX_RULES)
+    gradients = nnx.grad(lambda model: sum(jnp.sum(layer.up.kernel[...] ** 2) for layer in model.layers))(model)
+    pulled = porting.gradients_to_torch(gradients, NNX_RULES, numpy=True)
+    assert np.array_equal(pulled["0.up.weight"], 2 * nnx_state()["0.up.weight"]) and len(pulled) == 8
+    there = porting.gradients_from_torch(pulled, model, NNX_RULES)
+    assert jax.tree.all(jax.tree.map(np.array_equal, there, gradients))
+    assert jax.tree.structure(there) == jax.tree.structure(gradients)
+
+
+def test_metadata_of_linen_s_partitioned_parameters_stays() -> None:
+    model = nn.Dense(3, kernel_init=nn.with_partitioning(nn.initializers.zeros, ("in", "out")))
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 2))))
+    text = "weight -> params/kernel | linear\nbias -> params/bias"
+    found = porting.from_torch({"weight": arrays(3, 2), "bias": arrays(3)}, shapes, text)
+    assert found["params"]["kernel"].names == ("in", "out")
+    assert np.array_equal(found["params"]["kernel"].value, arrays(3, 2).T)
+
+
+def test_what_is_no_variables_is_refused() -> None:
+    with pytest.raises(PortingError, match="variables=3 is of type int; give what a Linen module's init returns"):
+        porting.from_torch({}, 3, "a -> params/a")
+    with pytest.raises(PortingError, match="every leaf must be an array or a shape"):
+        porting.from_torch({}, {"params": {"a": "text"}}, "a -> params/a")
+    with pytest.raises(PortingError, match="list is given for a mapping"):
+        porting.from_torch([], {"params": {}}, "a -> params/a")  # type: ignore[arg-type]
+
+
+def test_an_array_that_may_be_missing_needs_a_value_to_keep() -> None:
+    shapes = {"params": {"a": jax.ShapeDtypeStruct((2,), np.float32)}}
+    with pytest.raises(PortingError, match="params/a: named as missing, but has no value to keep"):
+        porting.from_torch({}, shapes, "missing: params/a")
+
+
+# Dtypes and copies.
+
+
+def test_float64_is_kept_or_refused_and_never_made_smaller_silently() -> None:
+    state, shapes = {"a": arrays(2, dtype=np.float64)}, {"params": {"a": np.zeros(2, np.float32)}}
+    with pytest.raises(PortingError, match=r"params/a: is float64, and JAX would make float32 of it; turn on 64-bit types"):
+        porting.from_torch(state, shapes, "a -> params/a")
+    assert porting.from_torch(state, shapes, "a -> params/a", dtype="float32")["params"]["a"].dtype == np.float32
+    with jax.enable_x64(True):
+        found = porting.from_torch(state, shapes, "a -> params/a")["params"]["a"]
+        assert found.dtype == np.float64 and np.array_equal(found, state["a"])
+
+
+def test_small_dtypes_are_kept_and_scaled_with_one_rounding() -> None:
+    exact = np.linspace(0.1, 1, 50)
+    for dtype in (ml_dtypes.bfloat16, np.float16):
+        x = exact.astype(dtype)
+        found = porting.from_torch({"a": x}, {"params": {"a": x}}, "a -> params/a | scale(3.3)")["params"]["a"]
+        assert found.dtype == dtype and np.array_equal(found, (x.astype(np.float64) * 3.3).astype(dtype))
+
+
+def test_parts_of_several_dtypes_are_refused() -> None:
+    state = {"l.0": arrays(2), "l.1": arrays(2, dtype=np.float16)}
+    with pytest.raises(PortingError, match="params/l: the parts of the stack are of several dtypes"):
+        porting.from_torch(state, {"params": {"l": np.zeros((2, 2))}}, "l.{i} -> params/l[{i}]")
+    with pytest.raises(PortingError, match="l.0, l.1: several dtypes, float32, float16, expected one"):
+        porting.from_torch(state, {"params": {"l": np.zeros(4)}}, "l.0, l.1 -> params/l | concat(0)")
+
+
+def test_integers_take_the_model_s_width_where_they_fit() -> None:
+    shapes = {"params": {"n": np.zeros(1, np.int32)}}
+    assert porting.from_torch({"n": np.array([7])}, shapes, "n -> params/n")["params"]["n"].dtype == np.int32
+    with pytest.raises(PortingError, match="is int64, and JAX would make int32 of it"):
+        porting.from_torch({"n": np.array([2**40])}, shapes, "n -> params/n")
+
+
+def test_nothing_is_shared_with_what_it_was_made_of() -> None:
+    state = {"a": np.zeros(1 << 16, np.float32)}
+    found = porting.from_torch(state, {"params": {"a": state["a"]}}, "a -> params/a")
+    back = porting.to_torch(found, "a -> params/a", numpy=True)
+    state["a"][:] = 1
+    back["a"][:] = 2
+    assert not found["params"]["a"].any()
+
+
+def test_arrays_go_where_the_variables_are() -> None:
+    mesh = jax.make_mesh((1,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    shapes = {"params": {"a": jax.ShapeDtypeStruct((4,), np.float32, sharding=sharding)}}
+    assert porting.from_torch({"a": arrays(4)}, shapes, "a -> params/a")["params"]["a"].sharding == sharding
+
+
+def test_rules_are_taken_in_every_form() -> None:
+    shapes, state = {"params": {"a": np.zeros(2)}}, {"a": arrays(2)}
+    forms = ["a -> params/a", Rules.parse("a -> params/a"), [Rule.parse("a -> params/a")], ["a -> params/a"]]
+    assert all(np.array_equal(porting.from_torch(state, shapes, form)["params"]["a"], state["a"]) for form in forms)
