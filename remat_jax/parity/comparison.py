@@ -41,6 +41,7 @@ def compare(
     torch_call: Callable[..., Any] | None = None,
     flax_call: Callable[..., Any] | None = None,
     excite: bool = True,
+    memory: bool = True,
     target: str | None = None,
     progress: Tell | None = None,
 ) -> ParityReport:
@@ -68,6 +69,7 @@ def compare(
         steps: of training with the optimizer.
         torch_call, flax_call: run a model otherwise than `model(*inputs)`: `call(model, *inputs)`.
         excite: give parameters that are constant, such as biases at 0, other values in both models, lest they hide faults.
+        memory: count what both frameworks keep between the passes.
         target: compile the JAX step for this target too, for its peak memory; slow.
         progress: told `(what, done, total)`.
 
@@ -100,14 +102,15 @@ def compare(
         flax_call=flax_call,
         excite=excite,
     )
-    return _Comparison(case, target, progress or (lambda what, done, total: None)).report()
+    comparison = _Comparison(case, progress or (lambda what, done, total: None))
+    return comparison.report(memory=memory or target is not None, target=target)
 
 
 class _Comparison:
     """The runs of both sides, one after the other, and what they are judged to be."""
 
-    def __init__(self, case: Case, target: str | None, tell: Tell) -> None:
-        self.case, self.target = case, target
+    def __init__(self, case: Case, tell: Tell) -> None:
+        self.case = case
         self.ledger, self.checks = Ledger(), [precision_check()]
         self.memory: list[MemoryRow] = []
         self._tell, self._done = tell, 0
@@ -132,12 +135,13 @@ class _Comparison:
         self._tell(what, min(self._done, self._total), self._total)
         self._done += 1
 
-    def report(self) -> ParityReport:
+    def report(self, *, memory: bool, target: str | None) -> ParityReport:
         for dtype in self.case.dtypes:
             with _precision(dtype):
                 self._judge_dtype(dtype)
         self._torch_modes()
-        self._measure()
+        if memory:
+            self._measure(target)
         for row in self.ledger.rows():
             row.flax = ", ".join(path for path, names in self.flax.sources.items() if row.name in names)
         return ParityReport(
@@ -249,14 +253,14 @@ class _Comparison:
                 found[one] = found.pop(other)
         return found
 
-    def _measure(self) -> None:
+    def _measure(self, target: str | None) -> None:
         dtype = next((dtype for dtype in self.case.dtypes if dtype != "float64"), "float64")
         for mode in self.case.modes:
             self.say(f"residual bytes, {mode}")
             self.memory.append(MemoryRow(mode, "PyTorch", *self.torch.saved(dtype, mode)))
             with _precision(dtype):
                 kept = self.flax.kept(dtype, mode)
-                peak = self.flax.peak(dtype, mode, self.target) if self.target else None
+                peak = self.flax.peak(dtype, mode, target) if target else None
             self.memory.append(MemoryRow(mode, "JAX", *kept, peak_bytes=peak))
 
 
