@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +53,7 @@ def down_casts(jaxpr: Any) -> list[str]:
             continue
         before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
         if before == jnp.float64 and jnp.issubdtype(after, jnp.floating) and after != before:
-            where = str(eqn.source_info.name_stack)
+            where = _place(str(eqn.source_info.name_stack))
             found[f"float64 to {after}" + (f" in {where}" if where else "")] = None
     return list(found)
 
@@ -63,3 +64,10 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
         for inner in inner_jaxprs(eqn).values():
             for one in inner if isinstance(inner, tuple) else (inner,):
                 yield from _equations(getattr(one, "jaxpr", one))
+
+
+def _place(names: str) -> str:
+    """A name stack without the transformations, which name one place once for each pass."""
+    while (plain := re.sub(r"\b(?:jvp|transpose|vmap)\(([^()]*)\)", r"\1", names)) != names:
+        names = plain
+    return names

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from remat_jax.parity.report import TensorRow
-from remat_jax.parity.rule import float64_errors, incomparable, judge, norm
-from remat_jax.parity.tolerances import TOLERANCES, epsilon
+from remat_jax.parity.rule import float64_errors, global_norm, incomparable, judge, norm
+from remat_jax.parity.tolerances import TOLERANCES
 
 Tensors = Mapping[str, Any]
 
@@ -61,11 +60,10 @@ class Ledger:
             # The dtype stays: a wrong one would be found too, and for another reason.
             wrong = {name: (np.asarray(x) * np.asarray(x).dtype.type(factor)) for name, x in candidate.items()}
             caught[fault] = _found(reference, wrong, yardstick, dtype)
-        floor = epsilon(dtype) * math.hypot(*(norm(x) for x in reference.values()))
         for name in caught["sign"]:
             if ("gradient", name) in self._rows:
                 self._rows[("gradient", name)].caught[dtype] = caught["sign"][name] and caught["doubled"][name]
-        return Planted(caught, {name for name, x in reference.items() if norm(x) > 100 * floor})
+        return Planted(caught, _large(reference, candidate, yardstick, dtype))
 
 
 FAULTS = {"sign": -1, "doubled": 2}
@@ -102,3 +100,12 @@ def _found(reference: Tensors, wrong: Tensors, yardstick: Tensors, dtype: str) -
         limit = TOLERANCES["float64"].value
         return {name: not error <= limit for name, error in float64_errors(reference, wrong).items()}
     return {row.name: not row.passed for row in judge(reference, wrong, yardstick, dtype)}
+
+
+def _large(reference: Tensors, candidate: Tensors, yardstick: Tensors, dtype: str) -> set[str]:
+    """The tensors that are twice as large as what they may be off by, so that one with a wrong sign or factor must fail."""
+    if dtype == "float64":
+        limit = TOLERANCES["float64"].value * global_norm(reference)
+        return {name for name, x in reference.items() if norm(x) > 2 * limit}
+    rows = judge(reference, candidate, yardstick, dtype)
+    return {row.name for row in rows if row.name in reference and norm(reference[row.name]) > 2 * row.bound}

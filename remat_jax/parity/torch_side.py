@@ -47,7 +47,7 @@ class TorchSide:
         model = self._copy("float64")
         self.ties = _names_of_shared(model)
         self.excited = _excite(model) if case.excite else []
-        self.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict(keep_vars=True).items()}
+        self.weights = _copies(model)
         self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.blocks = case.torch_blocks or _repeated(model)
         self.block_paths = [path for path, module in model.named_modules() if isinstance(module, self.blocks)]
@@ -204,7 +204,12 @@ def _trained(model: Any) -> list[Any]:
 
 
 def _copies(model: Any) -> Tensors:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    """The state dict, copied; what is one tensor under two names still is, which the weight map has to know."""
+    made: dict[int, Any] = {}
+    named = model.state_dict(keep_vars=True).items()
+    for _, tensor in named:
+        made.setdefault(id(tensor), tensor.detach().clone())
+    return {name: made[id(tensor)] for name, tensor in named}
 
 
 def _gradient(tensor: Any) -> np.ndarray:
