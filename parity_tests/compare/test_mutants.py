@@ -68,7 +68,8 @@ def faulty(case: dict[str, Any], fault: Fault) -> ParityReport:
 
 def check_found(report: ParityReport, fault: Fault) -> None:
     wrong = failed(report)
-    assert not report.passed and report.verdict().startswith("NOT PASSED")
+    assert not report.passed and report.proves
+    assert report.verdict() == f"NOT PASSED: {len(wrong)} of {len(report.rows)} tensors"
     assert fault.named in wrong
     # By its value: another shape or dtype would be found without any arithmetic.
     assert all(" off in float64" in problem for problems in wrong.values() for problem in problems)

@@ -170,7 +170,7 @@ class _Comparison:
             found.run.updates = self._updates(found.after, weights, dtype)
             self._enter(dtype, mode, found.run, yardstick)
             if mode == self.case.modes[0]:
-                self._plant(dtype, mode, found.run, yardstick, weights)
+                self._plant(dtype, mode, yardstick, weights)
             if mode == "off" and self.steps > 1:
                 self.checks += losses_check(self.reference.losses, yardstick.losses, found.run.losses, dtype)
 
@@ -191,9 +191,9 @@ class _Comparison:
             else:
                 self.ledger.working(kind, reference, _cast(candidate, kind, dtype), _cast(measure, kind, dtype), dtype, mode)
 
-    def _plant(self, dtype: str, mode: str, found: Run, yardstick: Run, weights: Any) -> None:
-        reference, candidate, measure = (_group(run, "gradients") for run in (self.reference, found, yardstick))
-        planted = self.ledger.plant(reference, candidate, measure, dtype)
+    def _plant(self, dtype: str, mode: str, yardstick: Run, weights: Any) -> None:
+        reference, measure = (_group(run, "gradients") for run in (self.reference, yardstick))
+        planted = self.ledger.plant(reference, measure, dtype)
         self.checks += planted_checks(planted, dtype)
         self.checks.append(weight_check(self.flax, self.reference, yardstick, weights, dtype, mode))
         if dtype == "float64":

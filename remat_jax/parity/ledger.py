@@ -53,17 +53,20 @@ class Ledger:
             if not verdict.passed:
                 row.fail(verdict.problem or f"{verdict.ratio:.1f} times PyTorch's error in {dtype}", mode)
 
-    def plant(self, reference: Tensors, candidate: Tensors, yardstick: Tensors, dtype: str) -> Planted:
-        """Judge gradients with every sign flipped, and again doubled: each of these must fail."""
+    def plant(self, reference: Tensors, yardstick: Tensors, dtype: str) -> Planted:
+        """Judge PyTorch's own gradients with every sign flipped, and again doubled: each of these must fail.
+
+        Not Flax's, of which a wrong one would be made right by that.
+        """
         caught: dict[str, dict[str, bool]] = {}
         for fault, factor in FAULTS.items():
             # The dtype stays: a wrong one would be found too, and for another reason.
-            wrong = {name: (np.asarray(x) * np.asarray(x).dtype.type(factor)) for name, x in candidate.items()}
+            wrong = {name: (np.asarray(x) * np.asarray(x).dtype.type(factor)) for name, x in yardstick.items()}
             caught[fault] = _found(reference, wrong, yardstick, dtype)
         for name in caught["sign"]:
             if ("gradient", name) in self._rows:
                 self._rows[("gradient", name)].caught[dtype] = caught["sign"][name] and caught["doubled"][name]
-        return Planted(caught, _large(reference, candidate, yardstick, dtype))
+        return Planted(caught, _large(reference, yardstick, dtype))
 
 
 FAULTS = {"sign": -1, "doubled": 2}
@@ -102,10 +105,10 @@ def _found(reference: Tensors, wrong: Tensors, yardstick: Tensors, dtype: str) -
     return {row.name: not row.passed for row in judge(reference, wrong, yardstick, dtype)}
 
 
-def _large(reference: Tensors, candidate: Tensors, yardstick: Tensors, dtype: str) -> set[str]:
+def _large(reference: Tensors, yardstick: Tensors, dtype: str) -> set[str]:
     """The tensors that are twice as large as what they may be off by, so that one with a wrong sign or factor must fail."""
     if dtype == "float64":
         limit = TOLERANCES["float64"].value * global_norm(reference)
         return {name for name, x in reference.items() if norm(x) > 2 * limit}
-    rows = judge(reference, candidate, yardstick, dtype)
+    rows = judge(reference, yardstick, yardstick, dtype)
     return {row.name for row in rows if row.name in reference and norm(reference[row.name]) > 2 * row.bound}
