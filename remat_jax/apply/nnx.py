@@ -154,7 +154,7 @@ def named_submodules(block: nnx.Module) -> Iterator[None]:
 
         return named
 
-    with _patched(classes, wrap):
+    with patched(classes, wrap):
         yield
 
 
@@ -193,7 +193,7 @@ def intercepting(policies: BlockPolicies, arguments: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for root in roots:
             stack.enter_context(known_paths(root))
-        stack.enter_context(_patched(classes, _dispatching))
+        stack.enter_context(patched(classes, _dispatching))
         yield
 
 
@@ -242,7 +242,7 @@ _patch_lock = threading.RLock()
 
 
 @contextmanager
-def _patched(classes: Iterable[type], wrap: Callable[[Call], Call]) -> Iterator[None]:
+def patched(classes: Iterable[type], wrap: Callable[[Call], Call]) -> Iterator[None]:
     """Replace each class's `__call__` by `wrap` of it; NNX has no hook of its own around a call.
 
     Other threads are held back from patching meanwhile, so that every class gets back the method that it had.

@@ -57,7 +57,11 @@ def _mode() -> type:
                     return _backward(func, args, kwargs)
             if func in casts:
                 return args[0].double()
-            if func in (tensor.to, tensor.type_as) and args[0].dtype == torch.float64 and _like_a_narrow_tensor(args[1:], kwargs):
+            if (
+                func in (tensor.to, tensor.type_as)
+                and args[0].dtype == torch.float64
+                and _like_a_narrow_tensor(args[1:], kwargs)
+            ):
                 return args[0]
             if func is tensor.view:  # as another dtype it reads the same bits
                 return func(*args, **kwargs)

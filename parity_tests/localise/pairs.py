@@ -1,0 +1,90 @@
+"""Pairs of models for the localisation: what is right, and what people get wrong, planted one at a time."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.models import linen
+from parity_tests import support as s
+from parity_tests.third_party import ports as p
+from parity_tests.third_party.ports import Port
+from remat_jax.parity.localise import Divergences, first_divergences
+
+
+def changed(tree: Any, path: str, change: Any) -> Any:
+    """The tree with `change` applied to what is at `path`."""
+    first, _, rest = path.partition("/")
+    return {**tree, first: changed(tree[first], rest, change) if rest else change(tree[first])}
+
+
+def of_port(port: Port, *, scan: bool = False, mode: str = "off", change: Any = None, **options: Any) -> Divergences:
+    """What is found between an original and its port as it is now, its weights changed by `change`."""
+    model = p.make_torch(port, "float64")
+    with jax.enable_x64(True):
+        variables = p.variables(port, scan, "float64")
+        variables = change(variables) if change else variables
+    with p.in_mode(port, model, mode):
+        return first_divergences(
+            model,
+            port.make_flax(port.config, scan=scan),
+            variables,
+            dict(port.inputs),
+            flax_inputs=port.arguments(port.inputs),
+            torch_call=lambda module, **inputs: p.torch_outputs(port, module, inputs),
+            **options,
+        )
+
+
+def of_decoder(*, scan: bool = False, change: Any = None, loss: Any = None, **options: Any) -> Divergences:
+    """What is found between the decoder of `torch_ref` and its Linen twin."""
+    tree = s.parameters("ByteDecoder", scan)
+    variables = {"params": change(tree) if change else tree}
+    model = linen.ByteDecoder(**s.SIZES["ByteDecoder"], scan=scan)
+    return first_divergences(s.torch_model("ByteDecoder"), model, variables, (tokens(),), loss=loss, **options)
+
+
+def tokens() -> np.ndarray:
+    return s.data("ByteDecoder").x.astype(np.int64)
+
+
+def shown(found: Divergences) -> tuple[str | None, str | None]:
+    """The Flax modules that are named, in the forward and in the backward pass."""
+    return found.forward and found.forward.flax_path, found.backward and found.backward.flax_path
+
+
+# Functions that are right forwards and wrong backwards.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def times_backwards(x: jax.Array, factor: float) -> jax.Array:
+    """x; its gradient is multiplied by `factor`."""
+    return x
+
+
+times_backwards.defvjp(lambda x, factor: (x, None), lambda factor, _, cotangent: (cotangent * factor,))
+
+
+class DoubledNorm(nn.LayerNorm):
+    """A layer norm whose gradient is twice what it should be."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return times_backwards(super().__call__(x), 2.0)
+
+
+class DetachedBias(nn.Module):
+    """A dense layer whose bias is not trained."""
+
+    features: int
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features), self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
+        return x @ kernel + jax.lax.stop_gradient(bias)

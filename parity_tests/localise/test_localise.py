@@ -1,0 +1,224 @@
+"""Faults planted one at a time, each named in the module and in the pass in which it is; and no alarm where there is none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import remat_jax as rj
+from examples.models import bert, gpt2, linen, llama
+from parity_tests import support as s
+from parity_tests.localise import pairs
+from parity_tests.localise.pairs import changed, of_decoder, of_port, shown, times_backwards
+from parity_tests.third_party import test_bert, test_gpt2, test_llama, test_siglip
+from remat_jax.errors import ArgumentError
+from remat_jax.parity.localise import first_divergences
+
+GPT2, BERT, LLAMA, SIGLIP = test_gpt2.PORT, test_bert.PORT, test_llama.PORTS["llama"], test_siglip.PORT
+
+# No alarm.
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+@pytest.mark.parametrize("port", [GPT2, BERT, LLAMA, SIGLIP], ids=["gpt2", "bert", "llama", "siglip"])
+def test_a_right_port_raises_no_alarm(port: Any, scan: bool) -> None:
+    found = of_port(port, scan=scan, single_step=True)
+    assert found.none and shown(found) == (None, None) and found.alone == ()
+    layers = [path for path in found.matched.values() if path in ("layers_0", "layers_1", "layers/0", "layers/1")]
+    assert len(layers) == 2, found.matched
+
+
+@pytest.mark.parametrize("policy", ["full", "offload_inputs"])
+def test_no_alarm_through_checkpoints_of_both(policy: str) -> None:
+    found = of_port(GPT2, scan=True, mode="checkpoint", transform=lambda f: rj.checkpoint_blocks(f, {gpt2.GPT2Block: policy}))
+    assert found.none and len(found.matched) == 22
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+def test_no_alarm_in_nnx(scan: bool) -> None:
+    from flax import nnx
+
+    from examples.models import nnx as models
+
+    twin = s.twin("ByteDecoder", "nnx", scan, s.parameters("ByteDecoder", scan))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: models.ByteDecoder(**s.SIZES["ByteDecoder"], scan=scan, rngs=nnx.Rngs(0))))
+    model = nnx.merge(graph, twin.parameters)
+    found = first_divergences(s.torch_model("ByteDecoder"), model, None, (pairs.tokens(),))
+    assert found.none and {"layers/0/ffn/up", "layers/1/norm2", "head"} <= {*found.matched.values()}
+
+    wrong = jax.tree.map(lambda x: x, twin.parameters)
+    row = wrong.layers.norm2.bias if scan else wrong.layers[1].norm2.bias
+    row.set_value(np.array(row.get_value()) + (np.array([[0.0], [1e-6]]) if scan else 1e-6))
+    found = first_divergences(s.torch_model("ByteDecoder"), model, wrong, (pairs.tokens(),))
+    assert shown(found) == ("layers/1/norm2", None)
+
+
+# Wrong weights.
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+def test_a_missed_transpose_of_a_square_kernel(scan: bool) -> None:
+    def second(x: np.ndarray) -> np.ndarray:
+        return np.stack([x[0], x[1].T]) if scan else x.T
+
+    path = "layers/self_attn/out_proj/kernel" if scan else "layers_1/self_attn/out_proj/kernel"
+    found = of_decoder(scan=scan, change=lambda tree: changed(tree, path, second))
+    assert shown(found) == ("layers/1/self_attn/out_proj" if scan else "layers_1/self_attn/out_proj", None)
+    assert found.forward is not None and found.forward.error > 0.1 * found.forward.reference
+    assert found.forward.torch_path == "decoder/layers/1/self_attn/out_proj"
+
+
+def test_each_of_two_faults_is_listed_where_errors_do_not_add_up() -> None:
+    def two(tree: Any) -> Any:
+        tree = changed(tree, "layers_0/ffn/up/bias", lambda x: x * 1.001)
+        return changed(tree, "layers_1/norm1/scale", lambda x: x + 1e-6)
+
+    found = of_decoder(change=two, single_step=True)
+    assert [one.flax_path for one in found.alone] == ["layers_0/ffn/up", "layers_1/norm1"]
+    assert shown(found) == ("layers_0/ffn/up", None)
+
+
+# Wrong code.
+
+
+def test_layer_norm_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gpt2.layer_norm
+    monkeypatch.setattr(
+        gpt2, "layer_norm", lambda c, d, name: right(c, d, name).clone(epsilon=1e-6 if name == "ln_2" else 1e-5)
+    )
+    assert shown(of_port(GPT2)) == ("layers_0/ln_2", None)
+
+
+def test_the_form_of_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = nn.gelu
+    monkeypatch.setattr(nn, "gelu", lambda x, approximate: right(x, approximate=False))
+    found = of_port(GPT2, single_step=True)
+    assert shown(found) == ("layers_0/mlp", None)
+    assert [one.flax_path for one in found.alone] == ["layers_0/mlp", "layers_1/mlp"]
+
+
+def test_an_inverted_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model itself makes the mask, so it is the model that is named and none of its modules."""
+    right = bert.attention_bias
+    monkeypatch.setattr(bert, "attention_bias", lambda mask, *args, **kwargs: right(1 - mask, *args, **kwargs))
+    assert shown(of_port(BERT)) == ("", None)
+
+
+def test_a_causal_mask_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = linen.attention
+    monkeypatch.setattr(
+        linen, "attention", lambda qkv, nhead, causal, dropout: right(qkv, nhead, causal=False, dropout=dropout)
+    )
+    assert shown(of_decoder(scan=True)) == ("layers/0/self_attn", None)
+
+
+def test_queries_and_keys_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gpt2.attention
+    monkeypatch.setattr(gpt2, "attention", lambda q, k, v, bias: right(k, q, v, bias))
+    assert shown(of_port(GPT2)) == ("layers_0/attn", None)
+
+
+def test_pairs_of_the_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interleaved(x: jax.Array, rotation: Any) -> jax.Array:
+        cos, sin = rotation
+        first, second = x[..., 0::2], x[..., 1::2]
+        return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
+
+    monkeypatch.setattr(llama, "rotate", interleaved)
+    assert shown(of_port(LLAMA, scan=True)) == ("layers/0/self_attn", None)
+
+
+def test_a_layer_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_the_first(make: Any, num_layers: int, x: jax.Array, *shared: Any, scan: bool) -> jax.Array:
+        return make(name="layers_1")(x, *shared)
+
+    monkeypatch.setattr(gpt2, "run_blocks", without_the_first)
+    found = of_port(GPT2)
+    assert shown(found) == ("", None)
+    assert found.forward is not None and "PyTorch alone has" in found.forward.note
+    assert "transformer/h/0" in found.unmatched_torch and found.matched["transformer/h/1"] == "layers_1"
+
+
+# Right forwards, wrong backwards. The last layer is the first of the backward pass.
+
+
+@pytest.mark.parametrize("policy", [None, "full"], ids=["", "checkpointed"])
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+def test_a_sign_flipped(monkeypatch: pytest.MonkeyPatch, scan: bool, policy: str | None) -> None:
+    right = gpt2.attention
+    monkeypatch.setattr(gpt2, "attention", lambda *args: times_backwards(right(*args), -1.0))
+    transform = None if policy is None else (lambda f: rj.checkpoint_blocks(f, {gpt2.GPT2Block: policy}))
+    assert shown(of_port(GPT2, scan=scan, transform=transform)) == (None, "layers/1/attn" if scan else "layers_1/attn")
+
+
+def test_a_gradient_doubled_in_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    def doubled(config: Any, param_dtype: Any, name: str) -> nn.LayerNorm:
+        kind = pairs.DoubledNorm if name == "ln_f" else nn.LayerNorm
+        return kind(epsilon=config.layer_norm_eps, use_fast_variance=False, param_dtype=param_dtype, name=name)
+
+    monkeypatch.setattr(gpt2, "layer_norm", doubled)
+    found = of_port(GPT2, scan=True, single_step=True)
+    assert shown(found) == (None, "ln_f") and [one.flax_path for one in found.alone] == ["ln_f"]
+    assert found.backward is not None and found.backward.error == pytest.approx(found.backward.reference)
+
+
+def test_a_bias_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FeedForward(gpt2.FeedForward):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            width = self.config.hidden_size
+            hidden = pairs.DetachedBias(4 * width, param_dtype=self.param_dtype, name="c_fc")(x)
+            return nn.Dense(width, param_dtype=self.param_dtype, name="c_proj")(nn.gelu(hidden, approximate=True))
+
+    DetachedDense = type("DetachedDense", (pairs.DetachedBias,), {})
+    monkeypatch.setattr(pairs, "DetachedBias", DetachedDense)
+    monkeypatch.setattr(gpt2, "FeedForward", FeedForward)
+    found = of_port(GPT2)
+    assert shown(found) == (None, "layers_1/mlp/c_fc")
+    assert found.backward is not None and found.backward.what == "gradient of bias"
+
+
+@pytest.mark.parametrize("loss", [None, "squares"], ids=["probed", "squares"])
+def test_a_detached_input(monkeypatch: pytest.MonkeyPatch, loss: str | None) -> None:
+    right = linen.attention
+    monkeypatch.setattr(linen, "attention", lambda qkv, *args, **kwargs: right(jax.lax.stop_gradient(qkv), *args, **kwargs))
+    found = of_decoder(scan=True, loss=None if loss is None else lambda output: (output**2).mean())
+    assert shown(found) == (None, "layers/1/self_attn")
+
+
+def test_a_cotangent_lost_between_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No module has a wrong derivative: the model detaches what its embedding gives."""
+    right = linen.run_layers
+    monkeypatch.setattr(linen, "run_layers", lambda n, x, **kwargs: right(n, jax.lax.stop_gradient(x), **kwargs))
+    found = of_decoder()
+    assert shown(found) == (None, "") and found.backward is not None and "'embed'" in found.backward.note
+
+
+# What the user says.
+
+
+def test_a_mapping_wins(tmp_path: Any) -> None:
+    file = tmp_path / "mapping.json"
+    file.write_text(json.dumps({"decoder/layers/0/ffn/0": "layers_1/ffn/up", "head": None}))
+    found = of_decoder(mapping=file)
+    assert found.matched["decoder/layers/0/ffn/0"] == "layers_1/ffn/up"
+    assert "head" in found.unmatched_torch and "head" in found.unmatched_flax
+
+
+def test_wrong_use_is_an_error() -> None:
+    with pytest.raises(ArgumentError, match=r"'layers_9' is no module of the Flax model.*Did you mean 'layers_"):
+        of_decoder(mapping={"head": "layers_9"})
+    with pytest.raises(ArgumentError, match=r"mapping=3: expected a dict"):
+        of_decoder(mapping=3)
+    with pytest.raises(ArgumentError, match=r"nothing can be compared"):
+        of_decoder(torch_call=lambda module, x: module(x)[..., :5])
+    dropping = torch.nn.Sequential(torch.nn.Dropout(0.1)).train()
+    with pytest.raises(ArgumentError, match=r"is in train mode and drops out in 0: "):
+        first_divergences(dropping, nn.Sequential([]), {}, (np.ones((2, 3)),))

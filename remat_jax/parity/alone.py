@@ -1,0 +1,90 @@
+"""Every Flax module by itself: each gets what its original got, so that no module's error reaches another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from remat_jax.parity.align import best_layout, pairs, visible
+from remat_jax.parity.assemble import Slots
+from remat_jax.parity.capture import Trace
+from remat_jax.parity.capture_flax import Step, read
+from remat_jax.parity.compared import Pair, compared
+from remat_jax.parity.divergence import Divergence, divergence_of
+from remat_jax.parity.tapped import Place
+
+
+def each_alone(
+    step: Step, slots: Slots, theirs: Trace, ours: Trace, matched: dict[str, str], plain: Sequence[Pair]
+) -> tuple[Divergence, ...]:
+    """Every module that is wrong by itself, in the order of execution, once: in the forward pass, or else in backward."""
+    trusted = [pair for pair in plain if not pair.bad("output") or all(around.bad("output") for around in pair.all_around())]
+    calls = {id(call): place for place, call in enumerate(ours.calls)}
+    chosen = {calls[id(pair.flax)]: number for number, pair in enumerate(trusted)}
+    again, _ = read(step, substitutes(step.places, slots, trusted, chosen))
+    before = {pair.torch.name: pair for pair in trusted}
+    listed: dict[str, Divergence] = {}
+
+    def add(pair: Pair | None, wrong: Any, note: str = "") -> None:
+        if pair is not None and wrong:
+            what, found = wrong
+            listed.setdefault(pair.torch.name, divergence_of(pair, what, found, note))
+
+    judged = [pair for pair in compared(theirs, again, matched) if pair.torch.name in before]
+    for pair in judged:
+        add(pair.around, pair.bad("input") if before[pair.torch.name].bad("output") else None, f"before {pair.flax.name!r}")
+        add(pair, pair.bad("output"))
+    for pair in judged:
+        was = before[pair.torch.name]
+        add(pair.around, None if was.is_cut_otherwise else pair.bad("output cotangent"), f"behind {pair.flax.name!r}")
+        add(pair, pair.bad("input cotangent") or pair.bad("gradient"))
+    order = {call.name: call.finished for call in theirs.calls}
+    return tuple(sorted(listed.values(), key=lambda one: order[one.torch_path]))
+
+
+def substitutes(places: Sequence[Place], slots: Slots, found: Sequence[Pair], calls: Mapping[int, int]) -> dict[int, Any]:
+    """For `read`: PyTorch's activations and cotangents in the places of Flax's, as far as they belong to a pair.
+
+    `calls` maps the places of Flax's calls in its trace to those of their pairs. Masks, integers and what has no counterpart
+    stay as they are: they are the same, or another form of it.
+    """
+    given: dict[int, Any] = {}
+    for number, (place, who) in enumerate(zip(places, slots, strict=True)):
+        for index, slot in who.items():
+            if slot.call in calls:
+                reference = _reference(found[calls[slot.call]], slot.role, slot.number, place.what)
+                _put(given, number, index, place.loops, reference)
+    return given
+
+
+def _reference(pair: Pair, role: str, number: int, what: str) -> np.ndarray | None:
+    theirs, ours = (pair.torch.inputs, pair.flax.inputs) if role == "input" else (pair.torch.outputs, pair.flax.outputs)
+    other = next((i for i, j in pairs(theirs, ours) if j == number), None)
+    if other is None or ours[number].dtype.kind != "f" or visible(ours[number]) is not None:
+        return None
+    if what == "value":
+        return best_layout(theirs[other], ours[number])
+    both = (side.input_cotangents if role == "input" else side.output_cotangents for side in (pair.torch, pair.flax))
+    if role == "output" and pair.is_cut_otherwise:
+        return None
+    cotangent, found = (cotangents[k] for cotangents, k in zip(both, (other, number), strict=True))
+    if cotangent is None or found is None:
+        return None
+    return best_layout(cotangent, found)
+
+
+def _put(given: dict[int, Any], number: int, index: tuple[int, ...], loops: tuple[int, ...], value: Any) -> None:
+    """Set `given[number][i][j]… = value`, lists as long as the loops being made."""
+    if not index:
+        given[number] = value
+        return
+    rows = given.setdefault(number, _empty(loops))
+    for i in index[:-1]:
+        rows = rows[i]
+    rows[index[-1]] = value
+
+
+def _empty(loops: tuple[int, ...]) -> Any:
+    return [_empty(loops[1:]) for _ in range(abs(loops[0]))] if loops else None

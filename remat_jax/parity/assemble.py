@@ -1,0 +1,152 @@
+"""From what arrived at each tap of a traced Flax step to the calls of its modules, those of a loop one by one."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from remat_jax.parity.capture import Call, Trace
+from remat_jax.parity.recorder import Traced
+from remat_jax.parity.tapped import Place
+
+Instance = tuple[int, tuple[int, ...]]
+Key = tuple[int, ...]
+
+
+class Slot(NamedTuple):
+    """Whose array a place has: which of the trace's calls, "input" or "output", and which of these."""
+
+    call: int
+    role: str
+    number: int
+
+
+Slots = list[dict[tuple[int, ...], Slot]]
+"""For every place, and every iteration of the loops around it, whose array it has."""
+
+
+def assemble(
+    places: Sequence[Place],
+    traced: Sequence[Traced],
+    hidden: frozenset[int],
+    arrived: Sequence[np.ndarray],
+    gradients: Mapping[str, np.ndarray],
+) -> tuple[Trace, Slots]:
+    """The calls of a step: `arrived` has the array of each place, stacked over its loops; `gradients` are by variable path."""
+    seen = _collected(places, arrived)
+    kept = {key: one for key, one in seen.items() if one.keys["output"] and not _is_wrapped(key, seen, traced)}
+    clock = {key: number for number, key in enumerate(sorted(time for one in kept.values() for time in one.times()))}
+    ordered = sorted(kept, key=lambda key: (max(kept[key].keys["output"]), -key[0]))
+    numbers, counts = {}, Counter[str]()
+    for key in sorted(kept, key=lambda key: (kept[key].started, key[0])):
+        numbers[key] = counts[kept[key].path]
+        counts[kept[key].path] += 1
+    place_of = {key: place for place, key in enumerate(ordered)}
+    calls = tuple(
+        Call(
+            path=kept[key].path,
+            kind=type(traced[key[0]].module).__name__,
+            number=numbers[key],
+            inputs=kept[key].arrays("input"),
+            outputs=kept[key].arrays("output"),
+            input_cotangents=kept[key].cotangents_of("input"),
+            output_cotangents=kept[key].cotangents_of("output"),
+            started=clock[kept[key].started],
+            finished=clock[max(kept[key].keys["output"])],
+            parent=None if (around := _parent(key, kept, traced)) is None else place_of[around],
+            gradients=_own(traced[key[0]], key[1], gradients),
+        )
+        for key in ordered
+    )
+    stale = tuple(call.name for call, key in zip(calls, ordered, strict=True) if kept[key].stale)
+    trace = Trace(calls, tuple(sorted({"/".join(traced[number].path) for number in hidden})), stale)
+    return trace, _slots(places, kept, place_of)
+
+
+def _slots(places: Sequence[Place], kept: Mapping[Instance, _Seen], place_of: Mapping[Instance, int]) -> Slots:
+    slots: Slots = []
+    for place in places:
+        call, role, number = place.label
+        slots.append({})
+        for index, _, _ in place.instances():
+            if (call, index) in kept:
+                numbers = sorted(which[1] for which in kept[call, index].values if which[0] == role)
+                slots[-1][index] = Slot(place_of[call, index], role, numbers.index(number))
+    return slots
+
+
+class _Seen:
+    """One call of a module."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.keys: dict[str, list[Key]] = {"input": [], "output": []}
+        self.values: dict[tuple[str, int], np.ndarray] = {}
+        self.cotangents: dict[tuple[str, int], np.ndarray] = {}
+        self.stale = False
+
+    @property
+    def started(self) -> Key:
+        return min(self.keys["input"] or self.keys["output"])
+
+    def times(self) -> list[Key]:
+        return [self.started, max(self.keys["output"])]
+
+    def add(self, place: Place, key: Key, value: np.ndarray) -> None:
+        which = (place.label.role, place.label.number)
+        if place.what == "cotangent":
+            self.cotangents[which] = self.cotangents[which] + value if which in self.cotangents else value
+        elif which not in self.values:
+            self.values[which] = value
+            self.keys[place.label.role].append(key)
+        elif not np.allclose(self.values[which], value, rtol=1e-6, atol=1e-9, equal_nan=True):
+            self.stale = True  # what is there a second time is a recomputation
+
+    def arrays(self, role: str) -> tuple[np.ndarray, ...]:
+        return tuple(self.values[which] for which in sorted(self.values) if which[0] == role)
+
+    def cotangents_of(self, role: str) -> tuple[np.ndarray | None, ...]:
+        return tuple(self.cotangents.get(which) for which in sorted(self.values) if which[0] == role)
+
+
+def _collected(places: Sequence[Place], arrived: Sequence[np.ndarray]) -> dict[Instance, _Seen]:
+    seen: dict[Instance, _Seen] = {}
+    for place, values in zip(places, arrived, strict=True):
+        for index, path, key in place.instances():
+            # In the other pass there may be loops around what is in none in this one: the path tells the iteration.
+            one = seen.setdefault((place.label.call, index), _Seen(path))
+            one.add(place, key, values[index])
+    return seen
+
+
+def _is_wrapped(key: Instance, seen: Mapping[Instance, _Seen], traced: Sequence[Traced]) -> bool:
+    """Whether this is the call that a wrapper of the same module makes: `nn.remat` calls a module inside the module."""
+    around = _parent(key, seen, traced)
+    return around is not None and seen[around].path == seen[key].path and bool(seen[around].keys["output"])
+
+
+def _parent(key: Instance, kept: Mapping[Instance, _Seen], traced: Sequence[Traced]) -> Instance | None:
+    """The nearest call around a call, in the same iteration of the loops that both are in."""
+    number, index = key
+    parent = traced[number].parent
+    while parent is not None:
+        for length in range(len(index), -1, -1):
+            if (parent, index[:length]) in kept:
+                return parent, index[:length]
+        parent = traced[parent].parent
+    return None
+
+
+def _own(call: Traced, index: tuple[int, ...], gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The gradients of the module's own parameters; in a loop those of this iteration, where they are stacked."""
+    found = {}
+    for name, own in call.parameters.items():
+        path = re.sub(r"/(\d+)(?=/|$)", r"_\1", "/".join(("params", *call.path, name)))
+        whole = gradients.get(path)
+        if whole is not None and whole.ndim >= len(index) and whole.shape[len(index) :] == own.shape:
+            found[name] = whole[index]
+    return found

@@ -1,0 +1,102 @@
+"""What both frameworks' captures give: every call of a module, what came in and out, and the cotangents of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Arrays = tuple[np.ndarray, ...]
+Cotangents = tuple["np.ndarray | None", ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        path: of the module from the outermost one, which is `""`; layers in a loop have their index in it: `layers/1/ffn`.
+        kind: the name of the module's class.
+        number: 0 for the first call of this module, 1 for its second, …
+        inputs, outputs: the arrays among its arguments and its results, in order.
+        input_cotangents, output_cotangents: the loss's gradients with respect to these, as far as they go through this very
+            call; None where none arrived, or where the array is no floating-point one.
+        gradients: of the parameters that the module itself has, by their own names.
+        started, finished: places in the order of execution.
+        parent: the place in the trace's `calls` of the call around this one; None for the outermost.
+    """
+
+    path: str
+    kind: str
+    number: int
+    inputs: Arrays
+    outputs: Arrays
+    input_cotangents: Cotangents
+    output_cotangents: Cotangents
+    started: int
+    finished: int
+    parent: int | None
+    gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The path, with the number of the call where it is not the first."""
+        return f"{self.path}#{self.number}" if self.number else self.path
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """The calls of one forward and backward pass.
+
+    Attributes:
+        calls: in the order in which they ended.
+        hidden: paths of modules that were called where nothing could be captured, such as inside a `while` loop.
+        stale: names of calls whose recomputation, under a checkpoint, gave something else than the forward pass.
+    """
+
+    calls: tuple[Call, ...]
+    hidden: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Call:
+        """The call of that name: a path, and `#1` behind it for the second call."""
+        for call in self.calls:
+            if call.name == name:
+                return call
+        raise KeyError(f"{name!r} is no call of this trace: {', '.join(repr(call.name) for call in self.calls)}")
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a call of that name."""
+        return any(call.name == name for call in self.calls)
+
+    def leaves(self) -> frozenset[int]:
+        """The places of the calls that call no other module."""
+        parents = {call.parent for call in self.calls}
+        return frozenset(index for index in range(len(self.calls)) if index not in parents)
+
+    def ancestors(self, index: int) -> list[int]:
+        """The places of the calls around a call, the innermost first."""
+        found, parent = [], self.calls[index].parent
+        while parent is not None:
+            found.append(parent)
+            parent = self.calls[parent].parent
+        return found
+
+
+def probe(index: int, shape: tuple[int, ...]) -> np.ndarray:
+    """The fixed random numbers by which an output is weighted where no loss is given: the sum of all products is the loss.
+
+    The same in both frameworks, so that the backward passes start alike whatever the forward passes gave.
+
+    >>> probe(0, (2,)).tolist() == probe(0, (2,)).tolist() != probe(1, (2,)).tolist()
+    True
+    """
+    return np.random.default_rng(index).normal(size=shape)
+
+
+def in_float64(value: Any) -> np.ndarray:
+    """A NumPy copy of an array, floating-point ones in float64."""
+    array = np.array(value)
+    return array.astype(np.float64) if array.dtype.kind not in "biu" else array

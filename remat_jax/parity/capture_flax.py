@@ -1,0 +1,155 @@
+"""What every module of a Flax model gets and gives, in both passes, read from the traced training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from remat_jax import compat
+from remat_jax.parity.assemble import Slots, assemble
+from remat_jax.parity.capture import Trace, probe
+from remat_jax.parity.recorder import Recorder, tag
+from remat_jax.parity.tapped import Place, evaluate, places
+from remat_jax.porting.variables import Variables
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A traced training step of a Flax model, with taps.
+
+    Attributes:
+        jaxpr: from the arrays of (variables, inputs), the floating-point ones first, to the loss and the gradients of these.
+        arguments: these arrays.
+        places: the taps in it, in order.
+        recorder: the calls that they belong to.
+        numbers: a tree like (variables, inputs) with the places of the gradients; None for what is no floating-point array.
+        hidden: the calls that nothing can be taken out of.
+    """
+
+    jaxpr: Any
+    arguments: list[Any]
+    places: list[Place]
+    recorder: Recorder
+    numbers: Any
+    hidden: frozenset[int]
+
+
+def capture_flax(
+    module: Any,
+    variables: Any,
+    inputs: Any,
+    loss: Callable[[Any], Any] | None = None,
+    *,
+    call: Callable[..., Any] | None = None,
+    transform: Callable[..., Any] | None = None,
+) -> Trace:
+    """Run `loss(module(*inputs))` once in both passes; return what every module got and gave, by module path.
+
+    `module` is a Linen module with its `variables`, or an NNX module, whose own state is meant where `variables` is None.
+    `inputs` is a tuple of arguments or a dict of keywords. The loss is a scalar; without one it is the sum of all outputs,
+    weighted by fixed random numbers (`capture.probe`). `call(module, variables, *inputs)` runs a Linen model otherwise than
+    `module.apply` (train mode, RNGs, mutable collections), `call(module, *inputs)` an NNX one. `transform` is applied to the
+    function of (variables, inputs) that is differentiated, such as `lambda f: rj.checkpoint_blocks(f, {Block: "full"})`.
+
+    Layers in `nn.scan` or `nnx.scan` come out one by one, `layers/0`, `layers/1`, …; a checkpointed module is there once.
+
+    >>> import flax.linen as nn
+    >>> x = jnp.ones((1, 3))
+    >>> model = nn.Sequential([nn.Dense(2), nn.tanh])
+    >>> trace = capture_flax(model, model.init(jax.random.key(0), x), (x,))
+    >>> [(call.path, call.kind) for call in trace.calls]
+    [('layers_0', 'Dense'), ('', 'Sequential')]
+    """
+    return read(trace_step(module, variables, inputs, loss, call=call, transform=transform))[0]
+
+
+def trace_step(
+    module: Any,
+    variables: Any,
+    inputs: Any,
+    loss: Any = None,
+    *,
+    call: Any = None,
+    transform: Any = None,
+    backward: bool = True,
+) -> Step:
+    """Trace the training step that `capture_flax` runs, or without `backward` the loss alone; arguments may be shapes."""
+    recorder = Recorder()
+    apply = _function(module, call)
+    if isinstance(module, nnx.Module):
+        model = nnx.clone(module)
+        tag(model)
+        graph, state = nnx.split(model)
+        variables = state if variables is None else variables
+        apply, module = _merged(graph, apply), model
+
+    leaves, treedef = jax.tree.flatten((variables, inputs if isinstance(inputs, Mapping) else tuple(inputs)))
+    floating = [index for index, leaf in enumerate(leaves) if _is_floating(leaf)]
+    others = [index for index, leaf in enumerate(leaves) if compat.is_array(leaf) and index not in floating]
+
+    def run(variables: Any, inputs: Any) -> Any:
+        args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+        return (_probed if loss is None else loss)(apply(variables, args, kwargs))
+
+    transformed = run if transform is None else transform(run)
+
+    def scalar(given: list[Any], rest: list[Any]) -> Any:
+        whole = dict(enumerate(leaves)) | dict(zip(floating, given, strict=True)) | dict(zip(others, rest, strict=True))
+        return transformed(*jax.tree.unflatten(treedef, list(whole.values())))
+
+    arguments = tuple([leaves[index] for index in which] for which in (floating, others))
+    with recorder.recording(module):
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(scalar) if backward else scalar)(*arguments)
+    found, hidden = places(jaxpr, recorder.paths)
+    numbers = {index: place for place, index in enumerate(floating)}
+    tree = jax.tree.unflatten(treedef, [numbers.get(index) for index in range(len(leaves))])
+    return Step(
+        jaxpr, [*arguments[0], *arguments[1]], found, recorder, tree, frozenset(hidden - {place.label.call for place in found})
+    )
+
+
+def _function(module: Any, call: Callable[..., Any] | None) -> Callable[..., Any]:
+    if isinstance(module, nnx.Module):
+        return lambda model, args, kwargs: (model if call is None else _with(call, model))(*args, **kwargs)
+    if call is None:
+        return lambda variables, args, kwargs: module.apply(variables, *args, **kwargs)
+    return lambda variables, args, kwargs: call(module, variables, *args, **kwargs)
+
+
+def _with(call: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: call(model, *args, **kwargs)
+
+
+def _merged(graph: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda state, args, kwargs: apply(nnx.merge(graph, state), args, kwargs)
+
+
+def _probed(outputs: Any) -> Any:
+    floating = [x for x in jax.tree.leaves(outputs) if _is_floating(x)]
+    return sum((jnp.sum(x * jnp.asarray(probe(k, x.shape), x.dtype)) for k, x in enumerate(floating)), jnp.zeros(()))
+
+
+def _is_floating(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def read(step: Step, given: Mapping[int, Any] | None = None) -> tuple[Trace, Slots]:
+    """Run a traced step; return its calls, and whose array each of its places has.
+
+    `given` has, by place, the array with which the step goes on instead of what arrived there: in a loop a list of one for
+    each iteration, or None for as it is.
+    """
+    chosen = [(given or {}).get(index) for index in range(len(step.places))]
+
+    # Operation by operation: compiled as one program, a step that gives out all that is in it takes many times longer.
+    outputs, values = evaluate(step.jaxpr, step.arguments, chosen)
+    arrived = [np.asarray(value) for value in values]
+    tree = jax.tree.map(lambda number: np.asarray(outputs[1 + number]), step.numbers)[0] if len(outputs) > 1 else None
+    gradients = {} if tree is None else Variables(tree, trainable=True).leaves
+    return assemble(step.places, step.recorder.calls, step.hidden, arrived, gradients)

@@ -1,0 +1,234 @@
+"""What every module of a PyTorch model gets and gives, in both passes, by hooks; through checkpoints as well."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from remat_jax.parity.capture import Call, Trace, probe
+from remat_jax.porting import as_numpy
+
+Loss = Callable[[Any], Any]
+
+
+def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: Callable[..., Any] | None = None) -> Trace:
+    """Run `loss(module(*inputs))` once in both passes; return what every module got and gave, by module path.
+
+    `inputs` is a tuple of arguments or a dict of keywords, tensors or arrays; the floating-point ones get gradients. The loss
+    is a scalar; without one it is the sum of all outputs, weighted by fixed random numbers (`capture.probe`). `call(module,
+    *inputs)` runs the model otherwise. A checkpointed module is there once, with what its forward pass gave. The gradients
+    that parameters have already are left alone. Modules whose `forward` is called as a plain method are not seen.
+
+    >>> import torch
+    >>> trace = capture_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()), (np.ones((1, 3)),))
+    >>> [(call.path, call.kind) for call in trace.calls]
+    [('0', 'Linear'), ('1', 'Tanh'), ('', 'Sequential')]
+    """
+    import torch
+
+    recorder = _Recorder({inner: path.replace(".", "/") for path, inner in module.named_modules()})
+    args, kwargs = _arguments(module, inputs)
+    with _gradients_put_aside(module), recorder.watching(module), torch.enable_grad():
+        outputs = module(*args, **kwargs) if call is None else call(module, *args, **kwargs)
+        recorder.recording = False
+        value = _probed(outputs) if loss is None else loss(outputs)
+        value.backward()
+        return recorder.trace()
+
+
+@dataclass
+class _Seen:
+    """A call while it is recorded."""
+
+    module: Any
+    parent: _Seen | None
+    started: int
+    finished: int = -1
+    values: dict[str, list[np.ndarray]] = field(default_factory=lambda: {"input": [], "output": []})
+    cotangents: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
+    has_graph: bool = False
+    stale: bool = False
+
+
+class _Recorder:
+    def __init__(self, paths: Mapping[Any, str]) -> None:
+        self.paths, self.recording, self.clock = paths, True, 0
+        self.calls: list[_Seen] = []
+        self.running: list[_Seen] = []
+        self.recomputing: list[tuple[Any, _Seen | None]] = []
+
+    @contextmanager
+    def watching(self, module: Any) -> Iterator[None]:
+        """Hook every module of `module` while this holds."""
+        with ExitStack() as stack:
+            for inner in module.modules():
+                handles = (
+                    inner.register_forward_pre_hook(self._before, with_kwargs=True),
+                    inner.register_forward_hook(self._after, with_kwargs=True),
+                )
+                for handle in handles:
+                    stack.callback(handle.remove)
+            yield
+
+    def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
+        if not self.recording:
+            seen = self._recomputed(module)
+            self.recomputing.append((module, seen))
+            return self._tap((args, kwargs), seen, "input", new=False)
+        seen = _Seen(module, self.running[-1] if self.running else None, self._tick())
+        self.running.append(seen)
+        return self._tap((args, kwargs), seen, "input", new=True)
+
+    def _after(self, module: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
+        if not self.recording:
+            # A recomputation stops, by an exception, as soon as backward has what it needs: such calls never end.
+            while self.recomputing and self.recomputing[-1][0] is not module:
+                self.recomputing.pop()
+            seen = self.recomputing.pop()[1] if self.recomputing else None
+            return self._tap(outputs, seen, "output", new=False)
+        while self.running[-1].module is not module:
+            self.running.pop()
+        seen = self.running.pop()
+        seen.finished = self._tick()
+        self.calls.append(seen)
+        return self._tap(outputs, seen, "output", new=True)
+
+    def _recomputed(self, module: Any) -> _Seen | None:
+        """The call that is run again: backward comes to the last one first."""
+        calls = [seen for seen in self.calls if seen.module is module]
+        without = [seen for seen in calls if not seen.has_graph]
+        return (without or calls)[-1] if calls else None
+
+    def _tap(self, values: Any, seen: _Seen | None, role: str, *, new: bool) -> Any:
+        """`values`, every tensor with a gradient as an alias, so that what goes through this call has one of its own."""
+        import torch
+
+        made: dict[int, Any] = {}  # a tensor that is there several times has one alias, and one cotangent
+        hooked = seen is not None and seen.has_graph and not new
+
+        def tap(tensor: Any) -> Any:
+            if seen is None or id(tensor) in made:
+                return made.get(id(tensor), tensor)
+            number = len(made)
+            made[id(tensor)] = tensor
+            if new:
+                seen.values[role].append(as_numpy(tensor))
+            elif len(seen.values[role]) > number:
+                seen.stale |= not _close(seen.values[role][number], as_numpy(tensor))
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                alias = made[id(tensor)] = tensor.view_as(tensor)
+                if not hooked:
+                    seen.has_graph |= role == "output"
+                    alias.register_hook(lambda gradient: self._arrived(seen, role, number, gradient))
+            return made[id(tensor)]
+
+        return _map_tensors(values, tap)
+
+    def _arrived(self, seen: _Seen, role: str, number: int, gradient: Any) -> None:
+        before = seen.cotangents.get((role, number), 0)
+        seen.cotangents[role, number] = before + as_numpy(gradient)
+
+    def _tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    def trace(self) -> Trace:
+        """What was recorded."""
+        places = {id(seen): place for place, seen in enumerate(self.calls)}
+        numbers, number_of = Counter[str](), {}
+        for seen in sorted(self.calls, key=lambda seen: seen.started):
+            number_of[id(seen)] = numbers[self.paths[seen.module]]
+            numbers[self.paths[seen.module]] += 1
+        calls = tuple(self._call(seen, number_of[id(seen)], places) for seen in self.calls)
+        stale = tuple(call.name for call, seen in zip(calls, self.calls, strict=True) if seen.stale)
+        return Trace(calls, stale=stale)
+
+    def _call(self, seen: _Seen, number: int, places: Mapping[int, int]) -> Call:
+        def cotangents(role: str) -> tuple[np.ndarray | None, ...]:
+            return tuple(seen.cotangents.get((role, place)) for place in range(len(seen.values[role])))
+
+        _forget_padding(seen)
+        own = seen.module.named_parameters(recurse=False)
+        return Call(
+            path=self.paths[seen.module],
+            kind=type(seen.module).__name__,
+            number=number,
+            inputs=tuple(seen.values["input"]),
+            outputs=tuple(seen.values["output"]),
+            input_cotangents=cotangents("input"),
+            output_cotangents=cotangents("output"),
+            started=seen.started,
+            finished=seen.finished,
+            parent=places.get(id(seen.parent)),
+            gradients={name: as_numpy(parameter.grad) for name, parameter in own if parameter.grad is not None},
+        )
+
+
+def _forget_padding(seen: _Seen) -> None:
+    """Leave out what a table of embeddings does not learn from: whoever has no `padding_idx` leaves it out before."""
+    padding = getattr(seen.module, "padding_idx", None)
+    if padding is not None and ("output", 0) in seen.cotangents:
+        cotangent = seen.cotangents["output", 0]
+        seen.cotangents["output", 0] = np.where((seen.values["input"][0] == padding)[..., None], 0, cotangent)
+
+
+@contextmanager
+def _gradients_put_aside(module: Any) -> Iterator[None]:
+    kept = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+def _arguments(module: Any, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    import torch
+
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    def tensor(value: Any) -> Any:
+        if not hasattr(value, "__array__"):
+            return value
+        made = torch.tensor(as_numpy(value))
+        return made.to(dtype).requires_grad_() if made.is_floating_point() else made
+
+    if isinstance(inputs, Mapping):
+        return (), {name: tensor(value) for name, value in inputs.items()}
+    return tuple(tensor(value) for value in inputs), {}
+
+
+def _probed(outputs: Any) -> Any:
+    import torch
+
+    floating: list[Any] = []
+    _map_tensors(outputs, lambda x: floating.append(x) if x.is_floating_point() and x.requires_grad else None)
+    return sum(
+        ((x * torch.tensor(probe(k, tuple(x.shape)), dtype=x.dtype)).sum() for k, x in enumerate(floating)), torch.zeros(())
+    )
+
+
+def _map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with `change` applied to every tensor in tuples, lists and dicts; other objects as they are."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        made = [_map_tensors(one, change) for one in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if isinstance(value, Mapping):
+        mapped = {key: _map_tensors(one, change) for key, one in value.items()}
+        return mapped if type(value) is dict else type(value)(**mapped)
+    return value
+
+
+def _close(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.shape == other.shape and np.allclose(one, other, rtol=1e-6, atol=1e-9, equal_nan=True)

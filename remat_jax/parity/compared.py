@@ -1,0 +1,126 @@
+"""Two traces side by side: which calls are which, and how far apart what goes in and out of them is, in both passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from remat_jax.parity.align import Distance, distance, norm, pairs
+from remat_jax.parity.capture import Call, Cotangents, Trace
+from remat_jax.parity.match import Module
+from remat_jax.parity.tolerances import TOLERANCES
+
+GRADIENT_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A call of either model that are to do the same.
+
+    Attributes:
+        torch, flax: the calls.
+        around: the pair of the nearest calls around both that are a pair as well; None for the outermost.
+        distances: "input", "output", "input cotangent", "output cotangent", "gradient" → what → how far apart, as far as there
+            is something to compare.
+        floors: the same, without what → the size below which a reference is no measure of an error.
+    """
+
+    torch: Call
+    flax: Call
+    around: Pair | None
+    distances: Mapping[str, Mapping[str, Distance]]
+    floors: Mapping[str, float]
+
+    def bad(self, kind: str) -> tuple[str, Distance] | None:
+        """The worst of the things of a kind that disagree, and how far apart it is."""
+        wrong = {what: found for what, found in self.distances[kind].items() if found.is_bad(self.floors[kind])}
+        return max(wrong.items(), key=lambda entry: entry[1].relative(self.floors[kind]), default=None)
+
+    @property
+    def is_cut_otherwise(self) -> bool:
+        """Whether the cotangent is another one and all that is made of it the same: what leaves a part out is outside here."""
+        made = {**self.distances["input cotangent"], **self.distances["gradient"]}
+        return bool(made and self.bad("output cotangent")) and not (self.bad("input cotangent") or self.bad("gradient"))
+
+    def all_around(self) -> Iterator[Pair]:
+        """The pairs around this one, the innermost first."""
+        pair = self.around
+        while pair is not None:
+            yield pair
+            pair = pair.around
+
+
+def modules(trace: Trace) -> list[Module]:
+    """The modules of a trace, each once, in the order of their first calls."""
+    leaves = trace.leaves()
+    first = {call.path: (place, call) for place, call in reversed(list(enumerate(trace.calls))) if not call.number}
+    ordered = sorted(first.values(), key=lambda entry: entry[1].started)
+    return [
+        Module(call.path, call.kind, call.outputs[0].size if call.outputs else None, place in leaves) for place, call in ordered
+    ]
+
+
+def compared(torch: Trace, flax: Trace, matched: Mapping[str, str]) -> list[Pair]:
+    """The pairs of calls, call by call of matched modules, in the order in which PyTorch's ended."""
+    floors = _floors(torch)
+    flax_places = {call.name: place for place, call in enumerate(flax.calls)}
+    found: dict[int, Pair] = {}
+    # Calls end after those inside them: from the last on, what is around a call is there already.
+    for place, call in reversed(list(enumerate(torch.calls))):
+        if call.path not in matched:
+            continue
+        name = matched[call.path] + (f"#{call.number}" if call.number else "")
+        if name not in flax_places:
+            continue
+        other = flax.calls[flax_places[name]]
+        outside = {id(flax.calls[index]) for index in flax.ancestors(flax_places[name])}
+        around = (found[index] for index in torch.ancestors(place) if index in found)
+        nearest = next((pair for pair in around if id(pair.flax) in outside), None)
+        found[place] = Pair(call, other, nearest, distances(call, other), floors)
+    return [found[place] for place in sorted(found)]
+
+
+def distances(torch: Call, flax: Call) -> dict[str, dict[str, Distance]]:
+    """How far apart what two calls got and gave is, kind by kind."""
+    inputs, outputs = pairs(torch.inputs, flax.inputs), pairs(torch.outputs, flax.outputs)
+    return {
+        "input": {f"input {j}": distance(torch.inputs[i], flax.inputs[j]) for i, j in inputs},
+        "output": {f"output {j}": distance(torch.outputs[i], flax.outputs[j]) for i, j in outputs},
+        "input cotangent": dict(_cotangents("input", inputs, torch.input_cotangents, flax.input_cotangents, flax.inputs)),
+        "output cotangent": dict(_cotangents("output", outputs, torch.output_cotangents, flax.output_cotangents, flax.outputs)),
+        "gradient": dict(_gradients(torch, flax)),
+    }
+
+
+def _cotangents(
+    role: str, which: Sequence[tuple[int, int]], torch: Cotangents, flax: Cotangents, values: Sequence[np.ndarray]
+) -> Iterator[tuple[str, Distance]]:
+    for i, j in which:
+        one, other = torch[i], flax[j]
+        if one is not None:  # what never got a gradient in PyTorch may have one in JAX: frozen, or an integer's
+            yield f"gradient of {role} {j}", distance(one, np.zeros(values[j].shape) if other is None else other)
+
+
+def _gradients(torch: Call, flax: Call) -> Iterator[tuple[str, Distance]]:
+    for name, gradient in flax.gradients.items():
+        other = torch.gradients.get(name, torch.gradients.get(GRADIENT_NAMES.get(name, name)))
+        if other is not None and other.size == gradient.size:
+            yield f"gradient of {name}", distance(other, gradient)
+
+
+def _floors(torch: Trace) -> dict[str, float]:
+    """For every kind of quantity the part of the norm of all of them together that a tensor's own norm must exceed."""
+
+    def floor(arrays: Iterator[np.ndarray | None]) -> float:
+        return TOLERANCES["float64_floor"].value * math.hypot(
+            *(norm(x) for x in arrays if x is not None and x.dtype.kind == "f")
+        )
+
+    values = floor(x for call in torch.calls for x in call.outputs)
+    cotangents = floor(x for call in torch.calls for x in call.output_cotangents)
+    gradients = floor(x for call in torch.calls for x in call.gradients.values())
+    of_values = {"input": values, "output": values}
+    return of_values | {"input cotangent": cotangents, "output cotangent": cotangents, "gradient": gradients}

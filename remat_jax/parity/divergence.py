@@ -1,0 +1,85 @@
+"""Which of the pairs of calls is where two models part: the innermost that makes a difference of what agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from remat_jax.parity.align import Distance
+from remat_jax.parity.compared import Pair
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A module that does something else than its original.
+
+    Attributes:
+        torch_path, flax_path: the module's path in either model; "" is the whole model.
+        what: which array shows it, such as "output 0", "gradient of input 0" or "gradient of kernel".
+        error, reference: the norm of the difference, and of PyTorch's array, in float64.
+        note: what may explain it, such as a module inside that ran in one model only.
+    """
+
+    torch_path: str
+    flax_path: str
+    what: str
+    error: float
+    reference: float
+    note: str = ""
+
+    def __str__(self) -> str:
+        """One line that names both modules and how far apart they are."""
+        torch, flax = (path or "(the whole model)" for path in (self.torch_path, self.flax_path))
+        said = f"{flax} against {torch}: {self.what} is {self.error:.2g} off, of {self.reference:.2g}"
+        return f"{said} ({self.note})" if self.note else said
+
+
+def divergence_of(pair: Pair, what: str, found: Distance, note: str = "") -> Divergence:
+    """What is wrong with a pair, in words."""
+    return Divergence(pair.torch.name, pair.flax.name, what, found.error, found.reference, note)
+
+
+def first_forward(pairs: Sequence[Pair]) -> Divergence | None:
+    """The first pair to end whose outputs disagree and whose inputs do not.
+
+    What is wrong reaches the outputs of all that is around it: a module that is cut otherwise, a residual being inside on one
+    side and outside on the other, does not, and is none.
+    """
+    for pair in pairs:
+        wrong = pair.bad("output")
+        if wrong and not pair.bad("input") and all(around.bad("output") for around in pair.all_around()):
+            return divergence_of(pair, *wrong)
+    return None
+
+
+def first_backward(pairs: Sequence[Pair], *, forward_agrees: bool) -> Divergence | None:
+    """The first pair in the order of the backward pass, sound in the forward pass, that makes wrong cotangents of right ones.
+
+    Where there is none though gradients are wrong, the module is named between whose modules a cotangent goes astray.
+    """
+    backwards = sorted(pairs, key=lambda pair: -pair.torch.started)
+    sound = [pair for pair in backwards if not (pair.bad("input") or pair.bad("output"))]
+    for pair in sound:
+        wrong = pair.bad("input cotangent") or pair.bad("gradient")
+        if wrong and not pair.bad("output cotangent"):
+            return divergence_of(pair, *wrong)
+    if not (forward_agrees and any(pair.bad("gradient") or pair.bad("input cotangent") for pair in pairs)):
+        return None
+    # Every module does what it should with the cotangent that it gets: one is lost between two modules.
+    for pair in sound:
+        wrong = pair.bad("output cotangent")
+        if wrong and pair.around and not pair.around.bad("output cotangent"):
+            return divergence_of(pair.around, *wrong, f"between its modules: at {pair.flax.name!r}")
+    return None
+
+
+def noted(found: Divergence, unmatched_torch: Sequence[str], unmatched_flax: Sequence[str]) -> Divergence:
+    """The divergence, with the modules directly inside that only one of the models has."""
+
+    def inside(path: str, others: Sequence[str]) -> list[str]:
+        within = [other for other in others if other.startswith(path + "/" if path else "") and other != path]
+        return [repr(other) for other in within if not any(other.startswith(outer + "/") for outer in within)]
+
+    theirs, ours = inside(found.torch_path, unmatched_torch), inside(found.flax_path, unmatched_flax)
+    said = [f"{side} alone has {', '.join(paths[:4])}" for side, paths in (("PyTorch", theirs), ("Flax", ours)) if paths]
+    return replace(found, note="; ".join(said))

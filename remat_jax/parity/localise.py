@@ -1,0 +1,184 @@
+"""Where a Flax model first leaves its PyTorch original: the module, in the forward pass and in the backward pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from remat_jax.errors import ArgumentError
+from remat_jax.parity.align import pairs as pairs_of
+from remat_jax.parity.alone import each_alone
+from remat_jax.parity.capture import Trace, in_float64
+from remat_jax.parity.capture_flax import read, trace_step
+from remat_jax.parity.capture_torch import capture_torch
+from remat_jax.parity.compared import compared, modules
+from remat_jax.parity.divergence import Divergence, first_backward, first_forward, noted
+from remat_jax.parity.match import match
+from remat_jax.parity.wide import keep_float64
+from remat_jax.porting import as_numpy
+
+
+@dataclass(frozen=True)
+class Divergences:
+    """What `first_divergences` finds.
+
+    Attributes:
+        forward: the first module, in the order of execution, whose inputs agree and whose output does not; None if none.
+        backward: the first module, in the order of the backward pass, whose forward pass agrees, and the cotangents of its
+            output, and not those of its inputs or its parameters' gradients; None if there is none.
+        alone: every module that is wrong by itself, where that was asked for.
+        matched: PyTorch's path → Flax's of the modules that were compared.
+        unmatched_torch, unmatched_flax: paths of the modules that have no counterpart.
+        stale: Flax modules whose recomputation, under a checkpoint, gave something else than their forward pass.
+        hidden: Flax modules that ran where nothing can be captured.
+    """
+
+    forward: Divergence | None
+    backward: Divergence | None
+    alone: tuple[Divergence, ...]
+    matched: dict[str, str]
+    unmatched_torch: tuple[str, ...]
+    unmatched_flax: tuple[str, ...]
+    stale: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+
+    @property
+    def none(self) -> bool:
+        """Whether nothing diverges."""
+        return not (self.forward or self.backward or self.alone or self.stale)
+
+
+def first_divergences(
+    torch_module: Any,
+    flax_module: Any,
+    variables: Any,
+    inputs: Any,
+    *,
+    flax_inputs: Any = None,
+    loss: Any = None,
+    mapping: Any = None,
+    torch_call: Callable[..., Any] | None = None,
+    flax_call: Callable[..., Any] | None = None,
+    transform: Callable[..., Any] | None = None,
+    single_step: bool = False,
+) -> Divergences:
+    """Run both models in both passes in float64; name the first module that differs in each.
+
+    A module is named where what it got agrees and what it gave does not: the innermost one, so that an attention is named whose
+    projections are right and whose products are wrong. The backward pass names only what the forward pass does not explain.
+
+    With `single_step` every Flax module is given what its original got, in both passes, so that no error is carried on, and all
+    modules that are wrong by themselves are listed in `alone`.
+
+    Args:
+        torch_module: a PyTorch module; a copy in float64 is run where it is in another dtype.
+        flax_module, variables: a Linen module and its variables, or an NNX module (variables None: its own), with the
+            weights of the other.
+        inputs: a tuple of arguments or a dict of keywords; those of Flax are `flax_inputs` where they are others.
+        loss: a function of the outputs to a scalar, for both models, or a pair of them, PyTorch's first. Without one it is the
+            sum of all outputs, weighted by fixed random numbers.
+        mapping: PyTorch's paths → Flax's of modules, as a dict or as a JSON file's path, for what names, order and sizes do not
+            tell; None for a path means that it has no counterpart.
+        torch_call, flax_call, transform: as `call` of `capture_torch`, and as `call` and `transform` of `capture_flax`.
+
+    Raises:
+        ArgumentError: a path of `mapping` is no module's, the outputs of the two are not alike, or the PyTorch module is in
+            train mode and has dropout.
+
+    >>> import flax.linen as nn, torch
+    >>> theirs = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
+    >>> ours = nn.Sequential([nn.Dense(3), nn.LayerNorm()])
+    >>> weights = {name: np.asarray(x.detach()) for name, x in theirs.state_dict().items()}
+    >>> variables = {"params": {
+    ...     "layers_0": {"kernel": weights["0.weight"].T, "bias": weights["0.bias"]},
+    ...     "layers_1": {"scale": weights["1.weight"], "bias": weights["1.bias"]}}}
+    >>> found = first_divergences(theirs, ours, variables, (np.ones((2, 3)),))
+    >>> found.forward.flax_path, found.backward  # epsilon is 1e-5 in PyTorch and 1e-6 in Flax
+    ('layers_1', None)
+    """
+    losses = loss if isinstance(loss, tuple) else (loss, loss)
+    theirs = _torch_trace(torch_module, inputs, losses[0], torch_call)
+    with _wide(flax_module, variables, inputs if flax_inputs is None else flax_inputs) as (module, given, arguments):
+        step = trace_step(module, given, arguments, losses[1], call=flax_call, transform=transform)
+        ours, slots = read(step)
+        _refuse_other_outputs(theirs, ours)
+        matched = match(modules(theirs), modules(ours), mapping)
+        pairs = compared(theirs, ours, matched)
+        alone = each_alone(step, slots, theirs, ours, matched, pairs) if single_step else ()
+    forward = first_forward(pairs)
+    unmatched = _unmatched(theirs, matched), _unmatched(ours, matched.values())
+    return Divergences(
+        forward=forward and noted(forward, *unmatched),
+        backward=first_backward(pairs, forward_agrees=forward is None),
+        alone=alone,
+        matched=matched,
+        unmatched_torch=unmatched[0],
+        unmatched_flax=unmatched[1],
+        stale=ours.stale,
+        hidden=ours.hidden,
+    )
+
+
+def _torch_trace(module: Any, inputs: Any, loss: Any, call: Any) -> Trace:
+    import torch
+
+    dropping = [
+        name
+        for name, inner in module.named_modules()
+        if inner.training and getattr(inner, "p", 0) and "Dropout" in type(inner).__name__
+    ]
+    if dropping:
+        raise ArgumentError(
+            f"torch_module is in train mode and drops out in {', '.join(dropping[:3])}: the frameworks draw other numbers; "
+            "call .eval(), or set the rate to 0"
+        )
+    floating = [x for x in (*module.parameters(), *module.buffers()) if x.is_floating_point()]
+    with keep_float64():
+        if any(x.dtype != torch.float64 for x in floating):
+            module = copy.deepcopy(module).double()
+        return capture_torch(module, _map_arrays(inputs, in_float64), loss, call=call)
+
+
+def _map_arrays(inputs: Any, change: Callable[[Any], Any]) -> Any:
+    """`change` applied to the arrays and tensors among arguments."""
+
+    def one(value: Any) -> Any:
+        return change(as_numpy(value)) if hasattr(value, "__array__") else value
+
+    if isinstance(inputs, Mapping):
+        return {name: one(value) for name, value in inputs.items()}
+    return tuple(jax.tree.map(one, value) for value in inputs)
+
+
+@contextmanager
+def _wide(module: Any, variables: Any, inputs: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """With 64-bit types on: the Flax model, its variables and its inputs in float64."""
+
+    def wide(leaf: Any) -> Any:
+        return jnp.asarray(leaf, jnp.float64) if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    with jax.enable_x64(True):
+        if isinstance(module, nnx.Module) and variables is None:
+            variables = nnx.state(module)
+        yield module, jax.tree.map(wide, variables), _map_arrays(inputs, lambda array: jnp.asarray(in_float64(array)))
+
+
+def _refuse_other_outputs(torch: Trace, flax: Trace) -> None:
+    theirs, ours = ([x.shape for x in trace[""].outputs if x.dtype.kind == "f"] for trace in (torch, flax))
+    if not pairs_of(torch[""].outputs, flax[""].outputs):
+        raise ArgumentError(
+            f"the models give outputs of shapes {theirs} (PyTorch) and {ours} (Flax): nothing can be compared; give "
+            "torch_call or flax_call, which return what is to be the same"
+        )
+
+
+def _unmatched(trace: Trace, matched: Iterable[str]) -> tuple[str, ...]:
+    known = set(matched)
+    return tuple(dict.fromkeys(call.path for call in trace.calls if call.path not in known))

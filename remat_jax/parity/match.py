@@ -1,0 +1,162 @@
+"""Which module of the PyTorch model is which of the Flax model: by names, order of execution and sizes, or as the user says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from remat_jax.errors import ArgumentError, nearest
+
+# Words that mean the same in the names of modules; "" for those that say nothing.
+_SAME = {
+    "h": "layers", "layer": "layers", "block": "layers", "blocks": "layers", "attn": "attention", "self": "",
+    "q": "query", "k": "key", "v": "value", "o": "out", "output": "out", "proj": "", "projection": "", "dense": "",
+    "linear": "",
+    "ln": "norm", "layernorm": "norm", "rmsnorm": "norm", "batchnorm": "norm", "mlp": "ffn", "embeddings": "embed",
+    "embedding": "embed", "tokens": "", "word": "words", "position": "positions", "fc": "ffn", "token": "", "type": "",
+}  # fmt: skip
+# What a module is by the name of its class; only modules that call no other are told by it.
+_SORTS: tuple[tuple[str, str], ...] = (
+    ("norm", "norm"),
+    ("drop", "dropout"),
+    ("embed", "embedding"),
+    ("conv", "convolution"),
+)
+_SORTS += (("linear|dense|einsum", "linear"), ("relu|gelu|silu|swish|tanh|sigmoid|activation|identity", "activation"))
+_LEAST = 0.35  # of at most about 2.5: names have nothing in common and the places are apart
+
+
+@dataclass(frozen=True)
+class Module:
+    """What is known of a module for finding its counterpart.
+
+    Attributes:
+        path, kind: its path, and the name of its class.
+        size: how many numbers its first result has; None if that is not known.
+        is_leaf: whether it calls no other module.
+    """
+
+    path: str
+    kind: str
+    size: int | None
+    is_leaf: bool
+
+
+def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) -> dict[str, str]:
+    """PyTorch path → Flax path, one to one; both are given in the order of execution.
+
+    What calls no other module is matched first, by sort, size, name and order; then what calls the same of these. `mapping` is
+    a dict of such paths, or the path of a JSON file with one, and wins; None there means that a module has no counterpart.
+
+    Raises:
+        ArgumentError: a path of `mapping` is no module's.
+
+    >>> torch = [Module("h/0/fc", "Linear", 4, True), Module("h/0", "Block", 4, False), Module("", "Model", 4, False)]
+    >>> flax = [Module("layers_0/up", "Dense", 4, True), Module("layers_0", "Layer", 4, False), Module("", "Net", 4, False)]
+    >>> match(torch, flax)
+    {'': '', 'h/0/fc': 'layers_0/up', 'h/0': 'layers_0'}
+    """
+    given = read_mapping(mapping, torch, flax)
+    found = {path: other for path, other in {"": "", **given}.items() if other is not None}
+    taken = {*given, ""}, {*found.values()}
+    free = [[module for module in side if module.path not in used] for side, used in zip((torch, flax), taken, strict=True)]
+    leaves = [[module for module in side if module.is_leaf] for side in free]
+    found |= _assigned(leaves[0], leaves[1], lambda a, b: 1.0 if sort_of(a.kind) == sort_of(b.kind) else None)
+
+    # A leaf of one side may be no leaf on the other, such as an attention that has its projections inside.
+    whole = [[m for m in side if not m.is_leaf or (sort_of(m.kind) == "other" and m.path not in used)]
+             for side, used in zip(free, (found.keys(), {*found.values()}), strict=True)]  # fmt: skip
+    leaf_paths = [module.path for module in torch if module.is_leaf and module.path in found]
+    inside = {m.path: {found[path] for path in leaf_paths if _is_in(path, m.path)} for m in whole[0]}
+    contents = {m.path: {found[path] for path in leaf_paths if _is_in(found[path], m.path)} for m in whole[1]}
+
+    def same(one: Module, other: Module) -> float | None:
+        return None if inside[one.path] != contents[other.path] else 1.0 if inside[one.path] else 0.0
+
+    return found | _assigned(whole[0], whole[1], same)
+
+
+def read_mapping(mapping: Any, torch: Sequence[Module], flax: Sequence[Module]) -> dict[str, str | None]:
+    """The user's mapping, checked.
+
+    Raises:
+        ArgumentError: it is no mapping, or a path in it is no module's.
+    """
+    if isinstance(mapping, str | Path):
+        mapping = json.loads(Path(mapping).read_text())
+    if mapping is None:
+        return {}
+    if not isinstance(mapping, Mapping):
+        raise ArgumentError(
+            f"mapping={mapping!r}: expected a dict of PyTorch path → Flax path, or the path of a JSON file with one"
+        )
+    for paths, side, name in ((mapping, torch, "PyTorch"), (filter(None, mapping.values()), flax, "Flax")):
+        known = [module.path for module in side]
+        for path in paths:
+            if path not in known:
+                raise ArgumentError(
+                    f"mapping: {path!r} is no module of the {name} model that was called.{nearest(path, known)}"
+                )
+    return dict(mapping)
+
+
+def _assigned(
+    torch: Sequence[Module], flax: Sequence[Module], base: Callable[[Module, Module], float | None]
+) -> dict[str, str]:
+    """The pairs of the largest sum of scores, none of which is too small."""
+    from scipy.optimize import linear_sum_assignment
+
+    scores = np.zeros((len(torch), len(flax)))
+    for i, one in enumerate(torch):
+        for j, other in enumerate(flax):
+            start = base(one, other)
+            if start is None or (one.size is not None and other.size is not None and one.size != other.size):
+                continue
+            apart = abs((i + 0.5) / len(torch) - (j + 0.5) / len(flax))
+            scores[i, j] = start * _LEAST + similarity(one.path, other.path) + 0.5 * (1 - apart)
+    rows, columns = linear_sum_assignment(scores, maximize=True)
+    good = [(i, j) for i, j in zip(rows, columns, strict=True) if scores[i, j] > 2 * _LEAST]
+    return {torch[i].path: flax[j].path for i, j in good}
+
+
+def similarity(one: str, other: str) -> float:
+    """How alike two module paths are, from 0 to 1.5: their words, those of the last part counted again.
+
+    >>> similarity("h/0/attn/c_proj", "layers_0/attention/c_proj"), similarity("h/0/ln_1", "layers_1/norm0") < 1
+    (1.5, True)
+    """
+    last = _alike(words(one.rpartition("/")[2]), words(other.rpartition("/")[2]))
+    return _alike(words(one), words(other)) + 0.5 * last
+
+
+def _alike(one: Counter[str], other: Counter[str]) -> float:
+    total = one.total() + other.total()
+    return 2 * (one & other).total() / total if total else 1.0
+
+
+def words(path: str) -> Counter[str]:
+    """The words and numbers of a module path, those that mean the same in one form."""
+    parts = (part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", path))
+    return Counter(filter(None, (_SAME.get(part, part) for part in parts)))
+
+
+def sort_of(kind: str) -> str:
+    """What a module is, by the name of its class: "linear", "norm", …, or "other".
+
+    >>> sort_of("LlamaRMSNorm"), sort_of("Dense"), sort_of("Block")
+    ('norm', 'linear', 'other')
+    """
+    if kind == "Conv1D":  # of transformers: a linear layer, unlike torch.nn.Conv1d
+        return "linear"
+    return next((sort for pattern, sort in _SORTS if re.search(pattern, kind.lower())), "other")
+
+
+def _is_in(path: str, container: str) -> bool:
+    return not container or path.startswith(container + "/")

@@ -1,0 +1,123 @@
+"""Taps on every module of a Flax model while it is traced: Linen by an interceptor, NNX by its classes' calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from remat_jax import compat
+from remat_jax.apply.nnx import patched
+from remat_jax.parity.taps import Label, tap
+
+_TAG = "parity_path"
+
+
+@dataclass
+class Traced:
+    """A call of a module while it was traced; in a loop one stands for all iterations.
+
+    Attributes:
+        path: of the module, loops without an index.
+        module: the module, bound if it is a Linen one; only what is static may be read from it.
+        parent: the place of the call around it.
+        parameters: the shapes and dtypes of the parameters that the module itself has, in a loop those of one iteration.
+    """
+
+    path: tuple[str, ...]
+    module: Any
+    parent: int | None
+    parameters: dict[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
+
+
+@dataclass
+class Recorder:
+    """The calls that were traced while `recording` held, in the order in which they began."""
+
+    calls: list[Traced] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+
+    def run(self, module: Any, path: tuple[str, ...], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`call(*args, **kwargs)`, taps on the arrays that go in and come out."""
+        number = len(self.calls)
+        self.calls.append(Traced(path, module, self.running[-1] if self.running else None))
+        self.running.append(number)
+        try:
+            args, kwargs = _tapped((args, kwargs), number, "input")
+            outputs = _tapped(call(*args, **kwargs), number, "output")
+            self.calls[number].parameters |= _parameters(module)
+            return outputs
+        finally:
+            self.running.pop()
+
+    @property
+    def paths(self) -> dict[int, tuple[str, ...]]:
+        """The path of every call."""
+        return dict(enumerate(call.path for call in self.calls))
+
+    @contextmanager
+    def recording(self, model: Any) -> Iterator[None]:
+        """Tap the calls of Linen modules; for an NNX `model` (tagged by `tag`) those of its modules."""
+        if isinstance(model, nnx.Module):
+            with patched(_classes(model), self._wrapped):
+                yield
+        else:
+            with linen.intercept_methods(self._intercept):
+                yield
+
+    def _intercept(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if context.method_name != "__call__":
+            return next_fun(*args, **kwargs)
+        return self.run(context.module, tuple(context.module.path), next_fun, args, kwargs)
+
+    def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            path = vars(module).get(_TAG)
+            if path is None:
+                return original(module, *args, **kwargs)
+            return self.run(module, tuple(filter(None, path.split("/"))), functools.partial(original, module), args, kwargs)
+
+        return call
+
+
+def tag(model: nnx.Module) -> None:
+    """Write its path into every module of `model`, as a static attribute: objects are made anew inside NNX's transforms."""
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Module):
+            setattr(node, _TAG, "/".join(map(str, path)))
+
+
+def _parameters(module: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The types of the arrays that a module itself has as parameters."""
+    if isinstance(module, nnx.Module):
+        own = {name: value.get_value() for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+    else:
+        own = module.variables.get("params", {})
+    unboxed = {name: linen.unbox(value) for name, value in own.items()}
+    return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in unboxed.items() if hasattr(value, "shape")}
+
+
+def _classes(model: nnx.Module) -> set[type]:
+    return {type(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
+
+
+def _tapped(values: Any, call: int, role: str) -> Any:
+    """`values` with taps; an array that is there several times has one, and one cotangent."""
+    leaves, treedef = jax.tree.flatten(values, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable | nnx.Module))
+    tapped = {id(leaf): leaf for leaf in leaves if _is_tappable(leaf)}
+    tapped = {key: tap(leaf, Label(call, role, number)) for number, (key, leaf) in enumerate(tapped.items())}
+    return jax.tree.unflatten(treedef, [tapped.get(id(leaf), leaf) for leaf in leaves])
+
+
+def _is_tappable(leaf: Any) -> bool:
+    """Whether `leaf` is an array of JAX's: an RNG key has no numbers, and a NumPy array may have to stay known."""
+    if not (compat.is_traced(leaf) or isinstance(leaf, jax.Array)):
+        return False
+    return bool(jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == jnp.bool_)

@@ -1,0 +1,221 @@
+"""What two models would do differently, read from their modules before anything is run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from remat_jax import compat
+from remat_jax.graph.walk import inner_jaxprs
+from remat_jax.parity.capture_flax import Step, trace_step
+from remat_jax.parity.match import Module, match, sort_of
+from remat_jax.parity.recorder import Traced
+from remat_jax.parity.tapped import is_tap
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that differs: of the Flax module at `path`; `what` it is, and its value in `torch` and in `flax`."""
+
+    path: str
+    what: str
+    torch: Any
+    flax: Any
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"{self.path or '(the whole model)'}: {self.what} is {self.torch} in PyTorch and {self.flax} in Flax"
+
+
+def differences(
+    torch_module: Any,
+    flax_module: Any,
+    variables: Any,
+    inputs: Any,
+    *,
+    mapping: Any = None,
+    flax_call: Any = None,
+) -> list[Difference]:
+    """List the settings in which matching modules differ, without running either model.
+
+    Compared are: epsilon of norms, momentum of batch norms (in Flax's sense, 1 − PyTorch's), the form of GELU, padding, strides,
+    dilation and groups of convolutions, rates of dropout, whether there is a bias, and dtypes. A Linen model is traced on
+    `variables` and `inputs` (a tuple of arguments or a dict of keywords), which may be `jax.ShapeDtypeStruct`; for an NNX model
+    `variables` is None. `mapping` is that of `first_divergences`, whose `matched` serves, and is surer than names alone.
+
+    What is called as a plain function, such as `torch.nn.functional.gelu`, is not seen in PyTorch.
+
+    >>> import flax.linen as nn, jax, jax.numpy as jnp, torch
+    >>> theirs, ours = torch.nn.Sequential(torch.nn.LayerNorm(3)), nn.Sequential([nn.LayerNorm()])
+    >>> x = jnp.ones((2, 3))
+    >>> for found in differences(theirs, ours, ours.init(jax.random.key(0), x), (x,)):
+    ...     print(found)
+    layers_0: epsilon is 1e-05 in PyTorch and 1e-06 in Flax
+    """
+    step = trace_step(flax_module, variables, inputs, call=flax_call, backward=False)
+    theirs = {path.replace(".", "/"): module for path, module in torch_module.named_modules()}
+    ours = _expanded(step)
+    listed = [Module(path, type(m).__name__, None, not list(m.children())) for path, m in theirs.items()]
+    outer = {path.rpartition("/")[0] for path in ours} | {""}
+    others = [Module(path, type(ours[path].module).__name__, None, path not in outer) for path in ours]
+    known = {path: other for path, other in (mapping or {}).items() if path in theirs and (other is None or other in ours)}
+    matched = match(listed, others, known) if not isinstance(mapping, str) else match(listed, others, mapping)
+    found = [
+        difference
+        for path, other in matched.items()
+        if sort_of(type(theirs[path]).__name__) == sort_of(type(ours[other].module).__name__) != "other"
+        for difference in _compared(other, torch_facts(theirs[path]), flax_facts(ours[other]))
+    ]
+    return [*found, *_rates(theirs, ours), *_gelus(theirs, step, matched)]
+
+
+def _compared(path: str, torch: Facts, flax: Facts) -> Iterator[Difference]:
+    for what in torch.keys() & flax.keys():
+        if torch[what] != flax[what]:
+            yield Difference(path, what, torch[what], flax[what])
+
+
+def torch_facts(module: Any) -> Facts:
+    """The settings of a PyTorch module, in Flax's words."""
+    sort, own = sort_of(type(module).__name__), dict(module.named_parameters(recurse=False))
+    facts: Facts = {}
+    epsilon = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+    if sort == "norm" and epsilon is not None:
+        facts["epsilon"] = epsilon
+    if sort == "norm" and "Batch" in type(module).__name__ and module.momentum is not None:
+        facts["momentum"] = 1 - module.momentum
+    if sort == "convolution":
+        facts |= {"strides": tuple(module.stride), "dilation": tuple(module.dilation), "groups": module.groups}
+        text = isinstance(module.padding, str)
+        facts["padding"] = module.padding.upper() if text else tuple((pad, pad) for pad in module.padding)
+        if text:
+            facts["padding"] = _padding(module.padding.upper(), module.kernel_size, module.stride, module.dilation)
+    if sort in ("linear", "convolution") or (sort == "norm" and own):
+        facts["bias"] = "bias" in own
+    if own:
+        facts["dtype"] = str(next(iter(own.values())).dtype).removeprefix("torch.")
+    return facts
+
+
+def flax_facts(call: Traced) -> Facts:
+    """The settings of a Linen or NNX module."""
+    module, sort = call.module, sort_of(type(call.module).__name__)
+    facts: Facts = {}
+    epsilon = getattr(module, "epsilon", getattr(module, "eps", None))
+    if sort == "norm" and epsilon is not None:
+        facts["epsilon"] = epsilon
+    if sort == "norm" and getattr(module, "momentum", None) is not None:
+        facts["momentum"] = module.momentum
+    if sort == "convolution" and hasattr(module, "padding"):
+        facts |= _convolution(module)
+    if sort in ("linear", "convolution") or (sort == "norm" and call.parameters):
+        facts["bias"] = "bias" in call.parameters
+    if call.parameters:
+        dtype = getattr(module, "dtype", None)
+        facts["dtype"] = np.dtype(next(iter(call.parameters.values())).dtype if dtype is None else dtype).name
+    return facts
+
+
+def _convolution(module: Any) -> Facts:
+    size = module.kernel_size
+    size = (size,) if isinstance(size, int) else tuple(size)
+
+    def each(value: Any) -> tuple[int, ...]:
+        return (value or 1,) * len(size) if value is None or isinstance(value, int) else tuple(value)
+
+    strides, dilation = each(module.strides), each(getattr(module, "kernel_dilation", 1))
+    padding = _padding(module.padding, size, strides, dilation)
+    return {"strides": strides, "dilation": dilation, "groups": module.feature_group_count, "padding": padding}
+
+
+def _padding(padding: Any, size: Any, strides: Any, dilation: Any) -> Any:
+    """Padding as pairs; "SAME" where the pairs depend on the size of the input."""
+    if padding == "VALID":
+        return tuple((0, 0) for _ in size)
+    if padding == "SAME" and all(stride == 1 for stride in strides):
+        spans = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
+        return tuple((span // 2, span - span // 2) for span in spans)
+    if isinstance(padding, str):
+        return padding
+    pads = (padding,) * len(size) if isinstance(padding, int) else padding
+    return tuple((pad, pad) if isinstance(pad, int) else tuple(pad) for pad in pads)
+
+
+def _rates(torch: Mapping[str, Any], flax: Mapping[str, Traced]) -> list[Difference]:
+    """Dropout rates of the whole models: their modules are often shared in one of them, and one for each place in the other."""
+    theirs = {m.p for m in torch.values() if sort_of(type(m).__name__) == "dropout" and getattr(m, "p", 0)}
+    rates = {getattr(c.module, "rate", 0) for c in flax.values() if sort_of(type(c.module).__name__) == "dropout"} - {0}
+    return [] if theirs == rates else [Difference("", "dropout rates", sorted(theirs), sorted(rates))]
+
+
+def _expanded(step: Step) -> dict[str, Traced]:
+    """The calls by path, layers of a loop one by one, in the order of execution."""
+    found: dict[str, Traced] = {}
+    entries = [(key, path, place) for place in step.places for _, path, key in place.instances()]
+    for _, path, place in sorted(entries, key=lambda entry: entry[0]):
+        found.setdefault(path, step.recorder.calls[place.label.call])
+    return found
+
+
+# GELU: in JAX it is a function, which is traced under its name; which module it is called in, the taps around it tell.
+
+
+def _gelus(torch: Mapping[str, Any], step: Step, matched: Mapping[str, str]) -> list[Difference]:
+    forms: dict[tuple[str, ...], str] = {}
+    _find_gelus(step.jaxpr, step, [], forms)
+    found = []
+    for path, module in torch.items():
+        form = _torch_gelu(module)
+        around = _nearest(path, matched)
+        inside = _without_indices(matched[around])
+        ours = {form for where, form in forms.items() if "/".join(where) == inside}
+        if form and ours and form not in ours:
+            found.append(Difference(matched[around], "GELU", form, " and ".join(sorted(ours))))
+    return found
+
+
+def _nearest(path: str, matched: Mapping[str, str]) -> str:
+    while path and path not in matched:
+        path = path.rpartition("/")[0]
+    return path
+
+
+def _without_indices(path: str) -> str:
+    return "/".join(part for part in path.split("/") if not part.isdigit())
+
+
+def _torch_gelu(module: Any) -> str:
+    name = type(module).__name__.lower()
+    if "gelu" not in name:
+        return ""
+    approximate = getattr(module, "approximate", "none") == "tanh" or re.search("tanh|new|fast", name)
+    return "by tanh" if approximate else "exact"
+
+
+def _find_gelus(jaxpr: Any, step: Step, running: list[int], forms: dict[tuple[str, ...], str]) -> None:
+    for eqn in jaxpr.jaxpr.eqns:
+        if is_tap(eqn):
+            label = eqn.params["label"]
+            if label.role == "input" and label.call not in running:
+                running.append(label.call)
+            elif label.role == "output" and label.call in running:
+                del running[running.index(label.call) :]
+            continue
+        bodies = [
+            compat.closed(one)
+            for value in inner_jaxprs(eqn).values()
+            for one in (value if isinstance(value, tuple) else (value,))
+        ]
+        if eqn.params.get("name") == "gelu" and bodies:
+            inner = {one.primitive.name for one in bodies[0].jaxpr.eqns}
+            path = step.recorder.calls[running[-1]].path if running else ()
+            forms[tuple(part for part in path if not part.isdigit())] = "by tanh" if "tanh" in inner else "exact"
+            continue
+        for body in bodies:
+            _find_gelus(body, step, running, forms)

@@ -1,0 +1,171 @@
+"""Evaluating a jaxpr that has taps: what stands at each of them comes out, stacked where it is in a loop."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from remat_jax import compat
+from remat_jax.graph.walk import inner_jaxprs, interpret
+from remat_jax.parity.taps import Label, tap_p
+
+Path = tuple["str | None", ...]
+Depths = dict[tuple[int, int], int]  # of a call, and how many loops are inside: where in its path the index comes
+
+# Their bodies run as often as data say, or on part of the data: nothing is taken out of them.
+_CLOSED = frozenset({"while", "cond", "shard_map", "pallas_call", "run_state"})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tap is in a program.
+
+    Attributes:
+        label, what: which array of which call, and whether this is the array's "value" or its "cotangent".
+        path: the module's path; None stands for the index of a loop.
+        key: the place in the order of execution, to be sorted by; None stands for the index of a loop.
+        loops: the lengths of the loops around it, the outermost first, negative where one runs backwards.
+    """
+
+    label: Label
+    what: str
+    path: Path
+    key: tuple[int | None, ...]
+    loops: tuple[int, ...] = ()
+
+    def instances(self) -> Iterator[tuple[tuple[int, ...], str, tuple[int, ...]]]:
+        """For every iteration: its indices, the path with them in it, and the key."""
+        for index in itertools.product(*(range(abs(length)) for length in self.loops)):
+            left = iter(index)
+            path = "/".join(str(next(left)) if part is None else part for part in self.path)
+            turns = iter([i if length > 0 else -length - 1 - i for i, length in zip(index, self.loops, strict=True)])
+            yield index, path, tuple(next(turns) if part is None else part for part in self.key)
+
+
+def places(jaxpr: Any, paths: Mapping[int, tuple[str, ...]]) -> tuple[list[Place], set[int]]:
+    """The taps in the closed `jaxpr` in order, and the calls of those that nothing can be taken out of.
+
+    `paths` has the module path of every call. The index of a loop comes behind what is common to the paths of all modules in
+    it: the path of the module that is repeated.
+    """
+    depths: Depths = {}
+    hidden: set[int] = set()
+    return _places(jaxpr, paths, depths, hidden), hidden
+
+
+def _places(
+    jaxpr: Any, paths: Mapping[int, tuple[str, ...]], depths: dict[tuple[int, int], int], hidden: set[int]
+) -> list[Place]:
+    found: list[Place] = []
+    for position, eqn in enumerate(jaxpr.jaxpr.eqns):
+        if is_tap(eqn):
+            label = eqn.params["label"]
+            found.append(Place(label, eqn.params["what"], paths[label.call], (position,)))
+            continue
+        body = _body(eqn)
+        if body is None:
+            hidden |= {inner.label.call for one in _bodies(eqn) for inner in _places(one, paths, {}, set())}
+            continue
+        inner = _places(body, paths, depths, hidden)
+        if eqn.primitive.name == "scan":
+            inner = _looped(eqn, inner, depths)
+        found += [Place(p.label, p.what, p.path, (position, *p.key), p.loops) for p in inner]
+    return found
+
+
+def _looped(eqn: Any, inner: list[Place], depths: Depths) -> list[Place]:
+    """Taps in the body of a scan, as they are outside; the loop of a backward pass has its index where forward had it."""
+    common = len(_common([place.path for place in inner]))
+    length = -eqn.params["length"] if eqn.params["reverse"] else eqn.params["length"]
+    found = []
+    for place in inner:
+        depth = depths.setdefault((place.label.call, len(place.loops)), common)
+        path = (*place.path[:depth], None, *place.path[depth:])
+        found.append(Place(place.label, place.what, path, (None, *place.key), (length, *place.loops)))
+    return found
+
+
+def _common(paths: Sequence[Path]) -> Path:
+    return tuple(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+
+
+def evaluate(jaxpr: Any, args: Sequence[Any], given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Evaluate the closed `jaxpr`; return its outputs, and what arrived at each tap, in the order of `places`.
+
+    Where `given` has an array for a tap, and not None, the program goes on with that array instead.
+    """
+    values: list[Any] = []
+    left = iter(given)
+
+    def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+        if is_tap(eqn):
+            values.append(inputs[0])
+            other = next(left)
+            return [inputs[0] if other is None else np.asarray(other, inputs[0].dtype)]
+        body = _body(eqn)
+        count = 0 if body is None else _count(body)
+        # A call without taps is taken apart too: as it stands it would be compiled, each time anew.
+        if body is None or (eqn.primitive.name == "scan" and not (count and eqn.params["length"])):
+            return None
+        mine = [next(left) for _ in range(count)]
+        with compat.eqn_context(eqn):
+            outputs, inner = _scan(eqn, body, inputs, mine) if eqn.primitive.name == "scan" else evaluate(body, inputs, mine)
+        values.extend(inner)
+        return outputs
+
+    return interpret(jaxpr, args, visit), values
+
+
+def _scan(eqn: Any, body: Any, inputs: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The loop in Python: its operations are compiled already for the next model, a loop would be compiled for itself."""
+    consts, carried = compat.scan_layout(eqn)
+    carry, length = inputs[consts : consts + carried], eqn.params["length"]
+    xs = [_rows(x) for x in inputs[consts + carried :]]
+    turns = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
+    made: dict[int, list[Any]] = {}
+    for turn in turns:
+        mine = [None if one is None else one[turn] for one in given]
+        outputs, values = evaluate(body, [*inputs[:consts], *carry, *(x[turn] for x in xs)], mine)
+        carry, made[turn] = outputs[:carried], [*outputs[carried:], *values]
+    ys = [_stacked([made[turn][k] for turn in range(length)]) for k in range(len(eqn.outvars) - carried + len(given))]
+    return [*carry, *ys[: len(eqn.outvars) - carried]], ys[len(eqn.outvars) - carried :]
+
+
+def _rows(x: Any) -> Any:
+    """`x` to be indexed: in NumPy, wherever it was, unless it holds RNG keys."""
+    return x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
+
+
+def _stacked(rows: list[Any]) -> Any:
+    is_key = jax.dtypes.issubdtype(rows[0].dtype, jax.dtypes.extended)
+    return jax.numpy.stack(rows) if is_key else np.stack([np.asarray(row) for row in rows])
+
+
+def is_tap(eqn: Any) -> bool:
+    """Whether an equation is a tap on a value or a cotangent; one on a tangent says nothing."""
+    return eqn.primitive is tap_p and eqn.params["what"] != "tangent"
+
+
+def _bodies(eqn: Any) -> list[Any]:
+    values = inner_jaxprs(eqn).values()
+    return [compat.closed(one) for value in values for one in (value if isinstance(value, tuple) else (value,))]
+
+
+def _body(eqn: Any) -> Any | None:
+    """The jaxpr that `eqn` evaluates on its own inputs, once or once per iteration."""
+    bodies = _bodies(eqn)
+    fits = len(bodies) == 1 and len(bodies[0].in_avals) == len(eqn.invars)
+    return bodies[0] if fits and eqn.primitive.name not in _CLOSED else None
+
+
+def _count(jaxpr: Any) -> int:
+    total = 0
+    for eqn in jaxpr.jaxpr.eqns:
+        body = None if is_tap(eqn) else _body(eqn)
+        total += 1 if is_tap(eqn) else 0 if body is None else _count(body)
+    return total
