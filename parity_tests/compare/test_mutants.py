@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,35 +20,45 @@ SWAPPED = output(c.swapped_queries_and_keys)
 
 
 class Fault(NamedTuple):
-    """What is changed, a tensor that has to be named as wrong, and whether the outputs stay right."""
+    """What is changed, a tensor that has to be named as wrong, whether the outputs are too, and the module that is at fault."""
 
     change: Callable[[c.Call], c.Call] | None
     named: str
     forward: bool = True
+    module: str = ""
     rules: tuple[str, str] | None = None
 
 
 STACK = {
-    "a sign flipped": Fault(at("layers_0/ffn/up", FLIPPED), "layers.0.ffn.0.weight", forward=False),
-    "a gradient doubled": Fault(at("layers_1/ffn/down", DOUBLED), "layers.1.ffn.2.bias", forward=False),
+    "a sign flipped": Fault(at("layers_0/ffn/up", FLIPPED), "layers.0.ffn.0.weight", forward=False, module="layers/0/ffn/0"),
+    "a gradient doubled": Fault(
+        at("layers_1/ffn/down", DOUBLED), "layers.1.ffn.2.bias", forward=False, module="layers/1/ffn/2"
+    ),
     "an input detached": Fault(at("layers_0/ffn", c.detached), "layers.0.norm1.weight", forward=False),
     "a bias without a gradient": Fault(
         at("layers_0/self_attn/in_proj", c.without_bias_gradient), "layers.0.self_attn.in_proj_bias", forward=False
     ),
-    "a layer left out": Fault(at("layers_1", c.skipped), "output"),
-    "query and key swapped": Fault(at("layers_0/self_attn/in_proj", SWAPPED), "output"),
-    "another epsilon": Fault(at("layers_1/norm2", c.another_epsilon(1e-6)), "output"),
+    "a layer left out": Fault(at("layers_1", c.skipped), "output", module="layers/1"),
+    "query and key swapped": Fault(at("layers_0/self_attn/in_proj", SWAPPED), "output", module="layers/0/self_attn"),
+    "another epsilon": Fault(at("layers_1/norm2", c.another_epsilon(1e-6)), "output", module="layers/1/norm2"),
     "a square kernel not transposed": Fault(
         None, "output", rules=("self_attn/out_proj/kernel | linear", "self_attn/out_proj/kernel")
     ),
 }
 GPT2 = {
-    "a sign flipped": Fault(at("layers_1/attn/c_proj", FLIPPED), "transformer.h.1.attn.c_proj.weight", forward=False),
-    "a gradient doubled": Fault(at("layers_0/mlp", DOUBLED), "transformer.h.0.mlp.c_fc.weight", forward=False),
+    "a sign flipped": Fault(
+        at("layers_1/attn/c_proj", FLIPPED),
+        "transformer.h.1.attn.c_proj.weight",
+        forward=False,
+        module="transformer/h/1/attn/c_proj",
+    ),
+    "a gradient doubled": Fault(
+        at("layers_0/mlp", DOUBLED), "transformer.h.0.mlp.c_fc.weight", forward=False, module="transformer/h/0/mlp"
+    ),
     "an embedding detached": Fault(at("wpe", output(jax.lax.stop_gradient)), "transformer.wpe.weight", forward=False),
-    "a layer left out": Fault(at("layers_0", c.skipped), "output"),
-    "query and key swapped": Fault(at("layers_1/attn/c_attn", SWAPPED), "output"),
-    "another epsilon": Fault(at("ln_f", c.another_epsilon(1e-6)), "output"),
+    "a layer left out": Fault(at("layers_0", c.skipped), "output", module="transformer/h/0"),
+    "query and key swapped": Fault(at("layers_1/attn/c_attn", SWAPPED), "output", module="transformer/h/1/attn/c_attn"),
+    "another epsilon": Fault(at("ln_f", c.another_epsilon(1e-6)), "output", module="transformer/ln_f"),
     "the mask inverted": Fault(
         lambda call: lambda model, **x: call(model, **{**x, "attention_mask": 1 - x["attention_mask"]}), "output"
     ),
@@ -74,6 +85,10 @@ def check_found(report: ParityReport, fault: Fault) -> None:
     # By its value: another shape or dtype would be found without any arithmetic.
     assert all(" off in float64" in problem for problems in wrong.values() for problem in problems)
     assert ("output" in wrong) == fault.forward
+    if fault.module:
+        first = report.divergences["forward" if fault.forward else "backward"]
+        assert first["torch_path"] == fault.module
+        assert f"{fault.module} (" in str(report)
 
 
 @pytest.mark.parametrize("name", STACK)
@@ -92,6 +107,15 @@ def test_the_other_gelu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     report = run(c.gpt2(), **c.QUICK)
     assert "output" in failed(report)
     assert 1e-7 < (next(row.error for row in report.rows if row.name == "output") or 0) < 1e-2
+
+
+def test_the_setting_that_differs_is_named() -> None:
+    config = dataclasses.replace(c.GPT2.config, layer_norm_eps=1e-6)
+    report = run({**c.gpt2(), "flax_module": c.GPT2.make_flax(config)}, **c.QUICK)
+    assert not report.passed
+    assert {(one["what"], one["torch"], one["flax"]) for one in report.differences} == {("epsilon", "1e-05", "1e-06")}
+    assert report.divergences["forward"]["torch_path"] == "transformer/h/0/ln_1"
+    assert "epsilon is 1e-05 in PyTorch, 1e-06 in Flax" in str(report)
 
 
 def test_only_the_gradients_behind_the_fault_are_wrong() -> None:

@@ -13,6 +13,7 @@ from remat_jax import porting
 from remat_jax.errors import ArgumentError
 from remat_jax.parity.case import Arrays, Case, Run, make_case
 from remat_jax.parity.checks import gradients_check, losses_check, planted_checks, precision_check, weight_check
+from remat_jax.parity.explain import first_difference, settings
 from remat_jax.parity.flax_side import FlaxSide
 from remat_jax.parity.ledger import Ledger
 from remat_jax.parity.report import Check, MemoryRow, ParityReport
@@ -142,6 +143,7 @@ class _Comparison:
         self._torch_modes()
         if memory:
             self._measure(target)
+        differences, divergences = self._explain()
         for row in self.ledger.rows():
             row.flax = ", ".join(path for path, names in self.flax.sources.items() if row.name in names)
         return ParityReport(
@@ -154,7 +156,20 @@ class _Comparison:
             modes=self.case.modes,
             dtypes=self.case.dtypes,
             optimizer=self.case.optimizer.name if self.case.optimizer else None,
+            divergences=divergences,
+            differences=differences,
         )
+
+    def _explain(self) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+        """What the modules say that differs, and where tensors do, the first module in either pass."""
+        if all(row.passed for row in self.ledger.rows() if row.kind != "update"):
+            return (), {}
+        self.say("where the two first differ")
+        with _precision("float64"):
+            model, variables = self.torch.make("float64"), self.flax.tree(self.before)
+            divergences, checks = first_difference(self.case, model, variables)
+            self.checks += checks
+            return settings(self.case, model, variables), divergences
 
     # Tensors.
 

@@ -72,6 +72,10 @@ class FlaxSide:
         filled = Variables(from_torch(state_dict, self._tree(dtype), self.rules, dtype=dtype)).leaves
         return {path: x.astype(dtype) if is_floating(x.dtype) else x for path, x in filled.items()}
 
+    def tree(self, weights: Leaves) -> Any:
+        """Variables in float64 as the model takes them."""
+        return self._variables("float64").rebuild(weights)
+
     def run(self, dtype: str, mode: str, weights: Leaves, *, steps: int = 0) -> FlaxRun:
         """A training step with these weights, and with an optimizer so many steps."""
         trained, others = self._divided(weights)

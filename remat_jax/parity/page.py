@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from remat_jax.parity.report import ParityReport, TensorRow
+from remat_jax.parity.report import ParityReport, TensorRow, relative
 from remat_jax.report.page import Bar, Column, Node, html_page
 from remat_jax.report.tables import format_error
 
@@ -40,7 +40,9 @@ def module_tree(report: ParityReport) -> Node:
     for direction, found in report.divergences.items():
         if found:
             node = _path(root, [part for part in found["torch_path"].replace("/", ".").split(".") if part])[-1]
-            node.mark = " ".join(filter(None, (node.mark, f"◀ first difference, {direction} ({format_error(found['error'])})")))
+            node.mark = " ".join(
+                filter(None, (node.mark, f"◀ first difference, {direction} ({format_error(relative(found))})"))
+            )
     return root
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,8 @@ class ParityReport:
         rows: one per output, parameter, input, state and update.
         checks: the precision of both frameworks, the modes of PyTorch, the planted faults, the training run, …
         memory: residual bytes of both frameworks in every mode.
-        divergences: `forward` and `backward` → the first module that differs, or None; empty where nothing was sought.
-        differences: what the modules themselves say that differs, such as an epsilon.
+        divergences: `forward` and `backward` → the first module that differs, or None; empty where nothing differs.
+        differences: what the modules' own settings say that differs, such as an epsilon, where something does.
         torch, flax: what was compared.
         rules: the weight map, as text.
         modes, dtypes, optimizer: what was asked.
@@ -172,11 +172,30 @@ class ParityReport:
     def __rich__(self) -> Any:
         parts = [_checks_table(self), _rows_table(self)]
         parts += [_memory_table(self)] if self.memory else []
-        parts += [f"first difference, {where}: {found}" for where, found in self.divergences.items() if found]
+        parts += [said(where, found) for where, found in self.divergences.items() if found]
+        parts += [
+            f"{one['path']}: {one['what']} is {one['torch']} in PyTorch, {one['flax']} in Flax" for one in self.differences
+        ]
         return Group(*parts, self.verdict())
 
     def __str__(self) -> str:
         return render(self)
+
+
+def said(direction: str, found: Mapping[str, Any]) -> str:
+    """One line of the first module that differs.
+
+    >>> said("forward", {"torch_path": "ln", "flax_path": "norm", "what": "output 0", "error": 1e-3, "reference": 10.0})
+    'first difference, forward: ln (norm in Flax), output 0 1.0e-04 off'
+    """
+    names = f"{found['torch_path'] or 'the whole model'} ({found['flax_path'] or 'the whole model'} in Flax)"
+    note = f" ({found['note']})" if found.get("note") else ""
+    return f"first difference, {direction}: {names}, {found['what']} {relative(found):.1e} off{note}"
+
+
+def relative(found: Mapping[str, Any]) -> float:
+    """How far off a divergence is, as a part of what it should be."""
+    return float(found["error"] / found["reference"]) if found["reference"] else float("inf")
 
 
 def _checks_table(report: ParityReport) -> Any:
