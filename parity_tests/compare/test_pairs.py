@@ -75,7 +75,7 @@ def test_a_report_is_plain_data(stack: ParityReport) -> None:
 def test_other_optimizers_in_nnx(optimizer: str) -> None:
     report = run(c.stack("nnx"), modes=("off",), dtypes="float64", optimizer=optimizer, memory=False)
     assert report.passed, str(report)
-    assert check(report, "training in float64").passed
+    assert check(report, "training in float64").found.startswith("3 steps, losses at most ")
     assert sum(row.kind == "update" for row in report.rows) == 24
 
 
@@ -88,7 +88,7 @@ def test_nnx_under_a_policy_of_ones_own() -> None:
 
 
 def test_a_model_of_transformers_in_half_precision() -> None:
-    report = run(c.gpt2(scan=True), modes=("off", "offload"), dtypes=("float64", "bfloat16"), optimizer="adamw", steps=2)
+    report = run(c.gpt2(scan=True), modes="offload", dtypes=("float64", "bfloat16"), optimizer="adamw")
     assert report.passed, str(report)
     rows = {row.name: row for row in report.rows}
     assert rows["transformer.wte.weight"].flax == "params/wte/embedding"
@@ -117,7 +117,7 @@ def test_tables_in_float32_want_a_function_that_builds_the_model() -> None:
         **c.QUICK,
     }
     rounded = run({**case, "torch_module": p.make_torch(port, "float32")})
-    assert not rounded.passed
+    assert not rounded.passed and rounded.proves
     assert "rotary_emb.inv_freq" in check(rounded, "PyTorch's tables").found
     exact = run({**case, "torch_module": lambda: p.make_torch(port, "float64")})
     assert exact.passed, str(exact)
