@@ -6,8 +6,10 @@ import itertools
 import json
 from typing import Any
 
+import flax.linen as nn
 import numpy as np
 import pytest
+import torch
 
 import remat_jax as rj
 from parity_tests.compare import cases as c
@@ -121,3 +123,31 @@ def test_tables_in_float32_want_a_function_that_builds_the_model() -> None:
     assert "rotary_emb.inv_freq" in check(rounded, "PyTorch's tables").found
     exact = run({**case, "torch_module": lambda: p.make_torch(port, "float64")})
     assert exact.passed, str(exact)
+
+
+def test_statistics_that_a_forward_pass_writes_are_compared() -> None:
+    """Of the variance PyTorch keeps the unbiased one and Flax the biased one: the rows say so, and the mean agrees."""
+    x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    rules = """
+        weight -> params/scale
+        bias -> params/bias
+        running_{name} -> batch_stats/{name}
+        extra: num_batches_tracked
+    """
+    norm = nn.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, use_fast_variance=False)
+    report = run({"torch_module": torch.nn.BatchNorm1d(3), "flax_module": norm, "inputs": x, "rules": rules}, **c.QUICK)
+    assert {row.name: row.passed for row in report.rows if row.kind == "state"} == {
+        "batch_stats/mean": True,
+        "batch_stats/var": False,
+    }
+    assert {row.kind for row in report.failed_rows} == {"state"}
+    still = run(
+        {
+            "torch_module": torch.nn.BatchNorm1d(3).eval(),
+            "flax_module": norm.clone(use_running_average=True),
+            "inputs": x,
+            "rules": rules,
+        },
+        **c.QUICK,
+    )
+    assert still.passed, str(still)
