@@ -19,6 +19,9 @@ os.environ["REMAT_JAX_CACHE"] = "off"
 collect_ignore: list[str] = []
 if importlib.util.find_spec("torch") is None:
     collect_ignore += ["torch_ref", "parity_tests", "remat_jax/porting/float64.py"]
+    # Their examples compare with PyTorch.
+    names = ("asserting", "capture_torch", "comparison", "localise", "semantics")
+    collect_ignore += [f"remat_jax/parity/{name}.py" for name in names]
 
 
 @pytest.fixture

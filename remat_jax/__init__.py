@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat_jax import porting
+from remat_jax import parity, porting
 from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.apply.jax_policies import jax_policy
 from remat_jax.apply.pytorch_style import checkpoint_sequential, gradient_checkpoint_forward
@@ -31,6 +31,7 @@ __all__ = [
     "jax_policy",
     "measure",
     "offload_optimizer",
+    "parity",
     "porting",
     "remat",
     "replan",

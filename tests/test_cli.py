@@ -86,7 +86,14 @@ def shell(*arguments, cwd=ROOT):
 def test_help_lists_the_commands_that_work_and_no_other():
     found = run("--help")
     assert found.exit_code == 0
-    assert [info.callback.__name__ for info in app.registered_commands] == ["demo", "doctor", "measure", "policies", "targets"]
+    assert [info.callback.__name__ for info in app.registered_commands] == [
+        "demo",
+        "doctor",
+        "measure",
+        "parity",
+        "policies",
+        "targets",
+    ]
     assert all(f" {name} " in found.stdout for name in ("demo", "doctor", "measure", "policies", "targets"))
 
 

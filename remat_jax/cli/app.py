@@ -8,6 +8,7 @@ from remat_jax.cli.demo import demo
 from remat_jax.cli.doctor import doctor
 from remat_jax.cli.lists import policies, targets
 from remat_jax.cli.measure import measure
+from remat_jax.cli.parity import parity
 
 app = typer.Typer(
     help="Activation checkpointing and host offload for Flax models: apply, measure, and prove against PyTorch.",
@@ -20,5 +21,6 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(doctor)
 app.command()(measure)
+app.command()(parity)
 app.command()(policies)
 app.command()(targets)

@@ -1,4 +1,4 @@
-"""Finding the workload that a user names on the command line."""
+"""Finding the workload, or the case, that a user names on the command line."""
 
 from __future__ import annotations
 
@@ -21,35 +21,44 @@ _EXPECTED = "expected path/to/file.py:function or package.module:function"
 def load_workload(name: str) -> Workload:
     """The workload that `name` stands for: a function without arguments that returns one, or the workload itself.
 
+    Raises:
+      ArgumentError: as `load_named`.
+    """
+    found: Workload = load_named(name, "workload", (Workload,), "a remat_jax.Workload")
+    return found
+
+
+def load_named(name: str, argument: str, kinds: tuple[type, ...], expected: str) -> Any:
+    """What `name` stands for: a function without arguments that returns one of `kinds`, or that itself.
+
     A file inside a package is imported as a part of it, so that its relative imports work; a file by itself may import
-    what lies beside it, as if Python ran it.
+    what lies beside it, as if Python ran it. `argument` is what messages call it, and `expected` what they ask for.
 
     Raises:
       ArgumentError: there is no such file, module or function, it cannot be run, or it gives something else.
     """
     where, colon, attribute = name.rpartition(":")
+    told = f"{argument}={name!r}"
     if not colon or not where or not attribute.isidentifier():
-        raise ArgumentError(f"workload={name!r}: {_EXPECTED}, such as train.py:job")
-    module = _guarded(name, lambda: _module(where, name))
+        raise ArgumentError(f"{told}: {_EXPECTED}, such as train.py:job")
+    module = _guarded(told, lambda: _module(where, told))
     if not hasattr(module, attribute):
-        choices = [one for one, value in vars(module).items() if _may_be_meant(module, one, value)]
+        choices = [one for one, value in vars(module).items() if _may_be_meant(module, one, value, kinds)]
         raise ArgumentError(
-            f"workload={name!r}: {where} has no {attribute!r}.{nearest(attribute, choices)} "
+            f"{told}: {where} has no {attribute!r}.{nearest(attribute, choices)} "
             f"It has {', '.join(choices[:8]) or 'no function of its own'}."
         )
     found = getattr(module, attribute)
-    if not isinstance(found, Workload):
-        found = _called(name, found)
-    if not isinstance(found, Workload):
-        raise ArgumentError(f"workload={name!r} gave a {type(found).__name__}: expected a remat_jax.Workload")
+    if not isinstance(found, kinds):
+        found = _called(told, found, expected)
+    if not isinstance(found, kinds):
+        raise ArgumentError(f"{told} gave a {type(found).__name__}: expected {expected}")
     return found
 
 
-def _called(name: str, function: Any) -> Any:
+def _called(told: str, function: Any, expected: str) -> Any:
     if not callable(function):
-        raise ArgumentError(
-            f"workload={name!r} is a {type(function).__name__}: expected a remat_jax.Workload, or a function that returns one"
-        )
+        raise ArgumentError(f"{told} is a {type(function).__name__}: expected {expected}, or a function that returns one")
     needed = [
         one.name
         for one in inspect.signature(function).parameters.values()
@@ -57,24 +66,24 @@ def _called(name: str, function: Any) -> Any:
     ]
     if needed:
         raise ArgumentError(
-            f"workload={name!r} needs the arguments {', '.join(needed)}: expected a function without arguments; "
+            f"{told} needs the arguments {', '.join(needed)}: expected a function without arguments; "
             "give them defaults, or wrap it in one that takes none"
         )
-    return _guarded(name, function)
+    return _guarded(told, function)
 
 
-def _module(where: str, name: str) -> ModuleType:
+def _module(where: str, told: str) -> ModuleType:
     path = Path(where)
     if path.suffix == ".py":
         if not path.is_file():
-            raise ArgumentError(f"workload={name!r}: there is no file {where} in {Path.cwd()}; {_EXPECTED}")
+            raise ArgumentError(f"{told}: there is no file {where} in {Path.cwd()}; {_EXPECTED}")
         return _from_file(path.resolve())
     if not all(part.isidentifier() for part in where.split(".")):
-        raise ArgumentError(f"workload={name!r}: {where!r} is neither a .py file nor a module's name; {_EXPECTED}")
+        raise ArgumentError(f"{told}: {where!r} is neither a .py file nor a module's name; {_EXPECTED}")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     if not _exists(where):
-        raise ArgumentError(f"workload={name!r}: there is no module {where!r} here or among what is installed; {_EXPECTED}")
+        raise ArgumentError(f"{told}: there is no module {where!r} here or among what is installed; {_EXPECTED}")
     return importlib.import_module(where)
 
 
@@ -102,7 +111,7 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _guarded(name: str, run: Callable[[], Any]) -> Any:
+def _guarded(told: str, run: Callable[[], Any]) -> Any:
     """`run()`, with whatever the user's code raises told in one line that says where."""
     try:
         return run()
@@ -112,13 +121,13 @@ def _guarded(name: str, run: Callable[[], Any]) -> Any:
         frames = traceback.extract_tb(error.__traceback__)
         users = [frame for frame in frames if "importlib" not in frame.filename and Path(frame.filename).parent != _HERE]
         at = f", at {users[0].filename}:{users[0].lineno} in {users[0].name}" if users else ""
-        raise ArgumentError(f"workload={name!r}: running it raised {type(error).__name__}: {error}{at}") from error
+        raise ArgumentError(f"{told}: running it raised {type(error).__name__}: {error}{at}") from error
 
 
 _HERE = Path(__file__).parent
 
 
-def _may_be_meant(module: ModuleType, name: str, value: Any) -> bool:
-    if isinstance(value, Workload):
+def _may_be_meant(module: ModuleType, name: str, value: Any, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, kinds) and not name.startswith("_"):
         return True
     return inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")

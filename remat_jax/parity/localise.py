@@ -21,8 +21,8 @@ from remat_jax.parity.capture_torch import capture_torch
 from remat_jax.parity.compared import compared, modules
 from remat_jax.parity.divergence import Divergence, first_backward, first_forward, noted
 from remat_jax.parity.match import match
-from remat_jax.parity.wide import keep_float64
 from remat_jax.porting import as_numpy
+from remat_jax.porting.float64 import keep_float64
 
 
 @dataclass(frozen=True)

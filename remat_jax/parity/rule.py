@@ -57,14 +57,14 @@ def judge(reference64: Tensors, candidate_jax: Tensors, candidate_torch: Tensors
     [False]
     """
     epsilon(dtype)  # an unknown dtype is an error of the caller's, not a failed row
-    norm = global_norm(reference64)
+    whole = global_norm(reference64)
     return [
-        _row(name, reference64, candidate_jax, candidate_torch, dtype_name(dtype), norm)
+        _row(name, reference64, candidate_jax, candidate_torch, dtype_name(dtype), whole)
         for name in _names(reference64, candidate_jax, candidate_torch)
     ]
 
 
-def _row(name: str, reference: Tensors, jax: Tensors, torch: Tensors, dtype: str, norm: float) -> Row:
+def _row(name: str, reference: Tensors, jax: Tensors, torch: Tensors, dtype: str, whole: float) -> Row:
     problems = [
         problem
         for problem in (
@@ -74,12 +74,12 @@ def _row(name: str, reference: Tensors, jax: Tensors, torch: Tensors, dtype: str
         )
         if problem
     ]
-    if not math.isfinite(norm):
+    if not math.isfinite(whole):
         problems.append("the reference's global norm is not finite")
     if problems:
         return Row(name, math.inf, math.inf, 0.0, math.inf, passed=False, problem="; ".join(problems))
     err_jax, err_torch = _distance(reference[name], jax[name]), _distance(reference[name], torch[name])
-    rounding, meaningful = epsilon(dtype) * norm, TOLERANCES["meaningful_error"].value * norm
+    rounding, meaningful = epsilon(dtype) * whole, TOLERANCES["meaningful_error"].value * whole
     if not err_torch <= meaningful:
         problem = f"PyTorch is {err_torch:.2g} from the reference, more than {meaningful:.2g}: no rounding error"
     else:
@@ -105,17 +105,40 @@ def float64_error(reference: Tensors, candidate: Tensors) -> tuple[float, str]:
     >>> float64_error({"w": np.array([3.0, 4.0])}, {})
     (inf, 'w')
     """
+    errors = float64_errors(reference, candidate)
+    worst = max(errors, key=lambda name: errors[name])
+    return errors[worst], worst
+
+
+def float64_errors(reference: Tensors, candidate: Tensors) -> dict[str, float]:
+    """Return the relative error of every tensor of either side, as `float64_error` measures it, the reference's first.
+
+    Raises:
+        ArgumentError: when `reference` is empty: nothing would be compared.
+
+    >>> float64_errors({"w": np.array([3.0, 4.0]), "b": np.ones(1)}, {"w": np.array([3.0, 4.5]), "b": np.ones(1)})
+    {'w': 0.1, 'b': 0.0}
+    """
     floor = TOLERANCES["float64_floor"].value * global_norm(reference)
-    errors = []
+    errors = {}
     for name in _names(reference, candidate):
         sides = (("the reference", reference), ("the candidate", candidate))
         if not math.isfinite(floor) or any(_problem(label, x, name, "float64", reference) for label, x in sides):
-            errors.append((math.inf, name))
+            errors[name] = math.inf
             continue
         distance = _distance(reference[name], candidate[name])
         scale = max(_norm(np.asarray(reference[name])), floor)
-        errors.append((0.0 if distance == 0 else distance / scale if scale else math.inf, name))
-    return max(errors, key=lambda entry: entry[0])
+        errors[name] = 0.0 if distance == 0 else distance / scale if scale else math.inf
+    return errors
+
+
+def incomparable(reference: Tensors, candidate: Tensors, name: str, dtype: str) -> str:
+    """Say what makes a tensor of JAX's incomparable with its reference, as in a `Row`; empty when nothing does."""
+    found = (
+        _problem("the reference", reference, name, "float64", reference),
+        _problem("JAX", candidate, name, dtype, reference),
+    )
+    return "; ".join(filter(None, found))
 
 
 def global_norm(tensors: Tensors) -> float:
@@ -129,7 +152,16 @@ def global_norm(tensors: Tensors) -> float:
     """
     if not tensors:
         raise ArgumentError("the reference holds no tensor, expected at least one: an empty comparison proves nothing")
-    return math.hypot(*(_norm(np.asarray(x).astype(np.float64)) for x in tensors.values()))
+    return math.hypot(*(norm(x) for x in tensors.values()))
+
+
+def norm(tensor: Any) -> float:
+    """Return the Euclidean norm of one tensor, summed in float64.
+
+    >>> norm(np.array([3.0, 4.0]))
+    5.0
+    """
+    return _norm(np.asarray(tensor).astype(np.float64))
 
 
 def _norm(x: np.ndarray) -> float:

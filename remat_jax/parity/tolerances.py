@@ -33,6 +33,12 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
             "relative error of a correct port in float64, norm-wise per tensor. Rounding gives about 1e-15 on a few "
             "layers and grows with depth and contraction length; a hidden down-cast to float32 gives 1e-8.",
         ),
+        "float64_step": Tolerance(
+            1e-10,
+            "relative error, in float64, of what an optimizer adds to a parameter, and of the losses of a short training run: "
+            "Adam divides each gradient by its own size plus epsilon, which magnifies the rounding of one that cancels, up to "
+            "1/epsilon = 1e4 times at the epsilon of `Optimizer`.",
+        ),
         "float64_floor": Tolerance(
             1e-3,
             "the part of the global norm below which a tensor's own norm is no measure of its error: a gradient that "

@@ -1,0 +1,153 @@
+"""Correct pairs pass, and what a report says of them is right."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import flax.linen as nn
+import numpy as np
+import pytest
+import torch
+
+import remat_jax as rj
+from parity_tests.compare import cases as c
+from parity_tests.compare.cases import run
+from parity_tests.third_party import ports as p
+from remat_jax.parity import ParityReport
+
+FULL: dict[str, Any] = {"optimizer": "adamw"}
+
+
+@pytest.fixture(scope="module")
+def stack() -> ParityReport:
+    return run(c.stack(), **FULL)
+
+
+def check(report: ParityReport, name: str) -> rj.parity.Check:
+    return next(check for check in report.checks if check.name == name)
+
+
+def test_a_correct_pair_passes_in_every_mode(stack: ParityReport) -> None:
+    assert stack.passed, str(stack)
+    assert stack.proves
+    assert {tuple(row.errors) for row in stack.rows} == {stack.modes} == {("off", "checkpoint", "offload")}
+    assert max(row.error or 0 for row in stack.rows if row.kind != "update") < 1e-13
+    assert {tuple(row.ratios) for row in stack.rows} == {("float32",)}
+
+
+def test_there_is_a_row_for_every_tensor(stack: ParityReport) -> None:
+    named = dict(c.original("stack").named_parameters())
+    kinds = {kind: {row.name for row in stack.rows if row.kind == kind} for kind in ("output", "gradient", "update")}
+    assert kinds["output"] == {"output", "loss"}
+    assert kinds["gradient"] == {*named, "input:0"}
+    rows = {row.name: row for row in stack.rows if row.kind == "gradient"}
+    assert {name: rows[name].shape for name in named} == {name: tuple(x.shape) for name, x in named.items()}
+    assert rows["layers.1.ffn.0.weight"].flax == "params/layers_1/ffn/up/kernel"
+    assert kinds["update"] == {row.flax for row in stack.rows if row.kind == "gradient"} - {""}
+
+
+def test_every_flipped_sign_would_have_been_found(stack: ParityReport) -> None:
+    gradients = [row for row in stack.rows if row.kind == "gradient"]
+    assert all(row.caught == {"float64": True, "float32": True} for row in gradients)
+    assert len(gradients) == 2 * 12 + 1
+    assert check(stack, "planted faults in float64").found == "gradients, sign: 25 of 25 found, doubled: 25 of 25 found"
+
+
+def test_a_block_keeps_its_input_and_no_more(stack: ParityReport) -> None:
+    kept = {(row.mode, row.framework): (row.device_bytes, row.host_bytes) for row in stack.memory}
+    # Two layers, and the loss keeps one array of the output's shape; the first layer's input is the model's.
+    stream = np.prod(c.stack()["inputs"][0].shape) * 4
+    assert kept["checkpoint", "PyTorch"][0] == 2 * stream
+    for mode, framework in itertools.product(("checkpoint", "offload"), ("PyTorch", "JAX")):
+        assert kept[mode, framework][0] < kept["off", framework][0] / 5
+    assert kept["offload", "JAX"][1] == kept["offload", "PyTorch"][1] == 2 * stream
+    assert kept["off", "JAX"][1] == kept["off", "PyTorch"][1] == 0
+
+
+def test_a_report_is_plain_data(stack: ParityReport) -> None:
+    data = json.loads(json.dumps(stack.to_dict()))
+    assert data["passed"] is True and len(data["rows"]) == len(stack.rows)
+    assert "ADAMW".lower() == data["optimizer"]
+    assert "PASSED: DecoderStack" in str(stack)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_other_optimizers_in_nnx(optimizer: str) -> None:
+    report = run(c.stack("nnx"), modes=("off",), dtypes="float64", optimizer=optimizer, memory=False)
+    assert report.passed, str(report)
+    assert check(report, "training in float64").found.startswith("3 steps, losses at most ")
+    assert sum(row.kind == "update" for row in report.rows) == 24
+
+
+def test_nnx_under_a_policy_of_ones_own() -> None:
+    policy = "save: @dots_with_no_batch_dims"
+    report = run(c.stack("nnx"), modes=("checkpoint", policy), dtypes="float64")
+    assert report.passed, str(report)
+    kept = {(row.mode, row.framework): row.device_bytes for row in report.memory}
+    assert all(kept[policy, framework] > kept["checkpoint", framework] for framework in ("JAX", "PyTorch"))
+
+
+def test_a_model_of_transformers_in_half_precision() -> None:
+    report = run(c.gpt2(scan=True), modes="offload", dtypes=("float64", "bfloat16"), optimizer="adamw")
+    assert report.passed, str(report)
+    rows = {row.name: row for row in report.rows}
+    assert rows["transformer.wte.weight"].flax == "params/wte/embedding"
+    assert rows["transformer.h.1.ln_2.bias"].flax == "params/layers/ln_2/bias"
+    assert rows["output"].ratio("bfloat16") is not None
+
+
+def test_a_proposed_map_and_a_loss_of_ones_own() -> None:
+    report = run(c.stack(rules="auto"), loss=lambda output: (output**4).mean(), **c.QUICK)
+    assert report.passed, str(report)
+    assert "layers.{i}.self_attn.out_proj.weight" in report.rules
+    plain = run(c.stack(), **c.QUICK)
+    norms = [{row.name: row.norm for row in one.rows} for one in (report, plain)]
+    assert norms[0]["loss"] != norms[1]["loss"] and norms[0]["output"] == norms[1]["output"]
+
+
+def test_tables_in_float32_want_a_function_that_builds_the_model() -> None:
+    """Rotary frequencies keep their rounding through `.double()`; the report says so, and what to do."""
+    port = c.LLAMA
+    case = {
+        "flax_module": port.make_flax(port.config),
+        "inputs": dict(port.inputs),
+        "rules": port.rules(port.config),
+        "torch_call": lambda model, **inputs: model(**inputs).logits,
+        "flax_call": lambda model, **inputs: model(*port.arguments(inputs)),
+        **c.QUICK,
+    }
+    rounded = run({**case, "torch_module": p.make_torch(port, "float32")})
+    assert not rounded.passed and rounded.proves
+    assert "rotary_emb.inv_freq" in check(rounded, "PyTorch's tables").found
+    exact = run({**case, "torch_module": lambda: p.make_torch(port, "float64")})
+    assert exact.passed, str(exact)
+
+
+def test_statistics_that_a_forward_pass_writes_are_compared() -> None:
+    """Of the variance PyTorch keeps the unbiased one and Flax the biased one: the rows say so, and the mean agrees."""
+    x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    rules = """
+        weight -> params/scale
+        bias -> params/bias
+        running_{name} -> batch_stats/{name}
+        extra: num_batches_tracked
+    """
+    norm = nn.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, use_fast_variance=False)
+    report = run({"torch_module": torch.nn.BatchNorm1d(3), "flax_module": norm, "inputs": x, "rules": rules}, **c.QUICK)
+    assert {row.name: row.passed for row in report.rows if row.kind == "state"} == {
+        "batch_stats/mean": True,
+        "batch_stats/var": False,
+    }
+    assert {row.kind for row in report.failed_rows} == {"state"}
+    still = run(
+        {
+            "torch_module": torch.nn.BatchNorm1d(3).eval(),
+            "flax_module": norm.clone(use_running_average=True),
+            "inputs": x,
+            "rules": rules,
+        },
+        **c.QUICK,
+    )
+    assert still.passed, str(still)

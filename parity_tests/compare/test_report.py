@@ -1,0 +1,171 @@
+"""What people see of a comparison: the page, the message of an assertion, the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from parity_tests.compare import cases as c
+from parity_tests.compare.cases import run
+from parity_tests.compare.test_mutants import STACK
+from remat_jax.cli.app import app
+from remat_jax.parity import MemoryRow, ParityReport, assert_parity, plugin
+from remat_jax.parity.page import module_tree, page
+from remat_jax.report.page import Node
+
+parity = plugin.parity
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wrong() -> ParityReport:
+    """A sign flipped in the first layer's feed-forward."""
+    fault = STACK["a sign flipped"]
+    assert fault.change is not None
+    return run(c.stack(flax_call=fault.change(c.plain)), **{**c.QUICK, "memory": True})
+
+
+class Page(HTMLParser):
+    """The tags of a page, the rows of its tables, and whatever it would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th") and self.rows:
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data
+
+
+def test_a_page_has_every_tensor_and_loads_nothing(wrong: ParityReport) -> None:
+    text = page(wrong)
+    found = Page(text)
+    assert not [tag for tag, attributes in found.tags if {"src", "href"} & attributes.keys()]
+    assert not re.search(r"https?:|@import|url\(", text)
+    tensors = [row for row in found.rows if row[0] in ("output", "gradient")]
+    assert len(tensors) == len(wrong.rows)
+    assert sum(attributes.get("class") == "failed" and tag == "tr" for tag, attributes in found.tags) == len(wrong.failed_rows)
+    assert [attributes["data-column"] for tag, attributes in found.tags if tag == "button"] == list(map(str, range(7)))
+    one = next(row for row in tensors if row[1] == "layers.0.ffn.0.weight")
+    assert one[2:4] == ["params/layers_0/ffn/up/kernel", "64×16"] and "off in float64" in one[-1]
+
+
+def test_bars_are_as_long_as_their_bytes(wrong: ParityReport) -> None:
+    widths = [float(width) for width in re.findall(r'class="device" style="width:([\d.]+)%', page(wrong))]
+    sizes = [row.device_bytes for row in wrong.memory]
+    assert len(sizes) == 2 and min(sizes) > 0
+    assert widths == pytest.approx([60 * size / max(sizes) for size in sizes], abs=0.01)
+
+
+def test_text_of_the_users_is_no_markup() -> None:
+    report = ParityReport(
+        (), (), (MemoryRow("<b>", "JAX", 1, 0),), "<script>alert(1)</script>", "Dense", "", ("off",), ("float64",)
+    )
+    text = page(report)
+    assert (
+        "<script>alert" not in text
+        and "&lt;script&gt;alert" in text
+        and "<b>" not in text.replace("<b>1 B</b>", "").replace("<b>0 B</b>", "")
+    )
+
+
+def test_the_tree_marks_where_it_goes_wrong(wrong: ParityReport) -> None:
+    found = {"torch_path": "layers.0.ffn.0", "flax_path": "layers_0/ffn/up", "error": 2.0, "reference": 1.0}
+    report = ParityReport(**{**vars(wrong), "divergences": {"forward": None, "backward": found}})
+    tree = module_tree(report)
+
+    def node(*path: str) -> Node:
+        here = tree
+        for part in path:
+            here = here.children[part]
+        return here
+
+    assert node("layers", "0", "ffn", "0").mark == "◀ first difference, backward (2.0e+00)"
+    assert not node("layers", "0", "ffn").passed and node("layers", "1", "ffn").passed
+    assert node("layers", "1", "norm2", "weight").text.startswith("gradient ")
+    assert "◀ first difference, backward" in page(report)
+
+
+def test_a_page_is_written(wrong: ParityReport, tmp_path: Path) -> None:
+    target = wrong.to_html(tmp_path / "parity.html")
+    assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_an_assertion_names_every_wrong_tensor(wrong: ParityReport) -> None:
+    fault = STACK["a sign flipped"]
+    assert fault.change is not None
+    with pytest.raises(AssertionError) as raised:
+        assert_parity(**c.stack(flax_call=fault.change(c.plain)), **c.QUICK)
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith("NOT PASSED: ")
+    named = {line.split()[1].rstrip(":") for line in lines if line.startswith("  gradient ")}
+    assert named == {row.name for row in wrong.failed_rows}
+
+
+def test_the_fixture_passes_or_leaves_a_page(parity: Any, tmp_path: Path) -> None:
+    assert parity(**c.stack(), **c.QUICK).passed
+    fault = STACK["a layer left out"]
+    assert fault.change is not None
+    with pytest.raises(AssertionError, match=r"gradient .*\n  the whole report: .*parity\.html"):
+        parity(**c.stack(flax_call=fault.change(c.plain)), **c.QUICK)
+    assert (tmp_path / "parity.html").is_file()
+
+
+CASE = """
+import torch, numpy as np, flax.linen as nn
+rules = "weight -> params/kernel | linear"
+def same():
+    print("a word of the user's own")
+    return {"torch_module": torch.nn.Linear(3, 2, bias=False), "flax_module": nn.Dense(2, use_bias=False),
+            "inputs": np.ones((4, 3), np.float32) / 3, "rules": rules, "modes": "off"}
+def other():
+    return {**same(), "flax_call": lambda model, x: model(x) * 2}
+def lacking():
+    return {"torch_module": torch.nn.Linear(3, 2), "flaxmodule": nn.Dense(2)}
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "port.py"
+    path.write_text(CASE)
+    return path
+
+
+def test_the_command_passes_and_writes_a_page(file: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["parity", f"{file}:same", "--json", "--html", str(tmp_path / "out.html")])
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout)
+    assert data["passed"] and data["page"] == str(tmp_path / "out.html") and len(data["rows"]) == 4
+    assert "Parity: Linear (PyTorch) and Dense (Flax)" in (tmp_path / "out.html").read_text()
+
+
+def test_the_command_exits_1_where_models_differ_and_2_for_bad_usage(file: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["parity", f"{file}:other"])
+    assert done.exit_code == 1 and "NOT PASSED" in done.stdout
+    for name, message in (
+        ("lacking", "lacks flax_module, inputs and has 'flaxmodule'"),
+        ("nothing", "gave a int: expected a dictionary of the arguments"),
+        ("nowhere", "has no 'nowhere'"),
+    ):
+        done = CliRunner().invoke(app, ["parity", f"{file}:{name}"])
+        assert done.exit_code == 2 and message in done.stderr, done.output
+    done = CliRunner().invoke(app, ["parity", f"{file}:same", "--html", str(tmp_path / "no" / "out.html")])
+    assert done.exit_code == 2 and "there is no folder" in done.stderr

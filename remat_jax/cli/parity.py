@@ -1,0 +1,68 @@
+"""`remat-jax parity`: whether a Flax model computes what a PyTorch model does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from remat_jax import compat
+from remat_jax.cli.output import FAILED, Json, answering, progress
+from remat_jax.cli.workloads import load_named
+from remat_jax.errors import ArgumentError
+from remat_jax.parity.case import require_torch
+from remat_jax.parity.comparison import compare
+from remat_jax.parity.report import ParityReport
+
+_EXPECTED = "a dictionary of the arguments of remat_jax.parity.compare, or the report that it gave"
+
+
+def parity(
+    case: Annotated[str, typer.Argument(metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.")],
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as one self-contained page.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a PyTorch model with its Flax port: outputs, gradients, training, and what both keep in memory.
+
+    FILE:FUNCTION names a function without arguments that returns a dictionary of the arguments of remat_jax.parity.compare
+    (torch_module, flax_module, inputs, and what else is wanted). Exits 1 if the two differ, or a planted fault was not found.
+    """
+    with answering(as_json) as answer:
+        require_torch()
+        _check_page(html)
+        compat.keep_to_cpu_without_gpu()
+        found = load_named(case, "case", (Mapping, ParityReport), _EXPECTED)
+        with progress() as steps:
+            report = found if isinstance(found, ParityReport) else compare(**_arguments(case, found, steps.tell))
+        answer.show(report)
+        if html is not None:
+            answer.show(f"Page: {_written(report, html)}")
+        answer.data({**report.to_dict(), **({"page": str(html)} if html else {})})
+    if not report.passed:
+        raise typer.Exit(FAILED)
+
+
+def _arguments(case: str, given: Mapping[str, Any], tell: Any) -> dict[str, Any]:
+    needed = ("torch_module", "flax_module", "inputs")
+    missing = [name for name in needed if name not in given]
+    # The annotations of a function name its parameters, and its result.
+    unknown = [name for name in given if name not in compare.__annotations__ or name == "return"]
+    if missing or unknown:
+        said = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(map(repr, unknown))}"] * bool(unknown)
+        raise ArgumentError(f"case={case!r} gave a dictionary that {' and '.join(said)}: expected {_EXPECTED}")
+    return {"progress": tell, **given}
+
+
+def _check_page(html: Path | None) -> None:
+    """That the page can be written, said before minutes of comparing."""
+    if html is not None and not html.absolute().parent.is_dir():
+        raise ArgumentError(f"html={str(html)!r}: there is no folder {html.absolute().parent}; make it, or give another file")
+
+
+def _written(report: ParityReport, html: Path) -> Path:
+    try:
+        return report.to_html(html)
+    except OSError as error:
+        raise ArgumentError(f"html={str(html)!r} cannot be written ({error}); give another file") from None

@@ -1,0 +1,240 @@
+"""What is compared: the checked arguments of a comparison, and what one run of either side gives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import flax.linen as nn
+import numpy as np
+from flax import nnx
+
+from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.parity.optimizers import Optimizer, OptimizerPair, as_optimizer
+from remat_jax.parity.tolerances import dtype_name, epsilon
+from remat_jax.policy import Policy, as_policy
+from remat_jax.porting import Rules
+from remat_jax.porting.tensors import as_numpy, is_torch
+
+Arrays = dict[str, np.ndarray]
+Call = Callable[..., Any]
+
+
+@dataclass
+class Run:
+    """What one training step gave, as arrays of NumPy; gradients under PyTorch's names, updates under Flax's.
+
+    Attributes:
+        outputs: the arrays that the model returns, and the loss.
+        gradients: of every trained parameter.
+        input_gradients: of every floating-point input.
+        state: what the forward pass wrote, such as the statistics of a batch norm.
+        updates: what the optimizer's first step added to each parameter; in dtypes below float64 the parameter after it.
+        losses: those of a short training run.
+    """
+
+    outputs: Arrays = field(default_factory=dict)
+    gradients: Arrays = field(default_factory=dict)
+    input_gradients: Arrays = field(default_factory=dict)
+    state: Arrays = field(default_factory=dict)
+    updates: Arrays = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The checked arguments of a comparison; `compare` says what they are."""
+
+    torch_module: Any
+    flax_module: Any
+    inputs: Inputs
+    rules: Rules | None
+    variables: Any
+    loss: tuple[Call, Call] | None
+    torch_blocks: tuple[type, ...] | None
+    flax_blocks: Any
+    modes: tuple[str, ...]
+    optimizer: Optimizer | OptimizerPair | None
+    steps: int
+    dtypes: tuple[str, ...]
+    torch_call: Call
+    flax_call: Call
+    excite: bool
+
+    @functools.cached_property
+    def builds(self) -> bool:
+        """Whether `torch_module` is a function that builds the model."""
+        return not _is_module(self.torch_module)
+
+    def flax(self, dtype: str) -> Any:
+        """The Flax model for a dtype.
+
+        Raises:
+            ArgumentError: a function of a dtype gave something else.
+        """
+        if isinstance(self.flax_module, nn.Module | nnx.Module):
+            return self.flax_module
+        made = self.flax_module(dtype)
+        if not isinstance(made, nn.Module | nnx.Module):
+            raise ArgumentError(
+                f"flax_module({dtype!r}) gave a {type(made).__name__}: expected a Linen or NNX module; "
+                "a function for flax_module takes a dtype's name and makes the model"
+            )
+        return made
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of both models: arrays by name, and what is no array as it is."""
+
+    arrays: Arrays
+    others: dict[str, Any]
+    positional: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, inputs: Any) -> Inputs:
+        """Read a tuple of positional arguments, a dictionary of keywords, or a single array."""
+        if isinstance(inputs, Mapping):
+            named, positional = {str(name): value for name, value in inputs.items()}, None
+        else:
+            several = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+            named = {str(index): value for index, value in enumerate(several)}
+            positional = tuple(named)
+        arrays = {name: as_numpy(value) for name, value in named.items() if is_torch(value) or hasattr(value, "__array__")}
+        if not arrays:
+            raise ArgumentError(f"inputs={inputs!r}: expected arrays: a tuple of arguments, or a dictionary of keywords")
+        return cls(arrays, {name: value for name, value in named.items() if name not in arrays}, positional)
+
+    @property
+    def floating(self) -> list[str]:
+        """The names of the floating-point arrays: those that have gradients."""
+        return [name for name, array in self.arrays.items() if is_floating(array.dtype)]
+
+    def arguments(self, arrays: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments, with these arrays."""
+        every = {**self.others, **arrays}
+        if self.positional is None:
+            return (), every
+        return tuple(every[name] for name in self.positional), {}
+
+
+def is_floating(dtype: Any) -> bool:
+    """Whether a NumPy dtype is one of floating-point numbers, bfloat16 too."""
+    return np.issubdtype(dtype, np.floating) or dtype.name.startswith(("bfloat16", "float8"))
+
+
+def make_case(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) -> Case:
+    """Check the arguments of `compare`; nothing is run.
+
+    Raises:
+        ArgumentError, PolicyError, PortingError: naming the argument, its value and the remedy.
+        UnsupportedError: PyTorch is not installed.
+    """
+    require_torch()
+    if not _is_module(torch_module) and (isinstance(torch_module, type) or not callable(torch_module)):
+        raise ArgumentError(f"torch_module={_short(torch_module)}: expected a torch.nn.Module, or a function that builds one")
+    if not isinstance(flax_module, nn.Module | nnx.Module) and (isinstance(flax_module, type) or not callable(flax_module)):
+        raise ArgumentError(
+            f"flax_module={_short(flax_module)}: expected a Linen or NNX module, or a function of a dtype that makes one"
+        )
+    rules = options["rules"]
+    return Case(
+        torch_module=torch_module,
+        flax_module=flax_module,
+        inputs=Inputs.of(inputs),
+        rules=None if isinstance(rules, str) and rules.strip() == "auto" else _as_rules(rules),
+        variables=options["variables"],
+        loss=_losses(options["loss"]),
+        torch_blocks=_torch_blocks(options["torch_blocks"]),
+        flax_blocks=options["flax_blocks"],
+        modes=_modes(options["modes"]),
+        optimizer=as_optimizer(options["optimizer"]),
+        steps=_steps(options["steps"]),
+        dtypes=_dtypes(options["dtypes"]),
+        torch_call=options["torch_call"] or plain_call,
+        flax_call=options["flax_call"] or plain_call,
+        excite=bool(options["excite"]),
+    )
+
+
+def require_torch() -> None:
+    """Refuse to go on without PyTorch.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise UnsupportedError("parity compares with PyTorch, which is not installed: pip install 'remat_jax[torch]'") from None
+
+
+def plain_call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a model as it is."""
+    return model(*args, **kwargs)
+
+
+def _is_module(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.nn.Module)
+
+
+def _as_rules(rules: Any) -> Rules:
+    from remat_jax.porting import as_rules
+
+    return as_rules(rules)
+
+
+def _losses(loss: Any) -> tuple[Call, Call] | None:
+    if loss is None:
+        return None
+    pair = loss if isinstance(loss, tuple) else (loss, loss)
+    if len(pair) != 2 or not all(map(callable, pair)):
+        raise ArgumentError(
+            f"loss={_short(loss)}: expected a function of a model's output that both frameworks' arrays can go through, "
+            "or a pair of them, PyTorch's and JAX's"
+        )
+    return pair
+
+
+def _torch_blocks(blocks: Any) -> tuple[type, ...] | None:
+    import torch
+
+    wanted = blocks if isinstance(blocks, tuple) else (blocks,)
+    if blocks is None:
+        return None
+    if not wanted or not all(isinstance(one, type) and issubclass(one, torch.nn.Module) for one in wanted):
+        raise ArgumentError(f"torch_blocks={blocks!r}: expected a class of torch.nn.Module, or a tuple of them")
+    return wanted
+
+
+def _modes(modes: Any) -> tuple[str, ...]:
+    several = (modes,) if isinstance(modes, str | Policy) else tuple(modes)
+    texts = tuple(mode if isinstance(mode, str) else str(mode) for mode in several)
+    for text in texts:
+        as_policy(text, "modes")
+    if not texts or len(set(texts)) != len(texts):
+        raise ArgumentError(f"modes={modes!r}: expected one or more modes or policies, each once")
+    return texts
+
+
+def _dtypes(dtypes: Any) -> tuple[str, ...]:
+    names = tuple(dtype_name(dtype) for dtype in ((dtypes,) if isinstance(dtypes, str) else dtypes))
+    for name in names:
+        epsilon(name)
+    if not names or len(set(names)) != len(names):
+        raise ArgumentError(f"dtypes={dtypes!r}: expected one or more of float64, float32, bfloat16, float16, each once")
+    return tuple(sorted(names, key=lambda name: name != "float64"))
+
+
+def _steps(steps: Any) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ArgumentError(f"steps={steps!r}: expected how many steps of training, 1 or more")
+    return steps
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:120]

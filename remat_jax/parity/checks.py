@@ -1,0 +1,105 @@
+"""What must hold beside the tensors: precision, gradients that are there, a training run, and planted faults that are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from remat_jax.parity.case import Run
+from remat_jax.parity.ledger import Planted
+from remat_jax.parity.report import Check
+from remat_jax.parity.rule import float64_errors, judge, norm
+from remat_jax.parity.tolerances import TOLERANCES
+
+_FULL = (None, "highest", "float32")
+_NAMED = 6
+"""How many tensors a sentence names."""
+
+
+def precision_check() -> Check:
+    """Both frameworks multiply in full precision: a comparison in TF32 or under autocast measures that."""
+    import torch
+
+    wrong, chosen = [], torch.get_float32_matmul_precision()
+    if chosen != "highest":
+        wrong.append(f"PyTorch multiplies float32 at {chosen!r}: call torch.set_float32_matmul_precision('highest')")
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        wrong.append("PyTorch's autocast is on: leave it, and name the dtype in dtypes")
+    if jax.config.jax_default_matmul_precision not in _FULL:
+        wrong.append(f"jax_default_matmul_precision is {jax.config.jax_default_matmul_precision!r}: set 'highest', or None")
+    return Check("precision", not wrong, "; ".join(wrong) or "both multiply in full precision")
+
+
+def gradients_check(reference: Run) -> Check:
+    """There are gradients, and each is there: what is 0 on both sides shows nothing."""
+    zero = [name for name, x in reference.gradients.items() if not np.any(x)]
+    total = len(reference.gradients)
+    if len(zero) == total:
+        return Check("gradients", False, "every gradient is 0 in PyTorch: the loss depends on no parameter, nothing is shown")
+    if zero:
+        remedy = "use them in the inputs and the loss, or freeze them (requires_grad=False)"
+        return Check("gradients", False, f"0 in PyTorch, so that nothing is shown of {_several(zero)}; {remedy}")
+    return Check("gradients", True, f"{total} parameters, none with a gradient of 0")
+
+
+def losses_check(reference: list[float], yardstick: list[float], found: list[float], dtype: str) -> list[Check]:
+    """The losses of a short training run in both frameworks; below float32 they are said and not judged."""
+    measure = reference if dtype == "float64" else yardstick
+    differences = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(measure, found, strict=True)]
+    worst = max(differences) if np.isfinite(differences).all() else float("inf")
+    steps = f"{len(found)} steps, losses at most {worst:.1e} apart; the last {found[-1]:.6g}"
+    if dtype in ("bfloat16", "float16"):
+        return [Check(f"training in {dtype}", bool(np.isfinite(worst)), f"{steps}; not judged below float32")]
+    limit = TOLERANCES["float64_step" if dtype == "float64" else "loss"].value
+    return [Check(f"training in {dtype}", worst <= limit, steps)]
+
+
+def planted_checks(planted: Planted, dtype: str) -> list[Check]:
+    """Every gradient with its sign flipped, and doubled: found wherever the gradient is above the rounding of the whole."""
+    found = ", ".join(f"{fault}: {planted.count(fault)} of {planted.total} found" for fault in planted.caught)
+    missed = f"; too small to tell: {_several(planted.missed)}" if planted.missed else ""
+    if not planted.holds:
+        large = [name for name in planted.missed if name in planted.large]
+        missed = f"; not found, though large enough: {_several(large)}" if large else "; no gradient is large enough"
+    return [Check(f"planted faults in {dtype}", planted.holds, f"gradients, {found}{missed}")]
+
+
+def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype: str, mode: str) -> Check:
+    """One weight of Flax transposed, or shifted by one: its outputs must be judged as wrong, by the same step that passed."""
+    path = _chosen(flax, weights)
+    wrong = dict(weights)
+    wrong[path], how = _spoilt(weights[path])
+    run = flax.run(dtype, mode, wrong).run
+    floating = {name: x for name, x in reference.outputs.items() if np.issubdtype(x.dtype, np.floating)}
+    found = {name: run.outputs[name] for name in floating}
+    if dtype == "float64":
+        worst = max(float64_errors(floating, found).values())
+        return Check(f"planted weight in {dtype}", not worst <= TOLERANCES["float64"].value, f"{path} {how}: {worst:.1e} off")
+    rows = judge(floating, found, {name: yardstick.outputs[name] for name in floating}, dtype)
+    worst = max(row.ratio for row in rows)
+    return Check(
+        f"planted weight in {dtype}", any(not row.passed for row in rows), f"{path} {how}: {worst:.1f} times the error"
+    )
+
+
+def _chosen(flax: Any, weights: Any) -> str:
+    """The matrix, or where there is none the array, that is neither the smallest nor the largest."""
+    paths = sorted(flax.trained, key=lambda path: (norm(weights[path]), path))
+    matrices = [path for path in paths if weights[path].ndim > 1 and weights[path].size > 1]
+    several = matrices or paths
+    return several[len(several) // 2]
+
+
+def _spoilt(weight: Any) -> tuple[Any, str]:
+    if weight.ndim > 1 and weight.shape[-1] == weight.shape[-2] and weight.shape[-1] > 1:
+        return weight.swapaxes(-1, -2), "transposed"
+    if weight.size > 1:
+        return jax.numpy.roll(weight.reshape(-1), 1).reshape(weight.shape), "shifted by one"
+    return weight * 2 + 1, "doubled"
+
+
+def _several(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

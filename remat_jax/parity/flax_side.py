@@ -1,0 +1,300 @@
+"""Flax's side of a comparison: the model as a function of (weights, inputs), and its compiled training step in every mode."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from remat_jax.apply.blocks import checkpoint_blocks
+from remat_jax.apply.nnx import known_paths
+from remat_jax.errors import ArgumentError, PortingError
+from remat_jax.memory.measure import measure
+from remat_jax.memory.residuals import residuals
+from remat_jax.parity.case import Arrays, Case, Run, is_floating
+from remat_jax.parity.compiling import compile_options, down_casts
+from remat_jax.parity.flax_blocks import find_blocks
+from remat_jax.parity.trees import default_loss, named_outputs, same_names
+from remat_jax.porting import Rules, from_torch
+from remat_jax.porting.links import links_of_places
+from remat_jax.porting.transfer import take
+from remat_jax.porting.variables import Variables
+from remat_jax.workload import Workload
+
+Leaves = dict[str, Any]
+
+
+class FlaxRun(NamedTuple):
+    """A run, and the parameters after the optimizer's first step, by path."""
+
+    run: Run
+    after: Arrays
+
+
+class FlaxSide:
+    """The Flax model of a case under the weights of the PyTorch model.
+
+    Attributes:
+        names: Flax's name of an output → PyTorch's.
+        sources: the path of a variable → the PyTorch tensors that fill it.
+        trained: the paths that have a gradient in both frameworks.
+        blocks: what is checkpointed; None where there is none.
+        down_casts: where the float64 step falls to a smaller dtype; known once it is compiled.
+
+    Raises:
+        ArgumentError: the outputs differ in names, shapes or dtype.
+        PortingError: the rules do not fit both models.
+    """
+
+    def __init__(self, case: Case, torch: Any, rules: Rules) -> None:
+        self.case, self.rules, self.torch = case, rules, torch
+        self.down_casts: list[str] = []
+        self._compiled: dict[tuple[str, str], Any] = {}
+        shapes = {path: tuple(leaf.shape) for path, leaf in self._variables("float64").leaves.items()}
+        links = links_of_places(rules, shapes)
+        self.sources = {place.path: () for place in links} | {}
+        for place, link in links.items():
+            self.sources[place.path] += link.torch  # type: ignore[assignment]  # tuples of any length
+        trainable = Variables(self._tree("float64"), trainable=True).leaves
+        wanted = {*torch.trained, *torch.ties}
+        self.trained = {path for path in trainable if wanted & set(self.sources.get(path, ()))}
+        self.names, self.blocks = self._look()
+
+    def weights(self, state_dict: Mapping[str, Any], dtype: str) -> Leaves:
+        """PyTorch's tensors as Flax's variables of a dtype, path → array."""
+        filled = Variables(from_torch(state_dict, self._tree(dtype), self.rules, dtype=dtype)).leaves
+        return {path: x.astype(dtype) if is_floating(x.dtype) else x for path, x in filled.items()}
+
+    def tree(self, weights: Leaves) -> Any:
+        """Variables in float64 as the model takes them."""
+        return self._variables("float64").rebuild(weights)
+
+    def run(self, dtype: str, mode: str, weights: Leaves, *, steps: int = 0) -> FlaxRun:
+        """A training step with these weights, and with an optimizer so many steps."""
+        trained, others = self._divided(weights)
+        step = self._step(dtype, mode)
+        (loss, (outputs, state)), (gradients, input_gradients) = step(trained, others, *self._data(dtype))
+        run = Run(
+            outputs={self.names[name]: np.asarray(x) for name, x in outputs.items()},
+            gradients=self._to_torch(gradients),
+            input_gradients={name: np.asarray(x) for name, x in input_gradients.items()},
+            state={path: np.asarray(x) for path, x in state.items()},
+            losses=[float(loss)],
+        )
+        after: Arrays = {}
+        if self.case.optimizer and steps:
+            trained, optimizer = self._updated(dtype, trained, gradients, self._optimizer_state(dtype, trained))
+            after = {path: np.asarray(x) for path, x in trained.items()}
+            for _ in range(steps - 1):
+                (loss, _), (gradients, _) = step(trained, others, *self._data(dtype))
+                run.losses.append(float(loss))
+                trained, optimizer = self._updated(dtype, trained, gradients, optimizer)
+        return FlaxRun(run, after)
+
+    def kept(self, dtype: str, mode: str) -> tuple[int, int]:
+        """Bytes on the device and on the host between the passes, parameters and inputs excluded."""
+        table = residuals(self._workload(dtype), mode)
+        return table.device_bytes, table.host_bytes
+
+    def peak(self, dtype: str, mode: str, target: str) -> int:
+        """Bytes that a training step compiled for a target needs on its device."""
+        return measure(self._workload(dtype), mode, target).device_bytes
+
+    # The model as a function.
+
+    @functools.cache  # noqa: B019 - one side per comparison
+    def _structure(self, dtype: str) -> tuple[Any, Any]:
+        """What makes a model of its variables, and those, unallocated for Linen."""
+        module = self.case.flax(dtype)
+        if isinstance(module, nnx.Module):
+            return nnx.split(module)
+        if self.case.variables is not None:
+            return module, self.case.variables
+        init = nn.init(self.case.flax_call, module)
+        args, kwargs = self.case.inputs.arguments(
+            {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in self._arrays(dtype).items()}
+        )
+        arrays, treedef, where = _arrays_only((args, kwargs))
+
+        def empty(*given: Any) -> Any:
+            args, kwargs = _filled(treedef, where, given)
+            return init(jax.random.key(0), *args, **kwargs)
+
+        return module, jax.eval_shape(empty, *arrays)
+
+    def _tree(self, dtype: str) -> Any:
+        return self._structure(dtype)[1]
+
+    @functools.cache  # noqa: B019
+    def _variables(self, dtype: str) -> Variables:
+        return Variables(self._tree(dtype))
+
+    def _apply(self, dtype: str, leaves: Leaves, arrays: Mapping[str, Any]) -> tuple[Any, Leaves]:
+        """The model's output, and the variables that are no parameters afterwards."""
+        maker, _ = self._structure(dtype)
+        args, kwargs = self.case.inputs.arguments(arrays)
+        tree = self._variables(dtype).rebuild(leaves)
+        if isinstance(maker, nn.Module):
+            mutable = [name for name in tree if name != "params"]
+            found = nn.apply(self.case.flax_call, maker, mutable=mutable or False)(tree, *args, **kwargs)
+            return (found[0], Variables(found[1]).leaves) if mutable else (found, {})
+        # Made anew at this level of tracing, or Flax would refuse to write to them.
+        model = nnx.merge(maker, jax.tree.map(lambda leaf: leaf, tree))
+        with known_paths(model):
+            found = self.case.flax_call(model, *args, **kwargs)
+        after = Variables(nnx.state(model)).leaves
+        return found, {path: leaf for path, leaf in after.items() if path not in self.trained}
+
+    def _loss(self, dtype: str) -> Callable[..., Any]:
+        """`loss(trained, floating inputs, others, other inputs, targets) → (scalar, (outputs, state))`."""
+
+        def loss(trained: Leaves, floating: Leaves, others: Leaves, rest: Leaves, targets: Leaves) -> Any:
+            result, state = self._apply(dtype, {**trained, **others}, {**floating, **rest})
+            outputs = named_outputs(result, "flax")
+            if self.case.loss is None:
+                value = default_loss({self.names[name]: x for name, x in outputs.items()}, targets)
+            else:
+                value = self.case.loss[1](result)
+                if not hasattr(value, "shape") or value.size != 1 or not jnp.issubdtype(value.dtype, jnp.floating):
+                    raise ArgumentError(f"loss gave {value!r} for Flax: expected a floating-point scalar")
+            written = {path: x for path, x in state.items() if path in self.sources}
+            return jnp.reshape(value, ()), (outputs, written)
+
+        return loss
+
+    def _look(self) -> tuple[dict[str, str], Any]:
+        """Run on paper: the names of the outputs, their dtype, and the blocks."""
+        leaves = {path: jax.ShapeDtypeStruct(x.shape, _wide(x.dtype)) for path, x in self._variables("float64").leaves.items()}
+        seen: dict[str, type] = {}
+
+        def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            seen["/".join(context.module.path)] = type(context.module)
+            return call(*args, **kwargs)
+
+        def outputs(leaves: Leaves, arrays: Leaves) -> Any:
+            return named_outputs(self._apply("float64", leaves, arrays)[0], "flax")
+
+        with nn.intercept_methods(note):
+            found = jax.eval_shape(outputs, leaves, self._arrays("float64"))
+        names = same_names({n: shape for n, (shape, _) in self.torch.shapes.items()}, {n: x.shape for n, x in found.items()})
+        small = [n for n, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != np.float64]
+        if small:
+            raise ArgumentError(
+                f"flax_module gives {', '.join(f'{name} in {found[name].dtype}' for name in small)} of weights and inputs in "
+                "float64: let it derive its dtypes from its inputs, or give a function of a dtype that makes it"
+            )
+        return names, self.case.flax_blocks or find_blocks(self.case.flax("float64"), seen, self.torch, self.sources)
+
+    # Compiled.
+
+    def _step(self, dtype: str, mode: str) -> Callable[..., Any]:
+        key = (dtype, mode)
+        if key not in self._compiled:
+            loss = self._loss(dtype)
+            if mode != "off":
+                loss = checkpoint_blocks(loss, dict.fromkeys(self._require_blocks(mode), mode))
+            gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
+            trained, others = self._shapes(dtype)
+            traced = jax.jit(gradient).trace(trained, *self._ordered(others, self._data(dtype)))
+            if key == ("float64", "off"):
+                self.down_casts = down_casts(traced.jaxpr)
+            self._compiled[key] = traced.lower().compile(compiler_options=compile_options(dtype))
+        executable = self._compiled[key]
+        return lambda trained, others, *data: executable(trained, *self._ordered(others, data))
+
+    def forget(self, dtype: str, mode: str) -> None:
+        """Let go of a compiled step."""
+        self._compiled.pop((dtype, mode), None)
+
+    def _require_blocks(self, mode: str) -> tuple[Any, ...]:
+        if not self.blocks:
+            raise ArgumentError(
+                f"modes has {mode!r}, but no Flax class was found whose weights are those of PyTorch's blocks: "
+                "name the class to checkpoint with flax_blocks, or give modes=('off',)"
+            )
+        return self.blocks if isinstance(self.blocks, tuple) else (self.blocks,)
+
+    @staticmethod
+    def _ordered(others: Leaves, data: tuple[Leaves, Leaves, Leaves]) -> tuple[Leaves, ...]:
+        floating, rest, targets = data
+        return floating, others, rest, targets
+
+    def _updated(self, dtype: str, trained: Leaves, gradients: Leaves, state: Any) -> tuple[Leaves, Any]:
+        return self._update(dtype)(gradients, state, trained)
+
+    def _optimizer_state(self, dtype: str, trained: Leaves) -> Any:
+        assert self.case.optimizer is not None
+        return self.case.optimizer.optax().init(trained)
+
+    @functools.cache  # noqa: B019
+    def _update(self, dtype: str) -> Callable[..., Any]:
+        assert self.case.optimizer is not None
+        transformation = self.case.optimizer.optax()
+
+        def update(gradients: Leaves, state: Any, trained: Leaves) -> Any:
+            updates, state = transformation.update(gradients, state, trained)
+            return optax.apply_updates(trained, updates), state
+
+        return jax.jit(update, compiler_options=compile_options(dtype))
+
+    def _workload(self, dtype: str) -> Workload:
+        loss, (trained, others) = self._loss(dtype), self._shapes(dtype)
+        data = self._ordered(others, self._data(dtype))
+        return Workload(loss, trained, data, self.blocks or "*", has_aux=True, name="parity")
+
+    # Data.
+
+    def _arrays(self, dtype: str) -> Arrays:
+        floating = self.case.inputs.floating
+        canonical = jax.dtypes.canonicalize_dtype
+        arrays = self.case.inputs.arrays
+        return {n: x.astype(dtype) if n in floating else x.astype(canonical(x.dtype)) for n, x in arrays.items()}
+
+    def _data(self, dtype: str) -> tuple[Leaves, Leaves, Leaves]:
+        arrays, floating = self._arrays(dtype), self.case.inputs.floating
+        targets = {} if self.case.loss else {name: x.astype(dtype) for name, x in self.torch.targets.items()}
+        return {n: arrays[n] for n in floating}, {n: x for n, x in arrays.items() if n not in floating}, targets
+
+    def _divided(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
+        trained = {path: leaf for path, leaf in leaves.items() if path in self.trained}
+        return trained, {path: leaf for path, leaf in leaves.items() if path not in self.trained}
+
+    def _shapes(self, dtype: str) -> tuple[Leaves, Leaves]:
+        leaves = self._variables(dtype).leaves
+        return self._divided(
+            {
+                path: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype) if is_floating(x.dtype) else x.dtype)
+                for path, x in leaves.items()
+            }
+        )
+
+    def _to_torch(self, gradients: Leaves) -> Arrays:
+        problems: list[str] = []
+        found = take(self.rules, gradients, problems, direction="adjoint")
+        if problems:
+            raise PortingError("the gradients do not fit the rules:\n  " + "\n  ".join(problems))
+        return {name: x for name, x in found.items() if name in self.torch.trained or name in self.torch.ties}
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.dtype("float64") if is_floating(dtype) else dtype
+
+
+def _arrays_only(tree: Any) -> tuple[list[Any], Any, list[tuple[bool, Any]]]:
+    """The arrays of a tree, and what fills it again: `jax.eval_shape` takes nothing else."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
+    is_array = [hasattr(leaf, "shape") for leaf in leaves]
+    where = [(yes, None if yes else leaf) for yes, leaf in zip(is_array, leaves, strict=True)]
+    return [leaf for yes, leaf in zip(is_array, leaves, strict=True) if yes], treedef, where
+
+
+def _filled(treedef: Any, where: list[tuple[bool, Any]], arrays: Any) -> Any:
+    given = iter(arrays)
+    return jax.tree.unflatten(treedef, [next(given) if yes else leaf for yes, leaf in where])

@@ -1,0 +1,67 @@
+"""The HTML page of a report: its rows as a table and as a tree of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from remat_jax.parity.report import ParityReport, TensorRow, relative
+from remat_jax.report.page import Bar, Column, Node, html_page
+from remat_jax.report.tables import format_error
+
+
+def page(report: ParityReport) -> str:
+    """The page as text."""
+    dtypes = [dtype for dtype in report.dtypes if dtype != "float64"]
+    columns = [Column("kind"), Column("tensor"), Column("in Flax"), Column("shape"), Column("norm", "error")]
+    columns += [Column("float64 error", "error"), *(Column(f"{dtype} ratio", "ratio") for dtype in dtypes), Column("verdict")]
+    return html_page(
+        f"Parity: {report.torch} (PyTorch) and {report.flax} (Flax)",
+        report.verdict(),
+        report.passed,
+        checks=[(check.name, check.passed, check.found) for check in report.checks],
+        tree=module_tree(report),
+        columns=columns,
+        rows=[(row.passed, _cells(row, dtypes)) for row in sorted(report.rows, key=lambda row: row.passed)],
+        bars=[Bar(row.framework, row.mode, _parts(row)) for row in report.memory],
+        details={"What the modules say": _differences(report.differences), "Weight map": report.rules},
+    )
+
+
+def module_tree(report: ParityReport) -> Node:
+    """The PyTorch modules as a tree, each parameter with its figures, and the first difference of each pass marked."""
+    root = Node(report.torch, "the whole model")
+    for row in report.rows:
+        if row.kind == "gradient" and not row.name.startswith("input:"):
+            nodes = _path(root, row.name.split("."))
+            nodes[-1].text = f"gradient {format_error(row.error)}" if row.error is not None else ""
+            for node in nodes:
+                node.passed &= row.passed
+    for direction, found in report.divergences.items():
+        if found:
+            node = _path(root, [part for part in found["torch_path"].replace("/", ".").split(".") if part])[-1]
+            node.mark = " ".join(
+                filter(None, (node.mark, f"◀ first difference, {direction} ({format_error(relative(found))})"))
+            )
+    return root
+
+
+def _path(root: Node, parts: Iterable[str]) -> list[Node]:
+    nodes = [root]
+    for part in parts:
+        nodes.append(nodes[-1].children.setdefault(part, Node(part)))
+    return nodes
+
+
+def _cells(row: TensorRow, dtypes: list[str]) -> list[Any]:
+    shape = "×".join(map(str, row.shape)) or "scalar"
+    verdict = "; ".join(row.problems) if row.problems else "ok" if row.passed else "not compared"
+    return [row.kind, row.name, row.flax, shape, row.norm, row.error, *(row.ratio(dtype) for dtype in dtypes), verdict]
+
+
+def _parts(row: Any) -> dict[str, int | None]:
+    return {"device": row.device_bytes, "host": row.host_bytes, "peak": row.peak_bytes}
+
+
+def _differences(differences: Iterable[dict[str, Any]]) -> str:
+    return "\n".join(f"{one['path']}: {one['what']}: {one['torch']} in PyTorch, {one['flax']} in Flax" for one in differences)

@@ -1,0 +1,33 @@
+"""A fixture for users' own suites: `pytest_plugins = ["remat_jax.parity.plugin"]` in a `conftest.py`.
+
+It is no entry point: pytest would then import JAX in every run, of other projects too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from remat_jax.parity.asserting import failures
+from remat_jax.parity.comparison import compare
+from remat_jax.parity.report import ParityReport
+
+
+@pytest.fixture
+def parity(tmp_path: Any, record_property: Callable[[str, object], None]) -> Callable[..., ParityReport]:
+    """`parity(torch_module, flax_module, inputs, **options)`: `assert_parity`, with a page of the report where it fails.
+
+    The page is in the test's own temporary folder, and the verdict among the properties of the test.
+    """
+
+    def check(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) -> ParityReport:
+        __tracebackhide__ = True
+        report = compare(torch_module, flax_module, inputs, **options)
+        record_property("parity", report.verdict())
+        if not report.passed:
+            raise AssertionError(f"{failures(report)}\n  the whole report: {report.to_html(tmp_path / 'parity.html')}")
+        return report
+
+    return check

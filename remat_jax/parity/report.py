@@ -1,0 +1,244 @@
+"""What a comparison found: one row per tensor, the checks around them, the memory of both frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+
+from remat_jax.report.tables import format_bytes, format_error, format_ratio, render, table
+
+KINDS = ("output", "gradient", "state", "update")
+_SHOWN = 60
+"""Rows of a printed table; `to_dict` and the page have them all."""
+
+
+@dataclass
+class TensorRow:
+    """The verdict on one tensor, over all modes and dtypes.
+
+    Attributes:
+        kind: `output`, `gradient` (of a parameter, or of an input as `input:NAME`), `state` (what the forward pass wrote) or
+            `update` (what the optimizer's first step added; in dtypes below float64 the parameter after it).
+        name: PyTorch's; of a state and an update the path in the Flax model.
+        flax: where a parameter is in the Flax model.
+        shape, norm: of PyTorch's tensor in float64; the norm is None where PyTorch has none.
+        errors: mode → relative error in float64.
+        ratios: dtype → mode → err_jax / max(err_torch, ε·g), at most 4 by the parity rule.
+        caught: dtype → whether this gradient with its sign flipped, and doubled, would have been found.
+        problems: why it has not passed; empty where it has.
+    """
+
+    kind: str
+    name: str
+    flax: str = ""
+    shape: tuple[int, ...] = ()
+    norm: float | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    ratios: dict[str, dict[str, float]] = field(default_factory=dict)
+    caught: dict[str, bool] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it holds in every mode and dtype."""
+        return not self.problems and bool(self.errors or self.ratios)
+
+    @property
+    def error(self) -> float | None:
+        """The largest relative error in float64 over the modes."""
+        return max(self.errors.values()) if self.errors else None
+
+    def ratio(self, dtype: str) -> float | None:
+        """The largest ratio of a dtype over the modes."""
+        return max(self.ratios[dtype].values()) if dtype in self.ratios else None
+
+    def fail(self, problem: str, mode: str) -> None:
+        """Note what is wrong in a mode."""
+        self.problems.append(f"{mode}: {problem}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        largest = {dtype: self.ratio(dtype) for dtype in self.ratios}
+        return {**asdict(self), "passed": self.passed, "error": self.error, "ratio": largest}
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that must hold beside the tensors, and what was found."""
+
+    name: str
+    passed: bool
+    found: str
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """What one framework keeps between the passes in a mode, parameters and inputs excluded, in bytes; and its peak.
+
+    `peak_bytes` is None unless asked for: PyTorch's tracked on fake tensors, JAX's compiled for the target.
+    """
+
+    mode: str
+    framework: str
+    device_bytes: int
+    host_bytes: int
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What `compare` found.
+
+    Attributes:
+        rows: one per output, parameter, input, state and update.
+        checks: the precision of both frameworks, the modes of PyTorch, the planted faults, the training run, …
+        memory: residual bytes of both frameworks in every mode.
+        divergences: `forward` and `backward` → the first module that differs, or None; empty where nothing differs.
+        differences: what the modules' own settings say that differs, such as an epsilon, where something does.
+        torch, flax: what was compared.
+        rules: the weight map, as text.
+        modes, dtypes, optimizer: what was asked.
+    """
+
+    rows: tuple[TensorRow, ...]
+    checks: tuple[Check, ...]
+    memory: tuple[MemoryRow, ...]
+    torch: str
+    flax: str
+    rules: str
+    modes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    optimizer: str | None = None
+    divergences: dict[str, Any] = field(default_factory=dict)
+    differences: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every row and every check holds."""
+        return bool(self.rows) and all(row.passed for row in self.rows) and all(check.passed for check in self.checks)
+
+    @property
+    def proves(self) -> bool:
+        """Whether the planted faults were found; if not, that the rest passed says nothing."""
+        planted = [check for check in self.checks if check.name.startswith("planted")]
+        return bool(planted) and all(check.passed for check in planted)
+
+    @property
+    def failed_rows(self) -> tuple[TensorRow, ...]:
+        """The rows that have not passed."""
+        return tuple(row for row in self.rows if not row.passed)
+
+    def verdict(self) -> str:
+        """One sentence: whether it passed, and if not, why."""
+        if self.passed:
+            return f"PASSED: {self.flax} computes what {self.torch} computes, {len(self.rows)} tensors"
+        if not self.proves:
+            return "NOT PASSED: a planted fault was not found, so that this comparison proves nothing"
+        checks = [check.name for check in self.checks if not check.passed]
+        failed = f"{len(self.failed_rows)} of {len(self.rows)} tensors" if self.failed_rows else ""
+        return f"NOT PASSED: {', '.join(filter(None, (failed, *checks)))}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; the keys are the attribute names."""
+        return {
+            "passed": self.passed,
+            "proves": self.proves,
+            "verdict": self.verdict(),
+            "torch": self.torch,
+            "flax": self.flax,
+            "rules": self.rules,
+            "modes": list(self.modes),
+            "dtypes": list(self.dtypes),
+            "optimizer": self.optimizer,
+            "checks": [asdict(check) for check in self.checks],
+            "rows": [row.to_dict() for row in self.rows],
+            "memory": [asdict(row) for row in self.memory],
+            "divergences": self.divergences,
+            "differences": list(self.differences),
+        }
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write one self-contained page: a table that sorts and filters, the tree of modules, memory bars; it loads nothing."""
+        from remat_jax.parity.page import page
+
+        target = Path(path)
+        target.write_text(page(self), encoding="utf-8")
+        return target
+
+    def __rich__(self) -> Any:
+        parts = [_checks_table(self), _rows_table(self)]
+        parts += [_memory_table(self)] if self.memory else []
+        parts += [said(where, found) for where, found in self.divergences.items() if found]
+        parts += [
+            f"{one['path']}: {one['what']} is {one['torch']} in PyTorch, {one['flax']} in Flax" for one in self.differences
+        ]
+        return Group(*parts, self.verdict())
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def said(direction: str, found: Mapping[str, Any]) -> str:
+    """One line of the first module that differs.
+
+    >>> said("forward", {"torch_path": "ln", "flax_path": "norm", "what": "output 0", "error": 1e-3, "reference": 10.0})
+    'first difference, forward: ln (norm in Flax), output 0 1.0e-04 off'
+    """
+    names = f"{found['torch_path'] or 'the whole model'} ({found['flax_path'] or 'the whole model'} in Flax)"
+    note = f" ({found['note']})" if found.get("note") else ""
+    return f"first difference, {direction}: {names}, {found['what']} {relative(found):.1e} off{note}"
+
+
+def relative(found: Mapping[str, Any]) -> float:
+    """How far off a divergence is, as a part of what it should be."""
+    return float(found["error"] / found["reference"]) if found["reference"] else float("inf")
+
+
+def _checks_table(report: ParityReport) -> Any:
+    rows = [(check.name, "ok" if check.passed else "FAILED", check.found) for check in report.checks]
+    return table(f"{report.torch} (PyTorch) and {report.flax} (Flax)", ("check", "", "found"), rows)
+
+
+def _rows_table(report: ParityReport) -> Any:
+    """The worst rows first; a passed report needs no more than its largest figures."""
+    dtypes = [dtype for dtype in report.dtypes if dtype != "float64"]
+    ordered = sorted(report.rows, key=lambda row: (row.passed, -_worst(row, dtypes)))
+    shown, hidden = ordered[:_SHOWN], ordered[_SHOWN:]
+    cells = [
+        (
+            row.kind,
+            row.name,
+            "×".join(map(str, row.shape)) or "scalar",
+            format_error(row.error),
+            *(format_ratio(row.ratio(dtype)) for dtype in dtypes),
+            "ok" if row.passed else _brief(row.problems),
+        )
+        for row in shown
+    ]
+    columns = ("kind", "tensor", "shape", "float64 error", *(f"{dtype} ratio" for dtype in dtypes), "verdict")
+    rest = f"and {len(hidden)} more, all passed" if hidden and all(row.passed for row in hidden) else f"and {len(hidden)} more"
+    return table("Tensors, the worst first", columns, cells, caption=rest if hidden else None)
+
+
+def _worst(row: TensorRow, dtypes: Sequence[str]) -> float:
+    return max([*(row.ratio(dtype) or 0.0 for dtype in dtypes), *([row.error * 1e12] if row.error else [])], default=0.0)
+
+
+def _brief(problems: Sequence[str]) -> str:
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{problems[0]}{more}" if problems else "not compared"
+
+
+def _memory_table(report: ParityReport) -> Any:
+    columns = ["mode", "framework", "kept: device", "kept: host"]
+    with_peak = any(row.peak_bytes is not None for row in report.memory)
+    cells = [
+        (row.mode, row.framework, *map(format_bytes, (row.device_bytes, row.host_bytes)))
+        + ((format_bytes(row.peak_bytes),) if with_peak else ())
+        for row in report.memory
+    ]
+    return table("Kept between the passes", [*columns, *(["peak"] if with_peak else [])], cells)

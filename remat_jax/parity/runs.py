@@ -1,0 +1,261 @@
+"""The runs of a comparison, one after the other, and what each is judged to be."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from remat_jax import porting
+from remat_jax.errors import ArgumentError
+from remat_jax.parity.case import Arrays, Case, Run
+from remat_jax.parity.checks import gradients_check, losses_check, planted_checks, precision_check, weight_check
+from remat_jax.parity.explain import first_difference, settings
+from remat_jax.parity.flax_side import FlaxSide
+from remat_jax.parity.ledger import Ledger
+from remat_jax.parity.report import Check, MemoryRow, ParityReport
+from remat_jax.parity.rule import float64_errors
+from remat_jax.parity.tolerances import TOLERANCES
+from remat_jax.parity.torch_side import TorchSide
+from remat_jax.porting.ties import pairs
+
+Tell = Callable[[str, int, int], None]
+
+
+class Comparison:
+    """The runs of both sides, one after the other, and what they are judged to be."""
+
+    def __init__(self, case: Case, tell: Tell) -> None:
+        self.case = case
+        self.ledger, self.checks = Ledger(), [precision_check()]
+        self.memory: list[MemoryRow] = []
+        self._tell, self._done = tell, 0
+        self._total = 2 + len(case.modes) * (len(case.dtypes) + 2)
+        with _precision("float64"):
+            self.say("the PyTorch model in float64")
+            self.torch = TorchSide(case)
+            if case.rules is None:
+                self.say("proposing a weight map")
+            rules = case.rules or _proposed(case, self.torch)
+            _refuse_parted(self.torch, rules)
+            self.flax = FlaxSide(case, self.torch, rules)
+            # Steps of training only where there is an optimizer.
+            self.steps = case.steps if case.optimizer else 0
+            wants_state = len(self.flax.sources) > len(self.flax.trained)
+            self.exact = self.torch.run("float64", steps=self.steps, wants_state=wants_state)
+            self.before = self.flax.weights(self.torch.weights, "float64")
+            self.reference = self._mapped(self.exact, "float64", self.before)
+        self.checks.append(gradients_check(self.reference))
+
+    def say(self, what: str) -> None:
+        """Tell what begins."""
+        self._tell(what, min(self._done, self._total), self._total)
+        self._done += 1
+
+    def report(self, *, memory: bool, target: str | None) -> ParityReport:
+        """Run Flax in every dtype and mode, PyTorch in every mode, and say what was found."""
+        for dtype in self.case.dtypes:
+            with _precision(dtype):
+                self._judge_dtype(dtype)
+        self._torch_modes()
+        if memory:
+            self._measure(target)
+        differences, divergences = self._explain()
+        for row in self.ledger.rows():
+            row.flax = ", ".join(path for path, names in self.flax.sources.items() if row.name in names)
+        return ParityReport(
+            rows=self.ledger.rows(),
+            checks=tuple(self.checks),
+            memory=tuple(self.memory),
+            torch=type(self.torch.make("float32") if self.case.builds else self.case.torch_module).__name__,
+            flax=type(self.case.flax("float32")).__name__,
+            rules=str(self.flax.rules),
+            modes=self.case.modes,
+            dtypes=self.case.dtypes,
+            optimizer=self.case.optimizer.name if self.case.optimizer else None,
+            divergences=divergences,
+            differences=differences,
+        )
+
+    def _explain(self) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+        """What the modules say that differs, and where tensors do, the first module in either pass."""
+        if all(row.passed for row in self.ledger.rows() if row.kind != "update"):
+            return (), {}
+        self.say("where the two first differ")
+        with _precision("float64"):
+            model, variables = self.torch.make("float64"), self.flax.tree(self.before)
+            divergences, checks = first_difference(self.case, model, variables)
+            self.checks += checks
+            return settings(self.case, model, variables), divergences
+
+    # Tensors.
+
+    def _judge_dtype(self, dtype: str) -> None:
+        weights = self.before if dtype == "float64" else self.flax.weights(self.torch.weights, dtype)
+        yardstick = self.reference
+        if dtype != "float64":
+            yardstick = self._mapped(self.torch.run(dtype, steps=self.steps), dtype, weights)
+        for mode in self.case.modes:
+            self.say(f"Flax in {dtype}, {mode}")
+            steps = self.steps if mode == "off" else min(self.steps, 1)
+            found = self.flax.run(dtype, mode, weights, steps=steps)
+            found.run.updates = self._updates(found.after, weights, dtype)
+            self._enter(dtype, mode, found.run, yardstick)
+            if mode == self.case.modes[0]:
+                self._plant(dtype, mode, yardstick, weights)
+            if mode == "off" and self.steps > 1:
+                self.checks += losses_check(self.reference.losses, yardstick.losses, found.run.losses, dtype)
+
+    def _enter(self, dtype: str, mode: str, found: Run, yardstick: Run) -> None:
+        for kind, field in KINDS.items():
+            reference, candidate, measure = (_group(run, field) for run in (self.reference, found, yardstick))
+            if kind == "state":
+                # A checkpoint computes a batch norm's statistics twice in PyTorch.
+                if mode != "off":
+                    continue
+                reference, measure = (
+                    {path: x for path, x in side.items() if path in candidate} for side in (reference, measure)
+                )
+            if kind == "update" and dtype != "float64":
+                reference = {path: x + np.asarray(self.before[path]) for path, x in reference.items()}
+            if dtype == "float64":
+                self.ledger.exact(kind, reference, candidate, mode, "float64_step" if kind == "update" else "float64")
+            else:
+                self.ledger.working(kind, reference, _cast(candidate, kind, dtype), _cast(measure, kind, dtype), dtype, mode)
+
+    def _plant(self, dtype: str, mode: str, yardstick: Run, weights: Any) -> None:
+        reference, measure = (_group(run, "gradients") for run in (self.reference, yardstick))
+        planted = self.ledger.plant(reference, measure, dtype)
+        self.checks += planted_checks(planted, dtype)
+        self.checks.append(weight_check(self.flax, self.reference, yardstick, weights, dtype, mode))
+        if dtype == "float64":
+            self._casts()
+
+    def _casts(self) -> None:
+        if self.flax.down_casts:
+            where = "; ".join(self.flax.down_casts[:4])
+            self.checks.append(Check("Flax stays in float64", False, f"it falls to less in its float64 step: {where}"))
+        tables = self.torch.tables()
+        if tables and any(not row.passed for row in self.ledger.rows()):
+            text = (
+                f"{', '.join(tables[:4])} were computed in float32, and keep that rounding in float64: "
+                "give a function that builds the model for torch_module"
+            )
+            self.checks.append(Check("PyTorch's tables", False, text))
+
+    def _mapped(self, found: Any, dtype: str, before: Any) -> Run:
+        """A run of PyTorch with its gradients under the rules' names, and its state and updates as Flax has them."""
+        run, rules = found.run, self.flax.rules
+        for one, other in list(pairs(rules, run.gradients)):
+            if one not in run.gradients:
+                run.gradients[one] = run.gradients.pop(other)
+        if found.state:
+            state = self.flax.weights(found.state, dtype)
+            run.state = {path: np.asarray(x) for path, x in state.items() if path not in self.flax.trained}
+        if found.after:
+            after = self.flax.weights(found.after, dtype)
+            run.updates = self._updates({path: after[path] for path in self.flax.trained}, before, dtype)
+        return run
+
+    def _updates(self, after: Any, before: Any, dtype: str) -> Arrays:
+        """What a step added; below float64, where the parameter's own rounding is as large, the parameter after it."""
+        added = dtype == "float64"
+        return {path: np.asarray(x) - np.asarray(before[path]) if added else np.asarray(x) for path, x in after.items()}
+
+    # Around them.
+
+    def _torch_modes(self) -> None:
+        for mode in self.case.modes:
+            if mode == "off":
+                continue
+            self.say(f"PyTorch in float64, {mode}")
+            found = self.torch.run("float64", mode).run
+            plain = self.exact.run
+            errors = {**_errors(plain.outputs, found.outputs), **_errors(plain.gradients, self._named(found.gradients))}
+            worst = max(errors, key=lambda name: errors[name])
+            passed = errors[worst] <= TOLERANCES["float64"].value
+            self.checks.append(
+                Check(f"PyTorch, {mode}", passed, f"at most {errors[worst]:.1e} from PyTorch without, in {worst}")
+            )
+
+    def _named(self, gradients: Arrays) -> Arrays:
+        found = dict(gradients)
+        for one, other in list(pairs(self.flax.rules, found)):
+            if one not in found:
+                found[one] = found.pop(other)
+        return found
+
+    def _measure(self, target: str | None) -> None:
+        dtype = next((dtype for dtype in self.case.dtypes if dtype != "float64"), "float64")
+        for mode in self.case.modes:
+            self.say(f"residual bytes, {mode}")
+            self.memory.append(MemoryRow(mode, "PyTorch", *self.torch.saved(dtype, mode)))
+            with _precision(dtype):
+                kept = self.flax.kept(dtype, mode)
+                peak = self.flax.peak(dtype, mode, target) if target else None
+            self.memory.append(MemoryRow(mode, "JAX", *kept, peak_bytes=peak))
+
+
+KINDS = {"output": "outputs", "gradient": "gradients", "state": "state", "update": "updates"}
+
+
+def _group(run: Run, field: str) -> Arrays:
+    """The tensors of one kind, that are judged together: the loss is an output, and inputs have gradients as well."""
+    found = dict(getattr(run, field))
+    if field == "gradients":
+        found |= {f"input:{name}": x for name, x in run.input_gradients.items()}
+    if field == "outputs":
+        found["loss"] = np.asarray(run.losses[0])
+        # Integers, such as a prediction, are the same or not.
+        found = {name: x if _is_float(x) else x.astype(np.float64) for name, x in found.items()}
+    return found
+
+
+def _is_float(x: Any) -> bool:
+    return np.issubdtype(x.dtype, np.floating) or x.dtype.name == "bfloat16"
+
+
+def _cast(tensors: Arrays, kind: str, dtype: str) -> Arrays:
+    """The loss, and what is an integer, in the working dtype: Python's numbers have none of their own."""
+    if kind != "output":
+        return tensors
+    return {name: x.astype(dtype) if x.dtype == np.float64 else x for name, x in tensors.items()}
+
+
+def _errors(reference: Arrays, candidate: Arrays) -> dict[str, float]:
+    floating = {name: x for name, x in reference.items() if _is_float(x)}
+    return float64_errors(floating, {name: candidate[name] for name in floating if name in candidate}) if floating else {}
+
+
+def _proposed(case: Case, torch: TorchSide) -> porting.Rules:
+    def by_name(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(model: Any, **arrays: Any) -> Any:
+            args, kwargs = case.inputs.arguments(arrays)
+            return call(model, *args, **kwargs)
+
+        return run
+
+    calls = {"torch_call": by_name(case.torch_call), "flax_call": by_name(case.flax_call)}
+    return porting.propose(torch.make("float64"), case.flax_module, dict(case.inputs.arrays), variables=case.variables, **calls)
+
+
+def _refuse_parted(torch: TorchSide, rules: porting.Rules) -> None:
+    """A tie is one tensor under two names; two tensors that are equal today part with the first step of training."""
+    names = {*torch.trained, *torch.ties}
+    for one, other in pairs(rules, dict.fromkeys(names)):
+        if {one, other} <= names and torch.ties.get(one, one) != torch.ties.get(other, other):
+            raise ArgumentError(
+                f"rules: 'tie: {one} = {other}', but these are two parameters in the PyTorch model: "
+                "share one there, or give each a place of its own in Flax"
+            )
+
+
+@contextlib.contextmanager
+def _precision(dtype: str) -> Iterator[None]:
+    """JAX's 64-bit types on for float64 and off for the rest, as a user has them; matmuls in full unless told otherwise."""
+    chosen = jax.config.jax_default_matmul_precision
+    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision(chosen or "highest"):
+        yield

@@ -1,0 +1,263 @@
+"""PyTorch's side of a comparison: copies of the model in each dtype, and its training step in every mode."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from remat_jax.errors import ArgumentError
+from remat_jax.parity.case import Arrays, Case, Run
+from remat_jax.parity.trees import default_loss, default_targets, named_outputs
+from remat_jax.porting.float64 import keep_float64
+from remat_jax.porting.tensors import as_numpy, as_torch
+
+Tensors = dict[str, Any]
+
+
+class TorchRun(NamedTuple):
+    """A run, the state dict after its forward pass, and after the optimizer's first step; where they are asked for."""
+
+    run: Run
+    state: Tensors
+    after: Tensors
+
+
+class TorchSide:
+    """The PyTorch model of a case; the caller's own is copied and never changed.
+
+    Attributes:
+        weights: the state dict of all runs, in float64.
+        excited: the parameters that were constant and were given other values.
+        trained: the parameters that require a gradient.
+        ties: every further name of a shared parameter → the one under which PyTorch lists it.
+        blocks, block_paths: the classes that are checkpointed, and where they are.
+        shapes: of the outputs, by name: (shape, whether it is floating-point).
+
+    Raises:
+        ArgumentError: the model draws random numbers, or a function for it gives none.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.weights = case, {}
+        model = self._copy("float64")
+        self.ties = _names_of_shared(model)
+        self.excited = _excite(model) if case.excite else []
+        self.weights = _copies(model)
+        self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.blocks = case.torch_blocks or _repeated(model)
+        self.block_paths = [path for path, module in model.named_modules() if isinstance(module, self.blocks)]
+        if not self.trained:
+            raise ArgumentError("torch_module: no parameter requires a gradient, so that no gradient can be compared")
+        self.shapes = self._shapes(model)
+        self.targets = default_targets({name: shape for name, (shape, floating) in self.shapes.items() if floating})
+
+    def make(self, dtype: str) -> Any:
+        """A copy of the model in a dtype, with the weights of all runs."""
+        model = self._copy(dtype)
+        model.load_state_dict(self.weights)
+        return model
+
+    def run(self, dtype: str, mode: str = "off", *, steps: int = 0, wants_state: bool = False) -> TorchRun:
+        """A training step, and with an optimizer so many steps; `losses` are those of a run in mode off."""
+        model, run, after = self.make(dtype), Run(), {}
+        optimizer = self.case.optimizer.torch(_trained(model)) if self.case.optimizer and steps else None
+        with _precisely(dtype), self.in_mode(model, mode):
+            inputs = self.inputs(dtype, with_gradients=True)
+            run.outputs, loss = self._forward(model, inputs, dtype)
+            state = _copies(model) if wants_state else {}
+            loss.backward()
+            run.gradients = {name: _gradient(p) for name, p in model.named_parameters() if p.requires_grad}
+            run.input_gradients = {name: _gradient(inputs[name]) for name in self.case.inputs.floating}
+            run.losses = [float(loss.detach())]
+            if optimizer:
+                optimizer.step()
+                after = _copies(model)
+                run.losses += [self._train(model, optimizer, dtype) for _ in range(steps - 1)]
+        return TorchRun(run, state, after)
+
+    def inputs(self, dtype: str, *, with_gradients: bool = False) -> Tensors:
+        """The inputs as tensors, floating-point ones in a dtype."""
+        floating = self.case.inputs.floating
+        tensors = {
+            name: as_torch(array.astype(dtype) if name in floating else array)
+            for name, array in self.case.inputs.arrays.items()
+        }
+        for name in floating if with_gradients else ():
+            tensors[name].requires_grad_()
+        return tensors
+
+    def loss(self, model: Any, inputs: Tensors, dtype: str) -> Any:
+        """The loss, with its graph."""
+        return self._loss(self._call(model, inputs), dtype)
+
+    @contextlib.contextmanager
+    def in_mode(self, model: Any, mode: str) -> Iterator[None]:
+        """Put a mode or a policy on the model's blocks.
+
+        Raises:
+            ArgumentError: there are no blocks, or the policy has no effect on them.
+        """
+        import torch_ref
+
+        if mode == "off":
+            yield
+            return
+        if not self.blocks:
+            raise ArgumentError(
+                f"modes has {mode!r}, but the PyTorch model has no list of modules of one class: "
+                "name the class to checkpoint with torch_blocks, or give modes=('off',)"
+            )
+        for path in self.block_paths:
+            # A block in evaluation is not checkpointed; what is inside it stays as it is, dropout too.
+            model.get_submodule(path).training = True
+        try:
+            with torch_ref.checkpoint_blocks(model, dict.fromkeys(self.blocks, mode)):
+                yield
+        except torch_ref.TorchRefError as error:
+            raise ArgumentError(f"modes: {mode!r} in PyTorch: {error}") from error
+
+    def saved(self, dtype: str, mode: str) -> tuple[int, int]:
+        """Bytes on the device and on the host between the passes, parameters and inputs excluded."""
+        import torch_ref
+
+        model = self.make(dtype)
+        gc.freeze()  # the count collects garbage, and need not look through all that was imported
+        try:
+            with self.in_mode(model, mode):
+                saved = torch_ref.saved_for_backward(lambda inputs: self.loss(model, inputs, dtype), self.inputs(dtype))
+        finally:
+            gc.unfreeze()
+        return saved.device_bytes, saved.host_bytes
+
+    def tables(self) -> list[str]:
+        """Buffers that are in no state dict and were not computed in float64: `.double()` keeps their rounding."""
+        if self.case.builds:
+            return []
+        model = self.case.torch_module
+        return [
+            n for n, b in model.named_buffers() if n not in self.weights and str(b.dtype) in ("torch.float32", "torch.bfloat16")
+        ]
+
+    def _copy(self, dtype: str) -> Any:
+        import torch
+
+        with _precisely(dtype):
+            model = self.case.torch_module() if self.case.builds else copy.deepcopy(self.case.torch_module)
+            if not isinstance(model, torch.nn.Module):
+                raise ArgumentError(f"torch_module() gave a {type(model).__name__}: expected a torch.nn.Module")
+            return model.to(getattr(torch, dtype))
+
+    def _call(self, model: Any, inputs: Tensors) -> Any:
+        args, kwargs = self.case.inputs.arguments(inputs)
+        return self.case.torch_call(model, *args, **kwargs)
+
+    def _shapes(self, model: Any) -> dict[str, tuple[tuple[int, ...], bool]]:
+        """The outputs' shapes by one forward pass, in which no random number may be drawn."""
+        import torch
+
+        before = torch.get_rng_state()
+        with torch.no_grad(), _precisely("float64"):
+            found = named_outputs(self._call(model, self.inputs("float64")), "torch")
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ArgumentError(_draws(model))
+        return {name: (tuple(x.shape), x.is_floating_point()) for name, x in found.items()}
+
+    def _forward(self, model: Any, inputs: Tensors, dtype: str) -> tuple[Arrays, Any]:
+        result = self._call(model, inputs)
+        loss = self._loss(result, dtype)
+        outputs = {name: as_numpy(x) for name, x in named_outputs(result, "torch").items()}
+        return outputs, loss
+
+    def _loss(self, result: Any, dtype: str) -> Any:
+        import torch
+
+        if self.case.loss is None:
+            targets = {name: as_torch(x.astype(dtype)) for name, x in self.targets.items()}
+            return default_loss(named_outputs(result, "torch"), targets)
+        loss = self.case.loss[0](result)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise ArgumentError(f"loss gave {repr(loss)[:80]} for PyTorch: expected a scalar tensor that depends on the model")
+        return loss.reshape(())
+
+    def _train(self, model: Any, optimizer: Any, dtype: str) -> float:
+        model.zero_grad(set_to_none=True)
+        loss = self.loss(model, self.inputs(dtype), dtype)
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+
+def _precisely(dtype: str) -> Any:
+    """Nothing falls to float32 where float64 is asked for; other dtypes run as a user runs them."""
+    return keep_float64() if dtype == "float64" else contextlib.nullcontext()
+
+
+def _trained(model: Any) -> list[Any]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _copies(model: Any) -> Tensors:
+    """The state dict, copied; what is one tensor under two names still is, which the weight map has to know."""
+    made: dict[int, Any] = {}
+    named = model.state_dict(keep_vars=True).items()
+    for _, tensor in named:
+        made.setdefault(id(tensor), tensor.detach().clone())
+    return {name: made[id(tensor)] for name, tensor in named}
+
+
+def _gradient(tensor: Any) -> np.ndarray:
+    return as_numpy(tensor) * 0 if tensor.grad is None else as_numpy(tensor.grad)
+
+
+def _names_of_shared(model: Any) -> dict[str, str]:
+    """Every other name of a parameter that has several → the name under which PyTorch lists it."""
+    first: dict[int, str] = {}
+    return {
+        name: known
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if (known := first.setdefault(id(parameter), name)) != name
+    }
+
+
+def _excite(model: Any) -> list[str]:
+    """Give what is constant other values: biases at 0 and scales at 1 would hide a wrong map."""
+    import torch
+
+    random, excited = torch.Generator().manual_seed(5), []
+    statistics = ((n, b) for n, b in model.named_buffers() if n.endswith(("running_mean", "running_var")))
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *statistics):
+            if not tensor.numel() or not tensor.is_floating_point() or (tensor != tensor.flatten()[0]).any():
+                continue
+            level = tensor.flatten()[0].abs().item() or 1.0
+            noise = 0.2 * level * torch.randn(tensor.shape, generator=random, dtype=torch.float64)
+            tensor.copy_((tensor + noise).abs() if name.endswith("running_var") else tensor + noise)
+            excited.append(name)
+    return excited
+
+
+def _repeated(model: Any) -> tuple[type, ...]:
+    """The classes of modules that stand side by side in the outermost lists of the model."""
+    import torch
+
+    found: dict[str, type] = {}
+    for path, module in model.named_modules():
+        children = list(module.children()) if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) else []
+        inside = any(path.startswith(f"{other}.") for other in found)
+        if len(children) > 1 and len(set(map(type, children))) == 1 and not inside:
+            found[path] = type(children[0])
+    return tuple(dict.fromkeys(found.values()))
+
+
+def _draws(model: Any) -> str:
+    dropping = [name for name, part in model.named_modules() if part.training and "Dropout" in type(part).__name__]
+    where = f" (dropout in {', '.join(dropping[:4])})" if dropping else ""
+    return (
+        f"torch_module draws random numbers in its forward pass{where}, which no other framework draws again: "
+        "call torch_module.eval(), or build it with a rate of 0"
+    )

@@ -1,0 +1,100 @@
+"""What a model returns, as name → array, and the loss where the user gives none: the same for both frameworks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from remat_jax.errors import ArgumentError
+
+ALONE = "output"
+"""The name of an output that is a bare array."""
+
+
+def named_outputs(result: Any, side: str) -> dict[str, Any]:
+    """The arrays of an output by name: keys, fields and positions joined by dots; what is None is left out.
+
+    Raises:
+        ArgumentError: something in it is no array, or there is none.
+
+    >>> sorted(named_outputs({"logits": np.zeros(2), "states": (np.zeros(1), None)}, "flax"))
+    ['logits', 'states.0']
+    """
+    found: dict[str, Any] = {}
+    _collect(result, "", found, side)
+    if not found:
+        raise ArgumentError(f"{side}_module: its output holds no array; return some, or select them with {side}_call")
+    return found
+
+
+def _collect(value: Any, name: str, found: dict[str, Any], side: str) -> None:
+    if value is None:
+        return
+    children = _children(value)
+    if children is not None:
+        for key, child in children.items():
+            _collect(child, f"{name}.{key}" if name else str(key), found, side)
+    elif hasattr(value, "shape") and hasattr(value, "dtype"):
+        found[name or ALONE] = value
+    else:
+        raise ArgumentError(
+            f"{side}_module: its output {name or 'as a whole'} is a {type(value).__name__}, no array; select arrays with "
+            f"{side}_call, such as lambda model, *inputs: model(*inputs).logits"
+        )
+
+
+def _children(value: Any) -> dict[Any, Any] | None:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple | list):
+        names = getattr(value, "_fields", range(len(value)))
+        return dict(zip(names, value, strict=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "dtype"):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def same_names(torch: Mapping[str, tuple[int, ...]], flax: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Flax's name → PyTorch's, of outputs given as name → shape; a single array on both sides may be called differently.
+
+    Raises:
+        ArgumentError: the names or the shapes differ; broadcasting would hide that.
+    """
+    if len(torch) == len(flax) == 1:
+        names = dict(zip(flax, torch, strict=True))
+    else:
+        names = {name: name for name in flax}
+    problems = [f"{name} {shape}: only PyTorch has it" for name, shape in torch.items() if name not in names.values()]
+    problems += [f"{name} {shape}: only Flax has it" for name, shape in flax.items() if names[name] not in torch]
+    problems += [
+        f"{names[name]}: {torch[names[name]]} in PyTorch and {shape} in Flax"
+        for name, shape in flax.items()
+        if names[name] in torch and torch[names[name]] != shape
+    ]
+    if problems:
+        raise ArgumentError(
+            "the outputs differ in their names or shapes; make them equal with torch_call or flax_call:\n  "
+            + "\n  ".join(problems)
+        )
+    return names
+
+
+def default_targets(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """For every output what the default loss draws it to: random numbers, so that no cotangent is like another."""
+    return {
+        name: np.random.default_rng((11, index)).normal(size=shape)
+        for index, (name, shape) in enumerate(sorted(shapes.items()))
+    }
+
+
+def default_loss(outputs: Mapping[str, Any], targets: Mapping[str, Any]) -> Any:
+    """The squared distance of all outputs from their targets, over the root of their number, written once for both frameworks.
+
+    Not over the number itself: gradients would fall below what float16 holds.
+    """
+    return sum(
+        ((outputs[name] - target) ** 2).sum() * float(max(1, np.prod(target.shape)) ** -0.5) for name, target in targets.items()
+    )
