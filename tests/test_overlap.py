@@ -84,6 +84,60 @@ def test_a_block_behind_offloading_ones_is_tied_though_it_keeps_everything() -> 
     assert links(fn, params, x) == [0, 1, 1]
 
 
+def test_a_block_of_long_ago_is_left_alone() -> None:
+    w, x = arrays()
+    block = rj.remat(plain, "offload_inputs")
+    joined = rj.remat(lambda w, x, skip: plain(w, x) + skip, "offload_inputs")
+
+    def u_net(w: Any, x: Any) -> Any:
+        skips = []
+        for _ in range(3):
+            skips.append(x := block(w, x))
+            x = x * 1.1
+        for _ in range(3):
+            x = joined(w, x * 1.1, skips.pop())
+        return jnp.sum(x)
+
+    # Linked to the third, the fourth would fetch it at once; the fifth and sixth would fetch what is wanted much later.
+    assert links(u_net, w, x) == [0, 0, 0, 2, 0, 0]
+    assert_same(jax.jit(jax.grad(u_net))(w, x), jax.grad(u_net)(w, x), 1e-5)
+
+    def two_streams(w: Any, x: Any) -> Any:
+        one, other = x, 2 * x
+        for _ in range(3):
+            one, other = block(w, one), block(w, other)
+        return jnp.sum(one * other)
+
+    assert links(two_streams, w, x) == [0, 0, 2, 2, 2, 2]
+
+
+def test_blocks_that_look_alike_from_outside_are_told_apart() -> None:
+    w, x = arrays()
+    one = rj.remat(lambda w, x: x + jax.jit(lambda w, x: jnp.tanh(x @ w))(w, x), "offload: *tanh*")
+    two = rj.remat(lambda w, x: x + jax.jit(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w))(w, x), "offload: *tanh*")
+    assert links(lambda w, x: jnp.sum(two(w, two(w, one(w, one(w, x))))), w, x) == [0, 1, 1, 2]
+
+
+def test_a_block_without_a_derivative_along_every_input_is_tied_to_its_own_place(x64: None) -> None:
+    w, x = arrays()
+
+    def scaled(w: Any, x: Any, s: Any) -> Any:
+        twice = jax.pure_callback(lambda s: np.asarray(s) * 2, jax.ShapeDtypeStruct(s.shape, s.dtype), s)
+        return x + jnp.tanh(x @ w) * twice
+
+    def loss(block: Any) -> Any:
+        return lambda w, x: jnp.sum(block(w, block(w, x, jnp.ones(4)), jnp.ones(4)) ** 2)
+
+    assert_same(jax.jit(jax.grad(loss(rj.remat(scaled, "offload_inputs"))))(w, x), jax.grad(loss(scaled))(w, x))
+
+
+def test_a_number_that_is_put_on_the_device_is_no_array_of_the_block(x64: None) -> None:
+    w, x = arrays()
+    body = lambda w, x: x + jnp.tanh(x @ w) * jax.device_put(2.0)  # noqa: E731
+    linked = stack(rj.remat(body, "offload_inputs"))
+    assert_same(jax.jit(jax.grad(linked))(w, x), jax.grad(stack(body))(w, x))
+
+
 def test_where_ops_run_one_by_one_nothing_is_linked(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("linked")

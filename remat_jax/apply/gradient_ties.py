@@ -65,7 +65,7 @@ def _ordered(
     holds = _holds(jaxpr, num_residuals)
     fetches = _Fetches(others, _releases(jaxpr, list(holds), others))
     for index, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive.name == "device_put" and all(atom in on_device for atom in _variables(eqn.invars)):
+        if eqn.primitive.name == "device_put" and all(not hasattr(atom, "val") and atom in on_device for atom in eqn.invars):
             env.update((var, on_device[atom]) for atom, var in zip(eqn.invars, eqn.outvars, strict=True))
             continue
         held = holds.get(index, [])

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -30,6 +29,7 @@ from jax.interpreters import ad, batching, mlir
 from remat_jax import compat
 from remat_jax.apply.ties import can_be_handed, ghost, host_zeros, tied, tied_linear_p
 from remat_jax.graph import PlannedBlock, is_smooth
+from remat_jax.graph.walk import inner_jaxprs
 
 Block = Callable[..., list[Any]]
 
@@ -52,7 +52,11 @@ class _Output:
 
 # The outputs of linked blocks by their ids. An entry goes with its output, so that no trace is kept alive.
 _outputs: dict[int, _Output] = {}
-_serials = itertools.count()
+# How many linked blocks this thread has traced.
+_serial: ContextVar[int] = ContextVar("serial", default=0)
+# What a block left longer ago stays where it is: fetched while this block's backward pass runs, it would be on the device until
+# the backward passes of all those between are done. One between is allowed, for two streams side by side.
+_MAX_DISTANCE = 2
 # What the last kinds of blocks leave on the host.
 _known: dict[Any, list[Any]] = {}
 _KNOWN_BLOCKS = 64
@@ -107,14 +111,29 @@ def _handed(block: PlannedBlock) -> list[Any]:
     To know them costs a trace, so that what one block of a stack has is taken for what the others have. Where it is not, the
     block hands nothing on (`_jvp`).
     """
-    jaxpr = block.jaxpr
-    steps = tuple((eqn.primitive.name, tuple(map(str, (out.aval for out in eqn.outvars)))) for eqn in jaxpr.eqns)
-    key = block.policy, tuple(map(str, jaxpr.in_avals)), steps
-    if key not in _known:
-        _known[key] = [aval for aval in block.host_residuals if can_be_handed(aval)]
-        while len(_known) > _KNOWN_BLOCKS:
-            _known.pop(next(iter(_known)))
-    return _known[key]
+    key = block.policy, len(block.offloaded), tuple(map(str, block.jaxpr.in_avals)), _steps(block.jaxpr)
+    handed = _known.get(key)
+    if handed is None:
+        try:
+            handed = [aval for aval in block.host_residuals if can_be_handed(aval)]
+        except Exception:  # it has no derivative along every input; it may have one along those that are asked for
+            handed = []
+        _known[key] = handed
+        for oldest in list(_known)[:-_KNOWN_BLOCKS]:
+            _known.pop(oldest, None)
+    return handed
+
+
+def _steps(jaxpr: Any) -> tuple[Any, ...]:
+    """What a jaxpr does, loops and calls opened, as something to look up."""
+
+    def bodies(eqn: Any) -> list[Any]:
+        found = inner_jaxprs(eqn).values()
+        return [compat.closed(one) for value in found for one in (value if isinstance(value, tuple) else (value,))]
+
+    return tuple(
+        (eqn.primitive.name, tuple(str(out.aval) for out in eqn.outvars), tuple(map(_steps, bodies(eqn)))) for eqn in jaxpr.eqns
+    )
 
 
 def _linkable(value: Any) -> bool:
@@ -138,6 +157,7 @@ def _take(values: list[Any]) -> tuple[list[Any], list[Any]] | None:
     here = jex.get_opaque_trace_state()
     found = {place: _outputs[id(value)] for place, value in enumerate(values) if id(value) in _outputs}
     valid = {p: o for p, o in found.items() if o.itself() is values[p] and o.link.values is not None and o.link.trace == here}
+    valid = {place: output for place, output in valid.items() if _serial.get() - output.link.serial < _MAX_DISTANCE}
     if not valid:
         return None
     link = max((output.link for output in valid.values()), key=lambda link: link.serial)
@@ -149,7 +169,8 @@ def _take(values: list[Any]) -> tuple[list[Any], list[Any]] | None:
 
 
 def _leave(outputs: Sequence[Any], loose: Sequence[Any], handed: list[Any]) -> None:
-    link = _Link(next(_serials), jex.get_opaque_trace_state(), handed)
+    _serial.set(_serial.get() + 1)
+    link = _Link(_serial.get(), jex.get_opaque_trace_state(), handed)
     for output, other in zip(outputs, loose, strict=True):
         if compat.is_traced(output):
             key = id(output)
