@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -11,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
 import remat_jax as rj
-from examples.models import bert, gpt2, linen, llama
+from examples.models import bert, gpt2, linen, llama, weights
+from examples.models import nnx as nnx_models
 from parity_tests import support as s
 from parity_tests.localise import pairs
 from parity_tests.localise.pairs import changed, of_decoder, of_port, shown, times_backwards
+from parity_tests.third_party import ports as p
 from parity_tests.third_party import test_bert, test_gpt2, test_llama, test_siglip
 from remat_jax.errors import ArgumentError
 from remat_jax.parity.localise import first_divergences
@@ -26,37 +30,37 @@ GPT2, BERT, LLAMA, SIGLIP = test_gpt2.PORT, test_bert.PORT, test_llama.PORTS["ll
 # No alarm.
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
-@pytest.mark.parametrize("port", [GPT2, BERT, LLAMA, SIGLIP], ids=["gpt2", "bert", "llama", "siglip"])
-def test_a_right_port_raises_no_alarm(port: Any, scan: bool) -> None:
+RIGHT = {"gpt2": (GPT2, False), "gpt2-scan": (GPT2, True), "bert": (BERT, False), "llama-scan": (LLAMA, True)}
+RIGHT |= {"siglip-scan": (SIGLIP, True)}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_port_raises_no_alarm(name: str) -> None:
+    port, scan = RIGHT[name]
     found = of_port(port, scan=scan, single_step=True)
     assert found.none and shown(found) == (None, None) and found.alone == ()
     layers = [path for path in found.matched.values() if path in ("layers_0", "layers_1", "layers/0", "layers/1")]
     assert len(layers) == 2, found.matched
 
 
-@pytest.mark.parametrize("policy", ["full", "offload_inputs"])
-def test_no_alarm_through_checkpoints_of_both(policy: str) -> None:
-    found = of_port(GPT2, scan=True, mode="checkpoint", transform=lambda f: rj.checkpoint_blocks(f, {gpt2.GPT2Block: policy}))
+def test_no_alarm_through_checkpoints_of_both() -> None:
+    found = of_port(GPT2, scan=True, mode="checkpoint", transform=lambda f: rj.checkpoint_blocks(f, {gpt2.GPT2Block: "full"}))
     assert found.none and len(found.matched) == 22
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
-def test_no_alarm_in_nnx(scan: bool) -> None:
-    from flax import nnx
-
-    from examples.models import nnx as models
-
-    twin = s.twin("ByteDecoder", "nnx", scan, s.parameters("ByteDecoder", scan))
-    graph = nnx.graphdef(nnx.eval_shape(lambda: models.ByteDecoder(**s.SIZES["ByteDecoder"], scan=scan, rngs=nnx.Rngs(0))))
-    model = nnx.merge(graph, twin.parameters)
+def test_nnx(scan: bool) -> None:
+    options = {**s.SIZES["ByteDecoder"], "scan": scan}
+    model = nnx.eval_shape(lambda: nnx_models.ByteDecoder(**options, rngs=nnx.Rngs(0)))
+    with jax.enable_x64(True):
+        model = weights.load_nnx(model, s.parameters("ByteDecoder", scan))
     found = first_divergences(s.torch_model("ByteDecoder"), model, None, (pairs.tokens(),))
     assert found.none and {"layers/0/ffn/up", "layers/1/norm2", "head"} <= {*found.matched.values()}
 
-    wrong = jax.tree.map(lambda x: x, twin.parameters)
-    row = wrong.layers.norm2.bias if scan else wrong.layers[1].norm2.bias
-    row.set_value(np.array(row.get_value()) + (np.array([[0.0], [1e-6]]) if scan else 1e-6))
-    found = first_divergences(s.torch_model("ByteDecoder"), model, wrong, (pairs.tokens(),))
+    with jax.enable_x64(True):
+        bias = model.layers.norm2.bias if scan else model.layers[1].norm2.bias
+        bias.set_value(bias.get_value() + (np.array([[0.0], [1e-6]]) if scan else 1e-6))
+    found = first_divergences(s.torch_model("ByteDecoder"), model, None, (pairs.tokens(),))
     assert shown(found) == ("layers/1/norm2", None)
 
 
@@ -90,9 +94,12 @@ def test_each_of_two_faults_is_listed_where_errors_do_not_add_up() -> None:
 
 def test_layer_norm_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
     right = gpt2.layer_norm
-    monkeypatch.setattr(
-        gpt2, "layer_norm", lambda c, d, name: right(c, d, name).clone(epsilon=1e-6 if name == "ln_2" else 1e-5)
-    )
+
+    def norm(config: gpt2.GPT2Config, param_dtype: Any, name: str) -> nn.LayerNorm:
+        config = dataclasses.replace(config, layer_norm_eps=1e-6) if name == "ln_2" else config
+        return right(config, param_dtype, name)
+
+    monkeypatch.setattr(gpt2, "layer_norm", norm)
     assert shown(of_port(GPT2)) == ("layers_0/ln_2", None)
 
 
@@ -113,9 +120,7 @@ def test_an_inverted_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_causal_mask_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = linen.attention
-    monkeypatch.setattr(
-        linen, "attention", lambda qkv, nhead, causal, dropout: right(qkv, nhead, causal=False, dropout=dropout)
-    )
+    monkeypatch.setattr(linen, "attention", lambda qkv, nhead, causal, dropout: right(qkv, nhead, dropout=dropout))
     assert shown(of_decoder(scan=True)) == ("layers/0/self_attn", None)
 
 
@@ -139,8 +144,10 @@ def test_a_layer_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_the_first(make: Any, num_layers: int, x: jax.Array, *shared: Any, scan: bool) -> jax.Array:
         return make(name="layers_1")(x, *shared)
 
+    with jax.enable_x64(True):
+        variables = p.variables(GPT2, False, "float64")
     monkeypatch.setattr(gpt2, "run_blocks", without_the_first)
-    found = of_port(GPT2)
+    found = of_port(GPT2, variables=variables)
     assert shown(found) == ("", None)
     assert found.forward is not None and "PyTorch alone has" in found.forward.note
     assert "transformer/h/0" in found.unmatched_torch and found.matched["transformer/h/1"] == "layers_1"
@@ -212,12 +219,18 @@ def test_a_mapping_wins(tmp_path: Any) -> None:
     assert "head" in found.unmatched_torch and "head" in found.unmatched_flax
 
 
+def test_other_inputs_are_named_as_such() -> None:
+    found = of_decoder(flax_inputs=(pairs.tokens()[:, ::-1].copy(),))
+    assert found.forward is not None and (found.forward.flax_path, found.forward.what) == ("", "input 0")
+    assert found.forward.note == "the models are given other inputs"
+
+
 def test_wrong_use_is_an_error() -> None:
     with pytest.raises(ArgumentError, match=r"'layers_9' is no module of the Flax model.*Did you mean 'layers_"):
         of_decoder(mapping={"head": "layers_9"})
     with pytest.raises(ArgumentError, match=r"mapping=3: expected a dict"):
         of_decoder(mapping=3)
-    with pytest.raises(ArgumentError, match=r"nothing can be compared"):
+    with pytest.raises(ArgumentError, match=r"they cannot be compared"):
         of_decoder(torch_call=lambda module, x: module(x)[..., :5])
     dropping = torch.nn.Sequential(torch.nn.Dropout(0.1)).train()
     with pytest.raises(ArgumentError, match=r"is in train mode and drops out in 0: "):

@@ -102,7 +102,7 @@ def scan_layout(eqn: Any) -> tuple[int, int]:
     """How many constants and carried values lead the operands of a `scan` equation."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"].elts
+    consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(consts), len(carry)
 
 

@@ -1,18 +1,27 @@
-"""Does one framework compute what the other computes? The comparison, the rule that decides, and its constants."""
+"""Does one framework compute what the other computes? The comparison, its rule and constants, and where the two first part."""
 
 from __future__ import annotations
 
 from remat_jax.parity.asserting import assert_parity
+from remat_jax.parity.capture_flax import capture_flax
+from remat_jax.parity.capture_torch import capture_torch
 from remat_jax.parity.comparison import compare
+from remat_jax.parity.divergence import Divergence
+from remat_jax.parity.exciting import excite
+from remat_jax.parity.localise import Divergences, first_divergences
 from remat_jax.parity.optimizers import Optimizer
 from remat_jax.parity.report import Check, MemoryRow, ParityReport, TensorRow
 from remat_jax.parity.rule import Row, float64_error, judge
+from remat_jax.parity.semantics import Difference, differences
 from remat_jax.parity.tolerances import TOLERANCES, Tolerance, epsilon
 from remat_jax.parity.wide import keep_float64
 
 __all__ = [
     "TOLERANCES",
     "Check",
+    "Difference",
+    "Divergence",
+    "Divergences",
     "MemoryRow",
     "Optimizer",
     "ParityReport",
@@ -20,8 +29,13 @@ __all__ = [
     "TensorRow",
     "Tolerance",
     "assert_parity",
+    "capture_flax",
+    "capture_torch",
     "compare",
+    "differences",
     "epsilon",
+    "excite",
+    "first_divergences",
     "float64_error",
     "judge",
     "keep_float64",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 
 from remat_jax.parity.capture import Call, Trace
-from remat_jax.parity.recorder import Traced
+from remat_jax.parity.recorder import Recorder, Traced
 from remat_jax.parity.tapped import Place
+from remat_jax.parity.taps import Label
 
 Instance = tuple[int, tuple[int, ...]]
 Key = tuple[int, ...]
@@ -31,13 +32,13 @@ Slots = list[dict[tuple[int, ...], Slot]]
 
 def assemble(
     places: Sequence[Place],
-    traced: Sequence[Traced],
+    recorder: Recorder,
     hidden: frozenset[int],
     arrived: Sequence[np.ndarray],
     gradients: Mapping[str, np.ndarray],
 ) -> tuple[Trace, Slots]:
     """The calls of a step: `arrived` has the array of each place, stacked over its loops; `gradients` are by variable path."""
-    seen = _collected(places, arrived)
+    seen, traced = _collected(places, arrived), recorder.calls
     kept = {key: one for key, one in seen.items() if one.keys["output"] and not _is_wrapped(key, seen, traced)}
     clock = {key: number for number, key in enumerate(sorted(time for one in kept.values() for time in one.times()))}
     ordered = sorted(kept, key=lambda key: (max(kept[key].keys["output"]), -key[0]))
@@ -53,8 +54,8 @@ def assemble(
             number=numbers[key],
             inputs=kept[key].arrays("input"),
             outputs=kept[key].arrays("output"),
-            input_cotangents=kept[key].cotangents_of("input"),
-            output_cotangents=kept[key].cotangents_of("output"),
+            input_cotangents=kept[key].cotangents_of("input", key[0], recorder.differentiated),
+            output_cotangents=kept[key].cotangents_of("output", key[0], recorder.differentiated),
             started=clock[kept[key].started],
             finished=clock[max(kept[key].keys["output"])],
             parent=None if (around := _parent(key, kept, traced)) is None else place_of[around],
@@ -63,7 +64,7 @@ def assemble(
         for key in ordered
     )
     stale = tuple(call.name for call, key in zip(calls, ordered, strict=True) if kept[key].stale)
-    trace = Trace(calls, tuple(sorted({"/".join(traced[number].path) for number in hidden})), stale)
+    trace = Trace(calls, recorder.outputs, tuple(sorted({"/".join(traced[number].path) for number in hidden})), stale)
     return trace, _slots(places, kept, place_of)
 
 
@@ -109,8 +110,13 @@ class _Seen:
     def arrays(self, role: str) -> tuple[np.ndarray, ...]:
         return tuple(self.values[which] for which in sorted(self.values) if which[0] == role)
 
-    def cotangents_of(self, role: str) -> tuple[np.ndarray | None, ...]:
-        return tuple(self.cotangents.get(which) for which in sorted(self.values) if which[0] == role)
+    def cotangents_of(self, role: str, call: int, differentiated: Set[Label]) -> tuple[np.ndarray | None, ...]:
+        """Where none arrived: zeros for what is differentiated; for what is not, such as a constant, nobody asked."""
+        return tuple(
+            self.cotangents.get(which, np.zeros_like(self.values[which])) if Label(call, *which) in differentiated else None
+            for which in sorted(self.values)
+            if which[0] == role
+        )
 
 
 def _collected(places: Sequence[Place], arrived: Sequence[np.ndarray]) -> dict[Instance, _Seen]:

@@ -52,11 +52,13 @@ class Trace:
 
     Attributes:
         calls: in the order in which they ended.
+        outputs: the shapes of the floating-point arrays that the loss is a function of.
         hidden: paths of modules that were called where nothing could be captured, such as inside a `while` loop.
         stale: names of calls whose recomputation, under a checkpoint, gave something else than the forward pass.
     """
 
     calls: tuple[Call, ...]
+    outputs: tuple[tuple[int, ...], ...] = ()
     hidden: tuple[str, ...] = ()
     stale: tuple[str, ...] = ()
 

@@ -95,7 +95,9 @@ def trace_step(
 
     def run(variables: Any, inputs: Any) -> Any:
         args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-        return (_probed if loss is None else loss)(apply(variables, args, kwargs))
+        outputs = apply(variables, args, kwargs)
+        recorder.outputs = tuple(tuple(x.shape) for x in jax.tree.leaves(outputs) if _is_floating(x))
+        return (_probed if loss is None else loss)(outputs)
 
     transformed = run if transform is None else transform(run)
 
@@ -152,4 +154,4 @@ def read(step: Step, given: Mapping[int, Any] | None = None) -> tuple[Trace, Slo
     arrived = [np.asarray(value) for value in values]
     tree = jax.tree.map(lambda number: np.asarray(outputs[1 + number]), step.numbers)[0] if len(outputs) > 1 else None
     gradients = {} if tree is None else Variables(tree, trainable=True).leaves
-    return assemble(step.places, step.recorder.calls, step.hidden, arrived, gradients)
+    return assemble(step.places, step.recorder, step.hidden, arrived, gradients)

@@ -89,19 +89,19 @@ def distances(torch: Call, flax: Call) -> dict[str, dict[str, Distance]]:
     return {
         "input": {f"input {j}": distance(torch.inputs[i], flax.inputs[j]) for i, j in inputs},
         "output": {f"output {j}": distance(torch.outputs[i], flax.outputs[j]) for i, j in outputs},
-        "input cotangent": dict(_cotangents("input", inputs, torch.input_cotangents, flax.input_cotangents, flax.inputs)),
-        "output cotangent": dict(_cotangents("output", outputs, torch.output_cotangents, flax.output_cotangents, flax.outputs)),
+        "input cotangent": dict(_cotangents("input", inputs, torch.input_cotangents, flax.input_cotangents)),
+        "output cotangent": dict(_cotangents("output", outputs, torch.output_cotangents, flax.output_cotangents)),
         "gradient": dict(_gradients(torch, flax)),
     }
 
 
 def _cotangents(
-    role: str, which: Sequence[tuple[int, int]], torch: Cotangents, flax: Cotangents, values: Sequence[np.ndarray]
+    role: str, which: Sequence[tuple[int, int]], torch: Cotangents, flax: Cotangents
 ) -> Iterator[tuple[str, Distance]]:
     for i, j in which:
         one, other = torch[i], flax[j]
-        if one is not None:  # what never got a gradient in PyTorch may have one in JAX: frozen, or an integer's
-            yield f"gradient of {role} {j}", distance(one, np.zeros(values[j].shape) if other is None else other)
+        if one is not None and other is not None:  # on one side alone it may be a constant, or frozen
+            yield f"gradient of {role} {j}", distance(one, other)
 
 
 def _gradients(torch: Call, flax: Call) -> Iterator[tuple[str, Distance]]:

@@ -49,7 +49,9 @@ def first_forward(pairs: Sequence[Pair]) -> Divergence | None:
         wrong = pair.bad("output")
         if wrong and not pair.bad("input") and all(around.bad("output") for around in pair.all_around()):
             return divergence_of(pair, *wrong)
-    return None
+    whole = next((pair for pair in pairs if pair.around is None and pair.bad("output")), None)
+    given = whole and whole.bad("input")
+    return divergence_of(whole, *given, "the models are given other inputs") if whole and given else None
 
 
 def first_backward(pairs: Sequence[Pair], *, forward_agrees: bool) -> Divergence | None:
@@ -82,4 +84,4 @@ def noted(found: Divergence, unmatched_torch: Sequence[str], unmatched_flax: Seq
 
     theirs, ours = inside(found.torch_path, unmatched_torch), inside(found.flax_path, unmatched_flax)
     said = [f"{side} alone has {', '.join(paths[:4])}" for side, paths in (("PyTorch", theirs), ("Flax", ours)) if paths]
-    return replace(found, note="; ".join(said))
+    return found if found.note else replace(found, note="; ".join(said))

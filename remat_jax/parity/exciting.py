@@ -14,9 +14,9 @@ from remat_jax.porting.tensors import as_numpy, as_torch, is_torch
 def excite(variables: Any, seed: int = 0, scale: float = 0.2) -> Any:
     """Return `variables` with every array that is all one number made of different ones.
 
-    Biases of 0, norm parameters of 1 and running variances of 1 hide a wrong map, a missing bias, and 1 + weight where weight is
-    meant. An array of zeros becomes `scale` times normal numbers, one of another number is multiplied by their exponentials, so
-    that it keeps its sign; arrays of several numbers, integers and booleans stay.
+    Biases of 0, norm parameters of 1 and running variances of 1 hide a wrong map, a missing bias, and 1 + weight where
+    weight is meant. An array of zeros becomes `scale` times normal numbers, one of another number is multiplied by their
+    exponentials, so that it keeps its sign; arrays of several numbers, integers and booleans stay.
 
     `variables` is a tree of arrays, or a PyTorch state dict; what is the same tensor in it (tied weights) stays the same. The
     numbers depend on the seed and on the place in the tree.
@@ -101,8 +101,7 @@ def tokens(
     """
     if not 0 <= padding < vocab or (mask is not None and mask.shape != (batch, length)):
         raise ArgumentError(
-            f"padding={padding!r}, mask of shape {np.shape(mask)}: expected a token below vocab={vocab} and a mask of shape "
-            f"{(batch, length)}"
+            f"padding={padding!r}, mask={mask!r}: expected a token below vocab={vocab} and a mask of shape {(batch, length)}"
         )
     found = np.random.default_rng(seed).integers(0, vocab, (batch, length))
     found[found == padding] = (padding + 1) % vocab

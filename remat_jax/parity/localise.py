@@ -92,7 +92,7 @@ def first_divergences(
         ArgumentError: a path of `mapping` is no module's, the outputs of the two are not alike, or the PyTorch module is in
             train mode and has dropout.
 
-    >>> import flax.linen as nn, torch
+    >>> import flax.linen as nn, numpy as np, torch
     >>> theirs = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
     >>> ours = nn.Sequential([nn.Dense(3), nn.LayerNorm()])
     >>> weights = {name: np.asarray(x.detach()) for name, x in theirs.state_dict().items()}
@@ -108,7 +108,7 @@ def first_divergences(
     with _wide(flax_module, variables, inputs if flax_inputs is None else flax_inputs) as (module, given, arguments):
         step = trace_step(module, given, arguments, losses[1], call=flax_call, transform=transform)
         ours, slots = read(step)
-        _refuse_other_outputs(theirs, ours)
+        _refuse_other_outputs(theirs, ours, probed=loss is None)
         matched = match(modules(theirs), modules(ours), mapping)
         pairs = compared(theirs, ours, matched)
         alone = each_alone(step, slots, theirs, ours, matched, pairs) if single_step else ()
@@ -170,12 +170,12 @@ def _wide(module: Any, variables: Any, inputs: Any) -> Iterator[tuple[Any, Any, 
         yield module, jax.tree.map(wide, variables), _map_arrays(inputs, lambda array: jnp.asarray(in_float64(array)))
 
 
-def _refuse_other_outputs(torch: Trace, flax: Trace) -> None:
-    theirs, ours = ([x.shape for x in trace[""].outputs if x.dtype.kind == "f"] for trace in (torch, flax))
-    if not pairs_of(torch[""].outputs, flax[""].outputs):
+def _refuse_other_outputs(torch: Trace, flax: Trace, *, probed: bool) -> None:
+    alike = pairs_of(torch[""].outputs, flax[""].outputs) and (not probed or torch.outputs == flax.outputs)
+    if not alike:
         raise ArgumentError(
-            f"the models give outputs of shapes {theirs} (PyTorch) and {ours} (Flax): nothing can be compared; give "
-            "torch_call or flax_call, which return what is to be the same"
+            f"the models give outputs of shapes {list(torch.outputs)} (PyTorch) and {list(flax.outputs)} (Flax): they cannot "
+            "be compared; give torch_call or flax_call, which return what is to be the same, or a loss"
         )
 
 

@@ -23,13 +23,14 @@ _SAME = {
     "embedding": "embed", "tokens": "", "word": "words", "position": "positions", "fc": "ffn", "token": "", "type": "",
 }  # fmt: skip
 # What a module is by the name of its class; only modules that call no other are told by it.
-_SORTS: tuple[tuple[str, str], ...] = (
+_SORTS = (
     ("norm", "norm"),
     ("drop", "dropout"),
     ("embed", "embedding"),
     ("conv", "convolution"),
+    ("linear|dense|einsum", "linear"),
+    ("relu|gelu|silu|swish|tanh|sigmoid|activation|identity", "activation"),
 )
-_SORTS += (("linear|dense|einsum", "linear"), ("relu|gelu|silu|swish|tanh|sigmoid|activation|identity", "activation"))
 _LEAST = 0.35  # of at most about 2.5: names have nothing in common and the places are apart
 
 
@@ -129,8 +130,8 @@ def _assigned(
 def similarity(one: str, other: str) -> float:
     """How alike two module paths are, from 0 to 1.5: their words, those of the last part counted again.
 
-    >>> similarity("h/0/attn/c_proj", "layers_0/attention/c_proj"), similarity("h/0/ln_1", "layers_1/norm0") < 1
-    (1.5, True)
+    >>> similarity("h/0/attn/c_proj", "layers_0/attention/c_proj"), similarity("h/0/attn/c_proj", "layers_1/mlp/c_proj")
+    (1.5, 1.0)
     """
     last = _alike(words(one.rpartition("/")[2]), words(other.rpartition("/")[2]))
     return _alike(words(one), words(other)) + 0.5 * last
@@ -153,6 +154,8 @@ def sort_of(kind: str) -> str:
     >>> sort_of("LlamaRMSNorm"), sort_of("Dense"), sort_of("Block")
     ('norm', 'linear', 'other')
     """
+    if kind == "Conv1D":  # of transformers: a linear layer, unlike torch.nn.Conv1d
+        return "linear"
     if kind == "Conv1D":  # of transformers: a linear layer, unlike torch.nn.Conv1d
         return "linear"
     return next((sort for pattern, sort in _SORTS if re.search(pattern, kind.lower())), "other")

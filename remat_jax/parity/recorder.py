@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ from flax import linen, nnx
 
 from remat_jax import compat
 from remat_jax.apply.nnx import patched
-from remat_jax.parity.taps import Label, tap
+from remat_jax.parity.taps import Label, differentiated, step_traced, tap
 
 _TAG = "parity_path"
+_steps = itertools.count(1)
 
 
 @dataclass
@@ -42,6 +44,8 @@ class Recorder:
 
     calls: list[Traced] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
+    differentiated: set[Label] = field(default_factory=set)
+    outputs: tuple[tuple[int, ...], ...] = ()
 
     def run(self, module: Any, path: tuple[str, ...], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`call(*args, **kwargs)`, taps on the arrays that go in and come out."""
@@ -64,6 +68,15 @@ class Recorder:
     @contextmanager
     def recording(self, model: Any) -> Iterator[None]:
         """Tap the calls of Linen modules; for an NNX `model` (tagged by `tag`) those of its modules."""
+        token = differentiated.set(self.differentiated)
+        try:
+            with step_traced(next(_steps)), self._tapping(model):
+                yield
+        finally:
+            differentiated.reset(token)
+
+    @contextmanager
+    def _tapping(self, model: Any) -> Iterator[None]:
         if isinstance(model, nnx.Module):
             with patched(_classes(model), self._wrapped):
                 yield

@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from remat_jax import compat
-from remat_jax.graph.walk import inner_jaxprs
 from remat_jax.parity.capture_flax import Step, trace_step
 from remat_jax.parity.match import Module, match, sort_of
 from remat_jax.parity.recorder import Traced
-from remat_jax.parity.tapped import is_tap
+from remat_jax.parity.tapped import bodies_of, is_tap
 
 Facts = dict[str, Any]
 
@@ -44,10 +42,10 @@ def differences(
 ) -> list[Difference]:
     """List the settings in which matching modules differ, without running either model.
 
-    Compared are: epsilon of norms, momentum of batch norms (in Flax's sense, 1 − PyTorch's), the form of GELU, padding, strides,
-    dilation and groups of convolutions, rates of dropout, whether there is a bias, and dtypes. A Linen model is traced on
-    `variables` and `inputs` (a tuple of arguments or a dict of keywords), which may be `jax.ShapeDtypeStruct`; for an NNX model
-    `variables` is None. `mapping` is that of `first_divergences`, whose `matched` serves, and is surer than names alone.
+    Compared are: epsilon of norms, momentum of batch norms (in Flax's sense, 1 − PyTorch's), the form of GELU, padding,
+    strides, dilation and groups of convolutions, rates of dropout, whether there is a bias, and dtypes. A Linen model is
+    traced on `variables` and `inputs` (a tuple of arguments or a dict of keywords), which may be `jax.ShapeDtypeStruct`; for
+    an NNX model `variables` is None. `mapping` is that of `first_divergences`, whose `matched` is surer than names alone.
 
     What is called as a plain function, such as `torch.nn.functional.gelu`, is not seen in PyTorch.
 
@@ -64,8 +62,7 @@ def differences(
     listed = [Module(path, type(m).__name__, None, not list(m.children())) for path, m in theirs.items()]
     outer = {path.rpartition("/")[0] for path in ours} | {""}
     others = [Module(path, type(ours[path].module).__name__, None, path not in outer) for path in ours]
-    known = {path: other for path, other in (mapping or {}).items() if path in theirs and (other is None or other in ours)}
-    matched = match(listed, others, known) if not isinstance(mapping, str) else match(listed, others, mapping)
+    matched = match(listed, others, mapping)
     found = [
         difference
         for path, other in matched.items()
@@ -149,8 +146,9 @@ def _padding(padding: Any, size: Any, strides: Any, dilation: Any) -> Any:
 
 def _rates(torch: Mapping[str, Any], flax: Mapping[str, Traced]) -> list[Difference]:
     """Dropout rates of the whole models: their modules are often shared in one of them, and one for each place in the other."""
-    theirs = {m.p for m in torch.values() if sort_of(type(m).__name__) == "dropout" and getattr(m, "p", 0)}
-    rates = {getattr(c.module, "rate", 0) for c in flax.values() if sort_of(type(c.module).__name__) == "dropout"} - {0}
+    theirs = {getattr(m, "p", None) for m in torch.values() if sort_of(type(m).__name__) == "dropout"} - {None, 0}
+    dropouts = [call.module for call in flax.values() if sort_of(type(call.module).__name__) == "dropout"]
+    rates = {module.rate for module in dropouts if getattr(module, "rate", None)}
     return [] if theirs == rates else [Difference("", "dropout rates", sorted(theirs), sorted(rates))]
 
 
@@ -163,20 +161,21 @@ def _expanded(step: Step) -> dict[str, Traced]:
     return found
 
 
-# GELU: in JAX it is a function, which is traced under its name; which module it is called in, the taps around it tell.
+# GELU: in JAX it is a function, and leaves an error function or a tanh; the taps tell in which module's call.
+
+_FORMS = {"erf": "exact", "erfc": "exact", "tanh": "by tanh"}
 
 
 def _gelus(torch: Mapping[str, Any], step: Step, matched: Mapping[str, str]) -> list[Difference]:
-    forms: dict[tuple[str, ...], str] = {}
-    _find_gelus(step.jaxpr, step, [], forms)
+    forms: dict[str, set[str]] = {}
+    _find_forms(step.jaxpr, step, [], forms)
     found = []
     for path, module in torch.items():
         form = _torch_gelu(module)
-        around = _nearest(path, matched)
-        inside = _without_indices(matched[around])
-        ours = {form for where, form in forms.items() if "/".join(where) == inside}
+        around = matched[_nearest(path, matched)]
+        ours = forms.get(_without_indices(around))
         if form and ours and form not in ours:
-            found.append(Difference(matched[around], "GELU", form, " and ".join(sorted(ours))))
+            found.append(Difference(around, "GELU", form, " and ".join(sorted(ours))))
     return found
 
 
@@ -194,11 +193,10 @@ def _torch_gelu(module: Any) -> str:
     name = type(module).__name__.lower()
     if "gelu" not in name:
         return ""
-    approximate = getattr(module, "approximate", "none") == "tanh" or re.search("tanh|new|fast", name)
-    return "by tanh" if approximate else "exact"
+    return "by tanh" if getattr(module, "approximate", "none") == "tanh" or re.search("tanh|new|fast", name) else "exact"
 
 
-def _find_gelus(jaxpr: Any, step: Step, running: list[int], forms: dict[tuple[str, ...], str]) -> None:
+def _find_forms(jaxpr: Any, step: Step, running: list[int], forms: dict[str, set[str]]) -> None:
     for eqn in jaxpr.jaxpr.eqns:
         if is_tap(eqn):
             label = eqn.params["label"]
@@ -206,16 +204,8 @@ def _find_gelus(jaxpr: Any, step: Step, running: list[int], forms: dict[tuple[st
                 running.append(label.call)
             elif label.role == "output" and label.call in running:
                 del running[running.index(label.call) :]
-            continue
-        bodies = [
-            compat.closed(one)
-            for value in inner_jaxprs(eqn).values()
-            for one in (value if isinstance(value, tuple) else (value,))
-        ]
-        if eqn.params.get("name") == "gelu" and bodies:
-            inner = {one.primitive.name for one in bodies[0].jaxpr.eqns}
-            path = step.recorder.calls[running[-1]].path if running else ()
-            forms[tuple(part for part in path if not part.isdigit())] = "by tanh" if "tanh" in inner else "exact"
-            continue
-        for body in bodies:
-            _find_gelus(body, step, running, forms)
+        elif eqn.primitive.name in _FORMS:
+            path = "/".join(step.recorder.calls[running[-1]].path) if running else ""
+            forms.setdefault(_without_indices(path), set()).add(_FORMS[eqn.primitive.name])
+        for body in bodies_of(eqn):
+            _find_forms(body, step, running, forms)

@@ -69,7 +69,7 @@ def _places(
             continue
         body = _body(eqn)
         if body is None:
-            hidden |= {inner.label.call for one in _bodies(eqn) for inner in _places(one, paths, {}, set())}
+            hidden |= {inner.label.call for one in bodies_of(eqn) for inner in _places(one, paths, {}, set())}
             continue
         inner = _places(body, paths, depths, hidden)
         if eqn.primitive.name == "scan":
@@ -151,14 +151,15 @@ def is_tap(eqn: Any) -> bool:
     return eqn.primitive is tap_p and eqn.params["what"] != "tangent"
 
 
-def _bodies(eqn: Any) -> list[Any]:
+def bodies_of(eqn: Any) -> list[Any]:
+    """The closed jaxprs inside an equation."""
     values = inner_jaxprs(eqn).values()
     return [compat.closed(one) for value in values for one in (value if isinstance(value, tuple) else (value,))]
 
 
 def _body(eqn: Any) -> Any | None:
     """The jaxpr that `eqn` evaluates on its own inputs, once or once per iteration."""
-    bodies = _bodies(eqn)
+    bodies = bodies_of(eqn)
     fits = len(bodies) == 1 and len(bodies[0].in_avals) == len(eqn.invars)
     return bodies[0] if fits and eqn.primitive.name not in _CLOSED else None
 

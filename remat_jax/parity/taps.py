@@ -6,11 +6,14 @@ So a traced training step says by itself where each module's inputs, outputs and
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from remat_jax import compat
 
 
 class Label(NamedTuple):
@@ -23,6 +26,11 @@ class Label(NamedTuple):
 
 tap_p = Primitive("tap")
 
+# The taps whose arrays are differentiated, while a step is traced; and which step, as part of JAX's trace caches: a function
+# that was jitted and traced before would have the taps of another step.
+differentiated: ContextVar[set[Label] | None] = ContextVar("differentiated", default=None)
+step_traced = compat.trace_context(0)
+
 
 def tap(x: Any, label: Label) -> Any:
     """`x`, and a mark in the jaxpr; where `x` is differentiated, another one on its cotangent."""
@@ -31,6 +39,9 @@ def tap(x: Any, label: Label) -> Any:
 
 def _jvp(primals: Any, tangents: Any, *, label: Label, what: str) -> tuple[Any, Any]:
     (x,), (tangent,) = primals, tangents
+    found = differentiated.get()
+    if found is not None and type(tangent) is not ad.Zero:
+        found.add(label)
     after = tangent if type(tangent) is ad.Zero else tap_p.bind(tangent, label=label, what="tangent")
     return tap_p.bind(x, label=label, what=what), after
 

@@ -1,0 +1,166 @@
+"""What the captures see, in numbers: each call once, also through checkpoints and loops, and what it got of the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import remat_jax as rj
+from remat_jax.parity.capture_flax import capture_flax
+from remat_jax.parity.capture_torch import capture_torch
+
+X = np.array([[0.5, -2.0, 1.0]])
+
+
+class Checkpointed(torch.nn.Module):
+    """tanh(2x) in a checkpoint, and a shared module called twice."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.inner, self.scale = way, torch.nn.Tanh(), torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            return self.inner(self.scale * x)
+
+        if self.way == "plain":
+            return self.inner(twice(x))
+        return self.inner(checkpoint(twice, x, use_reentrant=self.way == "reentrant"))
+
+
+@pytest.mark.parametrize("way", ["plain", "checkpointed", "reentrant"])
+def test_torch_calls_are_there_once_with_what_they_got_of_the_loss(way: str) -> None:
+    model = Checkpointed(way)
+    model.scale.grad = torch.tensor(7.0, dtype=torch.float64)
+    trace = capture_torch(model, (X,), lambda output: output.sum())
+    assert [call.name for call in trace.calls] == ["inner", "inner#1", ""]
+    first, second = trace["inner"], trace["inner#1"]
+    inner = np.tanh(2 * X)
+    assert np.allclose(first.outputs[0], inner, rtol=1e-14) and np.allclose(second.outputs[0], np.tanh(inner), rtol=1e-14)
+    slope = 1 - np.tanh(inner) ** 2
+    for found, expected in ((second.output_cotangents, np.ones((1, 3))), (second.input_cotangents, slope)):
+        assert found[0] is not None and np.allclose(found[0], expected, rtol=1e-14)
+    for found, expected in ((first.output_cotangents, slope), (first.input_cotangents, slope * (1 - inner**2))):
+        assert found[0] is not None and np.allclose(found[0], expected, rtol=1e-14)
+    assert np.allclose(trace[""].gradients["scale"], np.sum(slope * (1 - inner**2) * X))
+    assert model.scale.grad.item() == 7.0 and trace.stale == ()
+    assert not model.inner._forward_hooks and not model.inner._forward_pre_hooks
+
+
+def test_a_recomputation_that_draws_other_numbers_is_told() -> None:
+    class Noisy(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rand(3)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noisy = Noisy()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.noisy, x, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+
+    assert capture_torch(Model(), (X,)).stale == ("noisy",)
+
+
+def test_a_cotangent_is_that_of_one_call_and_not_of_all_that_reads_the_array() -> None:
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.idle = torch.nn.Tanh(), torch.nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 3 * self.idle(x) + 5 * self.one(x) + 7 * x
+
+    trace = capture_torch(Both(), (X,), lambda output: output.sum())
+    for name, expected in (("idle", np.full((1, 3), 3.0)), ("one", 5 * (1 - np.tanh(X) ** 2))):
+        found = trace[name].input_cotangents[0]
+        assert found is not None and np.allclose(found, expected, rtol=1e-14)
+
+
+class Layer(nn.Module):
+    """x · tanh(scale · x)."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * Slope(name="slope")(x)
+
+
+class Slope(nn.Module):
+    """tanh(scale · x), scale being a parameter."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(self.param("scale", nn.initializers.constant(2.0), (), x.dtype) * x)
+
+
+class Model(nn.Module):
+    """Two layers, as they are asked for."""
+
+    form: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if "scan" not in self.form:
+            kind = nn.remat(Layer) if self.form == "remat" else Layer
+            for index in range(2):
+                x = kind(name=f"layers_{index}")(x)
+            return x
+        kind = nn.remat(Layer) if self.form == "scan of remat" else Layer
+        scan = nn.scan(lambda layer, x: (layer(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return scan(kind(name="layers"), x)[0]
+
+
+@pytest.mark.parametrize("policy", [None, "full", "slope: save"])
+@pytest.mark.parametrize("form", ["plain", "remat", "scan", "scan of remat"])
+def test_flax_layers_are_there_once_and_one_by_one(form: str, policy: str | None) -> None:
+    model: Any = Model(form)
+    policy = "save: *slope*" if policy == "slope: save" else policy
+    with jax.enable_x64(True):
+        x = jnp.asarray(X)
+        variables = model.init(jax.random.key(0), x)
+        transform = None if policy is None else (lambda f: rj.checkpoint_blocks(f, {Layer: policy}))
+        trace = capture_flax(model, variables, (x,), jnp.sum, transform=transform)
+    join = "/" if "scan" in form else "_"
+    paths = [f"layers{join}{index}{end}" for index in range(2) for end in ("/slope", "")]
+    assert [call.name for call in trace.calls] == [*paths, ""] and trace.stale == trace.hidden == ()
+    slope = np.tanh(2 * X)
+    middle = X * slope
+    last = trace[paths[3]]
+    expected = np.tanh(2 * middle) + 2 * middle * (1 - np.tanh(2 * middle) ** 2)
+    assert np.allclose(last.inputs[0], middle, rtol=1e-14)
+    assert last.input_cotangents[0] is not None and np.allclose(last.input_cotangents[0], expected, rtol=1e-13)
+    first = trace[paths[0]]
+    assert first.output_cotangents[0] is not None and np.allclose(first.output_cotangents[0], expected * X, rtol=1e-13)
+    assert np.allclose(first.gradients["scale"], np.sum(expected * X * (1 - slope**2) * X), rtol=1e-13)
+    assert trace.calls[first.parent or 0].name == paths[1]
+
+
+def test_a_function_that_was_jitted_and_traced_before_is_seen_again() -> None:
+    model = Model("plain")
+    jitted = jax.jit(model.apply)
+    x = jnp.asarray(X, jnp.float32)
+    variables = model.init(jax.random.key(0), x)
+    for _ in range(2):
+        trace = capture_flax(model, variables, (x,), call=lambda _, variables, x: jitted(variables, x))
+        assert len(trace.calls) == 5 and trace["layers_1"].input_cotangents[0] is not None
+    assert "tap" not in str(jax.make_jaxpr(jitted)(variables, x))
+
+
+def test_what_runs_in_a_while_loop_is_said_to_be_hidden() -> None:
+    class Looped(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.while_loop(lambda _, x: jnp.sum(x) < 9, lambda m, x: Slope(name="slope")(x) + 9, self, x) * x
+
+    x = jnp.ones((1, 3))
+    model = Looped()
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        capture_flax(model, {"params": {"slope": {"scale": jnp.ones(())}}}, (x,))

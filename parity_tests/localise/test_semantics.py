@@ -1,0 +1,140 @@
+"""Settings that differ between twins, each told with both values; none where the twins are alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from examples.models import gpt2
+from parity_tests.third_party import ports as p
+from parity_tests.third_party import test_bert, test_gpt2
+from remat_jax.errors import ArgumentError
+from remat_jax.parity.exciting import excite, far_positions, padding_mask, tokens
+from remat_jax.parity.semantics import differences
+
+
+def of_port(port: Any, **changes: Any) -> list[tuple[str, str, Any, Any]]:
+    model = port.make_flax(port.config, **changes)
+    inputs = port.arguments(p.batch(port, "float32")[0])
+    found = differences(p.make_torch(port, "float32").eval(), model, p.shapes(port, model, port.inputs), inputs)
+    return [(one.path, one.what, one.torch, one.flax) for one in found]
+
+
+@pytest.mark.parametrize("port", [test_gpt2.PORT, test_bert.PORT], ids=["gpt2", "bert"])
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+def test_right_ports_do_not_differ(port: Any, scan: bool) -> None:
+    assert of_port(port, scan=scan) == []
+
+
+def test_epsilon_and_gelu_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    gelu, norm = nn.gelu, gpt2.layer_norm
+    monkeypatch.setattr(nn, "gelu", lambda x, approximate: gelu(x, approximate=not approximate))
+
+    def other(config: gpt2.GPT2Config, param_dtype: Any, name: str) -> nn.LayerNorm:
+        return nn.LayerNorm(1e-6, name=name) if name == "ln_f" else norm(config, param_dtype, name)
+
+    monkeypatch.setattr(gpt2, "layer_norm", other)
+    expected = [("ln_f", "epsilon", 1e-5, 1e-6)]
+    expected += [(f"layers_{index}/mlp", "GELU", "by tanh", "exact") for index in range(2)]
+    assert of_port(test_gpt2.PORT) == expected
+    assert [entry[1:] for entry in of_port(test_bert.PORT) if entry[1] == "GELU"] == [("GELU", "exact", "by tanh")] * 3
+
+
+class Small(nn.Module):
+    """A convolution, a batch norm, a dropout, a dense layer."""
+
+    padding: Any = ((1, 1), (1, 1))
+    momentum: float = 0.9
+    rate: float = 0.25
+    use_bias: bool = True
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(4, (3, 3), strides=(2, 2), padding=self.padding, name="conv")(x)
+        x = nn.BatchNorm(True, momentum=self.momentum, epsilon=1e-5, name="norm")(x)
+        x = nn.Dropout(self.rate, deterministic=True, name="drop")(x)
+        return nn.Dense(3, use_bias=self.use_bias, dtype=self.dtype, name="head")(x.mean((1, 2)))
+
+
+class Theirs(torch.nn.Module):
+    """The same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv2d(3, 4, 3, stride=2, padding=1), torch.nn.BatchNorm2d(4)
+        self.drop, self.head = torch.nn.Dropout(0.25), torch.nn.Linear(4, 3)
+
+
+CHANGES: dict[str, tuple[dict[str, Any], tuple[str, str, Any, Any] | None]] = {
+    "none": ({}, None),
+    "padding": ({"padding": "SAME"}, ("conv", "padding", ((1, 1), (1, 1)), "SAME")),
+    "no padding": ({"padding": "VALID"}, ("conv", "padding", ((1, 1), (1, 1)), ((0, 0), (0, 0)))),
+    "momentum": ({"momentum": 0.99}, ("norm", "momentum", 0.9, 0.99)),
+    "rate": ({"rate": 0.5}, ("", "dropout rates", [0.25], [0.5])),
+    "bias": ({"use_bias": False}, ("head", "bias", True, False)),
+    "dtype": ({"dtype": jnp.bfloat16}, ("head", "dtype", "float32", "bfloat16")),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_setting(name: str) -> None:
+    changes, expected = CHANGES[name]
+    model, x = Small(**changes), jax.ShapeDtypeStruct((2, 8, 8, 3), jnp.float32)
+    variables = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.ones(x.shape)))
+    found = [(one.path, one.what, one.torch, one.flax) for one in differences(Theirs(), model, variables, (x,))]
+    assert found == ([] if expected is None else [expected])
+
+
+def test_nnx() -> None:
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.norm = nnx.LayerNorm(3, rngs=nnx.Rngs(0))
+            self.head = nnx.Linear(3, 2, use_bias=False, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.head(self.norm(x))
+
+    theirs = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(3), "head": torch.nn.Linear(3, 2)})
+    found = differences(theirs, Model(), None, (jnp.ones((1, 3)),))
+    assert [str(one) for one in found] == [
+        "norm: epsilon is 1e-05 in PyTorch and 1e-06 in Flax",
+        "head: bias is True in PyTorch and False in Flax",
+    ]
+
+
+# Inputs that bring faults to light.
+
+
+def test_without_exciting_a_missing_bias_is_missed() -> None:
+    """Zero biases hide it; excited ones do not, in either framework's tree."""
+    plain = {"head.bias": torch.zeros(4), "head.weight": torch.arange(4.0)}
+    made = excite({**plain, "tied": plain["head.bias"]}, seed=3)
+    assert made["head.bias"].std() > 0.05 and made["tied"] is made["head.bias"]
+    assert made["head.weight"] is plain["head.weight"]
+    variance = excite({"var": np.ones(50, np.float32), "count": np.zeros(3, np.int32)}, seed=1)
+    assert variance["var"].min() > 0.3 and np.std(variance["var"]) > 0.1 and variance["var"].dtype == np.float32
+    assert variance["count"].tolist() == [0, 0, 0]
+    with pytest.raises(ArgumentError, match=r"scale=0: expected a positive number"):
+        excite(plain, scale=0)
+
+
+def test_masks_tokens_and_positions() -> None:
+    mask = padding_mask(4, 9, seed=2)
+    assert mask[0, 0] == mask[1, -1] == 1 and mask[0, -1] == mask[1, 0] == 0 and (mask.sum(1) >= 4).all()
+    found = tokens(11, 4, 9, mask=mask, padding=3)
+    assert (found[mask == 0] == 3).all() and (found[mask == 1] == 3).sum() == 1 and found.max() < 11
+    assert far_positions(2, 3, 8).tolist() == [[0, 4, 8]] * 2
+    with pytest.raises(ArgumentError, match=r"padding=11, mask=None: expected a token below vocab=11"):
+        tokens(11, 4, 9, padding=11)
+    with pytest.raises(ArgumentError, match=r"batch=0, length=9"):
+        padding_mask(0, 9)
+    with pytest.raises(ArgumentError, match=r"length=5, last=2"):
+        far_positions(1, 5, 2)
