@@ -18,6 +18,7 @@ from examples.models import nnx as nnx_models
 from examples.models import weights as w
 from remat_jax.graph.count import MATMULS
 from remat_jax.parity import TOLERANCES
+from remat_jax.parity.compiling import compile_options
 
 # One thread: two frameworks' pools on a few cores only take turns, and sums keep their order from run to run.
 torch.set_num_threads(1)
@@ -31,12 +32,6 @@ SIZES: dict[str, dict[str, int]] = {
     "ByteDecoder": {"d_model": 16, "nhead": 4, "num_layers": LAYERS, "max_len": 12},
 }
 MODULES = {"linen": linen, "nnx": nnx_models}
-# Nothing here is timed: what XLA spends on fast code is lost. Together they are about five times quicker to compile.
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
 
 
 def block_of(kind: str, api: str) -> type:
@@ -44,24 +39,9 @@ def block_of(kind: str, api: str) -> type:
     return getattr(MODULES[api], "ToyModel" if kind == "ToyModel" else "DecoderLayer")
 
 
-@functools.cache
-def known_options() -> dict[str, Any]:
-    """Those of `QUICK` that this XLA knows."""
-    found: dict[str, Any] = {}
-    for name, value in QUICK.items():
-        try:
-            jax.jit(lambda: 1).lower().compile(compiler_options={name: value})
-        except jax.errors.JaxRuntimeError as error:
-            if "No such compile option" not in str(error):
-                raise
-        else:
-            found[name] = value
-    return found
-
-
 def quick(jitted: Any, *args: Any) -> Any:
-    """Compile a jitted function for `args`, quickly."""
-    return jitted.lower(*args).compile(compiler_options=known_options())
+    """Compile a jitted function for `args`, quickly: nothing here is timed."""
+    return jitted.lower(*args).compile(compiler_options=compile_options("float64"))
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:

@@ -252,7 +252,7 @@ def test_what_did_not_happen_is_a_warning(monkeypatch):
     lost = receipt(False, (0, 10, 2), 100, 13)
     assert lost.returned_bytes == -3 and lost.warnings == (
         f"of {offered} bytes offered only 100 are in host memory",
-        "the device gives back nothing: it needs 3 bytes more than with everything saved",
+        "the device gives back nothing: it needs 3 bytes more than with the offloaded arrays left there",
     )
 
 

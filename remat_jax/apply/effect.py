@@ -65,8 +65,7 @@ class Effect:
             found = _traced(self._policies.anew(), self._fn, args, kwargs)
         except RematError:
             raise
-        except Exception:
-            # A function that looks at values (`float(loss)`) cannot be traced: what other calls showed has to do.
+        except Exception:  # a function that looks at values (`float(loss)`) cannot be traced: what other calls showed has to do
             unreached = {block for block, _ in self._policies.entries} - _ever_reached[self._policies]
             if unreached or not isinstance(missed, BlockError):
                 raise missed from None

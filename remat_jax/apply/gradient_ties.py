@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.graph.count import eqn_flops
+from remat_jax.graph.count import MATMULS, eqn_flops
 from remat_jax.graph.walk import interpret, retrace
 
 
@@ -51,7 +51,7 @@ def _region_opened(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         return list(compat.jaxpr_function(body)(*inputs))
 
 
-_MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_MATMULS = MATMULS | {"conv_general_dilated"}
 _MOVES = ("transpose", "reshape", "convert_element_type", "broadcast_in_dim", "pad")
 _MATMULS_LATE = 2
 

@@ -29,7 +29,7 @@ from jax.interpreters import ad, batching, mlir
 from remat_jax import compat
 from remat_jax.apply.ties import can_be_handed, ghost, host_zeros, tied, tied_linear_p
 from remat_jax.graph import PlannedBlock, is_smooth
-from remat_jax.graph.walk import inner_jaxprs
+from remat_jax.graph.walk import bodies
 
 Block = Callable[..., list[Any]]
 
@@ -126,11 +126,6 @@ def _handed(block: PlannedBlock) -> list[Any]:
 
 def _steps(jaxpr: Any) -> tuple[Any, ...]:
     """What a jaxpr does, loops and calls opened, as something to look up."""
-
-    def bodies(eqn: Any) -> list[Any]:
-        found = inner_jaxprs(eqn).values()
-        return [compat.closed(one) for value in found for one in (value if isinstance(value, tuple) else (value,))]
-
     return tuple(
         (eqn.primitive.name, tuple(str(out.aval) for out in eqn.outvars), tuple(map(_steps, bodies(eqn)))) for eqn in jaxpr.eqns
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from remat_jax.compat.capture import not_captured
 from remat_jax.compat.gpu_compiler import (
+    CUDNN_CHECK,
     CUDNN_REMEDY,
     GPU_COMPILER_ENVIRONMENT,
     GPU_COMPILER_FLAGS,
@@ -75,6 +76,7 @@ __all__ = [
     "checkpoint_parts",
     "classic_rematerialisation",
     "closed",
+    "CUDNN_CHECK",
     "cudnn_explained",
     "dce",
     "eqn_context",

@@ -65,6 +65,10 @@ CUDNN_REMEDY = (
 )
 
 
+# JAX's check that fails where cuDNN is missing, for whoever must see that without taking cuDNN away.
+CUDNN_CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
+
+
 def wants_cudnn(message: str) -> bool:
     """Whether an error of JAX's or XLA's says that cuDNN is missing, or that it cannot do what is asked of it."""
     return "cudnn" in message.lower()

@@ -21,7 +21,7 @@ from remat_jax.graph.count import count, eqn_flops
 from remat_jax.graph.flow import CALLS, flagged, has, inner_flags
 from remat_jax.graph.origins import is_on_host, origin
 from remat_jax.graph.rewrite import region_body
-from remat_jax.graph.walk import inner_jaxprs
+from remat_jax.graph.walk import bodies, inner_jaxprs
 from remat_jax.memory import ResidualTable, residuals
 from remat_jax.policy import JaxPolicy, Policy
 from remat_jax.workload import Workload
@@ -186,12 +186,6 @@ def _makers(jaxpr: Any, known: Sequence[bool]) -> Iterator[tuple[str, tuple[Any,
 
 def _all(_: Any, flags: list[bool]) -> bool:
     return all(flags)
-
-
-def bodies(eqn: Any) -> list[Any]:
-    """The closed jaxprs inside an equation."""
-    values = inner_jaxprs(eqn).values()
-    return [compat.closed(one) for value in values for one in (value if isinstance(value, tuple) else (value,))]
 
 
 # --- the workload -------------------------------------------------------------------------------------------------------

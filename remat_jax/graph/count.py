@@ -10,7 +10,7 @@ import jax
 
 from remat_jax import compat
 from remat_jax.errors import UnsupportedError
-from remat_jax.graph.walk import inner_jaxprs
+from remat_jax.graph.walk import bodies
 
 MATMULS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "scaled_matmul_wrapper"})
 
@@ -51,8 +51,8 @@ def _count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
     for eqn in jaxpr.eqns:
         total += int(weight(eqn))
         name = eqn.primitive.name
-        bodies = compat.executed_bodies(eqn) or _bodies(eqn)
-        counted = [_count(body, weight) for body in bodies]
+        executed = compat.executed_bodies(eqn) or [body.jaxpr for body in bodies(eqn)]
+        counted = [_count(body, weight) for body in executed]
         if name == "cond":
             total += max(counted, default=0)
         elif name == "while" and any(counted):
@@ -63,11 +63,6 @@ def _count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
         else:
             total += sum(counted) * (eqn.params["length"] if name == "scan" else 1)
     return total
-
-
-def _bodies(eqn: Any) -> list[Any]:
-    values = inner_jaxprs(eqn).values()
-    return [compat.closed(one).jaxpr for value in values for one in (value if isinstance(value, tuple) else (value,))]
 
 
 def eqn_flops(eqn: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,20 @@ def inner_jaxprs(eqn: Any) -> dict[str, Any]:
         if compat.is_jaxpr(value) or (isinstance(value, tuple) and value and all(map(compat.is_jaxpr, value))):
             found[key] = value
     return found
+
+
+def bodies(eqn: Any) -> list[Any]:
+    """The closed jaxprs inside an equation: what it calls, loops over, or chooses from."""
+    values = inner_jaxprs(eqn).values()
+    return [compat.closed(one) for value in values for one in (value if isinstance(value, tuple) else (value,))]
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of the closed `jaxpr` at any depth, each before those inside it."""
+    for eqn in jaxpr.jaxpr.eqns:
+        yield eqn
+        for body in bodies(eqn):
+            yield from equations(body)
 
 
 def map_inner(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:

@@ -218,7 +218,9 @@ def _receipt(found: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
         if offered is not None and found.host_temp < offered:
             warnings.append(f"of {offered} bytes offered only {found.host_temp} are in host memory")
         if returned is not None and returned <= 0:
-            warnings.append(f"the device gives back nothing: it needs {-returned} bytes more than with everything saved")
+            warnings.append(
+                f"the device gives back nothing: it needs {-returned} bytes more than with the offloaded arrays left there"
+            )
         if _miscompiled(found):
             seen = "as the compiled step shows" if found.miscompiled else "and this step's copies could not be followed"
             warnings.append(

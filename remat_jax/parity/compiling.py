@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from remat_jax.graph.walk import inner_jaxprs
+from remat_jax.graph.walk import equations
 
 # In float64 only the mathematics counts, and what XLA spends on fast code is lost: about five times quicker to compile.
 _QUICK = {
@@ -48,7 +47,7 @@ def down_casts(jaxpr: Any) -> list[str]:
     ['float64 to float32']
     """
     found: dict[str, None] = {}
-    for eqn in _equations(getattr(jaxpr, "jaxpr", jaxpr)):
+    for eqn in equations(jaxpr):
         if eqn.primitive.name != "convert_element_type":
             continue
         before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
@@ -56,14 +55,6 @@ def down_casts(jaxpr: Any) -> list[str]:
             where = _place(str(eqn.source_info.name_stack))
             found[f"float64 to {after}" + (f" in {where}" if where else "")] = None
     return list(found)
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in inner_jaxprs(eqn).values():
-            for one in inner if isinstance(inner, tuple) else (inner,):
-                yield from _equations(getattr(one, "jaxpr", one))
 
 
 def _place(names: str) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from remat_jax.graph.walk import bodies
 from remat_jax.parity.capture_flax import Step, trace_step
 from remat_jax.parity.match import Module, match, sort_of
 from remat_jax.parity.recorder import Traced
-from remat_jax.parity.tapped import bodies_of, is_tap
+from remat_jax.parity.tapped import is_tap
 
 Facts = dict[str, Any]
 
@@ -207,5 +208,5 @@ def _find_forms(jaxpr: Any, step: Step, running: list[int], forms: dict[str, set
         elif eqn.primitive.name in _FORMS:
             path = "/".join(step.recorder.calls[running[-1]].path) if running else ""
             forms.setdefault(_without_indices(path), set()).add(_FORMS[eqn.primitive.name])
-        for body in bodies_of(eqn):
+        for body in bodies(eqn):
             _find_forms(body, step, running, forms)

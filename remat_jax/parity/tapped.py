@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from remat_jax import compat
-from remat_jax.graph.walk import inner_jaxprs, interpret
+from remat_jax.graph.walk import bodies, interpret
 from remat_jax.parity.taps import Label, tap_p
 
 Path = tuple["str | None", ...]
@@ -69,7 +69,7 @@ def _places(
             continue
         body = _body(eqn)
         if body is None:
-            hidden |= {inner.label.call for one in bodies_of(eqn) for inner in _places(one, paths, {}, set())}
+            hidden |= {inner.label.call for one in bodies(eqn) for inner in _places(one, paths, {}, set())}
             continue
         inner = _places(body, paths, depths, hidden)
         if eqn.primitive.name == "scan":
@@ -151,17 +151,11 @@ def is_tap(eqn: Any) -> bool:
     return eqn.primitive is tap_p and eqn.params["what"] != "tangent"
 
 
-def bodies_of(eqn: Any) -> list[Any]:
-    """The closed jaxprs inside an equation."""
-    values = inner_jaxprs(eqn).values()
-    return [compat.closed(one) for value in values for one in (value if isinstance(value, tuple) else (value,))]
-
-
 def _body(eqn: Any) -> Any | None:
     """The jaxpr that `eqn` evaluates on its own inputs, once or once per iteration."""
-    bodies = bodies_of(eqn)
-    fits = len(bodies) == 1 and len(bodies[0].in_avals) == len(eqn.invars)
-    return bodies[0] if fits and eqn.primitive.name not in _CLOSED else None
+    inside = bodies(eqn)
+    fits = len(inside) == 1 and len(inside[0].in_avals) == len(eqn.invars)
+    return inside[0] if fits and eqn.primitive.name not in _CLOSED else None
 
 
 def _count(jaxpr: Any) -> int:
