@@ -20,6 +20,7 @@ import torch_ref
 from parity_tests import support as s
 from remat_jax import porting
 from remat_jax.parity import keep_float64
+from remat_jax.parity.compiling import compile_options
 
 MODES = torch_ref.MODES
 POLICIES = {"off": "off", "checkpoint": "full", "offload": "offload_inputs"}
@@ -212,7 +213,7 @@ def adamw_step() -> Callable[[Any, Any], Any]:
         updates, _ = optimizer.update(gradients, optimizer.init(variables), variables)
         return optax.apply_updates(variables, updates)
 
-    return jax.jit(step, compiler_options=s.known_options())
+    return jax.jit(step, compiler_options=compile_options("float64"))
 
 
 def jax_step(port: Port, case: Case, model: nn.Module | None = None, given: Any = None) -> Result:

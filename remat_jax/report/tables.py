@@ -53,8 +53,8 @@ def table(
     result = Table(title=Text(title) if title else None, caption=Text(caption) if caption else None)
     for position, name in enumerate(columns):
         numeric = _is_numeric([row[position] for row in written])
-        # A wrapped number can be misread, a wrapped name cannot.
-        result.add_column(Text(name), justify="right" if numeric else "left", no_wrap=numeric)
+        # A wrapped number can be misread, a wrapped name cannot; what is too long for a line goes on in the next, whole.
+        result.add_column(Text(name), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
     for cells in written:
         result.add_row(*(Text(cell) for cell in cells))
     return result
