@@ -20,6 +20,7 @@ from remat_jax.diagnosis.timing import exposed_copies
 from remat_jax.diagnosis.watch import observe
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target
+from remat_jax.memory.compiler import Sizes
 
 ROWS, WIDTH, HIDDEN, LAYERS = 65536, 64, 256, 6
 PRODUCT = ROWS * HIDDEN * 4
@@ -137,12 +138,37 @@ def test_the_latency_hiding_scheduler_is_named_where_it_costs_memory(monkeypatch
     monkeypatch.setenv("XLA_FLAGS", f"{flag}=true")
     assert rj.doctor(workload, "full", target="h200").ok  # on, and not one byte more
     plain = rj.measure(workload, "full", target="h200").device_bytes
-    # No compiler at hand costs more with it (jax#20763 was one that did): as if this one needed less without.
-    monkeypatch.setattr(compiled, "_device_bytes", lambda *_: int(plain / 1.2))
+    # No step at hand costs more with it and gains nothing (jax#20763 was one that did): as if this one needed less without.
+    sizes = Sizes(int(plain / 1.2), 0, 0, 0, 0, 0, 0, 0)
+    monkeypatch.setattr(compiled, "_compiled", lambda *_: sizes)
     found = rj.doctor(workload, "full", target="h200")
     assert traps(found) == ["latency_hiding_scheduler"] and flag in found.findings[0].remedy
     monkeypatch.setenv("XLA_FLAGS", f"{flag}=true {flag}=false")
     assert rj.doctor(workload, "full", target="h200").ok
+
+
+@needs_gpu_compiler
+def test_copies_that_only_the_latency_hiding_scheduler_hides(monkeypatch):
+    class Wide(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return x + nn.Dense(1024)(jnp.tanh(nn.Dense(8192)(x)))
+
+    model, x = nn.Sequential([Wide() for _ in range(8)]), jax.ShapeDtypeStruct((16384, 1024), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    workload = rj.Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), Wide)
+    # The last block has nothing behind it.
+    policy = {"*layers_7": "full", Wide: "offload_inputs"}
+    assert rj.doctor(workload, policy, target="h200").ok
+    found = rj.doctor(workload, policy, target="a100")
+    assert traps(found) == ["copies_not_hidden"] and "covers 0.0 %" in found.findings[0].problem
+    before = rj.measure(workload, policy, target="a100").overlap
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=true")
+    assert "XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true" in found.findings[0].remedy
+    assert rj.doctor(workload, policy, target="a100").ok
+    after = rj.measure(workload, policy, target="a100").overlap
+    assert after.covered >= 0.95 * after.coverable
+    assert after.step_seconds == pytest.approx(after.compute_seconds) and after.step_seconds < 0.9 * before.step_seconds
 
 
 @needs_gpu_compiler

@@ -24,7 +24,7 @@ from remat_jax.workload import Step
 SIZES = Sizes(
     *range(1, 9),
     live=(LiveBuffer("a/b:dot", "a/b", "forward", 12, "f32[3]"), LiveBuffer("x", "", "other", 4, "f32[]")),
-    overlap=Overlap(Copies(1, 2, 0.1, 0.2, 0.3), Copies(3, 4, 0.4, 0.5, 0.6), 1 / 3, 2e-9),
+    overlap=Overlap(Copies(1, 2, 0.1, 0.2, 0.3), Copies(3, 4, 0.4, 0.5, 0.6), 1 / 3, 2e-9, 0.7),
     miscompiled=None,
 )
 H200 = target("h200")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import remat_jax as rj
-from remat_jax.errors import ArgumentError, NoEffectError, PolicyError, UnknownPolicyError
+from remat_jax.errors import ArgumentError, NoEffectError, PolicyError, UnknownPolicyError, UnsupportedError
 from remat_jax.graph.count import matmuls
 from tests.small_models import Attention, Linear, Mlp, Stack, assert_bit_equal, assert_same, make_loss, times, to_host
 
@@ -126,6 +126,7 @@ MORE_WAYS: dict[str, Callable[..., Any]] = {
 REVERSE_TWICE: dict[str, Callable[..., Any]] = {
     "reverse over forward": lambda f, p, x: jax.grad(lambda p: jax.jvp(lambda x: f(p, x), (x,), (x,))[1])(p),
     "reverse over reverse": lambda f, p, x: jax.grad(lambda x: jnp.sum(jax.grad(f, 1)(p, x) ** 2))(x),
+    "reverse over jit of reverse": lambda f, p, x: jax.grad(lambda x: jnp.sum(jax.jit(jax.grad(f, 1))(p, x) ** 2))(x),
 }
 
 
@@ -145,16 +146,17 @@ def test_gradients_are_the_plain_ones_in_every_way_of_taking_them(x64: None, sca
             assert_same(actual[name], expected[name])
 
 
-def test_reverse_mode_twice_is_right_or_refused(x64: None) -> None:
-    plain, params, x = make_loss(Mlp)
-    expected = compute(REVERSE_TWICE, plain, params, x)
-    for policy in ("full", "dots", "offload_inputs"):
-        loss, _, _ = make_loss(rj.remat(Mlp, policy))
-        try:
-            assert_same(compute(REVERSE_TWICE, loss, params, x), expected)
-        except ValueError as error:
-            # JAX before 0.12 cannot transpose a copy to the host, whoever asks for it.
-            assert policy == "offload_inputs" and "float64<host>" in str(error)
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+def test_reverse_mode_twice_is_right_and_through_an_offload_refused(x64: None, scanned: bool) -> None:
+    plain, params, x = make_loss(Mlp, scanned=scanned)
+    for policy in ("full", "dots"):
+        loss, _, _ = make_loss(rj.remat(Mlp, policy), scanned=scanned)
+        assert_same(compute(REVERSE_TWICE, loss, params, x), compute(REVERSE_TWICE, plain, params, x))
+    loss, _, _ = make_loss(rj.remat(Mlp, "offload_inputs"), scanned=scanned)
+    for way in REVERSE_TWICE.values():
+        for jitted in (False, True):
+            with pytest.raises(UnsupportedError, match=r"differentiated in reverse mode again.*jax\.jvp.*or use a policy"):
+                (jax.jit(way, static_argnums=0) if jitted else way)(loss, params, x)
 
 
 @pytest.mark.parametrize("policy", ["full", "offload: *tanh*; save: @dots", "everything"])

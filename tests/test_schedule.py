@@ -64,6 +64,44 @@ def test_what_could_be_covered_is_at_most_all() -> None:
     assert (found.out.covered, found.out.coverable) == (1.0, 1.0)
 
 
+ROUND_TRIP = (
+    (MATMUL, "made"),
+    ("%o = (f32[10,10]{{1,0:S(5)}}, f32[10,10]{{1,0}}, u32[]) copy-start(%made)", ""),
+    (MATMUL, "g"),
+    ("%o.d = f32[10,10]{{1,0:S(5)}} copy-done(%o)", ""),
+    ("%held = (f32[10,10]{{1,0}}, f32[10,10]{{1,0:S(5)}}) tuple(%g, %o.d)", ""),
+    ("%h2 = f32[10,10]{{1,0:S(5)}} get-tuple-element(%held), index=1", ""),
+    ("%i = (f32[10,10]{{1,0}}, f32[10,10]{{1,0:S(5)}}, u32[]) copy-start(%h2)", ""),
+    ("%i.d = f32[10,10]{{1,0}} copy-done(%i)", ""),
+    ("%read = f32[10,10]{{1,0}} fusion(%i.d, %m), kind=kCustom, calls=%gemm", ""),
+    (MATMUL, "behind"),
+)
+
+
+def test_an_array_is_back_before_it_is_read_and_leaves_after_it_is_made() -> None:
+    # 400 bytes each way, 4 seconds; one matmul of 8 seconds between the making and the reading.
+    found = overlap(*ROUND_TRIP)
+    assert (found.out.covered, found.back.covered, found.back.coverable) == (1.0, 0.0, 0.0)
+    assert (found.covered, found.coverable, found.coverable_seconds) == (0.5, 0.5, 4.0)
+    # On a link of half the rate the 8 seconds are too few for both copies, whatever starts when.
+    slow = overlap(*ROUND_TRIP, host_link_bytes_per_s=50.0)
+    assert (slow.out.covered, slow.covered, slow.coverable) == (1.0, 0.5, 0.5)
+    # What the program is given is there from the beginning on; the stretch in which copies run is the schedule's.
+    given = overlap((MATMUL, "first"), *[(form.replace("%made", "%m"), name) for form, name in ROUND_TRIP[1:]])
+    assert (given.covered, given.coverable) == (0.5, 0.5)
+    waiting = [ROUND_TRIP[place] for place in (0, 1, 3, 2, 4, 5, 6, 7, 8, 9)]
+    assert overlap(*waiting).covered == 0.0
+
+
+def test_what_the_last_block_offloads_cannot_be_covered() -> None:
+    """Two copies of one direction beside much compute, one of them made and read with none between."""
+    late = [ROUND_TRIP[place] for place in (0, 1, 3, 4, 5, 6, 7, 8)]
+    renamed = [(form.replace("%made", "%z").replace("%g", "%m"), name.replace("made", "z")) for form, name in late]
+    found = overlap((START, "a"), (MATMUL, "k"), (MATMUL, "l"), (DONE, "a"), *renamed)
+    # Of 10 + 4 seconds out and 4 back all but the last two copies.
+    assert found.covered == found.coverable == pytest.approx(10 / 18)
+
+
 def test_rates_are_the_targets_unless_given() -> None:
     lines = (START, "a"), (MATMUL, "g"), (WORK, "w"), (DONE, "a")
     nominal = read_overlap(text_of(*lines), target("h200"))

@@ -94,7 +94,7 @@ def rows(targets: list[str]) -> Iterator[str]:
                 scanned, unrolled = (rj.measure(model(scan), policy, target) for scan in (True, False))
                 block = (unrolled.residual_device_bytes + unrolled.residual_host_bytes) / LAYERS
                 found = unrolled.overlap
-                shares = [f"{100 * one.covered:.1f} of {100 * one.coverable:.1f}" for one in (found.out, found.back)]
+                shares = [f"{100 * one.covered:.1f} of {100 * one.coverable:.1f}" for one in (found.out, found.back, found)]
                 megabytes = [f"{value / 1e6:.0f}" for value in (scanned.temp_bytes, unrolled.temp_bytes, block)]
                 hosts = [str(value) for value in (unrolled.host_bytes, unrolled.receipt.offered_bytes)]
                 yield " | ".join([jax.__version__, target, name, policy, *megabytes, *hosts, *shares])
@@ -102,8 +102,10 @@ def rows(targets: list[str]) -> Iterator[str]:
 
 def main() -> None:
     """Print the table."""
-    print("| JAX | target | model | policy | scanned MB | unrolled MB | a block MB | on host | offered | out % | back % |")
-    print("|" + " --- |" * 11)
+    print(
+        "| JAX | target | model | policy | scanned MB | unrolled MB | a block MB | on host | offered | out % | back % | both % |"
+    )
+    print("|" + " --- |" * 12)
     for row in rows(sys.argv[1:] or ["h200", "h100", "a100"]):
         print("|", row, "|", flush=True)
 

@@ -11,6 +11,7 @@ from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.overlap import run_tied, unlinked
 from remat_jax.graph import PlannedBlock, plan_block
+from remat_jax.graph.once import transposed_once
 from remat_jax.policy import JaxPolicy, Policy
 
 
@@ -88,4 +89,4 @@ def bind_block(block: PlannedBlock, values: Sequence[Any], *, looped: bool | Non
     run = block.checkpointed(prevent_cse=not apart)
     if not looped:
         return run_tied(run, block, values)
-    return list(run(*values))
+    return list((transposed_once(run) if block.offloaded else run)(*values))

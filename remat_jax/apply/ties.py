@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from remat_jax import compat
 from remat_jax.apply.gradient_ties import in_program_order
 from remat_jax.graph import is_live, is_smooth, zero_tangent
+from remat_jax.graph.once import transposed_no_more
 
 Block = Callable[..., list[Any]]
 
@@ -121,7 +122,8 @@ def _transpose(
 
     backward = jax.make_jaxpr(pullback)(residuals, concrete)
     gradients, others = in_program_order(backward, residuals, concrete, fetched, others)
-    return [None] * num_residuals + list(compat.optimization_barrier(gradients)) + [None] * before + others
+    gradients = list(map(transposed_no_more, compat.optimization_barrier(gradients)))
+    return [None] * num_residuals + gradients + [None] * before + others
 
 
 def can_be_handed(residual: Any) -> bool:
@@ -157,7 +159,8 @@ def _enter_linked(
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     # Someone differentiates forward through forward: nothing is kept for a backward pass here, so nothing is tied.
     changes = tuple(ad.instantiate_zeros(tangent) for tangent in tangents)
-    return jax.jvp(lambda *args: _evaluate(*args, **params), tuple(primals), changes)
+    outputs, changes = jax.jvp(lambda *args: _evaluate(*args, **params), tuple(primals), changes)
+    return outputs, list(map(transposed_no_more, changes))
 
 
 def _batch(

@@ -12,7 +12,8 @@ from remat_jax.diagnosis.timing import exposed_copies
 from remat_jax.diagnosis.watch import Observed
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport, measure
-from remat_jax.memory.compiler import compile_programs, export_step
+from remat_jax.memory.compiler import Sizes, compile_programs, export_step
+from remat_jax.memory.schedule import Overlap
 from remat_jax.report.tables import format_bytes
 
 PINNED_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -23,10 +24,11 @@ ALIKE = 0.01
 """By how much two compilations of one step may differ before it is said: the order of instructions moves a few buffers."""
 
 LARGE = 0.1
-"""What a flag may cost in memory, as a share of the step, before it is said."""
+"""What a flag may cost in memory or give in time, as a share of the step, before it is said."""
 
 _DISABLED = re.compile(r"--xla_disable_hlo_passes=(\S*)")
-_SCHEDULER = re.compile(r"--xla_gpu_enable_latency_hiding_scheduler(?:=(\S+))?(?=\s|$)")
+SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler"
+_SCHEDULER = re.compile(SCHEDULER + r"(?:=(\S+))?(?=\s|$)")
 
 
 def compiled_traps(observed: Observed, target: Target, timeout: float) -> Iterator[Finding]:
@@ -37,6 +39,7 @@ def compiled_traps(observed: Observed, target: Target, timeout: float) -> Iterat
     yield from last_block_offloaded(observed, target)
     yield from xla_rematerialization(observed, report, target, timeout)
     yield from latency_hiding_scheduler(observed, report, target, timeout)
+    yield from copies_not_hidden(observed, report, target, timeout)
 
 
 def policy_of(observed: Observed) -> Any:
@@ -114,7 +117,7 @@ def xla_rematerialization(observed: Observed, report: MemoryReport, target: Targ
         return
     before = _DISABLED.findall(os.environ.get("XLA_FLAGS", ""))
     passes = ",".join(filter(None, [before[-1] if before else "", "rematerialization"]))
-    plain = _device_bytes(observed, target, timeout, {"xla_disable_hlo_passes": passes})
+    plain = _compiled(observed, target, timeout, {"xla_disable_hlo_passes": passes}).device
     if abs(plain - report.device_bytes) > ALIKE * plain:
         yield Finding(
             "xla_rematerialization",
@@ -133,19 +136,45 @@ def latency_hiding_scheduler(observed: Observed, report: MemoryReport, target: T
     given = _SCHEDULER.findall(os.environ.get("XLA_FLAGS", ""))
     if not given or given[-1].lower() in ("false", "0"):
         return
-    plain = _device_bytes(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": False})
-    if report.device_bytes > (1 + LARGE) * plain:
+    plain = _compiled(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": False})
+    if report.device_bytes > (1 + LARGE) * plain.device and not _is_faster(report.overlap, plain.overlap):
         yield Finding(
             "latency_hiding_scheduler",
             observed.workload.name,
             "",
             f"XLA_FLAGS switches the latency-hiding scheduler on: {format_bytes(report.device_bytes)} with it and "
-            f"{format_bytes(plain)} without",
-            "Take --xla_gpu_enable_latency_hiding_scheduler=true out of XLA_FLAGS, or scan the layers (jax#20763)",
+            f"{format_bytes(plain.device)} without",
+            f"Take {SCHEDULER}=true out of XLA_FLAGS, or scan the layers (jax#20763)",
         )
 
 
-def _device_bytes(observed: Observed, target: Target, timeout: float, options: dict[str, Any]) -> int:
-    """What the step needs with other options of the compiler."""
+def copies_not_hidden(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
+    """Copies that compute waits for and need not: what the latency-hiding scheduler changes where it is off by default."""
+    waited = report.overlap
+    if waited is None or _SCHEDULER.search(os.environ.get("XLA_FLAGS", "")):
+        return
+    # What nothing could cover is the policy's own price.
+    if (waited.coverable - waited.covered) * (waited.out.seconds + waited.back.seconds) < LARGE * waited.step_seconds:
+        return
+    other = _compiled(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": True})
+    if other.overlap is not None and _is_faster(other.overlap, waited):
+        yield Finding(
+            "copies_not_hidden",
+            report.policy,
+            "",
+            f"on {target.name} compute covers {waited.covered * 100:.1f} % of the copies' time and could cover "
+            f"{waited.coverable * 100:.1f} %: the modelled step takes {waited.step_seconds * 1e3:.3g} ms, and with XLA's "
+            f"latency-hiding scheduler {other.overlap.step_seconds * 1e3:.3g} ms (device: {format_bytes(report.device_bytes)} "
+            f"and {format_bytes(other.device)})",
+            f"Set XLA_FLAGS={SCHEDULER}=true where the memory allows it, and measure with it",
+        )
+
+
+def _is_faster(one: Overlap | None, other: Overlap | None) -> bool:
+    return one is not None and other is not None and one.step_seconds < (1 - LARGE) * other.step_seconds
+
+
+def _compiled(observed: Observed, target: Target, timeout: float, options: dict[str, Any]) -> Sizes:
+    """What the compiler makes of the step with other options."""
     program = export_step("step", observed.workload.step(policy_of(observed)), target)
-    return compile_programs([program], target, timeout=timeout, compiler_options=options)["step"].device
+    return compile_programs([program], target, timeout=timeout, compiler_options=options)["step"]

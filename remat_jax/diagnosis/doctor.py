@@ -57,7 +57,8 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     | `last_block_offloaded` | too little follows the last block to hide its copies (GPU target) |
     | `miscompiled_offload` | this JAX reads back another layer's residuals of a scan (GPU target) |
     | `xla_rematerialization` | XLA recomputes beyond the policy, to fit the device (GPU target) |
-    | `latency_hiding_scheduler` | the flag costs more memory than a tenth of the step (GPU target) |
+    | `latency_hiding_scheduler` | the flag costs more memory than a tenth of the step, and gives no time (GPU target) |
+    | `copies_not_hidden` | compute waits for copies that XLA's latency-hiding scheduler would hide (GPU target) |
 
     What the model does by itself, under `nn.remat` or `jax.checkpoint`, is looked at too, and alone with the policy `"off"`. A
     trap is named where tracing or compiling shows it, not by how code is written. Nothing is run. With a target the step is

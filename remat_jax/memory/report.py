@@ -102,6 +102,7 @@ class MemoryReport:
         if self.overlap is not None:
             rows.append(("copies out", self.overlap.out.bytes, _covered(self.overlap.out)))
             rows.append(("copies back", self.overlap.back.bytes, _covered(self.overlap.back)))
+            rows.append(("copies both ways", self.overlap.out.bytes + self.overlap.back.bytes, _covered(self.overlap)))
             step, compute = self.overlap.step_seconds * 1e3, self.overlap.compute_seconds * 1e3
             rows.append(("modelled step", "", f"{step:.3g} ms, {compute:.3g} ms of it compute"))
         caption = "\n".join(f"warning: {one}" for one in self.receipt.warnings) if self.receipt else None
@@ -112,5 +113,5 @@ class MemoryReport:
         return render(self)
 
 
-def _covered(copies: Copies) -> str:
+def _covered(copies: Copies | Overlap) -> str:
     return f"covered {copies.covered * 100:.1f} of {copies.coverable * 100:.1f} %"

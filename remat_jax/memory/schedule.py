@@ -16,6 +16,7 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.memory.hlo import FREE, Computation, Instruction, Module, elements, matmul_flops, parse, traffic
 from remat_jax.memory.hlo import arrays_of as _arrays_of
+from remat_jax.memory.round_trips import round_trips
 from remat_jax.memory.slots import scanned_offload_is_miscompiled as scanned_offload_is_miscompiled
 
 Direction = Literal["out", "back"]
@@ -50,7 +51,7 @@ class Copies:
         """The share that could be covered: the compute available between the first start and the last wait, at most 1.
 
         It says nothing of compute that could be moved there, and not that this much can be reached: a copy cannot start before
-        its array is made, nor end after it is read.
+        its array is made, nor end after it is read. `Overlap.coverable` counts with that.
         """
         return min(1.0, self.available_seconds / self.seconds) if self.seconds else 1.0
 
@@ -67,16 +68,35 @@ class Overlap:
       out, back: the copies from device to host and from host to device.
       compute_seconds: compute alone.
       step_seconds: compute and what it waits for copies.
+      coverable_seconds: what compute could cover of the copies of both directions: of each what is `available`, less what an
+        array's own way cannot have. It leaves after it is made and is back before it is read, one after the other: between the
+        two there must be compute for both copies; what the last block offloads has hardly any.
     """
 
     out: Copies
     back: Copies
     compute_seconds: float
     step_seconds: float
+    coverable_seconds: float
+
+    @property
+    def covered(self) -> float:
+        """The share of the time of all copies during which compute runs; 1.0 where nothing is copied."""
+        return self._share(self.out.covered_seconds + self.back.covered_seconds)
+
+    @property
+    def coverable(self) -> float:
+        """The share that could be covered, see `coverable_seconds`."""
+        return self._share(self.coverable_seconds)
+
+    def _share(self, seconds: float) -> float:
+        whole = self.out.seconds + self.back.seconds
+        return seconds / whole if whole else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names."""
-        return asdict(self) | {"out": self.out.to_dict(), "back": self.back.to_dict()}
+        own = {"out": self.out.to_dict(), "back": self.back.to_dict(), "covered": self.covered, "coverable": self.coverable}
+        return asdict(self) | own
 
 
 def read_overlap(
@@ -214,29 +234,37 @@ class _Player:
         self.now = self.compute = 0.0
         self.busy: list[tuple[float, float]] = []
         self.streams: dict[Direction, _Stream] = {"out": _Stream(), "back": _Stream()}
-        self._copying: dict[str, bool] = {}
+        # How much was computed before an instruction and once it is done, and how long the copy takes that it starts.
+        self.before: dict[str, float] = {}
+        self.after: dict[str, float] = {}
+        self.copying: dict[str, float] = {}
+        self._copies: dict[str, bool] = {}
         self._seconds: dict[str, float] = {}
 
     def run(self, computation: Computation) -> None:
         pending: dict[str, tuple[Direction, float]] = {}
         for one in computation:
-            if one.opcode.endswith("-done"):
-                if one.operands and one.operands[0] in pending:
-                    self._wait(*pending.pop(one.operands[0]))
-            elif one.opcode in ("while", "call", "conditional"):
-                self._enter(one)
-            else:
-                found = host_copy(self.module, computation, one)
-                if found is None:
-                    self._work(self._cost(computation, one))
-                    continue
-                end = self._start(*found)
-                if one.opcode.endswith("-start"):
-                    pending[one.name] = (found[0], end)
-                else:
-                    self._wait(found[0], end)
+            self.before[one.name] = self.compute
+            self._play(computation, one, pending)
+            self.after[one.name] = self.compute
         for direction, end in pending.values():
             self._wait(direction, end)
+
+    def _play(self, computation: Computation, one: Instruction, pending: dict[str, tuple[Direction, float]]) -> None:
+        if one.opcode.endswith("-done"):
+            if one.operands and one.operands[0] in pending:
+                self._wait(*pending.pop(one.operands[0]))
+        elif one.opcode in ("while", "call", "conditional"):
+            self._enter(one)
+        elif (found := host_copy(self.module, computation, one)) is not None:
+            end = self._start(*found)
+            self.copying[one.name] = found[1] / self.rates.link
+            if one.opcode.endswith("-start"):
+                pending[one.name] = (found[0], end)
+            else:
+                self._wait(found[0], end)
+        else:
+            self._work(self._cost(computation, one))
 
     def _enter(self, one: Instruction) -> None:
         body, trips = self._body(one)
@@ -258,12 +286,12 @@ class _Player:
         return max(branches, key=lambda branch: (self._copies_in(branch), self._total(branch)), default=None), 1
 
     def _copies_in(self, computation: Computation) -> bool:
-        if computation.name not in self._copying:
+        if computation.name not in self._copies:
             inner = (self._body(one)[0] for one in computation if one.opcode in ("while", "call", "conditional"))
-            self._copying[computation.name] = any(host_copy(self.module, computation, one) for one in computation) or any(
+            self._copies[computation.name] = any(host_copy(self.module, computation, one) for one in computation) or any(
                 self._copies_in(body) for body in inner if body is not None
             )
-        return self._copying[computation.name]
+        return self._copies[computation.name]
 
     def _total(self, computation: Computation) -> float:
         if computation.name not in self._seconds:
@@ -319,7 +347,17 @@ class _Player:
                 covered_seconds=_common(stream.spans, self.busy),
                 available_seconds=_common(window, self.busy),
             )
-        return Overlap(copies["out"], copies["back"], self.compute, self.now)
+        out, back = copies["out"], copies["back"]
+        return Overlap(out, back, self.compute, self.now, self._coverable(out, back))
+
+    def _coverable(self, out: Copies, back: Copies) -> float:
+        reachable = sum(min(one.seconds, one.available_seconds) for one in (out, back))
+        entry = self.module.computations[self.module.entry]
+        exposed = 0.0
+        for trip in round_trips(entry, lambda one: (host_copy(self.module, entry, one) or (None,))[0]):
+            between = self.before[trip.read] - self.after[trip.made]
+            exposed += max(0.0, self.copying[trip.out] + self.copying[trip.back] - between)
+        return min(reachable, out.seconds + back.seconds - exposed)
 
 
 def _branches(module: Module, one: Instruction) -> Iterator[Computation]:
