@@ -118,7 +118,7 @@ def test_blocks_that_look_alike_from_outside_are_told_apart() -> None:
     assert links(lambda w, x: jnp.sum(two(w, two(w, one(w, one(w, x))))), w, x) == [0, 1, 1, 2]
 
 
-def test_a_block_without_a_derivative_along_every_input_is_tied_to_its_own_place(x64: None) -> None:
+def test_a_block_without_a_derivative_along_every_input_is_linked_along_the_others(x64: None) -> None:
     w, x = arrays()
 
     def scaled(w: Any, x: Any, s: Any) -> Any:
@@ -128,7 +128,11 @@ def test_a_block_without_a_derivative_along_every_input_is_tied_to_its_own_place
     def loss(block: Any) -> Any:
         return lambda w, x: jnp.sum(block(w, block(w, x, jnp.ones(4)), jnp.ones(4)) ** 2)
 
-    assert_same(jax.jit(jax.grad(loss(rj.remat(scaled, "offload_inputs"))))(w, x), jax.grad(loss(scaled))(w, x))
+    linked = loss(rj.remat(scaled, "offload_inputs"))
+    assert_same(jax.jit(jax.grad(linked))(w, x), jax.grad(loss(scaled))(w, x))
+    assert links(linked, w, x) == [0, 3]
+    with pytest.raises(ValueError, match="Pure callbacks do not support JVP"):
+        jax.jit(jax.grad(lambda s: loss(lambda w, x, _: rj.remat(scaled, "offload_inputs")(w, x, s))(w, x)))(jnp.ones(4))
 
 
 def test_a_number_that_is_put_on_the_device_is_no_array_of_the_block(x64: None) -> None:

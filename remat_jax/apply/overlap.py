@@ -85,8 +85,9 @@ def run_tied(run: Block, block: PlannedBlock, values: Sequence[Any]) -> list[Any
       values: the arrays it is called with.
     """
     linkable = not _off.get() and not block.jaxpr.effects and all(map(_linkable, values))
-    if linkable and any(map(_differentiated, values)):
-        handed = _handed(block) if block.offloaded else []
+    live = tuple(index for index, value in enumerate(values) if _differentiated(value))
+    if linkable and live:
+        handed = _handed(block, live) if block.offloaded else []
         taken = _take(list(values))
         if handed or taken:
             return _run_linked(run, *(taken or (list(values), [])), handed, len(block.jaxpr.out_avals))
@@ -105,20 +106,16 @@ def _run_linked(run: Block, values: list[Any], before: list[Any], handed: list[A
     return list(results[:size])
 
 
-def _handed(block: PlannedBlock) -> list[Any]:
-    """The types of what `block` would leave on the host and can hand on, differentiated along every input.
+def _handed(block: PlannedBlock, live: tuple[int, ...]) -> list[Any]:
+    """The types of what `block` would leave on the host and can hand on, differentiated along the `live` inputs.
 
     To know them costs a trace, so that what one block of a stack has is taken for what the others have. Where it is not, the
     block hands nothing on (`_jvp`).
     """
-    key = block.policy, len(block.offloaded), tuple(map(str, block.jaxpr.in_avals)), _steps(block.jaxpr)
+    key = block.policy, len(block.offloaded), tuple(map(str, block.jaxpr.in_avals)), live, _steps(block.jaxpr)
     handed = _known.get(key)
     if handed is None:
-        try:
-            handed = [aval for aval in block.host_residuals if can_be_handed(aval)]
-        except Exception:  # it has no derivative along every input; it may have one along those that are asked for
-            handed = []
-        _known[key] = handed
+        handed = _known[key] = [aval for aval in block.host_residuals_along(live) if can_be_handed(aval)]
         for oldest in list(_known)[:-_KNOWN_BLOCKS]:
             _known.pop(oldest, None)
     return handed

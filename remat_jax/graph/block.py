@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,19 +71,23 @@ class PlannedBlock:
     @functools.cached_property
     def host_residuals(self) -> tuple[Any, ...]:
         """The types of what is on the host between the passes when the block is differentiated along every input."""
-        smooth = [index for index, aval in enumerate(self.jaxpr.in_avals) if is_smooth(aval)]
+        return self.host_residuals_along(range(len(self.jaxpr.in_avals)))
+
+    def host_residuals_along(self, inputs: Iterable[int]) -> tuple[Any, ...]:
+        """The same where it is differentiated along some inputs; what only the gradients of others read stays away."""
+        live = [index for index in inputs if is_smooth(self.jaxpr.in_avals[index])]
         block = self.checkpointed(prevent_cse=False)
 
         def linear(*primals: Any) -> Any:
-            def of_smooth(*changed: Any) -> list[Any]:
+            def of_live(*changed: Any) -> list[Any]:
                 arguments = list(primals)
-                for index, value in zip(smooth, changed, strict=True):
+                for index, value in zip(live, changed, strict=True):
                     arguments[index] = value
                 return [out for out in block(*arguments) if is_smooth(out)]
 
-            return jax.linearize(of_smooth, *(primals[index] for index in smooth))[1]
+            return jax.linearize(of_live, *(primals[index] for index in live))[1]
 
-        if not smooth:
+        if not live:
             return ()
         residuals = jax.make_jaxpr(linear)(*self.jaxpr.in_avals).jaxpr.outvars
         return tuple(atom.aval for atom in residuals if not hasattr(atom, "val") and is_on_host(atom))
