@@ -66,10 +66,14 @@ def test_a_page_has_every_tensor_and_loads_nothing(wrong: ParityReport) -> None:
 
 
 def test_bars_are_as_long_as_their_bytes(wrong: ParityReport) -> None:
-    widths = [float(width) for width in re.findall(r'class="device" style="width:([\d.]+)%', page(wrong))]
-    sizes = [row.device_bytes for row in wrong.memory]
-    assert len(sizes) == 2 and min(sizes) > 0
-    assert widths == pytest.approx([60 * size / max(sizes) for size in sizes], abs=0.01)
+    found = re.findall(r'<span>(\w+), (\w+)</span><i class="(\w+)" style="width:([\d.]+)%', page(wrong))
+    parts = {"device": "device_bytes", "host": "host_bytes", "peak": "peak_bytes"}
+    sizes = {(row.framework, part): getattr(row, name) for row in wrong.memory for part, name in parts.items()}
+    assert len(sizes) == 6 and min(sizes["JAX", "device"], sizes["PyTorch", "peak"], sizes["JAX", "peak"]) > 0
+    assert {(framework, part) for framework, part, _, _ in found} == sizes.keys()
+    for framework, part, colour, width in found:
+        assert colour == part
+        assert float(width) == pytest.approx(60 * sizes[framework, part] / max(sizes.values()), abs=0.01)
 
 
 def test_text_of_the_users_is_no_markup() -> None:

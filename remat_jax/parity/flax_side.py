@@ -17,7 +17,7 @@ from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.apply.nnx import known_paths
 from remat_jax.errors import ArgumentError, PortingError
 from remat_jax.memory.measure import measure
-from remat_jax.memory.residuals import residuals
+from remat_jax.memory.residuals import ResidualTable, residuals
 from remat_jax.parity.case import Arrays, Case, Run, is_floating
 from remat_jax.parity.compiling import compile_options, down_casts
 from remat_jax.parity.flax_blocks import find_blocks
@@ -98,10 +98,16 @@ class FlaxSide:
                 trained, optimizer = self._updated(dtype, trained, gradients, optimizer)
         return FlaxRun(run, after)
 
-    def kept(self, dtype: str, mode: str) -> tuple[int, int]:
-        """Bytes on the device and on the host between the passes, parameters and inputs excluded."""
-        table = residuals(self._workload(dtype), mode)
-        return table.device_bytes, table.host_bytes
+    def kept(self, dtype: str, mode: str) -> ResidualTable:
+        """What stays between the passes, parameters and inputs excluded."""
+        return residuals(self._workload(dtype), mode)
+
+    def peak_here(self, dtype: str, mode: str) -> int:
+        """Bytes that the compiled step of the comparison itself needs."""
+        self._step(dtype, mode)
+        needed = self._compiled[dtype, mode].memory_analysis()
+        outputs = needed.output_size_in_bytes - needed.alias_size_in_bytes
+        return int(needed.argument_size_in_bytes + outputs + needed.temp_size_in_bytes)
 
     def peak(self, dtype: str, mode: str, target: str) -> int:
         """Bytes that a training step compiled for a target needs on its device."""

@@ -15,7 +15,9 @@ from remat_jax.parity.case import Arrays, Case, Run
 from remat_jax.parity.checks import gradients_check, losses_check, planted_checks, precision_check, weight_check
 from remat_jax.parity.explain import first_difference, settings
 from remat_jax.parity.flax_side import FlaxSide
+from remat_jax.parity.kept import KeptAlone
 from remat_jax.parity.ledger import Ledger
+from remat_jax.parity.memory import memory_of
 from remat_jax.parity.report import Check, MemoryRow, ParityReport
 from remat_jax.parity.rule import float64_errors
 from remat_jax.parity.tolerances import TOLERANCES
@@ -32,6 +34,7 @@ class Comparison:
         self.case = case
         self.ledger, self.checks = Ledger(), [precision_check()]
         self.memory: list[MemoryRow] = []
+        self.kept_alone: list[KeptAlone] = []
         self._tell, self._done = tell, 0
         self._total = 2 + len(case.modes) * (len(case.dtypes) + 2)
         with _precision("float64"):
@@ -70,6 +73,7 @@ class Comparison:
             rows=self.ledger.rows(),
             checks=tuple(self.checks),
             memory=tuple(self.memory),
+            kept_alone=tuple(self.kept_alone),
             torch=type(self.torch.make("float32") if self.case.builds else self.case.torch_module).__name__,
             flax=type(self.case.flax("float32")).__name__,
             rules=str(self.flax.rules),
@@ -191,12 +195,11 @@ class Comparison:
     def _measure(self, target: str | None) -> None:
         dtype = next((dtype for dtype in self.case.dtypes if dtype != "float64"), "float64")
         for mode in self.case.modes:
-            self.say(f"residual bytes, {mode}")
-            self.memory.append(MemoryRow(mode, "PyTorch", *self.torch.saved(dtype, mode)))
+            self.say(f"memory, {mode}")
             with _precision(dtype):
-                kept = self.flax.kept(dtype, mode)
-                peak = self.flax.peak(dtype, mode, target) if target else None
-            self.memory.append(MemoryRow(mode, "JAX", *kept, peak_bytes=peak))
+                rows, alone = memory_of(self.torch, self.flax, dtype, mode, target)
+            self.memory += rows
+            self.kept_alone += alone
 
 
 KINDS = {"output": "outputs", "gradient": "gradients", "state": "state", "update": "updates"}

@@ -121,18 +121,17 @@ class TorchSide:
         except torch_ref.TorchRefError as error:
             raise ArgumentError(f"modes: {mode!r} in PyTorch: {error}") from error
 
-    def saved(self, dtype: str, mode: str) -> tuple[int, int]:
-        """Bytes on the device and on the host between the passes, parameters and inputs excluded."""
+    def saved(self, dtype: str, mode: str) -> Any:
+        """What stays between the passes: torch_ref's `SavedBytes`."""
         import torch_ref
 
         model = self.make(dtype)
         gc.freeze()  # the count collects garbage, and need not look through all that was imported
         try:
             with self.in_mode(model, mode):
-                saved = torch_ref.saved_for_backward(lambda inputs: self.loss(model, inputs, dtype), self.inputs(dtype))
+                return torch_ref.saved_for_backward(lambda inputs: self.loss(model, inputs, dtype), self.inputs(dtype))
         finally:
             gc.unfreeze()
-        return saved.device_bytes, saved.host_bytes
 
     def tables(self) -> list[str]:
         """Buffers that are in no state dict and were not computed in float64: `.double()` keeps their rounding."""
