@@ -1,4 +1,4 @@
-"""Why two models differ: what their modules say before anything runs, and the first module that goes another way."""
+"""Why two models differ: the first module that goes another way."""
 
 from __future__ import annotations
 
@@ -12,23 +12,12 @@ from remat_jax.errors import RematError
 from remat_jax.parity.case import Case
 from remat_jax.parity.localise import first_divergences
 from remat_jax.parity.report import Check
-from remat_jax.parity.semantics import differences
-
-
-def settings(case: Case, torch_model: Any, variables: Any) -> tuple[dict[str, Any], ...]:
-    """What differs in the settings of matching modules, such as an epsilon; nothing where the modules cannot be read."""
-    module = case.flax("float64")
-    try:
-        found = differences(torch_model, module, variables, _arguments(case), flax_call=_call(case, module))
-    except RematError:
-        return ()  # the comparison itself says what is wrong, or finds nothing
-    return tuple({**asdict(one), "torch": str(one.torch), "flax": str(one.flax)} for one in found)
 
 
 def first_difference(case: Case, torch_model: Any, variables: Any) -> tuple[dict[str, Any], list[Check]]:
     """The first module that differs in either pass, by direction; and why none was sought, where that failed."""
     module, inputs = case.flax("float64"), _arguments(case)
-    call = _call(case, module)
+    call = call_of(case, module)
     try:
         found = first_divergences(
             torch_model, module, variables, inputs, loss=case.loss, torch_call=case.torch_call, flax_call=call
@@ -45,7 +34,7 @@ def _arguments(case: Case) -> Any:
     return kwargs or args
 
 
-def _call(case: Case, module: Any) -> Callable[..., Any]:
+def call_of(case: Case, module: Any) -> Callable[..., Any]:
     """The user's way to call the Flax model, for one whose variables are given beside it."""
     if not isinstance(module, nn.Module):
         return case.flax_call

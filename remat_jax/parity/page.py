@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from remat_jax.parity.report import ParityReport, TensorRow, relative, shape_text
+from remat_jax.parity.report import ParityReport, TensorRow, differs, relative, shape_text
 from remat_jax.report.page import Bar, Column, Node, html_page
 from remat_jax.report.tables import format_bytes, format_error
 
@@ -26,7 +26,7 @@ def page(report: ParityReport) -> str:
         bars=[Bar(row.framework, row.mode, _parts(row)) for row in report.memory],
         details={
             "Kept by one framework alone": _alone(report),
-            "What the modules say": _differences(report.differences),
+            "Settings that differ": _differences(report.differences),
             "Weight map": report.rules,
         },
     )
@@ -84,4 +84,4 @@ def _alone(report: ParityReport) -> str:
 
 
 def _differences(differences: Iterable[dict[str, Any]]) -> str:
-    return "\n".join(f"{one['path']}: {one['what']}: {one['torch']} in PyTorch, {one['flax']} in Flax" for one in differences)
+    return "\n".join(f"{one['path'] or 'the whole model'}: {differs(one)}" for one in differences)

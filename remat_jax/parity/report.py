@@ -102,7 +102,8 @@ class ParityReport:
         memory: residual bytes and peak memory of both frameworks in every mode.
         kept_alone: the arrays that only one of them keeps; without these both keep the same bytes.
         divergences: `forward` and `backward` → the first module that differs, or None; empty where nothing differs.
-        differences: what the modules' own settings say that differs, such as an epsilon, where something does.
+        differences: the settings of both models that differ, such as an epsilon, by module, read before either was run; those
+            that do no harm to the values fail nothing.
         torch, flax: what was compared.
         rules: the weight map, as text.
         modes, dtypes, optimizer: what was asked.
@@ -176,17 +177,25 @@ class ParityReport:
         return target
 
     def __rich__(self) -> Any:
-        parts = [_checks_table(self), _rows_table(self)]
+        parts = [_checks_table(self)]
+        parts += [_settings_table(self)] if self.differences else []
+        parts += [_rows_table(self)]
         parts += [_memory_table(self)] if self.memory else []
         parts += [_alone_table(self)] if self.kept_alone else []
         parts += [said(where, found) for where, found in self.divergences.items() if found]
-        parts += [
-            f"{one['path']}: {one['what']} is {one['torch']} in PyTorch, {one['flax']} in Flax" for one in self.differences
-        ]
         return Group(*parts, self.verdict())
 
     def __str__(self) -> str:
         return render(self)
+
+
+def differs(one: Mapping[str, Any]) -> str:
+    """What differs in a module's settings.
+
+    >>> differs({"path": "ln", "what": "epsilon", "torch": "1e-05", "flax": "1e-06"})
+    'epsilon is 1e-05 in PyTorch and 1e-06 in Flax'
+    """
+    return f"{one['what']} is {one['torch']} in PyTorch and {one['flax']} in Flax"
 
 
 def said(direction: str, found: Mapping[str, Any]) -> str:
@@ -217,6 +226,11 @@ def relative(found: Mapping[str, Any]) -> float:
 def _checks_table(report: ParityReport) -> Any:
     rows = [(check.name, "ok" if check.passed else "FAILED", check.found) for check in report.checks]
     return table(f"{report.torch} (PyTorch) and {report.flax} (Flax)", ("check", "", "found"), rows)
+
+
+def _settings_table(report: ParityReport) -> Any:
+    cells = [(one["path"] or "the whole model", one["what"], one["torch"], one["flax"]) for one in report.differences]
+    return table("Settings that differ", ("module", "setting", "in PyTorch", "in Flax"), cells)
 
 
 def _rows_table(report: ParityReport) -> Any:

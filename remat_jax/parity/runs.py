@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,16 +11,18 @@ import jax
 import numpy as np
 
 from remat_jax import porting
-from remat_jax.errors import ArgumentError
+from remat_jax.errors import ArgumentError, PortingError
 from remat_jax.parity.case import Arrays, Case, Run
 from remat_jax.parity.checks import gradients_check, losses_check, planted_checks, precision_check, weight_check
-from remat_jax.parity.explain import first_difference, settings
+from remat_jax.parity.explain import first_difference
 from remat_jax.parity.flax_side import FlaxSide
 from remat_jax.parity.kept import KeptAlone
 from remat_jax.parity.ledger import Ledger
 from remat_jax.parity.memory import memory_of
-from remat_jax.parity.report import Check, MemoryRow, ParityReport
+from remat_jax.parity.report import Check, MemoryRow, ParityReport, differs
 from remat_jax.parity.rule import float64_errors
+from remat_jax.parity.settings import settings
+from remat_jax.parity.structure import structure
 from remat_jax.parity.tolerances import TOLERANCES
 from remat_jax.parity.torch_side import TorchSide
 from remat_jax.porting.ties import pairs
@@ -32,19 +35,23 @@ class Comparison:
 
     def __init__(self, case: Case, tell: Tell) -> None:
         self.case = case
+        made = functools.cache(lambda dtype: structure(case, dtype))
         self.ledger, self.checks = Ledger(), [precision_check()]
         self.memory: list[MemoryRow] = []
         self.kept_alone: list[KeptAlone] = []
         self._tell, self._done = tell, 0
-        self._total = 2 + len(case.modes) * (len(case.dtypes) + 2)
+        self._total = 3 + len(case.modes) * (len(case.dtypes) + 2)
+        self.say("the settings of both models")
+        self.differences, found = settings(case, made)
+        self.checks.append(found)
         with _precision("float64"):
             self.say("the PyTorch model in float64")
             self.torch = TorchSide(case)
             if case.rules is None:
                 self.say("proposing a weight map")
-            rules = case.rules or _proposed(case, self.torch)
+            rules = case.rules or self._proposed()
             _refuse_parted(self.torch, rules)
-            self.flax = FlaxSide(case, self.torch, rules)
+            self.flax = FlaxSide(case, self.torch, rules, made)
             # Steps of training only where there is an optimizer.
             self.steps = case.steps if case.optimizer else 0
             wants_state = len(self.flax.sources) > len(self.flax.trained)
@@ -66,7 +73,7 @@ class Comparison:
         self._torch_modes()
         if memory:
             self._measure(target)
-        differences, divergences = self._explain()
+        divergences = self._explain()
         for row in self.ledger.rows():
             row.flax = ", ".join(path for path, names in self.flax.sources.items() if row.name in names)
         return ParityReport(
@@ -81,19 +88,26 @@ class Comparison:
             dtypes=self.case.dtypes,
             optimizer=self.case.optimizer.name if self.case.optimizer else None,
             divergences=divergences,
-            differences=differences,
+            differences=self.differences,
         )
 
-    def _explain(self) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
-        """What the modules say that differs, and where tensors do, the first module in either pass."""
+    def _explain(self) -> dict[str, Any]:
+        """Where tensors differ, the first module in either pass."""
         if all(row.passed for row in self.ledger.rows() if row.kind != "update"):
-            return (), {}
+            return {}
         self.say("where the two first differ")
         with _precision("float64"):
             model, variables = self.torch.make("float64"), self.flax.tree(self.before)
             divergences, checks = first_difference(self.case, model, variables)
             self.checks += checks
-            return settings(self.case, model, variables), divergences
+            return divergences
+
+    def _proposed(self) -> porting.Rules:
+        try:
+            return _proposed(self.case, self.torch)
+        except PortingError as error:
+            told = "".join(f"\n  {one['path'] or 'the whole model'}: {differs(one)}" for one in self.differences)
+            raise PortingError(f"{error}\nThe settings of the two models differ:{told}" if told else str(error)) from error
 
     # Tensors.
 
