@@ -63,6 +63,38 @@ def test_not_a_number_never_passes(side: str) -> None:
     assert any("not finite in" in problem for problem in output.problems)
 
 
+def test_what_pytorch_itself_does_not_compute_is_said_first() -> None:
+    report = compare(**linear(torch_call=lambda m, x: m(x) * float("nan"), flax_call=lambda m, x: m(x) * float("nan")))
+    assert report.verdict().endswith("proves nothing; see gradients")
+    found = next(check.found for check in report.checks if check.name == "gradients")
+    assert found == "not finite in PyTorch, so that nothing is shown: output, weight, bias"
+    module = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        module.bias[1] = float("inf")
+    with pytest.raises(ArgumentError, match="torch_module: bias holds NaN or infinity"):
+        compare(**linear(torch_module=module))
+    with pytest.raises(ArgumentError, match="inputs: 0 holds NaN"):
+        compare(**linear(inputs=(X * np.float32("nan"),)))
+    with pytest.raises(ArgumentError, match="torch_module: weight, bias is on the device meta"):
+        compare(**linear(torch_module=torch.nn.Linear(3, 2, device="meta")))
+
+
+class Random(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(2)(nn.Dropout(0.5, deterministic=False)(x))
+
+
+def test_what_a_model_itself_raises_names_the_argument() -> None:
+    with pytest.raises(ArgumentError, match=r"torch_module cannot be run on inputs: RuntimeError: .*shapes") as raised:
+        compare(**linear(inputs=X[:, :2], flax_module=lambda dtype: nn.Dense(2)))
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    with pytest.raises(ArgumentError, match="flax_module cannot be run on inputs: InvalidRngError: .*make the model determ"):
+        compare(**linear(flax_module=Random()))
+    with pytest.raises(ArgumentError, match="outputs without a graph, so that nothing has a gradient"):
+        compare(**linear(torch_call=lambda model, x: model(x).detach()))
+
+
 def test_gradients_that_are_all_zero_prove_nothing() -> None:
     # Multiplied by 0 and not left out: there is a graph, and a gradient of exactly 0.
     report = compare(**linear(loss=lambda y: (y * 0).sum()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -143,13 +144,19 @@ def lacking():
     return {"torch_module": torch.nn.Linear(3, 2), "flaxmodule": nn.Dense(2)}
 def nothing():
     return 3
+def from_file():
+    from remat_jax import porting
+    open("model.safetensors", "w").close()
+    return {**same(), "variables": porting.load("model.safetensors")}
+def of_transformers():
+    import transformers
 """
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "port.py"
-    path.write_text(CASE)
+    path.write_text(CASE.replace("model.safetensors", str(tmp_path / "model.safetensors")))
     return path
 
 
@@ -159,6 +166,23 @@ def test_the_command_passes_and_writes_a_page(file: Path, tmp_path: Path) -> Non
     data = json.loads(done.stdout)
     assert data["passed"] and data["page"] == str(tmp_path / "out.html") and len(data["rows"]) == 4
     assert "Parity: Linear (PyTorch) and Dense (Flax)" in (tmp_path / "out.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("missing", "name", "status", "message"),
+    [
+        ("torch", "same", 1, "parity compares with PyTorch, which is not installed: pip install 'remat_jax[torch]'"),
+        ("safetensors", "from_file", 2, "safetensors is not installed; pip install safetensors"),
+        ("transformers", "of_transformers", 2, "ModuleNotFoundError: import of transformers halted"),
+    ],
+)
+def test_the_command_says_what_is_not_installed(
+    file: Path, monkeypatch: pytest.MonkeyPatch, missing: str, name: str, status: int, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "safetensors.numpy", raising=False)
+    done = CliRunner().invoke(app, ["parity", f"{file}:{name}"])
+    assert done.exit_code == status and message in done.stderr, done.output
 
 
 def test_the_command_exits_1_where_models_differ_and_2_for_bad_usage(file: Path, tmp_path: Path) -> None:

@@ -34,6 +34,10 @@ def precision_check() -> Check:
 
 def gradients_check(reference: Run) -> Check:
     """There are gradients, and each is there: what is 0 on both sides shows nothing."""
+    everything = {**reference.outputs, **reference.gradients}
+    spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
+    if spoilt:
+        return Check("gradients", False, f"not finite in PyTorch, so that nothing is shown: {_several(spoilt)}")
     zero = [name for name, x in reference.gradients.items() if not np.any(x)]
     total = len(reference.gradients)
     if len(zero) == total:

@@ -18,7 +18,7 @@ from remat_jax.apply.nnx import known_paths
 from remat_jax.errors import ArgumentError, PortingError
 from remat_jax.memory.measure import measure
 from remat_jax.memory.residuals import ResidualTable, residuals
-from remat_jax.parity.case import Arrays, Case, Run, is_floating
+from remat_jax.parity.case import Arrays, Case, Run, is_floating, running
 from remat_jax.parity.compiling import compile_options, down_casts
 from remat_jax.parity.flax_blocks import find_blocks
 from remat_jax.parity.structure import arrays_in
@@ -169,7 +169,7 @@ class FlaxSide:
         def outputs(leaves: Leaves, arrays: Leaves) -> Any:
             return named_outputs(self._apply("float64", leaves, arrays)[0], "flax")
 
-        with nn.intercept_methods(note):
+        with nn.intercept_methods(note), running("flax_module"):
             found = jax.eval_shape(outputs, leaves, arrays_in(self.case, "float64"))
         names = same_names({n: shape for n, (shape, _) in self.torch.shapes.items()}, {n: x.shape for n, x in found.items()})
         small = [n for n, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != np.float64]

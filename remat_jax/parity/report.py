@@ -142,9 +142,11 @@ class ParityReport:
         """One sentence: whether it passed, and if not, why."""
         if self.passed:
             return f"PASSED: {self.flax} computes what {self.torch} computes, {len(self.rows)} tensors"
-        if not self.proves:
-            return "NOT PASSED: a planted fault was not found, so that this comparison proves nothing"
         checks = [check.name for check in self.checks if not check.passed]
+        if not self.proves:
+            others = [name for name in checks if not name.startswith("planted")]
+            see = f"; see {', '.join(others)}" if others else ""
+            return f"NOT PASSED: a planted fault was not found, so that this comparison proves nothing{see}"
         failed = f"{len(self.failed_rows)} of {len(self.rows)} tensors" if self.failed_rows else ""
         return f"NOT PASSED: {', '.join(filter(None, (failed, *checks)))}"
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from remat_jax.errors import RematError
 from remat_jax.parity.capture_flax import Step, trace_step
-from remat_jax.parity.case import Case, is_floating
+from remat_jax.parity.case import Case, is_floating, running
 from remat_jax.parity.explain import call_of
 from remat_jax.parity.masks import flax_masks, opposed, torch_masks
 from remat_jax.parity.report import Check
@@ -40,7 +40,8 @@ def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[t
             module = case.flax(dtype)
             args, kwargs = case.inputs.arguments(arrays_in(case, dtype))
             call = call_of(case, module)
-            step = trace_step(module, _cast(variables, dtype), kwargs or args, call=call, backward=False)
+            with running("flax_module"):
+                step = trace_step(module, _cast(variables, dtype), kwargs or args, call=call, backward=False)
             found += [*step_differences(model, step), *_masks(case, model, dtype, step)]
     except RematError as error:
         unread = f"the modules could not be read: {error}"
@@ -73,7 +74,7 @@ def _masks(case: Case, torch_model: Any, dtype: str, step: Step) -> Iterator[Dif
     arrays = {n: as_torch(x) for n, x in arrays_in(case, dtype).items()}
     args, kwargs = case.inputs.arguments(arrays)
     model = copy.deepcopy(torch_model)  # a forward pass may write statistics
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), running("torch_module"):
         theirs = torch_masks(lambda: case.torch_call(model, *args, **kwargs), {name: arrays[name] for name in ours})
     words = {1: "shown", -1: "hidden"}
     for path, name, sign in opposed(theirs, ours):

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from remat_jax.parity.case import Arrays, Case
+from remat_jax.parity.case import Arrays, Case, running
 
 
 def structure(case: Case, dtype: str) -> tuple[Any, Any]:
@@ -26,7 +26,8 @@ def structure(case: Case, dtype: str) -> tuple[Any, Any]:
         args, kwargs = _filled(treedef, where, given)
         return init(jax.random.key(0), *args, **kwargs)
 
-    return module, jax.eval_shape(empty, *arrays)
+    with running("flax_module"):
+        return module, jax.eval_shape(empty, *arrays)
 
 
 def arrays_in(case: Case, dtype: str) -> Arrays:
