@@ -14,6 +14,7 @@ import pytest
 from parity_tests.compare import cases as c
 from parity_tests.compare.cases import at, output, run
 from remat_jax.parity import ParityReport
+from remat_jax.parity.asserting import failures
 
 FLIPPED, DOUBLED = (output(c.scaled_cotangent(factor)) for factor in (-1.0, 2.0))
 SWAPPED = output(c.swapped_queries_and_keys)
@@ -115,7 +116,7 @@ def test_the_setting_that_differs_is_named() -> None:
     assert not report.passed
     assert {(one["what"], one["torch"], one["flax"]) for one in report.differences} == {("epsilon", "1e-05", "1e-06")}
     assert report.divergences["forward"]["torch_path"] == "transformer/h/0/ln_1"
-    assert "epsilon is 1e-05 in PyTorch, 1e-06 in Flax" in str(report)
+    assert "layers_1/ln_2: epsilon is 1e-05 in PyTorch and 1e-06 in Flax" in failures(report)
 
 
 def test_only_the_gradients_behind_the_fault_are_wrong() -> None:
