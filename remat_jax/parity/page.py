@@ -25,6 +25,9 @@ def page(report: ParityReport) -> str:
         rows=[(row.passed, _cells(row, dtypes)) for row in sorted(report.rows, key=lambda row: row.passed)],
         bars=[Bar(row.framework, row.mode, _parts(row)) for row in report.memory],
         details={
+            "How the peaks are known": "\n".join(
+                f"{row.mode}, {row.framework}: {row.peak_from}" for row in report.memory if row.peak_from
+            ),
             "Kept by one framework alone": _alone(report),
             "Settings that differ": _differences(report.differences),
             "Weight map": report.rules,
