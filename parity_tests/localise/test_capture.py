@@ -154,13 +154,23 @@ def test_a_function_that_was_jitted_and_traced_before_is_seen_again() -> None:
     assert "tap" not in str(jax.make_jaxpr(jitted)(variables, x))
 
 
-def test_what_runs_in_a_while_loop_is_said_to_be_hidden() -> None:
-    class Looped(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return nn.while_loop(lambda _, x: jnp.sum(x) < 9, lambda m, x: Slope(name="slope")(x) + 9, self, x) * x
+class Looped(nn.Module):
+    """x times what a loop, in which the slope is added until the sum is 9 or more, makes of x; no gradient goes through it."""
 
-    x = jnp.ones((1, 3))
-    model = Looped()
-    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
-        capture_flax(model, {"params": {"slope": {"scale": jnp.ones(())}}}, (x,))
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def add(module: nn.Module, carried: jax.Array) -> jax.Array:
+            return carried + Slope(name="slope")(carried)
+
+        return x * nn.while_loop(lambda _, carried: jnp.sum(carried) < 9, add, self, jax.lax.stop_gradient(x))
+
+
+def test_what_runs_in_a_while_loop_is_said_to_be_hidden() -> None:
+    x, scale = jnp.ones((1, 3)), {"params": {"slope": {"scale": jnp.ones(())}}}
+    trace = capture_flax(Looped(), scale, (x,), jnp.sum, call=lambda model, v, x: model.apply(jax.lax.stop_gradient(v), x))
+    assert trace.hidden == ("slope",) and [call.name for call in trace.calls] == [""]
+    carried = np.ones((1, 3))
+    while carried.sum() < 9:
+        carried = carried + np.tanh(carried)
+    assert np.allclose(trace[""].outputs[0], carried, rtol=1e-6)
+    assert trace[""].input_cotangents[0] is not None and np.allclose(trace[""].input_cotangents[0], carried, rtol=1e-6)

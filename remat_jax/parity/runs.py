@@ -13,7 +13,7 @@ from remat_jax import porting
 from remat_jax.errors import ArgumentError
 from remat_jax.parity.case import Arrays, Case, Run
 from remat_jax.parity.checks import gradients_check, losses_check, planted_checks, precision_check, weight_check
-from remat_jax.parity.explain import first_difference, settings
+from remat_jax.parity.explain import computed_otherwise, first_difference, settings
 from remat_jax.parity.flax_side import FlaxSide
 from remat_jax.parity.ledger import Ledger
 from remat_jax.parity.report import Check, MemoryRow, ParityReport
@@ -63,7 +63,9 @@ class Comparison:
         self._torch_modes()
         if memory:
             self._measure(target)
-        differences, divergences = self._explain()
+        failed = [row for row in self.ledger.rows() if row.kind != "update" and not row.passed]
+        where = next((mode for mode in self.case.modes if any(row.fails_in(mode) for row in failed)), None)
+        differences, divergences = ((), {}) if where is None else self.explain(where)
         for row in self.ledger.rows():
             row.flax = ", ".join(path for path, names in self.flax.sources.items() if row.name in names)
         return ParityReport(
@@ -80,15 +82,17 @@ class Comparison:
             differences=differences,
         )
 
-    def _explain(self) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
-        """What the modules say that differs, and where tensors do, the first module in either pass."""
-        if all(row.passed for row in self.ledger.rows() if row.kind != "update"):
-            return (), {}
+    def explain(self, mode: str) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+        """What the modules say that differs, and the first module in either pass that does in a mode."""
         self.say("where the two first differ")
         with _precision("float64"):
             model, variables = self.torch.make("float64"), self.flax.tree(self.before)
-            divergences, checks = first_difference(self.case, model, variables)
+            divergences, checks = first_difference(self.case, model, variables, self.flax.rules, self.flax.applied(mode))
             self.checks += checks
+            # In the modes before it nothing differs.
+            only = f"only in {mode}" if mode != self.case.modes[0] else ""
+            for found in filter(None, divergences.values()):
+                found["note"] = "; ".join(filter(None, (only, found["note"])))
             return settings(self.case, model, variables), divergences
 
     # Tensors.
@@ -130,7 +134,8 @@ class Comparison:
         reference, measure = (_group(run, "gradients") for run in (self.reference, yardstick))
         planted = self.ledger.plant(reference, measure, dtype)
         self.checks += planted_checks(planted, dtype)
-        self.checks.append(weight_check(self.flax, self.reference, yardstick, weights, dtype, mode))
+        agreed = not any(row.fails_in(mode) for row in self.ledger.rows() if row.kind == "output")
+        self.checks.append(weight_check(self.flax, self.reference, yardstick, weights, dtype, mode, agreed=agreed))
         if dtype == "float64":
             self._casts()
 
@@ -177,9 +182,10 @@ class Comparison:
             errors = {**_errors(plain.outputs, found.outputs), **_errors(plain.gradients, self._named(found.gradients))}
             worst = max(errors, key=lambda name: errors[name])
             passed = errors[worst] <= TOLERANCES["float64"].value
-            self.checks.append(
-                Check(f"PyTorch, {mode}", passed, f"at most {errors[worst]:.1e} from PyTorch without, in {worst}")
-            )
+            text = f"at most {errors[worst]:.1e} from PyTorch without, in {worst}"
+            stale = () if passed else computed_otherwise(self.case, self.torch, mode)
+            text += f"; computed again, {', '.join(stale)} gives something else" if stale else ""
+            self.checks.append(Check(f"PyTorch, {mode}", passed, text))
 
     def _named(self, gradients: Arrays) -> Arrays:
         found = dict(gradients)
