@@ -162,7 +162,7 @@ class _Recorder:
             number_of[id(seen)] = numbers[self.paths[seen.module]]
             numbers[self.paths[seen.module]] += 1
         calls = tuple(self._call(seen, number_of[id(seen)], places) for seen in self.calls)
-        return Trace(calls, loss=self.loss and self._call(self.loss, 0, {}))
+        return Trace(calls, loss=None if self.loss is None else self._call(self.loss, 0, {}))
 
     def _call(self, seen: _Seen, number: int, places: Mapping[int, int]) -> Call:
         def cotangents(role: str) -> tuple[np.ndarray | None, ...]:

@@ -139,7 +139,7 @@ def _under_torch_names(gradients: Mapping[str, Any], rules: Any) -> dict[str, An
     if problems:
         raise PortingError("the gradients do not fit the rules:\n  " + "\n  ".join(problems))
     for one, other in list(tied(rules, found)):
-        found[one] = found[other] = found.get(one, found.get(other))
+        found[one] = found[other] = found[one if one in found else other]
     return found
 
 
