@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from parity_tests.compare import cases as c
 from parity_tests.compare.cases import run
-from parity_tests.compare.test_mutants import STACK
+from parity_tests.mutants.planting import FLIPPED, at, skipped
 from remat_jax.cli.app import app
 from remat_jax.parity import MemoryRow, ParityReport, assert_parity, plugin
 from remat_jax.parity.page import module_tree, page
@@ -22,14 +22,13 @@ from remat_jax.report.page import Node
 
 parity = plugin.parity
 ROOT = Path(__file__).resolve().parents[2]
+FAULT = at("layers_0/ffn/up", FLIPPED)
 
 
 @pytest.fixture(scope="module")
 def wrong() -> ParityReport:
     """A sign flipped in the first layer's feed-forward."""
-    fault = STACK["a sign flipped"]
-    assert fault.change is not None
-    return run(c.stack(flax_call=fault.change(c.plain)), **{**c.QUICK, "memory": True})
+    return run(FAULT(c.stack()), **{**c.QUICK, "memory": True})
 
 
 class Page(HTMLParser):
@@ -112,10 +111,8 @@ def test_a_page_is_written(wrong: ParityReport, tmp_path: Path) -> None:
 
 
 def test_an_assertion_names_every_wrong_tensor(wrong: ParityReport) -> None:
-    fault = STACK["a sign flipped"]
-    assert fault.change is not None
     with pytest.raises(AssertionError) as raised:
-        assert_parity(**c.stack(flax_call=fault.change(c.plain)), **c.QUICK)
+        assert_parity(**FAULT(c.stack()), **c.QUICK)
     lines = str(raised.value).splitlines()
     assert lines[0].startswith("NOT PASSED: ")
     named = {line.split()[1].rstrip(":") for line in lines if line.startswith("  gradient ")}
@@ -124,10 +121,8 @@ def test_an_assertion_names_every_wrong_tensor(wrong: ParityReport) -> None:
 
 def test_the_fixture_passes_or_leaves_a_page(parity: Any, tmp_path: Path) -> None:
     assert parity(**c.stack(), **c.QUICK).passed
-    fault = STACK["a layer left out"]
-    assert fault.change is not None
     with pytest.raises(AssertionError, match=r"gradient .*\n  the whole report: .*parity\.html"):
-        parity(**c.stack(flax_call=fault.change(c.plain)), **c.QUICK)
+        parity(**at("layers_1", skipped)(c.stack()), **c.QUICK)
     assert (tmp_path / "parity.html").is_file()
 
 

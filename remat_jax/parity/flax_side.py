@@ -185,9 +185,8 @@ class FlaxSide:
     def _step(self, dtype: str, mode: str) -> Callable[..., Any]:
         key = (dtype, mode)
         if key not in self._compiled:
-            loss = self._loss(dtype)
-            if mode != "off":
-                loss = checkpoint_blocks(loss, dict.fromkeys(self._require_blocks(mode), mode))
+            apply, loss = self.applied(mode), self._loss(dtype)
+            loss = apply(loss) if apply else loss
             gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
             trained, others = self._shapes(dtype)
             traced = jax.jit(gradient).trace(trained, *self._ordered(others, self._data(dtype)))
@@ -197,9 +196,12 @@ class FlaxSide:
         executable = self._compiled[key]
         return lambda trained, others, *data: executable(trained, *self._ordered(others, data))
 
-    def forget(self, dtype: str, mode: str) -> None:
-        """Let go of a compiled step."""
-        self._compiled.pop((dtype, mode), None)
+    def applied(self, mode: str) -> Callable[..., Any] | None:
+        """What puts a mode or a policy on a function that runs the model; None for `off`."""
+        if mode == "off":
+            return None
+        blocks = dict.fromkeys(self._require_blocks(mode), mode)
+        return lambda function: checkpoint_blocks(function, blocks)
 
     def _require_blocks(self, mode: str) -> tuple[Any, ...]:
         if not self.blocks:

@@ -61,6 +61,10 @@ class TensorRow:
         """Note what is wrong in a mode."""
         self.problems.append(f"{mode}: {problem}")
 
+    def fails_in(self, mode: str) -> bool:
+        """Whether something is wrong in a mode."""
+        return any(problem.startswith(f"{mode}: ") for problem in self.problems)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         largest = {dtype: self.ratio(dtype) for dtype in self.ratios}

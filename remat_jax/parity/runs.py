@@ -14,7 +14,7 @@ from remat_jax import porting
 from remat_jax.errors import ArgumentError, PortingError
 from remat_jax.parity.case import Arrays, Case, Run
 from remat_jax.parity.checks import gradients_check, losses_check, planted_checks, precision_check, weight_check
-from remat_jax.parity.explain import first_difference
+from remat_jax.parity.explain import computed_otherwise, first_difference
 from remat_jax.parity.flax_side import FlaxSide
 from remat_jax.parity.kept import KeptAlone
 from remat_jax.parity.ledger import Ledger
@@ -73,7 +73,9 @@ class Comparison:
         self._torch_modes()
         if memory:
             self._measure(target)
-        divergences = self._explain()
+        failed = [row for row in self.ledger.rows() if row.kind != "update" and not row.passed]
+        where = next((mode for mode in self.case.modes if any(row.fails_in(mode) for row in failed)), None)
+        divergences = {} if where is None else self.explain(where)
         for row in self.ledger.rows():
             row.flax = ", ".join(path for path, names in self.flax.sources.items() if row.name in names)
         return ParityReport(
@@ -91,15 +93,17 @@ class Comparison:
             differences=self.differences,
         )
 
-    def _explain(self) -> dict[str, Any]:
-        """Where tensors differ, the first module in either pass."""
-        if all(row.passed for row in self.ledger.rows() if row.kind != "update"):
-            return {}
+    def explain(self, mode: str) -> dict[str, Any]:
+        """The first module in either pass that differs in a mode."""
         self.say("where the two first differ")
         with _precision("float64"):
             model, variables = self.torch.make("float64"), self.flax.tree(self.before)
-            divergences, checks = first_difference(self.case, model, variables)
+            divergences, checks = first_difference(self.case, model, variables, self.flax.rules, self.flax.applied(mode))
             self.checks += checks
+            # In the modes before it nothing differs.
+            only = f"only in {mode}" if mode != self.case.modes[0] else ""
+            for found in filter(None, divergences.values()):
+                found["note"] = "; ".join(filter(None, (only, found["note"])))
             return divergences
 
     def _proposed(self) -> porting.Rules:
@@ -148,7 +152,8 @@ class Comparison:
         reference, measure = (_group(run, "gradients") for run in (self.reference, yardstick))
         planted = self.ledger.plant(reference, measure, dtype)
         self.checks += planted_checks(planted, dtype)
-        self.checks.append(weight_check(self.flax, self.reference, yardstick, weights, dtype, mode))
+        agreed = not any(row.fails_in(mode) for row in self.ledger.rows() if row.kind == "output")
+        self.checks.append(weight_check(self.flax, self.reference, yardstick, weights, dtype, mode, agreed=agreed))
         if dtype == "float64":
             self._casts()
 
@@ -195,9 +200,10 @@ class Comparison:
             errors = {**_errors(plain.outputs, found.outputs), **_errors(plain.gradients, self._named(found.gradients))}
             worst = max(errors, key=lambda name: errors[name])
             passed = errors[worst] <= TOLERANCES["float64"].value
-            self.checks.append(
-                Check(f"PyTorch, {mode}", passed, f"at most {errors[worst]:.1e} from PyTorch without, in {worst}")
-            )
+            text = f"at most {errors[worst]:.1e} from PyTorch without, in {worst}"
+            stale = () if passed else computed_otherwise(self.case, self.torch, mode)
+            text += f"; computed again, {', '.join(stale)} gives something else" if stale else ""
+            self.checks.append(Check(f"PyTorch, {mode}", passed, text))
 
     def _named(self, gradients: Arrays) -> Arrays:
         found = dict(gradients)

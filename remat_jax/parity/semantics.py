@@ -70,10 +70,14 @@ def step_differences(torch_module: Any, step: Step, mapping: Any = None) -> list
     outer = {path.rpartition("/")[0] for path in ours} | {""}
     others = [Module(path, type(ours[path].module).__name__, None, path not in outer) for path in ours]
     matched = match(listed, others, mapping)
+    # A ConvNet is no convolution: only what holds no other module is told by its name.
+    leaves = {module.path for module in listed if module.is_leaf}, {module.path for module in others if module.is_leaf}
     found = [
         difference
         for path, other in matched.items()
-        if sort_of(type(theirs[path]).__name__) == sort_of(type(ours[other].module).__name__) != "other"
+        if path in leaves[0]
+        and other in leaves[1]
+        and sort_of(type(theirs[path]).__name__) == sort_of(type(ours[other].module).__name__) != "other"
         for difference in _compared(other, torch_facts(theirs[path]), flax_facts(ours[other]))
     ]
     return [*found, *_rates(theirs, ours), *_gelus(theirs, step, matched)]
