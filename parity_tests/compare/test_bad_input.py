@@ -200,6 +200,22 @@ def test_a_copy_in_the_place_of_a_tie_is_an_error_on_either_side() -> None:
         assert report.passed, str(report)
 
 
+def test_a_copy_that_the_map_leaves_out_is_named_by_the_tied_parameter() -> None:
+    model = TorchTied(True)
+    table = model.embed.weight.detach().numpy()
+    report = compare(
+        model,
+        Untied(),
+        np.arange(7).reshape(1, 7),
+        variables={"params": {"embed": {"embedding": table}, "head": {"kernel": table.T}}},
+        rules="embed.weight -> params/embed/embedding\ntie: embed.weight = head.weight\nmissing: params/head/kernel",
+        **c.QUICK,
+    )
+    assert [row.name for row in report.failed_rows] == ["embed.weight"]
+    found = report.divergences["backward"]
+    assert (found["torch_path"], found["what"]) == ("embed", "gradient of weight, one tensor with head.weight")
+
+
 def test_without_pytorch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 

@@ -218,6 +218,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             BACKWARD,
             "decoder/layers/1/ffn",
             "output, computed again",
+            "only in checkpoint",
         ),
         Mutant(
             "conv",
@@ -225,6 +226,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             BACKWARD,
             "blocks/0/conv1",
             "output, computed again",
+            "only in checkpoint",
         ),
         Mutant(
             "llama",
@@ -232,6 +234,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             BACKWARD,
             "model/layers/0/mlp",
             IN,
+            "only in checkpoint",
         ),
     ],
     "a loss normalised otherwise": [
