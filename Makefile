@@ -25,7 +25,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .PHONY: help
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
 .PHONY: setup
 setup: $(STAMP)  ## make .venv and install everything that development needs
@@ -44,6 +44,10 @@ demo: $(STAMP)  ## train the decoder in every mode and framework, compare, and d
 .PHONY: test
 test: $(STAMP)  ## run all tests
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 $(ARGS)
+
+.PHONY: test-browser
+test-browser: $(STAMP)  ## run the tests that open pages in an installed Chromium
+	$(BIN)/python -m pytest -m browser tests $(ARGS)
 
 .PHONY: lint
 lint: $(STAMP)  ## check style, types and the direction of imports

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from torch_ref.errors import InvalidArgumentError
 from torch_ref.host import is_copying_to_host
+from torch_ref.module_paths import ModulePaths, following
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class SavedEntry:
         operator: the operator that made it, such as `aten.addmm.default`.
         shape: shape of the first tensor on it.
         dtype: its data type.
+        module: path of the innermost module that was running then; of a function's module its class comes first.
     """
 
     nbytes: int
@@ -34,6 +36,7 @@ class SavedEntry:
     operator: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,8 @@ def saved_for_backward(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Sav
     """
     if not callable(fn):
         raise InvalidArgumentError(f"fn is a {type(fn).__name__}, expected a function or a module.")
-    watch = _StorageWatch()
-    with watch:
+    watch = _StorageWatch(ModulePaths(fn, ""))
+    with watch, following(watch.paths):
         copied_args, copied_kwargs = watch.copy_inputs((args, kwargs))
         result = fn(*copied_args, **copied_kwargs)
         del copied_args, copied_kwargs
@@ -119,8 +122,9 @@ class _StorageWatch(TorchDispatchMode):
     Views bring in storages that existed before; those outlive the graph and fall out of the count by that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, paths: ModulePaths) -> None:
         super().__init__()
+        self.paths = paths
         self._known: dict[int, StorageWeakRef] = {}
         self._made: dict[int, SavedEntry] = {}
         self._copies: dict[int, torch.Tensor] = {}
@@ -171,7 +175,8 @@ class _StorageWatch(TorchDispatchMode):
             place = "input"
         elif is_copying_to_host():
             place = "host"
-        return SavedEntry(tensor.untyped_storage().nbytes(), place, operator, tuple(tensor.shape), tensor.dtype)
+        nbytes, shape = tensor.untyped_storage().nbytes(), tuple(tensor.shape)
+        return SavedEntry(nbytes, place, operator, shape, tensor.dtype, self.paths.current)
 
 
 def _placed(entries: list[SavedEntry], accelerated: bool) -> tuple[SavedEntry, ...]:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 import torch_ref
+from remat_jax.porting import as_numpy
 
-from ..models.weights import as_numpy
 from .cases import Batch, Case
 from .outcome import Evidence
 from .setting import BLOCK_RUNS

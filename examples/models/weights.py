@@ -16,6 +16,8 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from remat_jax.porting import as_numpy
+
 Array = Any
 Tree = dict[str, Any]
 
@@ -167,16 +169,6 @@ def _entries(model_kind: str, num_layers: int) -> list[Entry]:
     for index in range(num_layers - len(model.ends)):
         entries += numbered(model.layer, index + before, f"layers_{index}/")
     return entries
-
-
-def as_numpy(tensor: Any) -> np.ndarray:
-    """Return a NumPy array of a tensor, a JAX array or a NumPy array, its dtype kept, bfloat16 too."""
-    if not hasattr(tensor, "detach"):
-        return np.asarray(tensor)
-    tensor = tensor.detach().cpu()
-    if str(tensor.dtype) == "torch.bfloat16":  # PyTorch has no way from bfloat16 to NumPy
-        return tensor.float().numpy().astype(jnp.bfloat16)
-    return tensor.numpy().copy()  # a view would change under the next optimizer step
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, np.ndarray]:

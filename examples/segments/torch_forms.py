@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 import torch_ref
+from remat_jax.porting import as_numpy
 
-from ..models.weights import as_numpy
 from .setting import Setting
 
 FRAMEWORK = "PyTorch"

@@ -63,6 +63,38 @@ def test_not_a_number_never_passes(side: str) -> None:
     assert any("not finite in" in problem for problem in output.problems)
 
 
+def test_what_pytorch_itself_does_not_compute_is_said_first() -> None:
+    report = compare(**linear(torch_call=lambda m, x: m(x) * float("nan"), flax_call=lambda m, x: m(x) * float("nan")))
+    assert report.verdict().endswith("proves nothing; see gradients")
+    found = next(check.found for check in report.checks if check.name == "gradients")
+    assert found == "not finite in PyTorch, so that nothing is shown: output, weight, bias"
+    module = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        module.bias[1] = float("inf")
+    with pytest.raises(ArgumentError, match="torch_module: bias holds NaN or infinity"):
+        compare(**linear(torch_module=module))
+    with pytest.raises(ArgumentError, match="inputs: 0 holds NaN"):
+        compare(**linear(inputs=(X * np.float32("nan"),)))
+    with pytest.raises(ArgumentError, match="torch_module: weight, bias is on the device meta"):
+        compare(**linear(torch_module=torch.nn.Linear(3, 2, device="meta")))
+
+
+class Random(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(2)(nn.Dropout(0.5, deterministic=False)(x))
+
+
+def test_what_a_model_itself_raises_names_the_argument() -> None:
+    with pytest.raises(ArgumentError, match=r"torch_module cannot be run on inputs: RuntimeError: .*shapes") as raised:
+        compare(**linear(inputs=X[:, :2], flax_module=lambda dtype: nn.Dense(2)))
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    with pytest.raises(ArgumentError, match="flax_module cannot be run on inputs: InvalidRngError: .*make the model determ"):
+        compare(**linear(flax_module=Random()))
+    with pytest.raises(ArgumentError, match="outputs without a graph, so that nothing has a gradient"):
+        compare(**linear(torch_call=lambda model, x: model(x).detach()))
+
+
 def test_gradients_that_are_all_zero_prove_nothing() -> None:
     # Multiplied by 0 and not left out: there is a graph, and a gradient of exactly 0.
     report = compare(**linear(loss=lambda y: (y * 0).sum()))
@@ -166,6 +198,22 @@ def test_a_copy_in_the_place_of_a_tie_is_an_error_on_either_side() -> None:
     for shared, options in ((True, tied), (False, copied)):
         report = compare(TorchTied(shared), inputs=tokens, **options, **{**c.QUICK, "optimizer": "sgd"})
         assert report.passed, str(report)
+
+
+def test_a_copy_that_the_map_leaves_out_is_named_by_the_tied_parameter() -> None:
+    model = TorchTied(True)
+    table = model.embed.weight.detach().numpy()
+    report = compare(
+        model,
+        Untied(),
+        np.arange(7).reshape(1, 7),
+        variables={"params": {"embed": {"embedding": table}, "head": {"kernel": table.T}}},
+        rules="embed.weight -> params/embed/embedding\ntie: embed.weight = head.weight\nmissing: params/head/kernel",
+        **c.QUICK,
+    )
+    assert [row.name for row in report.failed_rows] == ["embed.weight"]
+    found = report.divergences["backward"]
+    assert (found["torch_path"], found["what"]) == ("embed", "gradient of weight, one tensor with head.weight")
 
 
 def test_without_pytorch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 from typing import Any
 
 import flax.linen as nn
+import jax
 import numpy as np
 import pytest
 import torch
 
 import remat_jax as rj
+import torch_ref
+from parity_tests import support as s
 from parity_tests.compare import cases as c
 from parity_tests.compare.cases import run
 from parity_tests.third_party import ports as p
-from remat_jax.parity import ParityReport
+from remat_jax.parity import ParityReport, compare
+from remat_jax.parity.case import make_case
+from remat_jax.parity.torch_peak import torch_peak
+from remat_jax.parity.torch_side import TorchSide
 
 FULL: dict[str, Any] = {"optimizer": "adamw"}
 
@@ -64,6 +71,78 @@ def test_a_block_keeps_its_input_and_no_more(stack: ParityReport) -> None:
         assert kept[mode, framework][0] < kept["off", framework][0] / 5
     assert kept["offload", "JAX"][1] == kept["offload", "PyTorch"][1] == 2 * stream
     assert kept["off", "JAX"][1] == kept["off", "PyTorch"][1] == 0
+
+
+def test_what_only_one_framework_keeps_is_the_whole_difference(stack: ParityReport) -> None:
+    alone = {(one.mode, one.framework, one.place): 0 for one in stack.kept_alone}
+    for one in stack.kept_alone:
+        alone[one.mode, one.framework, one.place] += one.bytes
+    for mode, place in itertools.product(stack.modes, ("device", "host")):
+        rest = {
+            row.framework: getattr(row, f"{place}_bytes") - alone.get((mode, row.framework, place), 0)
+            for row in stack.memory
+            if row.mode == mode
+        }
+        assert rest["PyTorch"] == rest["JAX"]
+    # The loss stands alone: JAX keeps the distance that it squares, PyTorch the same and, of the norm in a layer, nothing more.
+    names = {one.name for one in stack.kept_alone if one.mode == "off" and one.framework == "JAX"}
+    assert any(name.startswith("DecoderStack/layers_1/norm2:") for name in names), names
+    assert "Kept by one framework alone" in str(stack)
+
+
+def test_both_frameworks_peaks_are_told_in_every_mode(stack: ParityReport) -> None:
+    peaks = {(row.mode, row.framework): row.peak_bytes for row in stack.memory}
+    floor = sum(int(np.prod(x.shape)) * 4 for x in c.original("stack").parameters())
+    assert set(peaks) == set(itertools.product(stack.modes, ("PyTorch", "JAX")))
+    assert all(peak is not None and peak > floor for peak in peaks.values())
+    assert {row.peak_from for row in stack.memory} == {"tracked on fake tensors", "compiled for cpu"}
+    model, x = c.original("stack"), c.stack()["inputs"][0]
+
+    def build() -> torch_ref.TrainingStep:
+        sizes = {name: s.SIZES["DecoderStack"][name] for name in ("num_layers", "d_model", "nhead")}
+        made = type(model)(**sizes)
+        given = torch.zeros(x.shape, requires_grad=True)
+        return torch_ref.TrainingStep(made, lambda x: ((made(x) - torch.zeros(x.shape)) ** 2).sum(), (given,))
+
+    assert peaks["off", "PyTorch"] == pytest.approx(torch_ref.peak_bytes(build).device_bytes, rel=0.02)
+
+
+def test_pytorchs_peak_is_that_of_its_mode() -> None:
+    """A batch so large that the peak is in the last layer: elsewhere it is at the end, where all gradients are."""
+    given = {name: one.default for name, one in inspect.signature(compare).parameters.items() if one.default is not one.empty}
+    module = torch_ref.DecoderStack(num_layers=6, d_model=16, nhead=4)
+    inputs = np.ones((64, 32, 16), np.float32)
+    peaks, x64 = {}, jax.enable_x64(True)
+    with x64:
+        side = TorchSide(make_case(module, c.stack()["flax_module"], inputs, **{**given, "rules": c.STACK}))
+    for mode in ("off", "checkpoint", "offload"):
+        peaks[mode], _ = torch_peak(side, "float32", mode)
+    stream = inputs.nbytes
+    # At the peak, in the last layer's backward pass, the other layers' inputs are there, or on the host.
+    assert peaks["off"] > peaks["checkpoint"] + 4 * 10 * stream
+    assert peaks["checkpoint"] - peaks["offload"] == pytest.approx(5 * stream, rel=0.2)
+
+
+def test_a_peak_that_cannot_be_tracked_is_said_with_the_reason() -> None:
+    constant = torch.ones(2)
+    call = lambda model, x: model(x) + constant.to(x.dtype)  # noqa: E731
+    case = {"torch_module": torch.nn.Linear(3, 2), "flax_module": nn.Dense(2), "inputs": np.ones((4, 3), np.float32)}
+    rules = "weight -> params/kernel | linear\nbias -> params/bias"
+    report = run({**case, "rules": rules, **c.QUICK, "torch_call": call, "flax_call": lambda m, x: m(x) + 1.0, "memory": True})
+    assert report.passed, str(report)
+    theirs, ours = report.memory
+    assert theirs.peak_bytes is None and theirs.peak_from.startswith("not on fake tensors: ")
+    assert ours.peak_bytes and theirs.device_bytes == ours.device_bytes > 0
+
+
+def test_a_target_is_compiled_for() -> None:
+    report = run(c.stack(modes="checkpoint", dtypes="float32"), target="h200")
+    assert report.passed, str(report)
+    theirs, ours = report.memory
+    assert (theirs.peak_from, ours.peak_from) == ("tracked on fake tensors", "compiled for h200")
+    # Parameters, their gradients and what a checkpoint keeps are there at least; a whole step without one needs more.
+    floor = 2 * sum(int(np.prod(x.shape)) * 4 for x in c.original("stack").parameters()) + ours.device_bytes
+    assert ours.peak_bytes is not None and floor <= ours.peak_bytes <= 4 * floor
 
 
 def test_a_report_is_plain_data(stack: ParityReport) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from parity_tests.compare import cases as c
 from parity_tests.compare.cases import run
-from parity_tests.compare.test_mutants import STACK
+from parity_tests.mutants.planting import FLIPPED, at, skipped
 from remat_jax.cli.app import app
 from remat_jax.parity import MemoryRow, ParityReport, assert_parity, plugin
 from remat_jax.parity.page import module_tree, page
@@ -21,14 +22,13 @@ from remat_jax.report.page import Node
 
 parity = plugin.parity
 ROOT = Path(__file__).resolve().parents[2]
+FAULT = at("layers_0/ffn/up", FLIPPED)
 
 
 @pytest.fixture(scope="module")
 def wrong() -> ParityReport:
     """A sign flipped in the first layer's feed-forward."""
-    fault = STACK["a sign flipped"]
-    assert fault.change is not None
-    return run(c.stack(flax_call=fault.change(c.plain)), **{**c.QUICK, "memory": True})
+    return run(FAULT(c.stack()), **{**c.QUICK, "memory": True})
 
 
 class Page(HTMLParser):
@@ -66,10 +66,14 @@ def test_a_page_has_every_tensor_and_loads_nothing(wrong: ParityReport) -> None:
 
 
 def test_bars_are_as_long_as_their_bytes(wrong: ParityReport) -> None:
-    widths = [float(width) for width in re.findall(r'class="device" style="width:([\d.]+)%', page(wrong))]
-    sizes = [row.device_bytes for row in wrong.memory]
-    assert len(sizes) == 2 and min(sizes) > 0
-    assert widths == pytest.approx([60 * size / max(sizes) for size in sizes], abs=0.01)
+    found = re.findall(r'<span>(\w+), (\w+)</span><i class="(\w+)" style="width:([\d.]+)%', page(wrong))
+    parts = {"device": "device_bytes", "host": "host_bytes", "peak": "peak_bytes"}
+    sizes = {(row.framework, part): getattr(row, name) for row in wrong.memory for part, name in parts.items()}
+    assert len(sizes) == 6 and min(sizes["JAX", "device"], sizes["PyTorch", "peak"], sizes["JAX", "peak"]) > 0
+    assert {(framework, part) for framework, part, _, _ in found} == sizes.keys()
+    for framework, part, colour, width in found:
+        assert colour == part
+        assert float(width) == pytest.approx(60 * sizes[framework, part] / max(sizes.values()), abs=0.01)
 
 
 def test_text_of_the_users_is_no_markup() -> None:
@@ -107,10 +111,8 @@ def test_a_page_is_written(wrong: ParityReport, tmp_path: Path) -> None:
 
 
 def test_an_assertion_names_every_wrong_tensor(wrong: ParityReport) -> None:
-    fault = STACK["a sign flipped"]
-    assert fault.change is not None
     with pytest.raises(AssertionError) as raised:
-        assert_parity(**c.stack(flax_call=fault.change(c.plain)), **c.QUICK)
+        assert_parity(**FAULT(c.stack()), **c.QUICK)
     lines = str(raised.value).splitlines()
     assert lines[0].startswith("NOT PASSED: ")
     named = {line.split()[1].rstrip(":") for line in lines if line.startswith("  gradient ")}
@@ -119,10 +121,8 @@ def test_an_assertion_names_every_wrong_tensor(wrong: ParityReport) -> None:
 
 def test_the_fixture_passes_or_leaves_a_page(parity: Any, tmp_path: Path) -> None:
     assert parity(**c.stack(), **c.QUICK).passed
-    fault = STACK["a layer left out"]
-    assert fault.change is not None
     with pytest.raises(AssertionError, match=r"gradient .*\n  the whole report: .*parity\.html"):
-        parity(**c.stack(flax_call=fault.change(c.plain)), **c.QUICK)
+        parity(**at("layers_1", skipped)(c.stack()), **c.QUICK)
     assert (tmp_path / "parity.html").is_file()
 
 
@@ -139,13 +139,19 @@ def lacking():
     return {"torch_module": torch.nn.Linear(3, 2), "flaxmodule": nn.Dense(2)}
 def nothing():
     return 3
+def from_file():
+    from remat_jax import porting
+    open("model.safetensors", "w").close()
+    return {**same(), "variables": porting.load("model.safetensors")}
+def of_transformers():
+    import transformers
 """
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "port.py"
-    path.write_text(CASE)
+    path.write_text(CASE.replace("model.safetensors", str(tmp_path / "model.safetensors")))
     return path
 
 
@@ -155,6 +161,23 @@ def test_the_command_passes_and_writes_a_page(file: Path, tmp_path: Path) -> Non
     data = json.loads(done.stdout)
     assert data["passed"] and data["page"] == str(tmp_path / "out.html") and len(data["rows"]) == 4
     assert "Parity: Linear (PyTorch) and Dense (Flax)" in (tmp_path / "out.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("missing", "name", "status", "message"),
+    [
+        ("torch", "same", 1, "parity compares with PyTorch, which is not installed: pip install 'remat_jax[torch]'"),
+        ("safetensors", "from_file", 2, "safetensors is not installed; pip install safetensors"),
+        ("transformers", "of_transformers", 2, "ModuleNotFoundError: import of transformers halted"),
+    ],
+)
+def test_the_command_says_what_is_not_installed(
+    file: Path, monkeypatch: pytest.MonkeyPatch, missing: str, name: str, status: int, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "safetensors.numpy", raising=False)
+    done = CliRunner().invoke(app, ["parity", f"{file}:{name}"])
+    assert done.exit_code == status and message in done.stderr, done.output
 
 
 def test_the_command_exits_1_where_models_differ_and_2_for_bad_usage(file: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from examples.models import linen
@@ -75,16 +74,3 @@ class DoubledNorm(nn.LayerNorm):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return times_backwards(super().__call__(x), 2.0)
-
-
-class DetachedBias(nn.Module):
-    """A dense layer whose bias is not trained."""
-
-    features: int
-    param_dtype: Any = jnp.float32
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features), self.param_dtype)
-        bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
-        return x @ kernel + jax.lax.stop_gradient(bias)

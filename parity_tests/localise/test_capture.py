@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from torch.utils.checkpoint import checkpoint
 
 import remat_jax as rj
@@ -154,13 +155,78 @@ def test_a_function_that_was_jitted_and_traced_before_is_seen_again() -> None:
     assert "tap" not in str(jax.make_jaxpr(jitted)(variables, x))
 
 
-def test_what_runs_in_a_while_loop_is_said_to_be_hidden() -> None:
-    class Looped(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return nn.while_loop(lambda _, x: jnp.sum(x) < 9, lambda m, x: Slope(name="slope")(x) + 9, self, x) * x
+class Looped(nn.Module):
+    """x times what a loop, in which the slope is added until the sum is 9 or more, makes of x; no gradient goes through it."""
 
-    x = jnp.ones((1, 3))
-    model = Looped()
-    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
-        capture_flax(model, {"params": {"slope": {"scale": jnp.ones(())}}}, (x,))
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def add(module: nn.Module, carried: jax.Array) -> jax.Array:
+            return carried + Slope(name="slope")(carried)
+
+        return x * nn.while_loop(lambda _, carried: jnp.sum(carried) < 9, add, self, jax.lax.stop_gradient(x))
+
+
+def test_what_runs_in_a_while_loop_is_said_to_be_hidden() -> None:
+    x, scale = jnp.ones((1, 3)), {"params": {"slope": {"scale": jnp.ones(())}}}
+    trace = capture_flax(Looped(), scale, (x,), jnp.sum, call=lambda model, v, x: model.apply(jax.lax.stop_gradient(v), x))
+    assert trace.hidden == ("slope",) and [call.name for call in trace.calls] == [""]
+    carried = np.ones((1, 3))
+    while carried.sum() < 9:
+        carried = carried + np.tanh(carried)
+    assert np.allclose(trace[""].outputs[0], carried, rtol=1e-6)
+    assert trace[""].input_cotangents[0] is not None and np.allclose(trace[""].input_cotangents[0], carried, rtol=1e-6)
+
+
+class Normed(nn.Module):
+    """Two batch norms, one after the other or in a loop."""
+
+    scan: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        options: dict[str, Any] = {"use_running_average": False, "momentum": 0.5}
+        if not self.scan:
+            return nn.BatchNorm(**options, name="layers_1")(nn.BatchNorm(**options, name="layers_0")(x) ** 2)
+
+        def body(norm: nn.Module, x: jax.Array) -> tuple[jax.Array, None]:
+            return norm(x) ** 2, None
+
+        axes = {"params": 0, "batch_stats": 0}
+        return nn.scan(body, variable_axes=axes, split_rngs={"params": True}, length=2)(
+            nn.BatchNorm(**options, name="layers"), x
+        )[0]
+
+
+@pytest.mark.parametrize("api", ["linen", "scan", "nnx"])
+def test_what_a_batch_norm_writes_is_seen(api: str) -> None:
+    x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    if api == "nnx":
+        norm = nnx.BatchNorm(3, momentum=0.5, rngs=nnx.Rngs(0))
+        trace = capture_flax(nnx.Sequential(norm, lambda x: x**2), None, (x,), jnp.sum)
+    else:
+        model = Normed(api == "scan")
+        variables = model.init(jax.random.key(0), x)
+        apply = lambda model, v, x: model.apply(v, x, mutable=["batch_stats"])[0]  # noqa: E731
+        trace = capture_flax(model, variables, (x,), jnp.sum, call=apply)
+    first, *others = [call for call in trace.calls if call.state]
+    assert first.path == {"linen": "layers_0", "scan": "layers/0", "nnx": "layers/0"}[api]
+    assert np.allclose(first.state["mean"], x.mean(0) / 2, rtol=1e-5, atol=1e-6)
+    assert np.allclose(first.state["var"], 0.5 + x.var(0) / 2, rtol=1e-5)
+    for second in others:
+        assert second.path == ("layers/1" if api == "scan" else "layers_1")
+        given = second.inputs[0]
+        assert np.allclose(given, first.outputs[0] ** 2, rtol=1e-6)
+        assert np.allclose(second.state["mean"], given.mean(0) / 2, rtol=1e-5)
+    assert len(others) == (api != "nnx")
+    theirs = torch.nn.BatchNorm1d(3, momentum=0.5)
+    assert np.allclose(capture_torch(theirs, (x,)).calls[0].state["running_mean"], x.mean(0) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_is_a_call_behind_the_model() -> None:
+    ours, theirs = Model("plain"), torch.nn.Tanh()
+    x = jnp.asarray(X, jnp.float32)
+    flax = capture_flax(ours, ours.init(jax.random.key(0), x), (x,), lambda y: (y**2).sum()).loss
+    for loss in (flax, capture_torch(theirs, (X,), lambda y: (y**2).sum()).loss):
+        assert loss is not None and loss.path == "loss" and loss.outputs[0].shape == ()
+        assert np.allclose(loss.outputs[0], (loss.inputs[0] ** 2).sum(), rtol=1e-6)
+        assert loss.input_cotangents[0] is not None and np.allclose(loss.input_cotangents[0], 2 * loss.inputs[0], rtol=1e-6)

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from flax import nnx
 
 import remat_jax as rj
-from examples.models import bert, gpt2, linen, llama, weights
+from examples.models import gpt2, linen, weights
 from examples.models import nnx as nnx_models
 from parity_tests import support as s
 from parity_tests.localise import pairs
 from parity_tests.localise.pairs import changed, of_decoder, of_port, shown, times_backwards
 from parity_tests.third_party import ports as p
-from parity_tests.third_party import test_bert, test_gpt2, test_llama, test_siglip
+from parity_tests.third_party import test_gpt2, test_siglip
 from remat_jax.errors import ArgumentError
 from remat_jax.parity.localise import first_divergences
 
-GPT2, BERT, LLAMA, SIGLIP = test_gpt2.PORT, test_bert.PORT, test_llama.PORTS["llama"], test_siglip.PORT
+GPT2, SIGLIP = test_gpt2.PORT, test_siglip.PORT
 
 # No alarm.
 
 
-RIGHT = {"gpt2": (GPT2, False), "gpt2-scan": (GPT2, True), "bert": (BERT, False), "llama-scan": (LLAMA, True)}
-RIGHT |= {"siglip-scan": (SIGLIP, True)}
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_right_port_raises_no_alarm(name: str) -> None:
-    port, scan = RIGHT[name]
-    found = of_port(port, scan=scan, single_step=True)
+@pytest.mark.parametrize("port", [GPT2, SIGLIP], ids=["gpt2", "siglip"])
+def test_a_right_port_raises_no_alarm_where_errors_do_not_add_up(port: Any) -> None:
+    found = of_port(port, scan=True, single_step=True)
     assert found.none and shown(found) == (None, None) and found.alone == ()
-    layers = [path for path in found.matched.values() if path in ("layers_0", "layers_1", "layers/0", "layers/1")]
+    layers = [path for path in found.matched.values() if path in ("layers/0", "layers/1")]
     assert len(layers) == 2, found.matched
 
 
@@ -92,54 +85,6 @@ def test_each_of_two_faults_is_listed_where_errors_do_not_add_up() -> None:
 # Wrong code.
 
 
-def test_layer_norm_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gpt2.layer_norm
-
-    def norm(config: gpt2.GPT2Config, param_dtype: Any, name: str) -> nn.LayerNorm:
-        config = dataclasses.replace(config, layer_norm_eps=1e-6) if name == "ln_2" else config
-        return right(config, param_dtype, name)
-
-    monkeypatch.setattr(gpt2, "layer_norm", norm)
-    assert shown(of_port(GPT2)) == ("layers_0/ln_2", None)
-
-
-def test_the_form_of_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = nn.gelu
-    monkeypatch.setattr(nn, "gelu", lambda x, approximate: right(x, approximate=False))
-    found = of_port(GPT2, single_step=True)
-    assert shown(found) == ("layers_0/mlp", None)
-    assert [one.flax_path for one in found.alone] == ["layers_0/mlp", "layers_1/mlp"]
-
-
-def test_an_inverted_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model itself makes the mask, so it is the model that is named and none of its modules."""
-    right = bert.attention_bias
-    monkeypatch.setattr(bert, "attention_bias", lambda mask, *args, **kwargs: right(1 - mask, *args, **kwargs))
-    assert shown(of_port(BERT)) == ("", None)
-
-
-def test_a_causal_mask_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = linen.attention
-    monkeypatch.setattr(linen, "attention", lambda qkv, nhead, causal, dropout: right(qkv, nhead, dropout=dropout))
-    assert shown(of_decoder(scan=True)) == ("layers/0/self_attn", None)
-
-
-def test_queries_and_keys_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gpt2.attention
-    monkeypatch.setattr(gpt2, "attention", lambda q, k, v, bias: right(k, q, v, bias))
-    assert shown(of_port(GPT2)) == ("layers_0/attn", None)
-
-
-def test_pairs_of_the_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interleaved(x: jax.Array, rotation: Any) -> jax.Array:
-        cos, sin = rotation
-        first, second = x[..., 0::2], x[..., 1::2]
-        return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
-
-    monkeypatch.setattr(llama, "rotate", interleaved)
-    assert shown(of_port(LLAMA, scan=True)) == ("layers/0/self_attn", None)
-
-
 def test_a_layer_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_the_first(make: Any, num_layers: int, x: jax.Array, *shared: Any, scan: bool) -> jax.Array:
         return make(name="layers_1")(x, *shared)
@@ -174,30 +119,6 @@ def test_a_gradient_doubled_in_one_module(monkeypatch: pytest.MonkeyPatch) -> No
     found = of_port(GPT2, scan=True, single_step=True)
     assert shown(found) == (None, "ln_f") and [one.flax_path for one in found.alone] == ["ln_f"]
     assert found.backward is not None and found.backward.error == pytest.approx(found.backward.reference)
-
-
-def test_a_bias_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    class FeedForward(gpt2.FeedForward):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            width = self.config.hidden_size
-            hidden = pairs.DetachedBias(4 * width, param_dtype=self.param_dtype, name="c_fc")(x)
-            return nn.Dense(width, param_dtype=self.param_dtype, name="c_proj")(nn.gelu(hidden, approximate=True))
-
-    DetachedDense = type("DetachedDense", (pairs.DetachedBias,), {})
-    monkeypatch.setattr(pairs, "DetachedBias", DetachedDense)
-    monkeypatch.setattr(gpt2, "FeedForward", FeedForward)
-    found = of_port(GPT2)
-    assert shown(found) == (None, "layers_1/mlp/c_fc")
-    assert found.backward is not None and found.backward.what == "gradient of bias"
-
-
-@pytest.mark.parametrize("loss", [None, "squares"], ids=["probed", "squares"])
-def test_a_detached_input(monkeypatch: pytest.MonkeyPatch, loss: str | None) -> None:
-    right = linen.attention
-    monkeypatch.setattr(linen, "attention", lambda qkv, *args, **kwargs: right(jax.lax.stop_gradient(qkv), *args, **kwargs))
-    found = of_decoder(scan=True, loss=None if loss is None else lambda output: (output**2).mean())
-    assert shown(found) == (None, "layers/1/self_attn")
 
 
 def test_a_cotangent_lost_between_modules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,13 +55,15 @@ class Small(nn.Module):
     rate: float = 0.25
     use_bias: bool = True
     dtype: Any = None
+    precision: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = nn.Conv(4, (3, 3), strides=(2, 2), padding=self.padding, name="conv")(x)
         x = nn.BatchNorm(True, momentum=self.momentum, epsilon=1e-5, name="norm")(x)
         x = nn.Dropout(self.rate, deterministic=True, name="drop")(x)
-        return nn.Dense(3, use_bias=self.use_bias, dtype=self.dtype, name="head")(x.mean((1, 2)))
+        head = nn.Dense(3, use_bias=self.use_bias, dtype=self.dtype, precision=self.precision, name="head")
+        return head(x.mean((1, 2)))
 
 
 class Theirs(torch.nn.Module):
@@ -81,6 +83,8 @@ CHANGES: dict[str, tuple[dict[str, Any], tuple[str, str, Any, Any] | None]] = {
     "rate": ({"rate": 0.5}, ("", "dropout rates", [0.25], [0.5])),
     "bias": ({"use_bias": False}, ("head", "bias", True, False)),
     "dtype": ({"dtype": jnp.bfloat16}, ("head", "dtype", "float32", "bfloat16")),
+    "precision": ({"precision": "default"}, ("head", "precision", "highest", "default")),
+    "full precision": ({"precision": "float32"}, None),
 }
 
 
@@ -89,8 +93,14 @@ def test_each_setting(name: str) -> None:
     changes, expected = CHANGES[name]
     model, x = Small(**changes), jax.ShapeDtypeStruct((2, 8, 8, 3), jnp.float32)
     variables = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.ones(x.shape)))
-    found = [(one.path, one.what, one.torch, one.flax) for one in differences(Theirs(), model, variables, (x,))]
+    found = [(one.path, one.what, one.torch, one.flax) for one in differences(Theirs().eval(), model, variables, (x,))]
     assert found == ([] if expected is None else [expected])
+
+
+def test_running_statistics_and_those_of_the_batch() -> None:
+    model, x = Small(), jnp.ones((2, 8, 8, 3))
+    [found] = differences(Theirs().train(), model, model.init(jax.random.key(0), x), (x,))
+    assert str(found) == "norm: statistics is of the batch in PyTorch and running in Flax"
 
 
 def test_nnx() -> None:

@@ -20,7 +20,8 @@ def each_alone(
     step: Step, slots: Slots, theirs: Trace, ours: Trace, matched: dict[str, str], plain: Sequence[Pair]
 ) -> tuple[Divergence, ...]:
     """Every module that is wrong by itself, in the order of execution, once: in the forward pass, or else in backward."""
-    trusted = [pair for pair in plain if not pair.bad("output") or all(around.bad("output") for around in pair.all_around())]
+    modules = [pair for pair in plain if pair.flax is not ours.loss]
+    trusted = [pair for pair in modules if not pair.bad("output") or all(around.bad("output") for around in pair.all_around())]
     calls = {id(call): place for place, call in enumerate(ours.calls)}
     chosen = {calls[id(pair.flax)]: number for number, pair in enumerate(trusted)}
     again, _ = read(step, substitutes(step.places, slots, trusted, chosen))
@@ -53,7 +54,7 @@ def substitutes(places: Sequence[Place], slots: Slots, found: Sequence[Pair], ca
     given: dict[int, Any] = {}
     for number, (place, who) in enumerate(zip(places, slots, strict=True)):
         for index, slot in who.items():
-            if slot.call in calls:
+            if slot.call in calls and slot.role != "state":
                 reference = _reference(found[calls[slot.call]], slot.role, slot.number, place.what)
                 _put(given, number, index, place.loops, reference)
     return given

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remat_jax.parity.capture import Call, Trace
+from remat_jax.parity.capture import Call, Recomputed, Trace
 from remat_jax.parity.recorder import Recorder, Traced
 from remat_jax.parity.tapped import Place
 from remat_jax.parity.taps import Label
@@ -60,11 +60,16 @@ def assemble(
             finished=clock[max(kept[key].keys["output"])],
             parent=None if (around := _parent(key, kept, traced)) is None else place_of[around],
             gradients=_own(traced[key[0]], key[1], gradients),
+            state={traced[key[0]].state[which[1]]: x for which, x in kept[key].values.items() if which[0] == "state"},
+            stale=kept[key].recomputed.stale,
+            misled=kept[key].recomputed.misled,
         )
         for key in ordered
     )
-    stale = tuple(call.name for call, key in zip(calls, ordered, strict=True) if kept[key].stale)
-    trace = Trace(calls, recorder.outputs, tuple(sorted({"/".join(traced[number].path) for number in hidden})), stale)
+    closed = tuple(sorted({"/".join(traced[number].path) for number in hidden}))
+    # The loss ends after all modules: without it the places of their calls are the same.
+    loss = next((call for call, key in zip(calls, ordered, strict=True) if key[0] == recorder.loss), None)
+    trace = Trace(tuple(call for call in calls if call is not loss), recorder.outputs, closed, loss, gradients)
     return trace, _slots(places, kept, place_of)
 
 
@@ -85,10 +90,10 @@ class _Seen:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.keys: dict[str, list[Key]] = {"input": [], "output": []}
+        self.keys: dict[str, list[Key]] = {"input": [], "output": [], "state": []}
         self.values: dict[tuple[str, int], np.ndarray] = {}
         self.cotangents: dict[tuple[str, int], np.ndarray] = {}
-        self.stale = False
+        self.recomputed = Recomputed()
 
     @property
     def started(self) -> Key:
@@ -104,8 +109,8 @@ class _Seen:
         elif which not in self.values:
             self.values[which] = value
             self.keys[place.label.role].append(key)
-        elif not np.allclose(self.values[which], value, rtol=1e-6, atol=1e-9, equal_nan=True):
-            self.stale = True  # what is there a second time is a recomputation
+        else:  # what is there a second time is a recomputation
+            self.recomputed.compare(place.label.role, self.values[which], value)
 
     def arrays(self, role: str) -> tuple[np.ndarray, ...]:
         return tuple(self.values[which] for which in sorted(self.values) if which[0] == role)

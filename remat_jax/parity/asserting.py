@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from remat_jax.parity.comparison import compare
-from remat_jax.parity.report import ParityReport, said
+from remat_jax.parity.report import ParityReport, differs, said
 
 
 def assert_parity(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) -> ParityReport:
@@ -36,6 +36,7 @@ def failures(report: ParityReport) -> str:
     """
     lines = [report.verdict()]
     lines += [f"  {check.name}: {check.found}" for check in report.checks if not check.passed]
+    lines += [f"  {one['path'] or 'the whole model'}: {differs(one)}" for one in report.differences]
     lines += [f"  {said(where, one)}" for where, one in report.divergences.items() if one]
     lines += [f"  {row.kind} {row.name}: {'; '.join(row.problems) or 'not compared'}" for row in report.failed_rows]
     return "\n".join(lines)

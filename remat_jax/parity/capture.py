@@ -8,8 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from remat_jax.parity.align import Distance, norm
+
 Arrays = tuple[np.ndarray, ...]
 Cotangents = tuple["np.ndarray | None", ...]
+
+LOSS = "loss"
+"""The path of the loss, as if it were a module behind the model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +29,11 @@ class Call:
         input_cotangents, output_cotangents: the loss's gradients with respect to these, as far as they go through this very
             call; None where none arrived, or where the array is no floating-point one.
         gradients: of the parameters that the module itself has, by their own names.
+        state: what the module itself wrote, such as the statistics of a batch norm, by their own names.
         started, finished: places in the order of execution.
         parent: the place in the trace's `calls` of the call around this one; None for the outermost.
+        stale: how far from its output it gave when a checkpoint computed it again of the same inputs; None for the same.
+        misled: whether it got other inputs when it was computed again: what came before it is stale.
     """
 
     path: str
@@ -39,6 +47,9 @@ class Call:
     finished: int
     parent: int | None
     gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
+    state: Mapping[str, np.ndarray] = field(default_factory=dict)
+    stale: Distance | None = None
+    misled: bool = False
 
     @property
     def name(self) -> str:
@@ -54,13 +65,22 @@ class Trace:
         calls: in the order in which they ended.
         outputs: the shapes of the floating-point arrays that the loss is a function of.
         hidden: paths of modules that were called where nothing could be captured, such as inside a `while` loop.
-        stale: names of calls whose recomputation, under a checkpoint, gave something else than the forward pass.
+        loss: the loss as a call: of what the model gave, to a scalar.
+        gradients: of all parameters, by PyTorch's names or by the paths of Flax's variables.
+        ties: PyTorch's name of a parameter → its other names, where it has several.
     """
 
     calls: tuple[Call, ...]
     outputs: tuple[tuple[int, ...], ...] = ()
     hidden: tuple[str, ...] = ()
-    stale: tuple[str, ...] = ()
+    loss: Call | None = None
+    gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
+    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def stale(self) -> tuple[str, ...]:
+        """The names of the calls whose recomputation, under a checkpoint, gave something else of the same inputs."""
+        return tuple(call.name for call in self.calls if call.stale)
 
     def __getitem__(self, name: str) -> Call:
         """The call of that name: a path, and `#1` behind it for the second call."""
@@ -96,6 +116,29 @@ def probe(index: int, shape: tuple[int, ...]) -> np.ndarray:
     True
     """
     return np.random.default_rng(index).normal(size=shape)
+
+
+class Recomputed:
+    """What of a call was another thing when it was computed again."""
+
+    def __init__(self) -> None:
+        self._changed: dict[str, Distance] = {}
+
+    def compare(self, role: str, before: np.ndarray, again: np.ndarray) -> None:
+        """Note an "input" or an "output" if it has changed by more than rounding."""
+        if before.shape != again.shape or not np.allclose(before, again, rtol=1e-6, atol=1e-9, equal_nan=True):
+            apart = norm(before - again) if before.shape == again.shape and before.dtype.kind == "f" else np.inf
+            self._changed.setdefault(role, Distance(apart, norm(before)))
+
+    @property
+    def misled(self) -> bool:
+        """Whether it got something else."""
+        return "input" in self._changed
+
+    @property
+    def stale(self) -> Distance | None:
+        """How far apart its outputs are, its inputs being the same."""
+        return None if self.misled else self._changed.get("output")
 
 
 def in_float64(value: Any) -> np.ndarray:

@@ -97,7 +97,8 @@ def trace_step(
         args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
         outputs = apply(variables, args, kwargs)
         recorder.outputs = tuple(tuple(x.shape) for x in jax.tree.leaves(outputs) if _is_floating(x))
-        return (_probed if loss is None else loss)(outputs)
+        of = _probed if loss is None else loss
+        return recorder.run_loss(of, outputs) if backward else of(outputs)
 
     transformed = run if transform is None else transform(run)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from remat_jax.parity.capture import Call, Trace, probe
+from remat_jax.parity.capture import LOSS, Call, Recomputed, Trace, probe
 from remat_jax.porting import as_numpy
 
 Loss = Callable[[Any], Any]
@@ -35,10 +35,12 @@ def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: C
     args, kwargs = _arguments(module, inputs)
     with _gradients_put_aside(module), recorder.watching(module), torch.enable_grad():
         outputs = module(*args, **kwargs) if call is None else call(module, *args, **kwargs)
+        value = recorder.run_loss(_probed if loss is None else loss, outputs)
         recorder.recording = False
-        value = _probed(outputs) if loss is None else loss(outputs)
         value.backward()
-        return replace(recorder.trace(), outputs=tuple(tuple(x.shape) for x in _floating(outputs)))
+        gradients = {name: as_numpy(each.grad) for name, each in module.named_parameters() if each.grad is not None}
+        shapes = tuple(tuple(x.shape) for x in _floating(outputs))
+        return replace(recorder.trace(), outputs=shapes, gradients=gradients, ties=_ties(module))
 
 
 @dataclass
@@ -51,8 +53,9 @@ class _Seen:
     finished: int = -1
     values: dict[str, list[np.ndarray]] = field(default_factory=lambda: {"input": [], "output": []})
     cotangents: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
+    state: dict[str, np.ndarray] = field(default_factory=dict)
     has_graph: bool = False
-    stale: bool = False
+    recomputed: Recomputed = field(default_factory=Recomputed)
 
 
 class _Recorder:
@@ -61,6 +64,7 @@ class _Recorder:
         self.calls: list[_Seen] = []
         self.running: list[_Seen] = []
         self.recomputing: list[tuple[Any, _Seen | None]] = []
+        self.loss: _Seen | None = None
 
     @contextmanager
     def watching(self, module: Any) -> Iterator[None]:
@@ -95,8 +99,16 @@ class _Recorder:
             self.running.pop()
         seen = self.running.pop()
         seen.finished = self._tick()
+        seen.state = {name: as_numpy(x) for name, x in module.named_buffers(recurse=False) if x.is_floating_point()}
         self.calls.append(seen)
         return self._tap(outputs, seen, "output", new=True)
+
+    def run_loss(self, loss: Loss, outputs: Any) -> Any:
+        """The loss of a model's outputs, recorded as if it were a module behind the model."""
+        self.loss = _Seen(loss, None, self._tick())
+        value = loss(self._tap(outputs, self.loss, "input", new=True))
+        self.loss.finished = self._tick()
+        return self._tap(value, self.loss, "output", new=True)
 
     def _recomputed(self, module: Any, arguments: Any) -> _Seen | None:
         """The call that is run again: the last one that got the same, or else the last; one without a graph before others."""
@@ -124,7 +136,7 @@ class _Recorder:
             if new:
                 seen.values[role].append(as_numpy(tensor))
             elif len(seen.values[role]) > number:
-                seen.stale |= not _close(seen.values[role][number], as_numpy(tensor))
+                seen.recomputed.compare(role, seen.values[role][number], as_numpy(tensor))
             if torch.is_grad_enabled() and tensor.requires_grad:
                 alias = made[id(tensor)] = tensor.view_as(tensor)
                 if not hooked:
@@ -150,17 +162,16 @@ class _Recorder:
             number_of[id(seen)] = numbers[self.paths[seen.module]]
             numbers[self.paths[seen.module]] += 1
         calls = tuple(self._call(seen, number_of[id(seen)], places) for seen in self.calls)
-        stale = tuple(call.name for call, seen in zip(calls, self.calls, strict=True) if seen.stale)
-        return Trace(calls, stale=stale)
+        return Trace(calls, loss=None if self.loss is None else self._call(self.loss, 0, {}))
 
     def _call(self, seen: _Seen, number: int, places: Mapping[int, int]) -> Call:
         def cotangents(role: str) -> tuple[np.ndarray | None, ...]:
             return tuple(seen.cotangents.get((role, place)) for place in range(len(seen.values[role])))
 
         _forget_padding(seen)
-        own = seen.module.named_parameters(recurse=False)
+        own = () if seen is self.loss else seen.module.named_parameters(recurse=False)
         return Call(
-            path=self.paths[seen.module],
+            path=LOSS if seen is self.loss else self.paths[seen.module],
             kind=type(seen.module).__name__,
             number=number,
             inputs=tuple(seen.values["input"]),
@@ -171,7 +182,17 @@ class _Recorder:
             finished=seen.finished,
             parent=places.get(id(seen.parent)),
             gradients={name: as_numpy(parameter.grad) for name, parameter in own if parameter.grad is not None},
+            state=seen.state,
+            stale=seen.recomputed.stale,
+            misled=seen.recomputed.misled,
         )
+
+
+def _ties(module: Any) -> dict[str, tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: tuple(others) for first, *others in names.values() if others}
 
 
 def _forget_padding(seen: _Seen) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import flax.linen as nn
 import numpy as np
 from flax import nnx
+from flax.errors import InvalidRngError
 
-from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.errors import ArgumentError, RematError, UnsupportedError
 from remat_jax.parity.optimizers import Optimizer, OptimizerPair, as_optimizer
 from remat_jax.parity.tolerances import dtype_name, epsilon
 from remat_jax.policy import Policy, as_policy
@@ -103,6 +105,11 @@ class Inputs:
             named = {str(index): value for index, value in enumerate(several)}
             positional = tuple(named)
         arrays = {name: as_numpy(value) for name, value in named.items() if is_torch(value) or hasattr(value, "__array__")}
+        spoilt = [
+            name for name, array in arrays.items() if is_floating(array.dtype) and np.isnan(array.astype(np.float64)).any()
+        ]
+        if spoilt:
+            raise ArgumentError(f"inputs: {', '.join(spoilt)} holds NaN, of which nothing can be compared; give numbers")
         if not arrays:
             raise ArgumentError(f"inputs={inputs!r}: expected arrays: a tuple of arguments, or a dictionary of keywords")
         return cls(arrays, {name: value for name, value in named.items() if name not in arrays}, positional)
@@ -169,6 +176,21 @@ def require_torch() -> None:
         import torch  # noqa: F401
     except ImportError:
         raise UnsupportedError("parity compares with PyTorch, which is not installed: pip install 'remat_jax[torch]'") from None
+
+
+@contextlib.contextmanager
+def running(argument: str) -> Iterator[None]:
+    """Whatever a user's model raises, as an error that names the argument; the model's own is its cause."""
+    try:
+        yield
+    except RematError:
+        raise
+    except Exception as error:
+        hint = ""
+        if isinstance(error, InvalidRngError):
+            hint = "; what is random cannot be compared: make the model deterministic, in place of giving it random keys"
+        text = f"{argument} cannot be run on inputs: {type(error).__name__}: {str(error).strip()[:600]}{hint}"
+        raise ArgumentError(text) from error
 
 
 def plain_call(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -34,6 +34,10 @@ def precision_check() -> Check:
 
 def gradients_check(reference: Run) -> Check:
     """There are gradients, and each is there: what is 0 on both sides shows nothing."""
+    everything = {**reference.outputs, **reference.gradients}
+    spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
+    if spoilt:
+        return Check("gradients", False, f"not finite in PyTorch, so that nothing is shown: {_several(spoilt)}")
     zero = [name for name, x in reference.gradients.items() if not np.any(x)]
     total = len(reference.gradients)
     if len(zero) == total:
@@ -66,8 +70,11 @@ def planted_checks(planted: Planted, dtype: str) -> list[Check]:
     return [Check(f"planted faults in {dtype}", planted.holds, f"gradients, {found}{missed}")]
 
 
-def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype: str, mode: str) -> Check:
-    """One weight of Flax transposed, or shifted by one: its outputs must be judged as wrong, by the same step that passed."""
+def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype: str, mode: str, *, agreed: bool) -> Check:
+    """One weight of Flax transposed, or shifted by one: its outputs must be judged as wrong, by the same step that passed.
+
+    Where the outputs had not `agreed` without that, and do with it, the weight map does this to the weight: that is found too.
+    """
     path = _chosen(flax, weights)
     wrong = dict(weights)
     wrong[path], how = _spoilt(weights[path])
@@ -76,12 +83,16 @@ def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype:
     found = {name: run.outputs[name] for name in floating}
     if dtype == "float64":
         worst = max(float64_errors(floating, found).values())
-        return Check(f"planted weight in {dtype}", not worst <= TOLERANCES["float64"].value, f"{path} {how}: {worst:.1e} off")
+        return _weight_verdict(dtype, not worst <= TOLERANCES["float64"].value, agreed, f"{path} {how}: {worst:.1e} off")
     rows = judge(floating, found, {name: yardstick.outputs[name] for name in floating}, dtype)
     worst = max(row.ratio for row in rows)
-    return Check(
-        f"planted weight in {dtype}", any(not row.passed for row in rows), f"{path} {how}: {worst:.1f} times the error"
-    )
+    differs = any(not row.passed for row in rows)
+    return _weight_verdict(dtype, differs, agreed, f"{path} {how}: {worst:.1f} times the error")
+
+
+def _weight_verdict(dtype: str, differs: bool, agreed: bool, what: str) -> Check:
+    mended = not differs and not agreed
+    return Check(f"planted weight in {dtype}", differs or mended, f"{what}, and without that they differ" if mended else what)
 
 
 def _chosen(flax: Any, weights: Any) -> str:

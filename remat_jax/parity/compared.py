@@ -14,6 +14,7 @@ from remat_jax.parity.match import Module
 from remat_jax.parity.tolerances import TOLERANCES
 
 GRADIENT_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+STATE_NAMES = {"mean": "running_mean", "var": "running_var"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +24,8 @@ class Pair:
     Attributes:
         torch, flax: the calls.
         around: the pair of the nearest calls around both that are a pair as well; None for the outermost.
-        distances: "input", "output", "input cotangent", "output cotangent", "gradient" → what → how far apart, as far as there
-            is something to compare.
+        distances: "input", "output", "state", "input cotangent", "output cotangent", "gradient" → what → how far apart, as far
+            as there is something to compare.
         floors: the same, without what → the size below which a reference is no measure of an error.
     """
 
@@ -63,10 +64,17 @@ def modules(trace: Trace) -> list[Module]:
     ]
 
 
-def compared(torch: Trace, flax: Trace, matched: Mapping[str, str]) -> list[Pair]:
-    """The pairs of calls, call by call of matched modules, in the order in which PyTorch's ended."""
+def compared(
+    torch: Trace, flax: Trace, matched: Mapping[str, str], gradients: Mapping[str, np.ndarray] | None = None
+) -> list[Pair]:
+    """The pairs of calls, call by call of matched modules, in the order in which PyTorch's ended; the loss is the last.
+
+    `gradients` are Flax's by the names of PyTorch's parameters, where a weight map tells them; without one, parameters of one
+    name in matched modules are compared.
+    """
     floors = _floors(torch)
     flax_places = {call.name: place for place, call in enumerate(flax.calls)}
+    owned = None if gradients is None else _by_owner(torch, matched, gradients)
     found: dict[int, Pair] = {}
     # Calls end after those inside them: from the last on, what is around a call is there already.
     for place, call in reversed(list(enumerate(torch.calls))):
@@ -79,20 +87,30 @@ def compared(torch: Trace, flax: Trace, matched: Mapping[str, str]) -> list[Pair
         outside = {id(flax.calls[index]) for index in flax.ancestors(flax_places[name])}
         around = (found[index] for index in torch.ancestors(place) if index in found)
         nearest = next((pair for pair in around if id(pair.flax) in outside), None)
-        found[place] = Pair(call, other, nearest, distances(call, other), floors)
-    return [found[place] for place in sorted(found)]
+        known = None if owned is None else owned.get(call.path, {})
+        found[place] = Pair(call, other, nearest, distances(call, other, known), floors)
+    losses = [Pair(torch.loss, flax.loss, None, distances(torch.loss, flax.loss), floors)] if torch.loss and flax.loss else []
+    return [*(found[place] for place in sorted(found)), *losses]
 
 
-def distances(torch: Call, flax: Call) -> dict[str, dict[str, Distance]]:
-    """How far apart what two calls got and gave is, kind by kind."""
+def distances(torch: Call, flax: Call, gradients: Mapping[str, Distance] | None = None) -> dict[str, dict[str, Distance]]:
+    """How far apart what two calls got and gave is, kind by kind; `gradients` are those of the parameters, where known."""
     inputs, outputs = pairs(torch.inputs, flax.inputs), pairs(torch.outputs, flax.outputs)
     return {
         "input": {f"input {j}": distance(torch.inputs[i], flax.inputs[j]) for i, j in inputs},
         "output": {f"output {j}": distance(torch.outputs[i], flax.outputs[j]) for i, j in outputs},
+        "state": dict(_state(torch, flax)),
         "input cotangent": dict(_cotangents("input", inputs, torch.input_cotangents, flax.input_cotangents)),
         "output cotangent": dict(_cotangents("output", outputs, torch.output_cotangents, flax.output_cotangents)),
-        "gradient": dict(_gradients(torch, flax)),
+        "gradient": dict(_gradients(torch, flax) if gradients is None else gradients),
     }
+
+
+def _state(torch: Call, flax: Call) -> Iterator[tuple[str, Distance]]:
+    for name, value in flax.state.items():
+        other = torch.state.get(STATE_NAMES.get(name, name))
+        if other is not None and other.size == value.size and value.dtype.kind == "f":
+            yield f"{name} afterwards", distance(other, value)
 
 
 def _cotangents(
@@ -111,6 +129,20 @@ def _gradients(torch: Call, flax: Call) -> Iterator[tuple[str, Distance]]:
             yield f"gradient of {name}", distance(other, gradient)
 
 
+def _by_owner(torch: Trace, matched: Mapping[str, str], gradients: Mapping[str, np.ndarray]) -> dict[str, dict[str, Distance]]:
+    """For every module how far apart its parameters' gradients are, and those of modules inside that have no counterpart."""
+    called = {call.path for call in torch.calls if call.path in matched}
+    found: dict[str, dict[str, Distance]] = {}
+    for name in torch.gradients.keys() & gradients.keys():
+        path, own = name.split("."), list[str]()
+        while not own or "/".join(path) not in called:
+            own.insert(0, path.pop())
+        also = "".join(f", one tensor with {other}" for other in torch.ties.get(name, ()))
+        what = f"gradient of {'.'.join(own)}{also}"
+        found.setdefault("/".join(path), {})[what] = distance(torch.gradients[name], gradients[name])
+    return found
+
+
 def _floors(torch: Trace) -> dict[str, float]:
     """For every kind of quantity the part of the norm of all of them together that a tensor's own norm must exceed."""
 
@@ -122,5 +154,5 @@ def _floors(torch: Trace) -> dict[str, float]:
     values = floor(x for call in torch.calls for x in call.outputs)
     cotangents = floor(x for call in torch.calls for x in call.output_cotangents)
     gradients = floor(x for call in torch.calls for x in call.gradients.values())
-    of_values = {"input": values, "output": values}
+    of_values = {"input": values, "output": values, "state": floor(x for call in torch.calls for x in call.state.values())}
     return of_values | {"input cotangent": cotangents, "output cotangent": cotangents, "gradient": gradients}

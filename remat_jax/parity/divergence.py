@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from remat_jax.parity.align import Distance
+from remat_jax.parity.capture import LOSS
 from remat_jax.parity.compared import Pair
 
 
@@ -40,28 +41,54 @@ def divergence_of(pair: Pair, what: str, found: Distance, note: str = "") -> Div
 
 
 def first_forward(pairs: Sequence[Pair]) -> Divergence | None:
-    """The first pair to end whose outputs disagree and whose inputs do not.
+    """The first pair to end whose outputs, or what it wrote, disagree and whose inputs do not.
 
     What is wrong reaches the outputs of all that is around it: a module that is cut otherwise, a residual being inside on one
     side and outside on the other, does not, and is none.
     """
     for pair in pairs:
         wrong = pair.bad("output")
-        if wrong and not pair.bad("input") and all(around.bad("output") for around in pair.all_around()):
-            return divergence_of(pair, *wrong)
-    whole = next((pair for pair in pairs if pair.around is None and pair.bad("output")), None)
-    given = whole and whole.bad("input")
-    return divergence_of(whole, *given, "the models are given other inputs") if whole and given else None
+        if pair.bad("input"):
+            continue
+        if wrong and all(around.bad("output") for around in pair.all_around()):
+            return divergence_of(pair, *wrong, _given_otherwise(pair, pairs))
+        if written := pair.bad("state"):
+            return divergence_of(pair, *written)
+    return _around_the_model(pairs)
+
+
+def _given_otherwise(pair: Pair, pairs: Sequence[Pair]) -> str:
+    """The first module inside to which the code of this one gives something else, such as another mask."""
+    for inner in sorted(pairs, key=lambda inner: inner.torch.started):
+        wrong = inner.bad("input") if pair in inner.all_around() else None
+        if wrong:
+            return f"it gives {inner.flax.name!r} another {wrong[0]}"
+    return ""
+
+
+def _around_the_model(pairs: Sequence[Pair]) -> Divergence | None:
+    """What goes into the whole model, or what is made of its outputs before the loss."""
+    whole = next((pair for pair in pairs if pair.torch.name == ""), None)
+    if whole and (given := whole.bad("input")) and whole.bad("output"):
+        return divergence_of(whole, *given, "the models are given other inputs")
+    loss = next((pair for pair in pairs if pair.torch.path == LOSS and pair.torch.parent is None), None)
+    if whole and loss and (made := loss.bad("input")) and not whole.bad("output"):
+        return divergence_of(whole, made[0].replace("input", "output"), made[1], "behind the model, in how it is called")
+    return None
 
 
 def first_backward(pairs: Sequence[Pair], *, forward_agrees: bool) -> Divergence | None:
     """The first pair in the order of the backward pass, sound in the forward pass, that makes wrong cotangents of right ones.
 
+    A module is named too that gave something else when a checkpoint computed it again: what follows it in the block is misled,
+    and makes wrong cotangents for that.
     Where there is none though gradients are wrong, the module is named between whose modules a cotangent goes astray.
     """
     backwards = sorted(pairs, key=lambda pair: -pair.torch.started)
-    sound = [pair for pair in backwards if not (pair.bad("input") or pair.bad("output"))]
+    sound = [pair for pair in backwards if not (pair.bad("input") or pair.bad("output") or pair.flax.misled)]
     for pair in sound:
+        if pair.flax.stale:
+            return divergence_of(pair, "output, computed again", pair.flax.stale)
         wrong = pair.bad("input cotangent") or pair.bad("gradient")
         if wrong and not pair.bad("output cotangent"):
             return divergence_of(pair, *wrong)
@@ -84,4 +111,5 @@ def noted(found: Divergence, unmatched_torch: Sequence[str], unmatched_flax: Seq
 
     theirs, ours = inside(found.torch_path, unmatched_torch), inside(found.flax_path, unmatched_flax)
     said = [f"{side} alone has {', '.join(paths[:4])}" for side, paths in (("PyTorch", theirs), ("Flax", ours)) if paths]
-    return found if found.note else replace(found, note="; ".join(said))
+    given = found.what.startswith("input")
+    return found if given else replace(found, note="; ".join(filter(None, (found.note, *said))))

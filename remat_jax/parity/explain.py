@@ -1,4 +1,4 @@
-"""Why two models differ: what their modules say before anything runs, and the first module that goes another way."""
+"""Why two models differ: the first module that goes another way."""
 
 from __future__ import annotations
 
@@ -9,35 +9,48 @@ from typing import Any
 import flax.linen as nn
 
 from remat_jax.errors import RematError
+from remat_jax.parity.capture_torch import capture_torch
 from remat_jax.parity.case import Case
 from remat_jax.parity.localise import first_divergences
 from remat_jax.parity.report import Check
-from remat_jax.parity.semantics import differences
+from remat_jax.parity.torch_side import TorchSide
+from remat_jax.porting.float64 import keep_float64
 
 
-def settings(case: Case, torch_model: Any, variables: Any) -> tuple[dict[str, Any], ...]:
-    """What differs in the settings of matching modules, such as an epsilon; nothing where the modules cannot be read."""
-    module = case.flax("float64")
-    try:
-        found = differences(torch_model, module, variables, _arguments(case), flax_call=_call(case, module))
-    except RematError:
-        return ()  # the comparison itself says what is wrong, or finds nothing
-    return tuple({**asdict(one), "torch": str(one.torch), "flax": str(one.flax)} for one in found)
+def first_difference(
+    case: Case, torch_model: Any, variables: Any, rules: Any, transform: Callable[..., Any] | None
+) -> tuple[dict[str, Any], list[Check]]:
+    """The first module that differs in either pass, by direction; and why none was sought, where that failed.
 
-
-def first_difference(case: Case, torch_model: Any, variables: Any) -> tuple[dict[str, Any], list[Check]]:
-    """The first module that differs in either pass, by direction; and why none was sought, where that failed."""
+    `transform` puts the mode in which tensors differ on the function that is differentiated.
+    """
     module, inputs = case.flax("float64"), _arguments(case)
-    call = _call(case, module)
+    call = call_of(case, module)
     try:
         found = first_divergences(
-            torch_model, module, variables, inputs, loss=case.loss, torch_call=case.torch_call, flax_call=call
+            torch_model,
+            module,
+            variables,
+            inputs,
+            loss=case.loss,
+            torch_call=case.torch_call,
+            flax_call=call,
+            transform=transform,
+            rules=rules,
         )
     except RematError as error:
         return {}, [Check("first difference", False, f"not found: {error}")]
-    stale = f"{', '.join(found.stale)} computed something else again than before" if found.stale else ""
+    stale = f"{', '.join(found.stale)}: a checkpoint computed something else again than before" if found.stale else ""
     checks = [Check("recomputation", False, stale)] if stale else []
     return {side: one and asdict(one) for side, one in (("forward", found.forward), ("backward", found.backward))}, checks
+
+
+def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> tuple[str, ...]:
+    """The PyTorch modules whose recomputation, under a mode, gives something else than their forward pass."""
+    model = torch.make("float64")
+    with keep_float64(), torch.in_mode(model, mode):
+        trace = capture_torch(model, _arguments(case), case.loss and case.loss[0], call=case.torch_call)
+    return trace.stale
 
 
 def _arguments(case: Case) -> Any:
@@ -45,7 +58,7 @@ def _arguments(case: Case) -> Any:
     return kwargs or args
 
 
-def _call(case: Case, module: Any) -> Callable[..., Any]:
+def call_of(case: Case, module: Any) -> Callable[..., Any]:
     """The user's way to call the Flax model, for one whose variables are given beside it."""
     if not isinstance(module, nn.Module):
         return case.flax_call

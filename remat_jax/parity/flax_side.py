@@ -17,10 +17,11 @@ from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.apply.nnx import known_paths
 from remat_jax.errors import ArgumentError, PortingError
 from remat_jax.memory.measure import measure
-from remat_jax.memory.residuals import residuals
-from remat_jax.parity.case import Arrays, Case, Run, is_floating
+from remat_jax.memory.residuals import ResidualTable, residuals
+from remat_jax.parity.case import Arrays, Case, Run, is_floating, running
 from remat_jax.parity.compiling import compile_options, down_casts
 from remat_jax.parity.flax_blocks import find_blocks
+from remat_jax.parity.structure import arrays_in
 from remat_jax.parity.trees import default_loss, named_outputs, same_names
 from remat_jax.porting import Rules, from_torch
 from remat_jax.porting.links import links_of_places
@@ -53,7 +54,8 @@ class FlaxSide:
         PortingError: the rules do not fit both models.
     """
 
-    def __init__(self, case: Case, torch: Any, rules: Rules) -> None:
+    def __init__(self, case: Case, torch: Any, rules: Rules, structure: Callable[[str], tuple[Any, Any]]) -> None:
+        self._structure = structure
         self.case, self.rules, self.torch = case, rules, torch
         self.down_casts: list[str] = []
         self._compiled: dict[tuple[str, str], Any] = {}
@@ -98,10 +100,16 @@ class FlaxSide:
                 trained, optimizer = self._updated(dtype, trained, gradients, optimizer)
         return FlaxRun(run, after)
 
-    def kept(self, dtype: str, mode: str) -> tuple[int, int]:
-        """Bytes on the device and on the host between the passes, parameters and inputs excluded."""
-        table = residuals(self._workload(dtype), mode)
-        return table.device_bytes, table.host_bytes
+    def kept(self, dtype: str, mode: str) -> ResidualTable:
+        """What stays between the passes, parameters and inputs excluded."""
+        return residuals(self._workload(dtype), mode)
+
+    def peak_here(self, dtype: str, mode: str) -> int:
+        """Bytes that the compiled step of the comparison itself needs."""
+        self._step(dtype, mode)
+        needed = self._compiled[dtype, mode].memory_analysis()
+        outputs = needed.output_size_in_bytes - needed.alias_size_in_bytes
+        return int(needed.argument_size_in_bytes + outputs + needed.temp_size_in_bytes)
 
     def peak(self, dtype: str, mode: str, target: str) -> int:
         """Bytes that a training step compiled for a target needs on its device."""
@@ -109,30 +117,10 @@ class FlaxSide:
 
     # The model as a function.
 
-    @functools.cache  # noqa: B019 - one side per comparison
-    def _structure(self, dtype: str) -> tuple[Any, Any]:
-        """What makes a model of its variables, and those, unallocated for Linen."""
-        module = self.case.flax(dtype)
-        if isinstance(module, nnx.Module):
-            return nnx.split(module)
-        if self.case.variables is not None:
-            return module, self.case.variables
-        init = nn.init(self.case.flax_call, module)
-        args, kwargs = self.case.inputs.arguments(
-            {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in self._arrays(dtype).items()}
-        )
-        arrays, treedef, where = _arrays_only((args, kwargs))
-
-        def empty(*given: Any) -> Any:
-            args, kwargs = _filled(treedef, where, given)
-            return init(jax.random.key(0), *args, **kwargs)
-
-        return module, jax.eval_shape(empty, *arrays)
-
     def _tree(self, dtype: str) -> Any:
         return self._structure(dtype)[1]
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019 - one side per comparison
     def _variables(self, dtype: str) -> Variables:
         return Variables(self._tree(dtype))
 
@@ -181,8 +169,8 @@ class FlaxSide:
         def outputs(leaves: Leaves, arrays: Leaves) -> Any:
             return named_outputs(self._apply("float64", leaves, arrays)[0], "flax")
 
-        with nn.intercept_methods(note):
-            found = jax.eval_shape(outputs, leaves, self._arrays("float64"))
+        with nn.intercept_methods(note), running("flax_module"):
+            found = jax.eval_shape(outputs, leaves, arrays_in(self.case, "float64"))
         names = same_names({n: shape for n, (shape, _) in self.torch.shapes.items()}, {n: x.shape for n, x in found.items()})
         small = [n for n, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != np.float64]
         if small:
@@ -197,9 +185,8 @@ class FlaxSide:
     def _step(self, dtype: str, mode: str) -> Callable[..., Any]:
         key = (dtype, mode)
         if key not in self._compiled:
-            loss = self._loss(dtype)
-            if mode != "off":
-                loss = checkpoint_blocks(loss, dict.fromkeys(self._require_blocks(mode), mode))
+            apply, loss = self.applied(mode), self._loss(dtype)
+            loss = apply(loss) if apply else loss
             gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
             trained, others = self._shapes(dtype)
             traced = jax.jit(gradient).trace(trained, *self._ordered(others, self._data(dtype)))
@@ -209,9 +196,12 @@ class FlaxSide:
         executable = self._compiled[key]
         return lambda trained, others, *data: executable(trained, *self._ordered(others, data))
 
-    def forget(self, dtype: str, mode: str) -> None:
-        """Let go of a compiled step."""
-        self._compiled.pop((dtype, mode), None)
+    def applied(self, mode: str) -> Callable[..., Any] | None:
+        """What puts a mode or a policy on a function that runs the model; None for `off`."""
+        if mode == "off":
+            return None
+        blocks = dict.fromkeys(self._require_blocks(mode), mode)
+        return lambda function: checkpoint_blocks(function, blocks)
 
     def _require_blocks(self, mode: str) -> tuple[Any, ...]:
         if not self.blocks:
@@ -251,14 +241,8 @@ class FlaxSide:
 
     # Data.
 
-    def _arrays(self, dtype: str) -> Arrays:
-        floating = self.case.inputs.floating
-        canonical = jax.dtypes.canonicalize_dtype
-        arrays = self.case.inputs.arrays
-        return {n: x.astype(dtype) if n in floating else x.astype(canonical(x.dtype)) for n, x in arrays.items()}
-
     def _data(self, dtype: str) -> tuple[Leaves, Leaves, Leaves]:
-        arrays, floating = self._arrays(dtype), self.case.inputs.floating
+        arrays, floating = arrays_in(self.case, dtype), self.case.inputs.floating
         targets = {} if self.case.loss else {name: x.astype(dtype) for name, x in self.torch.targets.items()}
         return {n: arrays[n] for n in floating}, {n: x for n, x in arrays.items() if n not in floating}, targets
 
@@ -285,16 +269,3 @@ class FlaxSide:
 
 def _wide(dtype: Any) -> Any:
     return jnp.dtype("float64") if is_floating(dtype) else dtype
-
-
-def _arrays_only(tree: Any) -> tuple[list[Any], Any, list[tuple[bool, Any]]]:
-    """The arrays of a tree, and what fills it again: `jax.eval_shape` takes nothing else."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
-    is_array = [hasattr(leaf, "shape") for leaf in leaves]
-    where = [(yes, None if yes else leaf) for yes, leaf in zip(is_array, leaves, strict=True)]
-    return [leaf for yes, leaf in zip(is_array, leaves, strict=True) if yes], treedef, where
-
-
-def _filled(treedef: Any, where: list[tuple[bool, Any]], arrays: Any) -> Any:
-    given = iter(arrays)
-    return jax.tree.unflatten(treedef, [next(given) if yes else leaf for yes, leaf in where])

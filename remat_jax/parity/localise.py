@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from remat_jax.errors import ArgumentError
+from remat_jax.errors import ArgumentError, PortingError
 from remat_jax.parity.align import pairs as pairs_of
 from remat_jax.parity.alone import each_alone
 from remat_jax.parity.capture import Trace, in_float64
@@ -21,8 +21,10 @@ from remat_jax.parity.capture_torch import capture_torch
 from remat_jax.parity.compared import compared, modules
 from remat_jax.parity.divergence import Divergence, first_backward, first_forward, noted
 from remat_jax.parity.match import match
-from remat_jax.porting import as_numpy
+from remat_jax.porting import as_numpy, as_rules
 from remat_jax.porting.float64 import keep_float64
+from remat_jax.porting.ties import pairs as tied
+from remat_jax.porting.transfer import take
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,14 @@ class Divergences:
     """What `first_divergences` finds.
 
     Attributes:
-        forward: the first module, in the order of execution, whose inputs agree and whose output does not; None if none.
+        forward: the first module, in the order of execution, whose inputs agree and whose output does not, or what it wrote,
+            such as statistics; `loss` stands for the loss function; None if there is none.
         backward: the first module, in the order of the backward pass, whose forward pass agrees, and the cotangents of its
             output, and not those of its inputs or its parameters' gradients; None if there is none.
         alone: every module that is wrong by itself, where that was asked for.
         matched: PyTorch's path → Flax's of the modules that were compared.
         unmatched_torch, unmatched_flax: paths of the modules that have no counterpart.
-        stale: Flax modules whose recomputation, under a checkpoint, gave something else than their forward pass.
+        stale: Flax modules whose recomputation, under a checkpoint, gave something else of the same inputs; innermost first.
         hidden: Flax modules that ran where nothing can be captured.
     """
 
@@ -67,6 +70,7 @@ def first_divergences(
     torch_call: Callable[..., Any] | None = None,
     flax_call: Callable[..., Any] | None = None,
     transform: Callable[..., Any] | None = None,
+    rules: Any = None,
     single_step: bool = False,
 ) -> Divergences:
     """Run both models in both passes in float64; name the first module that differs in each.
@@ -86,6 +90,8 @@ def first_divergences(
             sum of all outputs, weighted by fixed random numbers.
         mapping: PyTorch's paths → Flax's of modules, as a dict or as a JSON file's path, for what names, order and sizes do not
             tell; None for a path means that it has no counterpart.
+        rules: the weight map (`remat_jax.porting`), by which every parameter's gradient is compared, also where modules are cut
+            otherwise, such as projections that are one tensor of an attention in PyTorch; without one they are told by names.
         torch_call, flax_call, transform: as `call` of `capture_torch`, and as `call` and `transform` of `capture_flax`.
 
     Raises:
@@ -110,7 +116,7 @@ def first_divergences(
         ours, slots = read(step)
         _refuse_other_outputs(theirs, ours, probed=loss is None)
         matched = match(modules(theirs), modules(ours), mapping)
-        pairs = compared(theirs, ours, matched)
+        pairs = compared(theirs, ours, matched, None if rules is None else _under_torch_names(ours.gradients, rules))
         alone = each_alone(step, slots, theirs, ours, matched, pairs) if single_step else ()
     forward = first_forward(pairs)
     unmatched = _unmatched(theirs, matched), _unmatched(ours, matched.values())
@@ -124,6 +130,17 @@ def first_divergences(
         stale=ours.stale,
         hidden=ours.hidden,
     )
+
+
+def _under_torch_names(gradients: Mapping[str, Any], rules: Any) -> dict[str, Any]:
+    """Flax's gradients as PyTorch's, a tied one under both of its names."""
+    rules, problems = as_rules(rules), list[str]()
+    found = take(rules, dict(gradients), problems, direction="adjoint")
+    if problems:
+        raise PortingError("the gradients do not fit the rules:\n  " + "\n  ".join(problems))
+    for one, other in list(tied(rules, found)):
+        found[one] = found[other] = found[one if one in found else other]
+    return found
 
 
 def _torch_trace(module: Any, inputs: Any, loss: Any, call: Any) -> Trace:

@@ -156,8 +156,6 @@ def sort_of(kind: str) -> str:
     """
     if kind == "Conv1D":  # of transformers: a linear layer, unlike torch.nn.Conv1d
         return "linear"
-    if kind == "Conv1D":  # of transformers: a linear layer, unlike torch.nn.Conv1d
-        return "linear"
     return next((sort for pattern, sort in _SORTS if re.search(pattern, kind.lower())), "other")
 
 

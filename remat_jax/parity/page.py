@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from remat_jax.parity.report import ParityReport, TensorRow, relative
+from remat_jax.parity.report import ParityReport, TensorRow, differs, relative, shape_text
 from remat_jax.report.page import Bar, Column, Node, html_page
-from remat_jax.report.tables import format_error
+from remat_jax.report.tables import format_bytes, format_error
 
 
 def page(report: ParityReport) -> str:
@@ -24,7 +24,14 @@ def page(report: ParityReport) -> str:
         columns=columns,
         rows=[(row.passed, _cells(row, dtypes)) for row in sorted(report.rows, key=lambda row: row.passed)],
         bars=[Bar(row.framework, row.mode, _parts(row)) for row in report.memory],
-        details={"What the modules say": _differences(report.differences), "Weight map": report.rules},
+        details={
+            "How the peaks are known": "\n".join(
+                f"{row.mode}, {row.framework}: {row.peak_from}" for row in report.memory if row.peak_from
+            ),
+            "Kept by one framework alone": _alone(report),
+            "Settings that differ": _differences(report.differences),
+            "Weight map": report.rules,
+        },
     )
 
 
@@ -54,14 +61,30 @@ def _path(root: Node, parts: Iterable[str]) -> list[Node]:
 
 
 def _cells(row: TensorRow, dtypes: list[str]) -> list[Any]:
-    shape = "×".join(map(str, row.shape)) or "scalar"
     verdict = "; ".join(row.problems) if row.problems else "ok" if row.passed else "not compared"
-    return [row.kind, row.name, row.flax, shape, row.norm, row.error, *(row.ratio(dtype) for dtype in dtypes), verdict]
+    return [
+        row.kind,
+        row.name,
+        row.flax,
+        shape_text(row.shape),
+        row.norm,
+        row.error,
+        *(row.ratio(dtype) for dtype in dtypes),
+        verdict,
+    ]
 
 
 def _parts(row: Any) -> dict[str, int | None]:
     return {"device": row.device_bytes, "host": row.host_bytes, "peak": row.peak_bytes}
 
 
+def _alone(report: ParityReport) -> str:
+    return "\n".join(
+        f"{one.mode}: {one.framework} keeps {one.count} × {shape_text(one.shape)} of {one.name} on the {one.place}: "
+        f"{format_bytes(one.bytes)}"
+        for one in report.kept_alone
+    )
+
+
 def _differences(differences: Iterable[dict[str, Any]]) -> str:
-    return "\n".join(f"{one['path']}: {one['what']}: {one['torch']} in PyTorch, {one['flax']} in Flax" for one in differences)
+    return "\n".join(f"{one['path'] or 'the whole model'}: {differs(one)}" for one in differences)

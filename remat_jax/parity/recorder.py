@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from flax import linen, nnx
 
 from remat_jax import compat
 from remat_jax.apply.nnx import patched
+from remat_jax.parity.capture import LOSS
 from remat_jax.parity.taps import Label, differentiated, step_traced, tap
 
 _TAG = "parity_path"
@@ -30,12 +31,14 @@ class Traced:
         module: the module, bound if it is a Linen one; only what is static may be read from it.
         parent: the place of the call around it.
         parameters: the shapes and dtypes of the parameters that the module itself has, in a loop those of one iteration.
+        state: the names of the variables that the module itself wrote.
     """
 
     path: tuple[str, ...]
     module: Any
     parent: int | None
     parameters: dict[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
+    state: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -46,6 +49,7 @@ class Recorder:
     running: list[int] = field(default_factory=list)
     differentiated: set[Label] = field(default_factory=set)
     outputs: tuple[tuple[int, ...], ...] = ()
+    loss: int | None = None
 
     def run(self, module: Any, path: tuple[str, ...], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`call(*args, **kwargs)`, taps on the arrays that go in and come out."""
@@ -54,11 +58,26 @@ class Recorder:
         self.running.append(number)
         try:
             args, kwargs = _tapped((args, kwargs), number, "input")
+            before = written(module)
             outputs = _tapped(call(*args, **kwargs), number, "output")
+            self._tap_state(number, module, before)
             self.calls[number].parameters |= _parameters(module)
             return outputs
         finally:
             self.running.pop()
+
+    def run_loss(self, loss: Callable[[Any], Any], outputs: Any) -> Any:
+        """The loss of a model's outputs, with taps as if it were a module behind the model."""
+        self.loss = len(self.calls)
+        self.calls.append(Traced((LOSS,), loss, None))
+        return _tapped(loss(_tapped(outputs, self.loss, "input")), self.loss, "output")
+
+    def _tap_state(self, number: int, module: Any, before: Mapping[str, Variable]) -> None:
+        """Taps on what a module has written to its own variables. Put back, or a loop would drop them as used by nobody."""
+        for name, (value, write) in written(module).items():
+            if _is_tappable(value) and not (name in before and before[name].value is value):
+                write(tap(value, Label(number, "state", len(self.calls[number].state))))
+                self.calls[number].state.append(name)
 
     @property
     def paths(self) -> dict[int, tuple[str, ...]]:
@@ -115,6 +134,30 @@ def _parameters(module: Any) -> dict[str, jax.ShapeDtypeStruct]:
         own = module.variables.get("params", {})
     unboxed = {name: linen.unbox(value) for name, value in own.items()}
     return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in unboxed.items() if hasattr(value, "shape")}
+
+
+class Variable(NamedTuple):
+    """A variable's value, and what gives it another."""
+
+    value: Any
+    write: Callable[[Any], None]
+
+
+def written(module: Any) -> dict[str, Variable]:
+    """The variables of a module itself that a forward pass may write, by name: no parameters and no RNG streams."""
+    if isinstance(module, nnx.Module):
+        own = {name: each for name, each in vars(module).items() if isinstance(each, nnx.Variable)}
+        return {
+            name: Variable(each.get_value(), each.set_value)
+            for name, each in own.items()
+            if not isinstance(each, nnx.Param | nnx.RngState | nnx.Intermediate)
+        }
+    return {
+        name: Variable(value, functools.partial(module.put_variable, collection, name))
+        for collection, own in module.variables.items()
+        if collection not in ("params", "intermediates") and module.is_mutable_collection(collection)
+        for name, value in own.items()
+    }
 
 
 def _classes(model: nnx.Module) -> set[type]:

@@ -9,11 +9,12 @@ from typing import Any
 
 from rich.console import Group
 
+from remat_jax.parity.kept import KeptAlone
 from remat_jax.report.tables import format_bytes, format_error, format_ratio, render, table
 
 KINDS = ("output", "gradient", "state", "update")
-_SHOWN = 60
-"""Rows of a printed table; `to_dict` and the page have them all."""
+_SHOWN, _SHOWN_ALONE = 60, 6
+"""Rows of the printed tables, of the second for each mode; `to_dict` and the page have them all."""
 
 
 @dataclass
@@ -60,6 +61,10 @@ class TensorRow:
         """Note what is wrong in a mode."""
         self.problems.append(f"{mode}: {problem}")
 
+    def fails_in(self, mode: str) -> bool:
+        """Whether something is wrong in a mode."""
+        return any(problem.startswith(f"{mode}: ") for problem in self.problems)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         largest = {dtype: self.ratio(dtype) for dtype in self.ratios}
@@ -79,7 +84,8 @@ class Check:
 class MemoryRow:
     """What one framework keeps between the passes in a mode, parameters and inputs excluded, in bytes; and its peak.
 
-    `peak_bytes` is None unless asked for: PyTorch's tracked on fake tensors, JAX's compiled for the target.
+    `peak_bytes` is the most that the forward and backward pass need on the device, parameters, inputs and gradients included,
+    and `peak_from` says how that is known, or why it is None; docs/memory.md says what may be compared.
     """
 
     mode: str
@@ -87,6 +93,7 @@ class MemoryRow:
     device_bytes: int
     host_bytes: int
     peak_bytes: int | None = None
+    peak_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,9 +103,11 @@ class ParityReport:
     Attributes:
         rows: one per output, parameter, input, state and update.
         checks: the precision of both frameworks, the modes of PyTorch, the planted faults, the training run, …
-        memory: residual bytes of both frameworks in every mode.
+        memory: residual bytes and peak memory of both frameworks in every mode.
+        kept_alone: the arrays that only one of them keeps; without these both keep the same bytes.
         divergences: `forward` and `backward` → the first module that differs, or None; empty where nothing differs.
-        differences: what the modules' own settings say that differs, such as an epsilon, where something does.
+        differences: the settings of both models that differ, such as an epsilon, by module, read before either was run; those
+            that do no harm to the values fail nothing.
         torch, flax: what was compared.
         rules: the weight map, as text.
         modes, dtypes, optimizer: what was asked.
@@ -115,6 +124,7 @@ class ParityReport:
     optimizer: str | None = None
     divergences: dict[str, Any] = field(default_factory=dict)
     differences: tuple[dict[str, Any], ...] = ()
+    kept_alone: tuple[KeptAlone, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -136,9 +146,11 @@ class ParityReport:
         """One sentence: whether it passed, and if not, why."""
         if self.passed:
             return f"PASSED: {self.flax} computes what {self.torch} computes, {len(self.rows)} tensors"
-        if not self.proves:
-            return "NOT PASSED: a planted fault was not found, so that this comparison proves nothing"
         checks = [check.name for check in self.checks if not check.passed]
+        if not self.proves:
+            others = [name for name in checks if not name.startswith("planted")]
+            see = f"; see {', '.join(others)}" if others else ""
+            return f"NOT PASSED: a planted fault was not found, so that this comparison proves nothing{see}"
         failed = f"{len(self.failed_rows)} of {len(self.rows)} tensors" if self.failed_rows else ""
         return f"NOT PASSED: {', '.join(filter(None, (failed, *checks)))}"
 
@@ -157,6 +169,7 @@ class ParityReport:
             "checks": [asdict(check) for check in self.checks],
             "rows": [row.to_dict() for row in self.rows],
             "memory": [asdict(row) for row in self.memory],
+            "kept_alone": [asdict(one) for one in self.kept_alone],
             "divergences": self.divergences,
             "differences": list(self.differences),
         }
@@ -170,16 +183,25 @@ class ParityReport:
         return target
 
     def __rich__(self) -> Any:
-        parts = [_checks_table(self), _rows_table(self)]
+        parts = [_checks_table(self)]
+        parts += [_settings_table(self)] if self.differences else []
+        parts += [_rows_table(self)]
         parts += [_memory_table(self)] if self.memory else []
+        parts += [_alone_table(self)] if self.kept_alone else []
         parts += [said(where, found) for where, found in self.divergences.items() if found]
-        parts += [
-            f"{one['path']}: {one['what']} is {one['torch']} in PyTorch, {one['flax']} in Flax" for one in self.differences
-        ]
         return Group(*parts, self.verdict())
 
     def __str__(self) -> str:
         return render(self)
+
+
+def differs(one: Mapping[str, Any]) -> str:
+    """What differs in a module's settings.
+
+    >>> differs({"path": "ln", "what": "epsilon", "torch": "1e-05", "flax": "1e-06"})
+    'epsilon is 1e-05 in PyTorch and 1e-06 in Flax'
+    """
+    return f"{one['what']} is {one['torch']} in PyTorch and {one['flax']} in Flax"
 
 
 def said(direction: str, found: Mapping[str, Any]) -> str:
@@ -193,6 +215,15 @@ def said(direction: str, found: Mapping[str, Any]) -> str:
     return f"first difference, {direction}: {names}, {found['what']} {relative(found):.1e} off{note}"
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as it is written in tables.
+
+    >>> shape_text((2, 3)), shape_text(())
+    ('2×3', 'scalar')
+    """
+    return "×".join(map(str, shape)) or "scalar"
+
+
 def relative(found: Mapping[str, Any]) -> float:
     """How far off a divergence is, as a part of what it should be."""
     return float(found["error"] / found["reference"]) if found["reference"] else float("inf")
@@ -201,6 +232,11 @@ def relative(found: Mapping[str, Any]) -> float:
 def _checks_table(report: ParityReport) -> Any:
     rows = [(check.name, "ok" if check.passed else "FAILED", check.found) for check in report.checks]
     return table(f"{report.torch} (PyTorch) and {report.flax} (Flax)", ("check", "", "found"), rows)
+
+
+def _settings_table(report: ParityReport) -> Any:
+    cells = [(one["path"] or "the whole model", one["what"], one["torch"], one["flax"]) for one in report.differences]
+    return table("Settings that differ", ("module", "setting", "in PyTorch", "in Flax"), cells)
 
 
 def _rows_table(report: ParityReport) -> Any:
@@ -212,7 +248,7 @@ def _rows_table(report: ParityReport) -> Any:
         (
             row.kind,
             row.name,
-            "×".join(map(str, row.shape)) or "scalar",
+            shape_text(row.shape),
             format_error(row.error),
             *(format_ratio(row.ratio(dtype)) for dtype in dtypes),
             "ok" if row.passed else _brief(row.problems),
@@ -234,11 +270,21 @@ def _brief(problems: Sequence[str]) -> str:
 
 
 def _memory_table(report: ParityReport) -> Any:
-    columns = ["mode", "framework", "kept: device", "kept: host"]
-    with_peak = any(row.peak_bytes is not None for row in report.memory)
+    columns = ("mode", "framework", "kept: device", "kept: host", "peak", "how the peak is known")
     cells = [
-        (row.mode, row.framework, *map(format_bytes, (row.device_bytes, row.host_bytes)))
-        + ((format_bytes(row.peak_bytes),) if with_peak else ())
-        for row in report.memory
+        (row.mode, row.framework, row.device_bytes, row.host_bytes, row.peak_bytes, row.peak_from) for row in report.memory
     ]
-    return table("Kept between the passes", [*columns, *(["peak"] if with_peak else [])], cells)
+    return table(
+        "Memory: kept between the passes, and the peak", columns, cells, formats=dict.fromkeys(columns[2:5], format_bytes)
+    )
+
+
+def _alone_table(report: ParityReport) -> Any:
+    columns = ("mode", "kept by", "where", "made by", "shape", "arrays", "size")
+    by_mode = [[one for one in report.kept_alone if one.mode == mode] for mode in report.modes]
+    shown = [one for group in by_mode for one in group[:_SHOWN_ALONE]]
+    hidden = [one for group in by_mode for one in group[_SHOWN_ALONE:]]
+    cells = [(one.mode, one.framework, one.place, one.name, shape_text(one.shape), one.count, one.bytes) for one in shown]
+    rest = f"and {len(hidden)} more, {format_bytes(sum(one.bytes for one in hidden))}" if hidden else None
+    title = "Kept by one framework alone; the rest is the same in both, to the byte"
+    return table(title, columns, cells, formats={"size": format_bytes}, caption=rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,14 +11,18 @@ import jax
 import numpy as np
 
 from remat_jax import porting
-from remat_jax.errors import ArgumentError
+from remat_jax.errors import ArgumentError, PortingError
 from remat_jax.parity.case import Arrays, Case, Run
 from remat_jax.parity.checks import gradients_check, losses_check, planted_checks, precision_check, weight_check
-from remat_jax.parity.explain import first_difference, settings
+from remat_jax.parity.explain import computed_otherwise, first_difference
 from remat_jax.parity.flax_side import FlaxSide
+from remat_jax.parity.kept import KeptAlone
 from remat_jax.parity.ledger import Ledger
-from remat_jax.parity.report import Check, MemoryRow, ParityReport
+from remat_jax.parity.memory import memory_of
+from remat_jax.parity.report import Check, MemoryRow, ParityReport, differs
 from remat_jax.parity.rule import float64_errors
+from remat_jax.parity.settings import settings
+from remat_jax.parity.structure import structure
 from remat_jax.parity.tolerances import TOLERANCES
 from remat_jax.parity.torch_side import TorchSide
 from remat_jax.porting.ties import pairs
@@ -30,18 +35,23 @@ class Comparison:
 
     def __init__(self, case: Case, tell: Tell) -> None:
         self.case = case
+        made = functools.cache(lambda dtype: structure(case, dtype))
         self.ledger, self.checks = Ledger(), [precision_check()]
         self.memory: list[MemoryRow] = []
+        self.kept_alone: list[KeptAlone] = []
         self._tell, self._done = tell, 0
-        self._total = 2 + len(case.modes) * (len(case.dtypes) + 2)
+        self._total = 3 + len(case.modes) * (len(case.dtypes) + 2)
+        self.say("the settings of both models")
+        self.differences, found = settings(case, made)
+        self.checks.append(found)
         with _precision("float64"):
             self.say("the PyTorch model in float64")
             self.torch = TorchSide(case)
             if case.rules is None:
                 self.say("proposing a weight map")
-            rules = case.rules or _proposed(case, self.torch)
+            rules = case.rules or self._proposed()
             _refuse_parted(self.torch, rules)
-            self.flax = FlaxSide(case, self.torch, rules)
+            self.flax = FlaxSide(case, self.torch, rules, made)
             # Steps of training only where there is an optimizer.
             self.steps = case.steps if case.optimizer else 0
             wants_state = len(self.flax.sources) > len(self.flax.trained)
@@ -63,13 +73,16 @@ class Comparison:
         self._torch_modes()
         if memory:
             self._measure(target)
-        differences, divergences = self._explain()
+        failed = [row for row in self.ledger.rows() if row.kind != "update" and not row.passed]
+        where = next((mode for mode in self.case.modes if any(row.fails_in(mode) for row in failed)), None)
+        divergences = {} if where is None else self.explain(where)
         for row in self.ledger.rows():
             row.flax = ", ".join(path for path, names in self.flax.sources.items() if row.name in names)
         return ParityReport(
             rows=self.ledger.rows(),
             checks=tuple(self.checks),
             memory=tuple(self.memory),
+            kept_alone=tuple(self.kept_alone),
             torch=type(self.torch.make("float32") if self.case.builds else self.case.torch_module).__name__,
             flax=type(self.case.flax("float32")).__name__,
             rules=str(self.flax.rules),
@@ -77,19 +90,28 @@ class Comparison:
             dtypes=self.case.dtypes,
             optimizer=self.case.optimizer.name if self.case.optimizer else None,
             divergences=divergences,
-            differences=differences,
+            differences=self.differences,
         )
 
-    def _explain(self) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
-        """What the modules say that differs, and where tensors do, the first module in either pass."""
-        if all(row.passed for row in self.ledger.rows() if row.kind != "update"):
-            return (), {}
+    def explain(self, mode: str) -> dict[str, Any]:
+        """The first module in either pass that differs in a mode."""
         self.say("where the two first differ")
         with _precision("float64"):
             model, variables = self.torch.make("float64"), self.flax.tree(self.before)
-            divergences, checks = first_difference(self.case, model, variables)
+            divergences, checks = first_difference(self.case, model, variables, self.flax.rules, self.flax.applied(mode))
             self.checks += checks
-            return settings(self.case, model, variables), divergences
+            # In the modes before it nothing differs.
+            only = f"only in {mode}" if mode != self.case.modes[0] else ""
+            for found in filter(None, divergences.values()):
+                found["note"] = "; ".join(filter(None, (only, found["note"])))
+            return divergences
+
+    def _proposed(self) -> porting.Rules:
+        try:
+            return _proposed(self.case, self.torch)
+        except PortingError as error:
+            told = "".join(f"\n  {one['path'] or 'the whole model'}: {differs(one)}" for one in self.differences)
+            raise PortingError(f"{error}\nThe settings of the two models differ:{told}" if told else str(error)) from error
 
     # Tensors.
 
@@ -130,7 +152,8 @@ class Comparison:
         reference, measure = (_group(run, "gradients") for run in (self.reference, yardstick))
         planted = self.ledger.plant(reference, measure, dtype)
         self.checks += planted_checks(planted, dtype)
-        self.checks.append(weight_check(self.flax, self.reference, yardstick, weights, dtype, mode))
+        agreed = not any(row.fails_in(mode) for row in self.ledger.rows() if row.kind == "output")
+        self.checks.append(weight_check(self.flax, self.reference, yardstick, weights, dtype, mode, agreed=agreed))
         if dtype == "float64":
             self._casts()
 
@@ -177,9 +200,10 @@ class Comparison:
             errors = {**_errors(plain.outputs, found.outputs), **_errors(plain.gradients, self._named(found.gradients))}
             worst = max(errors, key=lambda name: errors[name])
             passed = errors[worst] <= TOLERANCES["float64"].value
-            self.checks.append(
-                Check(f"PyTorch, {mode}", passed, f"at most {errors[worst]:.1e} from PyTorch without, in {worst}")
-            )
+            text = f"at most {errors[worst]:.1e} from PyTorch without, in {worst}"
+            stale = () if passed else computed_otherwise(self.case, self.torch, mode)
+            text += f"; computed again, {', '.join(stale)} gives something else" if stale else ""
+            self.checks.append(Check(f"PyTorch, {mode}", passed, text))
 
     def _named(self, gradients: Arrays) -> Arrays:
         found = dict(gradients)
@@ -191,12 +215,11 @@ class Comparison:
     def _measure(self, target: str | None) -> None:
         dtype = next((dtype for dtype in self.case.dtypes if dtype != "float64"), "float64")
         for mode in self.case.modes:
-            self.say(f"residual bytes, {mode}")
-            self.memory.append(MemoryRow(mode, "PyTorch", *self.torch.saved(dtype, mode)))
+            self.say(f"memory, {mode}")
             with _precision(dtype):
-                kept = self.flax.kept(dtype, mode)
-                peak = self.flax.peak(dtype, mode, target) if target else None
-            self.memory.append(MemoryRow(mode, "JAX", *kept, peak_bytes=peak))
+                rows, alone = memory_of(self.torch, self.flax, dtype, mode, target)
+            self.memory += rows
+            self.kept_alone += alone
 
 
 KINDS = {"output": "outputs", "gradient": "gradients", "state": "state", "update": "updates"}

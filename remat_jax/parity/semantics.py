@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from remat_jax.graph.walk import bodies
 from remat_jax.parity.capture_flax import Step, trace_step
 from remat_jax.parity.match import Module, match, sort_of
 from remat_jax.parity.recorder import Traced
-from remat_jax.parity.tapped import is_tap
+from remat_jax.parity.tapped import Running, is_tap
 
 Facts = dict[str, Any]
 
@@ -43,9 +44,10 @@ def differences(
 ) -> list[Difference]:
     """List the settings in which matching modules differ, without running either model.
 
-    Compared are: epsilon of norms, momentum of batch norms (in Flax's sense, 1 − PyTorch's), the form of GELU, padding,
-    strides, dilation and groups of convolutions, rates of dropout, whether there is a bias, and dtypes. A Linen model is
-    traced on `variables` and `inputs` (a tuple of arguments or a dict of keywords), which may be `jax.ShapeDtypeStruct`; for
+    Compared are: epsilon of norms, momentum of batch norms (in Flax's sense, 1 − PyTorch's) and whether they use their running
+    statistics, the form of GELU, padding, strides, dilation and groups of convolutions, rates of dropout, whether there is a
+    bias, dtypes, and the precision that modules ask of their products. A Linen model is traced on `variables` and `inputs` (a
+    tuple of arguments or a dict of keywords), which may be `jax.ShapeDtypeStruct`; for
     an NNX model `variables` is None. `mapping` is that of `first_divergences`, whose `matched` is surer than names alone.
 
     What is called as a plain function, such as `torch.nn.functional.gelu`, is not seen in PyTorch.
@@ -57,17 +59,25 @@ def differences(
     ...     print(found)
     layers_0: epsilon is 1e-05 in PyTorch and 1e-06 in Flax
     """
-    step = trace_step(flax_module, variables, inputs, call=flax_call, backward=False)
+    return step_differences(torch_module, trace_step(flax_module, variables, inputs, call=flax_call, backward=False), mapping)
+
+
+def step_differences(torch_module: Any, step: Step, mapping: Any = None) -> list[Difference]:
+    """The same of a Flax model that has been traced."""
     theirs = {path.replace(".", "/"): module for path, module in torch_module.named_modules()}
     ours = _expanded(step)
     listed = [Module(path, type(m).__name__, None, not list(m.children())) for path, m in theirs.items()]
     outer = {path.rpartition("/")[0] for path in ours} | {""}
     others = [Module(path, type(ours[path].module).__name__, None, path not in outer) for path in ours]
     matched = match(listed, others, mapping)
+    # A ConvNet is no convolution: only what holds no other module is told by its name.
+    leaves = {module.path for module in listed if module.is_leaf}, {module.path for module in others if module.is_leaf}
     found = [
         difference
         for path, other in matched.items()
-        if sort_of(type(theirs[path]).__name__) == sort_of(type(ours[other].module).__name__) != "other"
+        if path in leaves[0]
+        and other in leaves[1]
+        and sort_of(type(theirs[path]).__name__) == sort_of(type(ours[other].module).__name__) != "other"
         for difference in _compared(other, torch_facts(theirs[path]), flax_facts(ours[other]))
     ]
     return [*found, *_rates(theirs, ours), *_gelus(theirs, step, matched)]
@@ -88,6 +98,8 @@ def torch_facts(module: Any) -> Facts:
         facts["epsilon"] = epsilon
     if sort == "norm" and "Batch" in type(module).__name__ and module.momentum is not None:
         facts["momentum"] = 1 - module.momentum
+    if sort == "norm" and "Batch" in type(module).__name__:
+        facts["statistics"] = "of the batch" if module.training or not module.track_running_stats else "running"
     if sort == "convolution":
         facts |= {"strides": tuple(module.stride), "dilation": tuple(module.dilation), "groups": module.groups}
         text = isinstance(module.padding, str)
@@ -96,6 +108,8 @@ def torch_facts(module: Any) -> Facts:
             facts["padding"] = _padding(module.padding.upper(), module.kernel_size, module.stride, module.dilation)
     if sort in ("linear", "convolution") or (sort == "norm" and own):
         facts["bias"] = "bias" in own
+    if sort in ("linear", "convolution"):
+        facts["precision"] = "highest"
     if own:
         facts["dtype"] = str(next(iter(own.values())).dtype).removeprefix("torch.")
     return facts
@@ -110,10 +124,15 @@ def flax_facts(call: Traced) -> Facts:
         facts["epsilon"] = epsilon
     if sort == "norm" and getattr(module, "momentum", None) is not None:
         facts["momentum"] = module.momentum
+    if sort == "norm" and getattr(module, "use_running_average", None) is not None:
+        facts["statistics"] = "running" if module.use_running_average else "of the batch"
     if sort == "convolution" and hasattr(module, "padding"):
         facts |= _convolution(module)
     if sort in ("linear", "convolution") or (sort == "norm" and call.parameters):
         facts["bias"] = "bias" in call.parameters
+    precision = getattr(module, "precision", None)
+    if precision is not None and jax.lax.Precision(precision) != jax.lax.Precision.HIGHEST:
+        facts["precision"] = jax.lax.Precision(precision).name.lower()
     if call.parameters:
         dtype = getattr(module, "dtype", None)
         facts["dtype"] = np.dtype(next(iter(call.parameters.values())).dtype if dtype is None else dtype).name
@@ -169,7 +188,7 @@ _FORMS = {"erf": "exact", "erfc": "exact", "tanh": "by tanh"}
 
 def _gelus(torch: Mapping[str, Any], step: Step, matched: Mapping[str, str]) -> list[Difference]:
     forms: dict[str, set[str]] = {}
-    _find_forms(step.jaxpr, step, [], forms)
+    _find_forms(step.jaxpr, step, Running(), forms)
     found = []
     for path, module in torch.items():
         form = _torch_gelu(module)
@@ -197,16 +216,13 @@ def _torch_gelu(module: Any) -> str:
     return "by tanh" if getattr(module, "approximate", "none") == "tanh" or re.search("tanh|new|fast", name) else "exact"
 
 
-def _find_forms(jaxpr: Any, step: Step, running: list[int], forms: dict[str, set[str]]) -> None:
+def _find_forms(jaxpr: Any, step: Step, running: Running, forms: dict[str, set[str]]) -> None:
     for eqn in jaxpr.jaxpr.eqns:
         if is_tap(eqn):
-            label = eqn.params["label"]
-            if label.role == "input" and label.call not in running:
-                running.append(label.call)
-            elif label.role == "output" and label.call in running:
-                del running[running.index(label.call) :]
+            running.passes(eqn.params["label"])
         elif eqn.primitive.name in _FORMS:
-            path = "/".join(step.recorder.calls[running[-1]].path) if running else ""
+            call = running.innermost
+            path = "" if call is None else "/".join(step.recorder.calls[call].path)
             forms.setdefault(_without_indices(path), set()).add(_FORMS[eqn.primitive.name])
         for body in bodies(eqn):
             _find_forms(body, step, running, forms)

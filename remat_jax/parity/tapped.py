@@ -151,6 +151,25 @@ def is_tap(eqn: Any) -> bool:
     return eqn.primitive is tap_p and eqn.params["what"] != "tangent"
 
 
+class Running:
+    """Whose call the equations of a jaxpr are in, while its taps are passed in order."""
+
+    def __init__(self) -> None:
+        self._calls: list[int] = []
+
+    @property
+    def innermost(self) -> int | None:
+        """The call that began last and has not ended; None outside of all."""
+        return self._calls[-1] if self._calls else None
+
+    def passes(self, label: Label) -> None:
+        """A tap is passed."""
+        if label.role == "input" and label.call not in self._calls:
+            self._calls.append(label.call)
+        elif label.role == "output" and label.call in self._calls:
+            del self._calls[self._calls.index(label.call) :]
+
+
 def _body(eqn: Any) -> Any | None:
     """The jaxpr that `eqn` evaluates on its own inputs, once or once per iteration."""
     inside = bodies(eqn)

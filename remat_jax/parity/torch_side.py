@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from remat_jax.errors import ArgumentError
-from remat_jax.parity.case import Arrays, Case, Run
+from remat_jax.parity.case import Arrays, Case, Run, running
 from remat_jax.parity.trees import default_loss, default_targets, named_outputs
 from remat_jax.porting.float64 import keep_float64
 from remat_jax.porting.tensors import as_numpy, as_torch
@@ -121,18 +121,17 @@ class TorchSide:
         except torch_ref.TorchRefError as error:
             raise ArgumentError(f"modes: {mode!r} in PyTorch: {error}") from error
 
-    def saved(self, dtype: str, mode: str) -> tuple[int, int]:
-        """Bytes on the device and on the host between the passes, parameters and inputs excluded."""
+    def saved(self, dtype: str, mode: str) -> Any:
+        """What stays between the passes: torch_ref's `SavedBytes`."""
         import torch_ref
 
         model = self.make(dtype)
         gc.freeze()  # the count collects garbage, and need not look through all that was imported
         try:
             with self.in_mode(model, mode):
-                saved = torch_ref.saved_for_backward(lambda inputs: self.loss(model, inputs, dtype), self.inputs(dtype))
+                return torch_ref.saved_for_backward(lambda inputs: self.loss(model, inputs, dtype), self.inputs(dtype))
         finally:
             gc.unfreeze()
-        return saved.device_bytes, saved.host_bytes
 
     def tables(self) -> list[str]:
         """Buffers that are in no state dict and were not computed in float64: `.double()` keeps their rounding."""
@@ -150,6 +149,7 @@ class TorchSide:
             model = self.case.torch_module() if self.case.builds else copy.deepcopy(self.case.torch_module)
             if not isinstance(model, torch.nn.Module):
                 raise ArgumentError(f"torch_module() gave a {type(model).__name__}: expected a torch.nn.Module")
+            _refuse_spoilt(model)
             return model.to(getattr(torch, dtype))
 
     def _call(self, model: Any, inputs: Tensors) -> Any:
@@ -161,7 +161,7 @@ class TorchSide:
         import torch
 
         before = torch.get_rng_state()
-        with torch.no_grad(), _precisely("float64"):
+        with torch.no_grad(), _precisely("float64"), running("torch_module"):
             found = named_outputs(self._call(model, self.inputs("float64")), "torch")
         if not torch.equal(before, torch.get_rng_state()):
             raise ArgumentError(_draws(model))
@@ -178,7 +178,12 @@ class TorchSide:
 
         if self.case.loss is None:
             targets = {name: as_torch(x.astype(dtype)) for name, x in self.targets.items()}
-            return default_loss(named_outputs(result, "torch"), targets)
+            loss = default_loss(named_outputs(result, "torch"), targets)
+            if not loss.requires_grad and torch.is_grad_enabled():
+                raise ArgumentError(
+                    "torch_module gives outputs without a graph, so that nothing has a gradient: do not detach them"
+                )
+            return loss
         loss = self.case.loss[0](result)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ArgumentError(f"loss gave {repr(loss)[:80]} for PyTorch: expected a scalar tensor that depends on the model")
@@ -190,6 +195,19 @@ class TorchSide:
         loss.backward()
         optimizer.step()
         return float(loss.detach())
+
+
+def _refuse_spoilt(model: Any) -> None:
+    """Parameters that hold no numbers."""
+    parameters = dict(model.named_parameters())
+    empty = [name for name, parameter in parameters.items() if parameter.is_meta]
+    if empty:
+        raise ArgumentError(f"torch_module: {', '.join(empty[:4])} is on the device meta and has no values: load some first")
+    spoilt = [name for name, parameter in parameters.items() if not parameter.isfinite().all()]
+    if spoilt:
+        raise ArgumentError(
+            f"torch_module: {', '.join(spoilt[:4])} holds NaN or infinity, so that nothing can be compared; load other weights"
+        )
 
 
 def _precisely(dtype: str) -> Any:

@@ -165,6 +165,5 @@ def _bars(bars: Sequence[Bar]) -> str:
                 f'<div class="bar"><span>{_text(bar.label)}, {_text(name)}</span>'
                 f'<i class="{_text(name)}" style="width:{60 * size / largest:.2f}%"></i><b>{format_bytes(size)}</b></div>'
             )
-    return '<h2>Memory</h2><p class="hint">What is kept between the passes, parameters and inputs excluded.</p>' + "".join(
-        lines
-    )
+    hint = "What is kept between the passes, on the device and on the host, parameters and inputs excluded; the peak has all."
+    return f'<h2>Memory</h2><p class="hint">{hint}</p>' + "".join(lines)

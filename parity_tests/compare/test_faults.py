@@ -1,0 +1,88 @@
+"""What a report says of a fault: which tensors are wrong, in which dtype, and which setting differs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import numpy as np
+import optax
+import torch
+
+from parity_tests.compare import cases as c
+from parity_tests.compare.cases import run
+from parity_tests.mutants.planting import DOUBLED, FLIPPED, at, output
+from remat_jax.parity import ParityReport
+from remat_jax.parity.asserting import failures
+
+
+def failed(report: ParityReport) -> dict[str, list[str]]:
+    return {row.name: row.problems for row in report.failed_rows}
+
+
+def test_the_weight_that_is_planted_may_be_the_one_at_fault() -> None:
+    """A square kernel that the map forgot to transpose is right when it is transposed as a planted fault."""
+    x = np.random.default_rng(0).normal(size=(4, 3))
+    pair = {"torch_module": torch.nn.Linear(3, 3), "flax_module": nn.Dense(3), "inputs": x}
+    report = run({**pair, "rules": "weight -> params/kernel\nbias -> params/bias"}, **c.QUICK)
+    assert not report.passed and report.proves
+    check = next(check for check in report.checks if check.name == "planted weight in float64")
+    assert check.passed and check.found.startswith("params/kernel transposed: ")
+    assert check.found.endswith(" off, and without that they differ")
+    right = run({**pair, "rules": "weight -> params/kernel | linear\nbias -> params/bias"}, **c.QUICK)
+    assert right.passed and "without that" not in str(right)
+
+
+def test_a_pytorch_block_that_draws_anew_under_a_checkpoint_is_named() -> None:
+    """A generator of its own is not set back by PyTorch's checkpoint, which keeps the state of the global one."""
+    model, random = copy.deepcopy(c.original("stack")), np.random.default_rng(0)
+
+    def seed(*_: Any) -> None:
+        nonlocal random
+        random = np.random.default_rng(0)
+
+    def draw(module: Any, args: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor(random.normal(size=x.shape[-1])).to(x)
+
+    model.register_forward_pre_hook(seed)
+    model.layers[1].ffn.register_forward_hook(draw)
+    noise = np.random.default_rng(0).normal(size=16)
+    case = at("layers_1/ffn", output(lambda x: x * noise))(c.stack(torch_module=model))
+    assert run(case, **c.QUICK).passed
+    report = run(case, **{**c.QUICK, "modes": ("off", "checkpoint")})
+    assert [check.name for check in report.checks if not check.passed] == ["PyTorch, checkpoint"] and not report.failed_rows
+    found = next(check for check in report.checks if not check.passed).found
+    assert found.endswith("; computed again, layers/1/ffn gives something else")
+
+
+def test_the_setting_that_differs_is_named() -> None:
+    config = dataclasses.replace(c.GPT2.config, layer_norm_eps=1e-6)
+    report = run({**c.gpt2(), "flax_module": c.GPT2.make_flax(config)}, **c.QUICK)
+    assert not report.passed
+    assert {(one["what"], one["torch"], one["flax"]) for one in report.differences} == {("epsilon", "1e-05", "1e-06")}
+    assert report.divergences["forward"]["torch_path"] == "transformer/h/0/ln_1"
+    assert "layers_1/ln_2: epsilon is 1e-05 in PyTorch and 1e-06 in Flax" in failures(report)
+
+
+def test_only_the_gradients_behind_the_fault_are_wrong() -> None:
+    behind = failed(run(at("layers_1/ffn/down", DOUBLED)(c.stack()), **c.QUICK))
+    before = {name for name, _ in c.original("stack").named_parameters() if name.startswith("layers.1.norm2")}
+    assert before.isdisjoint(behind)
+    assert {"layers.1.ffn.2.weight", "layers.0.self_attn.in_proj_weight", "input:0"} <= behind.keys()
+
+
+def test_a_mutant_is_found_in_float32_alone() -> None:
+    report = run(at("layers_0/ffn/up", FLIPPED)(c.stack()), modes="off", dtypes="float32", memory=False)
+    assert "times PyTorch's error in float32" in failed(report)["layers.0.ffn.0.weight"][0]
+    assert "layers.0.norm2.weight" not in failed(report)
+
+
+def test_a_wrong_optimizer_is_found_by_what_it_adds() -> None:
+    # optax's default decay is a hundredth of PyTorch's.
+    pair = (lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4), optax.adamw(1e-2, eps=1e-4))
+    report = run(c.stack(), **{**c.QUICK, "optimizer": pair})
+    assert {row.kind for row in report.failed_rows} == {"update"}
+    idle = (lambda parameters: torch.optim.SGD(parameters, lr=1e-3), optax.sgd(0.0))
+    assert {row.kind for row in run(c.stack(), **{**c.QUICK, "optimizer": idle}).failed_rows} == {"update"}

@@ -1,0 +1,204 @@
+"""What both models say before either is run: told in every report, harmful or not; and which way masks are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from parity_tests.compare import cases as c
+from parity_tests.third_party import ports as p
+from parity_tests.third_party import test_bert, test_llama
+from parity_tests.third_party.ports import Port
+from remat_jax.errors import PortingError
+from remat_jax.parity import ParityReport, compare
+from remat_jax.parity.capture_flax import trace_step
+from remat_jax.parity.masks import Signs, flax_masks, torch_masks
+
+X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
+HIDDEN = np.array([[0, 0, 0, 1, 1], [0, 1, 0, 0, 0]], bool)
+
+
+def found(report: ParityReport) -> str:
+    return next(check.found for check in report.checks if check.name == "settings")
+
+
+def test_what_does_no_harm_is_told_and_fails_nothing() -> None:
+    theirs = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.5)).eval()
+    rules = "0.weight -> params/kernel | linear\n0.bias -> params/bias"
+    report = compare(theirs, nn.Dense(2), X[..., :3], rules=rules, **c.QUICK)
+    assert report.passed, str(report)
+    expected = {"path": "", "what": "dropout rates", "torch": "[0.5]", "flax": "[]"}
+    assert report.differences == (expected,) and report.to_dict()["differences"] == [expected]
+    assert found(report) == "(the whole model): dropout rates is [0.5] in PyTorch and [] in Flax"
+    assert "Settings that differ" in str(report)
+
+
+class Norms(nn.Module):
+    epsilon: float = 1e-6
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(4, name="head")(nn.LayerNorm(self.epsilon, name="norm")(x))
+
+
+def norms() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4))
+
+
+def test_settings_are_read_before_anything_runs_and_stand_in_the_error_when_it_fails() -> None:
+    said: list[str] = []
+    with pytest.raises(
+        PortingError, match=r"The settings of the two models differ:\n  norm: epsilon is 1e-05 in PyTorch and 1"
+    ):
+        compare(norms(), Norms(), X, **c.QUICK, progress=lambda what, done, total: said.append(what))
+    assert said == ["the settings of both models", "the PyTorch model in float64", "proposing a weight map"]
+
+
+def test_settings_that_matter_are_named_beside_the_tensors() -> None:
+    rules = """
+        0.weight -> params/norm/scale
+        0.bias -> params/norm/bias
+        1.weight -> params/head/kernel | linear
+        1.bias -> params/head/bias
+    """
+    report = compare(norms(), Norms(), X, rules=rules, **c.QUICK)
+    assert not report.passed and report.divergences["forward"]["flax_path"] == "norm"
+    assert [(one["path"], one["what"]) for one in report.differences] == [("norm", "epsilon")]
+    assert found(compare(norms(), Norms(1e-5), X, rules=rules, **c.QUICK)) == "none differs of those that modules tell"
+
+
+# Masks.
+
+
+class Attends(nn.Module):
+    """An attention with the padding as PyTorch has it, or as Flax has."""
+
+    true_hides: bool = True
+
+    @nn.compact
+    def __call__(self, x: Any, hidden: Any) -> Any:
+        shown = ~hidden if self.true_hides else hidden
+        return nn.MultiHeadDotProductAttention(2, name="attention")(x, mask=shown[:, None, None])
+
+
+class TorchAttends(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x, key_padding_mask=hidden)[0]
+
+
+ATTENTION = """
+    attention.in_proj_weight -> params/attention/{query,key,value}/kernel | in_proj
+    attention.in_proj_bias -> params/attention/{query,key,value}/bias | in_proj_bias
+    attention.out_proj.weight -> params/attention/out/kernel | heads_out
+    attention.out_proj.bias -> params/attention/out/bias
+"""
+
+
+def in_flax(call: Any, *arguments: Any) -> Signs:
+    """How the last argument gets into the softmaxes of a function."""
+    step = trace_step(Called(call), {}, arguments, backward=False)
+    return flax_masks(step.jaxpr, {len(step.jaxpr.jaxpr.invars) - 1: "mask"}, step.recorder.paths)
+
+
+class Called(nn.Module):
+    function: Any
+
+    @nn.compact
+    def __call__(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
+
+
+def heads(x: Any) -> Any:
+    return x.reshape(2, 5, 2, 4)
+
+
+SCORES = jnp.zeros((2, 5, 5))
+IN_FLAX: dict[str, tuple[Any, int | None]] = {
+    "where": (lambda m: jax.nn.softmax(jnp.where(m[:, None], SCORES, -jnp.inf)), 1),
+    "where, inverted": (lambda m: jax.nn.softmax(jnp.where(~m[:, None], SCORES, -jnp.inf)), -1),
+    "where, the least number": (lambda m: jax.nn.softmax(jnp.where(m[:, None] == 0, jnp.finfo("float32").min, SCORES)), 1),
+    "a bias": (lambda m: jax.nn.softmax(SCORES + (1.0 - m[:, None].astype("float32")) * -1e9), 1),
+    "a bias, inverted": (lambda m: jax.nn.softmax(SCORES + m[:, None].astype("float32") * -1e9), -1),
+    "a bias of two": (lambda m: jax.nn.softmax(SCORES + jnp.where(m > 0, 0.0, -1e9)[:, None]), 1),
+    "with a causal one": (lambda m: jax.nn.softmax(jnp.where(jnp.tril(m[:, None] & jnp.ones((5, 5), bool)), SCORES, -1e9)), 1),
+    "in a loop": (lambda m: jax.lax.map(lambda row: jax.nn.softmax(jnp.where(row, SCORES[0], -jnp.inf)), m), 1),
+    "dot_product_attention": (
+        lambda m: jax.nn.dot_product_attention(heads(X), heads(X), heads(X), mask=m[:, None, None]),
+        1,
+    ),
+    "in both ways": (
+        lambda m: jax.nn.softmax(jnp.where(m, 0.0, -1e9)) + jax.nn.softmax(jnp.where(m, -1e9, 0.0)),
+        None,
+    ),
+    "a weight": (lambda m: jax.nn.softmax(SCORES) * m[:, None], None),
+}
+
+
+@pytest.mark.parametrize("name", IN_FLAX)
+def test_the_way_of_a_mask_in_flax(name: str) -> None:
+    call, sign = IN_FLAX[name]
+    signs = in_flax(lambda m: call(m).astype("float32"), HIDDEN).get("mask", {})
+    assert list(signs) == [sign] if sign else len(signs) != 1
+
+
+def torch_bias(m: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(torch.zeros(2, 5, 5) + (1.0 - m[:, None].float()) * torch.finfo(torch.float32).min, -1)
+
+
+def torch_filled(m: torch.Tensor) -> torch.Tensor:
+    scores = torch.zeros(2, 5, 5)
+    return scores.masked_fill_(m[:, None], float("-inf")).softmax(-1)
+
+
+def torch_sdpa(m: torch.Tensor) -> torch.Tensor:
+    x = torch.tensor(X)[:, None]
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=m[:, None, None])
+
+
+def torch_layer(m: torch.Tensor) -> torch.Tensor:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    return layer(torch.tensor(X), src_key_padding_mask=m)
+
+
+IN_TORCH = {torch_bias: 1, torch_filled: -1, torch_sdpa: 1, torch_layer: -1}
+
+
+@pytest.mark.parametrize("call", IN_TORCH, ids=lambda call: call.__name__)
+def test_the_way_of_a_mask_in_pytorch(call: Any) -> None:
+    mask = torch.tensor(HIDDEN)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    assert list(torch_masks(lambda: call(mask), {"mask": mask})["mask"]) == [IN_TORCH[call]]
+    assert torch.backends.mha.get_fastpath_enabled() == fast
+
+
+@pytest.mark.parametrize("port", [c.GPT2, test_bert.PORT, test_llama.PORTS["llama"]], ids=["gpt2", "bert", "llama"])
+def test_ports_read_their_masks_as_transformers_does(port: Port) -> None:
+    inputs = p.tensors(port.inputs, "float32")
+    model = p.make_torch(port, "float32")
+    masks = {"attention_mask": inputs["attention_mask"]}
+    assert list(torch_masks(lambda: p.torch_outputs(port, model, inputs), masks)["attention_mask"]) == [1]
+    ours, (arrays, _) = port.make_flax(port.config, scan=True), p.batch(port, "float32")
+    step = trace_step(ours, p.shapes(port, ours, arrays), port.arguments(arrays), backward=False)
+    place = len(step.jaxpr.jaxpr.invars) - len(port.arguments(arrays)) + 1
+    [(sign, module)] = flax_masks(step.jaxpr, {place: "mask"}, step.recorder.paths)["mask"].items()
+    assert sign == 1 and "att" in module
+
+
+@pytest.mark.parametrize("true_hides", [True, False])
+def test_a_mask_read_the_other_way_is_told_with_its_module(true_hides: bool) -> None:
+    report = compare(TorchAttends(), Attends(true_hides), {"x": X, "hidden": HIDDEN}, rules=ATTENTION, **c.QUICK)
+    assert report.passed == true_hides and report.proves
+    what = {"path": "attention", "what": "a position where hidden is 1", "torch": "hidden", "flax": "shown"}
+    assert report.differences == (() if true_hides else (what,))

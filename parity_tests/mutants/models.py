@@ -1,0 +1,101 @@
+"""The right pairs, as the arguments of `compare`; what is right in a pair of these passes and raises no alarm."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from examples.models import linen
+from parity_tests import support as s
+from parity_tests.mutants import convnet
+from parity_tests.third_party import ports as p
+from parity_tests.third_party import test_gpt2, test_llama
+from parity_tests.third_party.ports import Port
+
+QUICK: dict[str, Any] = {"modes": "off", "dtypes": "float64", "memory": False}
+"""A comparison of a second: what is wrong in float64 needs no other dtype and no other mode to be found."""
+
+DECODER = """
+    embedding.weight -> params/embed/embedding
+    position.weight -> params/positions/embedding
+    decoder.layers.{i}.self_attn.in_proj_weight -> params/layers_{i}/self_attn/in_proj/kernel | linear
+    decoder.layers.{i}.self_attn.in_proj_bias -> params/layers_{i}/self_attn/in_proj/bias
+    decoder.layers.{i}.self_attn.out_proj.weight -> params/layers_{i}/self_attn/out_proj/kernel | linear
+    decoder.layers.{i}.self_attn.out_proj.bias -> params/layers_{i}/self_attn/out_proj/bias
+    decoder.layers.{i}.ffn.0.weight -> params/layers_{i}/ffn/up/kernel | linear
+    decoder.layers.{i}.ffn.0.bias -> params/layers_{i}/ffn/up/bias
+    decoder.layers.{i}.ffn.2.weight -> params/layers_{i}/ffn/down/kernel | linear
+    decoder.layers.{i}.ffn.2.bias -> params/layers_{i}/ffn/down/bias
+    decoder.layers.{i}.norm{n}.weight -> params/layers_{i}/norm{n}/scale
+    decoder.layers.{i}.norm{n}.bias -> params/layers_{i}/norm{n}/bias
+    head.weight -> params/head/kernel | linear
+    head.bias -> params/head/bias
+"""
+# A square output projection, norms of queries and keys, biases, tied embeddings, a padding token.
+LLAMA = dataclasses.replace(
+    test_llama.PORTS["qwen3"],
+    config=dataclasses.replace(test_llama.PORTS["qwen3"].config, head_dim=8, padding=0),
+)
+
+
+def decoder(**options: Any) -> dict[str, Any]:
+    """The decoder of the examples over bytes, causal."""
+    return {
+        "torch_module": s.torch_model("ByteDecoder"),
+        "flax_module": linen.ByteDecoder(**s.SIZES["ByteDecoder"]),
+        "inputs": (s.data("ByteDecoder").x.astype(np.int64),),
+        "rules": DECODER,
+        **options,
+    }
+
+
+@functools.cache
+def torch_convnet(train: bool) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return convnet.TorchConvNet().train(train)
+
+
+def conv(train: bool = True, **options: Any) -> dict[str, Any]:
+    """A convolutional net with batch norms, in train mode or in evaluation."""
+    return {
+        "torch_module": torch_convnet(train),
+        "flax_module": convnet.ConvNet(train),
+        "inputs": (np.random.default_rng(0).normal(size=(3, 8, 8, 3)),),
+        "rules": convnet.RULES,
+        "torch_call": lambda model, x: model(x.permute(0, 3, 1, 2)),
+        **options,
+    }
+
+
+@functools.cache
+def original(port: Port) -> torch.nn.Module:
+    return p.make_torch(port, "float64")
+
+
+def transformer(port: Port, scan: bool = False, **options: Any) -> dict[str, Any]:
+    """A model of `transformers` and its port."""
+    return {
+        "torch_module": original(port),
+        "flax_module": port.make_flax(port.config, scan=scan),
+        "inputs": dict(port.inputs),
+        "rules": port.rules(port.config, scan),
+        "torch_call": lambda model, **inputs: p.torch_outputs(port, model, inputs),
+        "flax_call": lambda model, **inputs: named(port, model(*port.arguments(inputs))),
+        **options,
+    }
+
+
+def named(port: Port, found: Any) -> dict[str, Any]:
+    return dict(zip(port.targets, found if isinstance(found, tuple) else (found,), strict=True))
+
+
+MODELS = {
+    "decoder": decoder,
+    "conv": conv,
+    "gpt2": functools.partial(transformer, test_gpt2.PORT),
+    "llama": functools.partial(transformer, LLAMA),
+}

@@ -1,0 +1,174 @@
+"""Ways to plant a fault in the Flax model of a comparison from outside: the model's own code stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+Call = Callable[..., Any]
+Case = dict[str, Any]
+"""The arguments of `compare`."""
+Plant = Callable[[Case], Case]
+Change = Callable[[Call, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""Called in the place of a module's method, with the method, the module and the arguments."""
+
+
+def plain(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+def at(path: str, change: Change) -> Plant:
+    """What stands at a path is called through `change`."""
+
+    running: list[nn.Module] = []  # a class that calls its base's `__call__` is called once
+
+    def intercept(method: Call, args: Any, kwargs: Any, context: Any) -> Any:
+        if running or "/".join(context.module.path) != path or context.method_name != "__call__":
+            return method(*args, **kwargs)
+        running.append(context.module)
+        try:
+            return change(method, context.module, args, kwargs)
+        finally:
+            running.pop()
+
+    def plant(case: Case) -> Case:
+        right = case.get("flax_call", plain)
+
+        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+            with nn.intercept_methods(intercept):
+                return right(model, *args, **kwargs)
+
+        return {**case, "flax_call": call}
+
+    return plant
+
+
+def given(**changes: Any) -> Plant:
+    """Other arguments of `compare`."""
+    return lambda case: {**case, **changes}
+
+
+def mapped(*rules: str) -> Plant:
+    """Rules that win over those of the weight map."""
+    return lambda case: {**case, "rules": "\n".join((*rules, str(case["rules"])))}
+
+
+def output(change: Call) -> Change:
+    """The module's output goes through `change`."""
+    return lambda method, module, args, kwargs: change(method(*args, **kwargs))
+
+
+def arguments(change: Call) -> Change:
+    """The module's positional arguments go through `change`."""
+    return lambda method, module, args, kwargs: method(*change(*args), **kwargs)
+
+
+def fields(**values: Any) -> Change:
+    """The module has other hyperparameters while it is called."""
+
+    def change(method: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        before = {name: getattr(module, name) for name in values}
+        try:
+            for name, value in values.items():
+                object.__setattr__(module, name, value)
+            return method(*args, **kwargs)
+        finally:
+            for name, value in before.items():
+                object.__setattr__(module, name, value)
+
+    return change
+
+
+def inside(owner: Any, name: str, change: Callable[[Call], Call]) -> Change:
+    """While the module is called, a function that its code uses is another one."""
+
+    def changed(method: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        with mock.patch.object(owner, name, change(getattr(owner, name))):
+            return method(*args, **kwargs)
+
+    return changed
+
+
+def detached(method: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The module's arguments have no gradient."""
+    return method(*jax.lax.stop_gradient(args), **jax.lax.stop_gradient(kwargs))
+
+
+def skipped(method: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The module gives its input back."""
+    method(*args, **kwargs)
+    return args[0] if args else kwargs["x"]
+
+
+def without_bias_gradient(method: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The module's bias is a constant to the backward pass."""
+    made = method(*args, **kwargs)
+    bias = module.variables["params"]["bias"]
+    return made - bias + jax.lax.stop_gradient(bias)
+
+
+def scaled_cotangent(factor: float) -> Call:
+    """The identity, the cotangent times `factor`."""
+
+    @jax.custom_vjp
+    def identity(x: jax.Array) -> jax.Array:
+        return x
+
+    identity.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent * factor,))
+    return identity
+
+
+FLIPPED, DOUBLED = output(scaled_cotangent(-1.0)), output(scaled_cotangent(2.0))
+
+
+def swapped_queries_and_keys(fused: jax.Array) -> jax.Array:
+    query, key, value = jnp.split(fused, 3, axis=-1)
+    return jnp.concatenate([key, query, value], axis=-1)
+
+
+def noise_of_the_host(torch_path: str, path: str) -> Plant:
+    """A module's output times noise from a generator on the host, which a step seeds: a recomputation draws anew.
+
+    In PyTorch it is the noise that a step draws first, always.
+    """
+    random = np.random.default_rng(0)
+
+    def begin(shape: tuple[int, ...]) -> np.ndarray:
+        nonlocal random
+        random = np.random.default_rng(0)
+        return np.zeros(shape)
+
+    def draw(shape: tuple[int, ...]) -> np.ndarray:
+        return random.normal(size=shape)
+
+    def host(function: Call, x: jax.Array) -> jax.Array:
+        # On the thread of a callback 64-bit types are off: what it is given may be of another dtype there.
+        made = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(lambda _: function(made.shape).astype(made.dtype), made, jax.lax.stop_gradient(x))
+
+    def plant(case: Case) -> Case:
+        noisy = copy.deepcopy(case["torch_module"])
+        noisy.get_submodule(torch_path).register_forward_hook(lambda module, args, x: x * drawn_first(x))
+        case = at(path, output(lambda x: x * host(draw, x)))(case)
+        right = case["flax_call"]
+
+        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+            seeded = [x + host(begin, x) for x in args], {name: x + host(begin, x) for name, x in kwargs.items()}
+            return right(model, *seeded[0], **seeded[1])
+
+        return {**case, "torch_module": noisy, "flax_call": call, "modes": ("off", "checkpoint")}
+
+    def drawn_first(x: torch.Tensor) -> torch.Tensor:
+        channels_last = x.moveaxis(1, -1) if x.ndim == 4 else x
+        noise = torch.tensor(np.random.default_rng(0).normal(size=channels_last.shape)).to(x)
+        return noise.moveaxis(-1, 1) if x.ndim == 4 else noise
+
+    return plant

@@ -1,0 +1,59 @@
+"""Right pairs raise no alarm: every tensor agrees, and no module is named, in train mode and through checkpoints as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from flax import nnx
+
+from examples.models import linen, weights
+from examples.models import nnx as nnx_models
+from parity_tests import support as s
+from parity_tests.mutants import models as m
+from parity_tests.third_party import test_bert, test_gemma, test_gpt2
+from remat_jax.parity.case import make_case
+from remat_jax.parity.runs import Comparison
+from remat_jax.porting import Rules
+
+SIZES = s.SIZES["ByteDecoder"]
+UNUSED = dict.fromkeys(("variables", "loss", "torch_blocks", "flax_blocks", "optimizer", "torch_call", "flax_call"))
+
+
+def decoder_scanned() -> dict[str, Any]:
+    rules = Rules.parse(m.DECODER).stacked("layers_{i}", "layers")
+    return m.decoder(flax_module=linen.ByteDecoder(**SIZES, scan=True), rules=rules)
+
+
+def decoder_nnx() -> dict[str, Any]:
+    model = nnx.eval_shape(lambda: nnx_models.ByteDecoder(**SIZES, rngs=nnx.Rngs(0)))
+    return m.decoder(flax_module=weights.load_nnx(model, s.parameters("ByteDecoder", False, "float32")))
+
+
+RIGHT: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "decoder": (m.decoder, "off"),
+    "decoder-scan": (decoder_scanned, "checkpoint"),
+    "decoder-nnx": (decoder_nnx, "off"),
+    "conv-train": (m.conv, "off"),
+    "conv-train-checkpoint": (m.conv, "checkpoint"),
+    "conv-evaluation": (lambda: m.conv(train=False), "off"),
+    "gpt2": (m.MODELS["gpt2"], "off"),
+    "gpt2-scan": (lambda: m.transformer(test_gpt2.PORT, scan=True), "checkpoint"),
+    "llama-train": (m.MODELS["llama"], "off"),
+    "bert": (lambda: m.transformer(test_bert.PORT), "off"),
+    "gemma-scan": (lambda: m.transformer(test_gemma.PORT, scan=True), "off"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_pair_raises_no_alarm(name: str) -> None:
+    make, mode = RIGHT[name]
+    options = {"modes": mode, "dtypes": "float64", "steps": 1, "excite": True}
+    comparison = Comparison(make_case(**{**UNUSED, **make(), **options}), lambda *progress: None)
+    report = comparison.report(memory=False, target=None)
+    assert report.passed and report.differences == (), str(report)
+    # Nothing is sought where all agrees; here it is, and no module may be named.
+    before = len(comparison.checks)
+    assert comparison.explain(mode) == {"forward": None, "backward": None}
+    assert comparison.checks[before:] == []

@@ -1,0 +1,246 @@
+"""Which way masks are read: whether a 1 shows a position to an attention, or hides it.
+
+A softmax hides what is far below the rest. So the sign of a mask's way into a softmax is followed, from operation to
+operation, and lost wherever an operation is not known. In Flax the traced program is read, in PyTorch one forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from remat_jax.graph.walk import bodies
+from remat_jax.parity.tapped import Running, is_tap
+
+Signs = dict[str, dict[int, str]]
+"""The name of a mask → the ways in which it gets into a softmax (1 shows, −1 hides) → the first module where it does."""
+
+_FAR = -1e3  # what is added to a score to hide it is -inf, the least number, or -1e4 and below
+
+_FLIPS = frozenset({"not", "neg", "logical_not", "bitwise_not", "rsub"})
+_KEEPS = frozenset(
+    "broadcast_in_dim convert_element_type reshape squeeze expand_dims transpose slice copy copy_p reduce_precision "
+    "rev tap "
+    "view _unsafe_view expand unsqueeze _to_copy to clone select alias detach permute t repeat contiguous lift_fresh index "
+    "gather dynamic_slice "
+    "and or max min add bitwise_and bitwise_or logical_and logical_or minimum maximum".split()
+)  # fmt: skip
+_FIRST = frozenset({"index", "gather", "dynamic_slice", "baddbmm"})  # only their first operand says anything
+_SOFTMAXES = frozenset({"exp", "_softmax", "_safe_softmax"})
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of an array: how it grows with each mask, and its value where it is one number."""
+
+    signs: Mapping[str, int] = field(default_factory=dict)
+    value: float | None = None
+
+    @property
+    def is_far(self) -> bool:
+        """Whether it hides whatever it is added to."""
+        return self.value is not None and self.value <= _FAR
+
+
+NOTHING = Fact()
+
+
+def through(name: str, facts: Sequence[Fact]) -> Fact:
+    """What is known of an operation's result; `where` and `masked_fill` have (mask, where it is 0, where it is 1).
+
+    >>> through("select_n", [Fact({"mask": 1}), Fact(value=-1e9), NOTHING]).signs, through("not", [Fact({"mask": 1})]).signs
+    ({'mask': 1}, {'mask': -1})
+    """
+    if name in _FLIPS:
+        return _flipped(facts[0])
+    if name in ("eq", "ne", "gt", "ge", "lt", "le"):
+        return _compared(name, *facts)
+    if name == "select_n" and len(facts) == 3:
+        return _chosen(*facts)
+    if name == "sub":
+        first, second = facts
+        return Fact(first.signs) if first.signs else _flipped(second)
+    if name == "mul":
+        return _multiplied(*facts)
+    if name in _FIRST:
+        return facts[0]
+    if name in _KEEPS and facts:
+        values = {fact.value for fact in facts}
+        return Fact(_agreed(fact.signs for fact in facts), values.pop() if len(facts) == 1 else None)
+    return NOTHING
+
+
+def _flipped(fact: Fact) -> Fact:
+    return Fact({name: -sign for name, sign in fact.signs.items()}, None if fact.value is None else -fact.value)
+
+
+def _compared(name: str, fact: Fact, other: Fact) -> Fact:
+    """Of a mask of 0 and 1, and a number."""
+    if not fact.signs or other.value is None:
+        return NOTHING
+    flips = name in ("lt", "le") or (name == "eq") == (other.value == 0) and name in ("eq", "ne") and other.value in (0, 1)
+    return _flipped(replace(fact, value=None)) if flips else Fact(fact.signs)
+
+
+def _chosen(mask: Fact, otherwise: Fact, chosen: Fact) -> Fact:
+    if mask.signs and otherwise.is_far != chosen.is_far:
+        return Fact(mask.signs) if otherwise.is_far else _flipped(replace(mask, value=None))
+    return Fact(_agreed([otherwise.signs, chosen.signs]))
+
+
+def _multiplied(first: Fact, second: Fact) -> Fact:
+    for fact, other in ((first, second), (second, first)):
+        if fact.signs and other.value:
+            return Fact(fact.signs) if other.value > 0 else _flipped(replace(fact, value=None))
+    return Fact(_agreed([first.signs, second.signs]))
+
+
+def _agreed(every: Any) -> dict[str, int]:
+    """The signs of several operands, without those that contradict each other."""
+    found: dict[str, set[int]] = {}
+    for signs in every:
+        for name, sign in signs.items():
+            found.setdefault(name, set()).add(sign)
+    return {name: signs.pop() for name, signs in found.items() if len(signs) == 1}
+
+
+class Masks:
+    """The ways of masks into softmaxes, collected."""
+
+    def __init__(self) -> None:
+        self.signs: Signs = {}
+
+    def enter(self, fact: Fact, module: str = "") -> None:
+        """A softmax of an array, in a module."""
+        for name, sign in fact.signs.items():
+            self.signs.setdefault(name, {}).setdefault(sign, module)
+
+
+# Flax: the facts go along the equations.
+
+
+def flax_masks(jaxpr: Any, names: Mapping[int, str], paths: Mapping[int, tuple[str, ...]]) -> Signs:
+    """How the arguments of a closed jaxpr with taps, place → name, get into its softmaxes; `paths` are those of the calls."""
+    masks = _Equations(paths)
+    facts = [Fact({names[place]: 1}) if place in names else NOTHING for place in range(len(jaxpr.jaxpr.invars))]
+    masks.follow(jaxpr, facts)
+    return masks.signs
+
+
+class _Equations(Masks):
+    def __init__(self, paths: Mapping[int, tuple[str, ...]]) -> None:
+        super().__init__()
+        self._paths, self._running = paths, Running()
+
+    def follow(self, jaxpr: Any, facts: Sequence[Fact]) -> list[Fact]:
+        """What is known of the results of a closed jaxpr."""
+        known: dict[Any, Fact] = dict(zip(jaxpr.jaxpr.invars, facts, strict=True))
+        known |= {var: _constant(value) for var, value in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)}
+
+        def of(atom: Any) -> Fact:
+            return _constant(atom.val) if hasattr(atom, "val") else known.get(atom, NOTHING)
+
+        for eqn in jaxpr.jaxpr.eqns:
+            known.update(zip(eqn.outvars, self._results(eqn, [of(atom) for atom in eqn.invars]), strict=False))
+        return [of(atom) for atom in jaxpr.jaxpr.outvars]
+
+    def _results(self, eqn: Any, given: list[Fact]) -> list[Fact]:
+        inside, name = bodies(eqn), eqn.primitive.name
+        if is_tap(eqn):
+            self._running.passes(eqn.params["label"])
+        if inside:
+            return self._called(inside, given, len(eqn.outvars))
+        if name in _SOFTMAXES:
+            call = self._running.innermost
+            self.enter(given[0], "" if call is None else "/".join(self._paths[call]))
+        return [through(name, given)]
+
+    def _called(self, inside: Sequence[Any], given: Sequence[Fact], count: int) -> list[Fact]:
+        """Of what is called, or looped over once; what takes other arguments than its equation is not read."""
+        found = [NOTHING] * count
+        for body in inside:
+            skipped = len(given) - len(body.jaxpr.invars)
+            if skipped in (0, 1):  # the branches of a cond: its index is no argument of theirs
+                made = self.follow(body, given[skipped:])
+                found = made if len(made) == count else found
+        return found
+
+
+def _constant(value: Any) -> Fact:
+    array = np.asarray(value) if np.ndim(value) == 0 or np.size(value) == 1 else None
+    return NOTHING if array is None or array.dtype.kind not in "fiub" else Fact(value=float(array.reshape(-1)[0]))
+
+
+# PyTorch: the facts go along the operators of a forward pass.
+
+
+def torch_masks(run: Callable[[], Any], inputs: Mapping[str, Any]) -> Signs:
+    """How these tensors, name → tensor, get into the softmaxes of `run()`."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    masks = Masks()
+    known: dict[int, tuple[Any, Fact]] = {id(x): (x, Fact({name: 1})) for name, x in inputs.items()}
+
+    def of(value: Any) -> Fact:
+        if isinstance(value, torch.Tensor):
+            _, fact = known.get(id(value), (None, NOTHING))
+            # One number throughout, or all so low that they hide: both are known from the values.
+            return fact if fact.signs else _torch_constant(value)
+        return Fact(value=float(value)) if isinstance(value, int | float) else NOTHING
+
+    class Follow(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name, others = func._schema.name.removeprefix("aten::").removesuffix("_"), list((kwargs or {}).values())
+            fact = NOTHING
+            if any(id(x) in known for x in (*args, *others)):
+                # Before it runs: an operator in place writes over what it is given.
+                fact = _of_operator(name, [of(x) for x in args], [of(x) for x in others], masks)
+            result = func(*args, **(kwargs or {}))
+            if fact.signs and isinstance(result, torch.Tensor):
+                known[id(result)] = (result, fact)  # kept alive, so that no other tensor takes its place
+            return result
+
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), Follow():
+            run()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    return masks.signs
+
+
+def _of_operator(name: str, args: list[Fact], kwargs: list[Fact], masks: Masks) -> Fact:
+    if name in _SOFTMAXES:
+        masks.enter(args[0])
+        return NOTHING
+    if name.startswith("_scaled_dot_product"):
+        for fact in (*args[3:], *kwargs):  # behind queries, keys and values: the mask that is added
+            masks.enter(fact)
+        return NOTHING
+    if name == "where":
+        mask, chosen, otherwise = args
+        return through("select_n", [mask, otherwise, chosen])
+    if name == "masked_fill":
+        otherwise, mask, chosen = args
+        return through("select_n", [mask, otherwise, chosen])
+    return through(name, args[:2] if name in ("add", "sub", "mul", "eq", "ne", "gt", "ge", "lt", "le") else args)
+
+
+def _torch_constant(tensor: Any) -> Fact:
+    if not tensor.numel() or tensor.dtype.is_complex:
+        return NOTHING
+    first = float(tensor.flatten()[0])
+    return Fact(value=first) if tensor.numel() == 1 or bool((tensor == first).all()) else NOTHING
+
+
+def opposed(torch: Signs, flax: Signs) -> Iterator[tuple[str, str, int]]:
+    """The masks that the two read in opposite ways: module in Flax, name, and what a 1 does there: 1 shows, −1 hides."""
+    for name in sorted(torch.keys() & flax.keys()):
+        if len(torch[name]) == len(flax[name]) == 1 and torch[name].keys() != flax[name].keys():
+            [(sign, module)] = flax[name].items()
+            yield module, name, sign

@@ -1,0 +1,95 @@
+"""What the two models say before either is run: the settings in which they differ, for every report."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import numpy as np
+
+from remat_jax.errors import RematError
+from remat_jax.parity.capture_flax import Step, trace_step
+from remat_jax.parity.case import Case, is_floating, running
+from remat_jax.parity.explain import call_of
+from remat_jax.parity.masks import flax_masks, opposed, torch_masks
+from remat_jax.parity.report import Check
+from remat_jax.parity.semantics import Difference, step_differences
+from remat_jax.parity.structure import arrays_in
+from remat_jax.porting.tensors import as_torch
+from remat_jax.porting.variables import Variables
+
+_NAMED = 4
+"""How many findings a sentence names."""
+
+
+def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[tuple[dict[str, Any], ...], Check]:
+    """The settings that differ, as plain data, and a check that says how many.
+
+    The check holds either way: whether a setting matters is for the values to say. Both models are read in the dtype of the
+    PyTorch model as it was given. Where the modules cannot be read, the check says why.
+    """
+    model = case.torch_module() if case.builds else case.torch_module
+    dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()), "float32")
+    found, unread = _precision(), ""
+    try:
+        with jax.enable_x64(dtype == "float64"):
+            _, variables = structure(dtype)
+            module = case.flax(dtype)
+            args, kwargs = case.inputs.arguments(arrays_in(case, dtype))
+            call = call_of(case, module)
+            with running("flax_module"):
+                step = trace_step(module, _cast(variables, dtype), kwargs or args, call=call, backward=False)
+            found += [*step_differences(model, step), *_masks(case, model, dtype, step)]
+    except RematError as error:
+        unread = f"the modules could not be read: {error}"
+    texts = [unread] * bool(unread) + [str(one) for one in found[:_NAMED]]
+    texts += [f"and {len(found) - _NAMED} more"] if len(found) > _NAMED else []
+    data = tuple({**asdict(one), "torch": str(one.torch), "flax": str(one.flax)} for one in found)
+    return data, Check("settings", True, "; ".join(texts) or "none differs of those that modules tell")
+
+
+def _precision() -> list[Difference]:
+    """How float32 matrices are multiplied, where the two frameworks were told different things."""
+    import torch
+
+    theirs, ours = torch.get_float32_matmul_precision(), jax.config.jax_default_matmul_precision
+    exact = theirs == "highest", ours in (None, "highest", "float32")
+    return [] if all(exact) else [Difference("", "precision of float32 products", theirs, ours or "highest")]
+
+
+def _masks(case: Case, torch_model: Any, dtype: str, step: Step) -> Iterator[Difference]:
+    """Inputs of 0 and 1 whose 1 shows a position to an attention in one framework and hides it in the other."""
+    import torch
+
+    # The step has its arguments in the order of JAX's trees, and those of the model last.
+    whole = [name for name in sorted(case.inputs.arrays, key=_order(case)) if name not in case.inputs.floating]
+    first = len(step.jaxpr.jaxpr.invars) - len(whole)
+    names = {first + place: name for place, name in enumerate(whole) if set(np.unique(case.inputs.arrays[name])) <= {0, 1}}
+    ours = flax_masks(step.jaxpr, names, step.recorder.paths) if names else {}
+    if not ours:
+        return
+    arrays = {n: as_torch(x) for n, x in arrays_in(case, dtype).items()}
+    args, kwargs = case.inputs.arguments(arrays)
+    model = copy.deepcopy(torch_model)  # a forward pass may write statistics
+    with torch.random.fork_rng(devices=[]), running("torch_module"):
+        theirs = torch_masks(lambda: case.torch_call(model, *args, **kwargs), {name: arrays[name] for name in ours})
+    words = {1: "shown", -1: "hidden"}
+    for path, name, sign in opposed(theirs, ours):
+        yield Difference(path, f"a position where {name} is 1", words[-sign], words[sign])
+
+
+def _order(case: Case) -> Callable[[str], Any]:
+    """By name for keywords, which JAX sorts, else by position."""
+    return (lambda name: name) if case.inputs.positional is None else case.inputs.positional.index
+
+
+def _cast(variables: Any, dtype: str) -> Any:
+    """The variables as shapes, floating-point ones in a dtype: what a comparison casts anyway is no finding."""
+    tree = Variables(variables)
+    shapes = {
+        path: jax.ShapeDtypeStruct(x.shape, dtype if is_floating(x.dtype) else x.dtype) for path, x in tree.leaves.items()
+    }
+    return tree.rebuild(shapes)

@@ -1,0 +1,57 @@
+"""The peak memory of PyTorch's training step, tracked on fake tensors: nothing is allocated, no accelerator is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from remat_jax.parity.torch_side import TorchSide
+
+
+def torch_peak(side: TorchSide, dtype: str, mode: str) -> tuple[int | None, str]:
+    """Bytes that PyTorch's forward and backward pass hold at their highest in a mode, and how that is known.
+
+    None, and why, where the step cannot be run on fake tensors: it asks for a value, or reads tensors that are neither
+    parameters nor buffers nor inputs.
+    """
+    import torch_ref
+
+    model, arrays = side.make(dtype), side.inputs(dtype)
+
+    def build() -> Any:
+        _empty_model(model)
+        batch = {name: _empty(tensor, name in side.case.inputs.floating) for name, tensor in arrays.items()}
+
+        def loss(*tensors: Any) -> Any:
+            return side.loss(model, dict(zip(batch, tensors, strict=True)), dtype)
+
+        return torch_ref.TrainingStep(model, loss, tuple(batch.values()))
+
+    try:
+        with side.in_mode(model, mode):
+            return torch_ref.peak_bytes(build).device_bytes, "tracked on fake tensors"
+    # What PyTorch raises where fake and real tensors meet is an AssertionError.
+    except (torch_ref.TorchRefError, RuntimeError, AssertionError) as error:
+        return None, f"not on fake tensors: {str(error).splitlines()[0][:200]}"
+
+
+def _empty_model(model: Any) -> None:
+    """Put unwritten tensors in the place of parameters and buffers, one for all that share one."""
+    import torch
+
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    empty = _empty(tensor, False)
+                    parameter = isinstance(tensor, torch.nn.Parameter)
+                    made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if parameter else empty
+                tensors[name] = made[id(tensor)]
+
+
+def _empty(tensor: Any, with_gradient: bool) -> Any:
+    import torch
+
+    return torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=with_gradient)

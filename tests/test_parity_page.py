@@ -1,0 +1,155 @@
+"""The page of a large report in a browser: it sorts, filters, is there at once, and asks nobody for anything."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from remat_jax.parity.page import page
+from remat_jax.parity.report import Check, KeptAlone, MemoryRow, ParityReport, TensorRow
+from tests.browser import Browser, Tab
+
+MODES, LAYERS = ("off", "checkpoint", "offload"), 12
+INSIDE = [f"{where}.{what}" for where in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+          for what in ("weight", "bias")]  # fmt: skip
+PARAMETERS = [
+    "wte.weight",
+    "wpe.weight",
+    *(f"h.{i}.{name}" for i in range(LAYERS) for name in INSIDE),
+    "ln_f.weight",
+    "ln_f.bias",
+]
+
+pytestmark = pytest.mark.browser
+
+
+def report() -> ParityReport:
+    """What a comparison of the size of GPT-2, 124 million parameters, gives; three of its gradients are wrong."""
+    made = random.Random(0)
+
+    def row(kind: str, name: str) -> TensorRow:
+        errors = {mode: made.uniform(1e-17, 1e-14) for mode in MODES}
+        found = TensorRow(kind, name, f"params/{name.replace('.', '/')}", (768, 2304), made.uniform(1e-6, 1e3), errors)
+        found.ratios["float32"] = {mode: made.uniform(0.1, 2) for mode in MODES}
+        return found
+
+    rows = [row("output", "logits"), row("output", "loss")]
+    rows += [row(kind, name) for kind in ("gradient", "update") for name in PARAMETERS]
+    for wrong in ("h.3.attn.c_attn.weight", "h.3.attn.c_attn.bias", "h.2.ln_2.bias"):
+        next(one for one in rows if (one.kind, one.name) == ("gradient", wrong)).fail("2.0 off in float64", "off")
+    memory = [
+        MemoryRow(
+            mode, framework, made.randrange(1 << 33), made.randrange(1 << 30), made.randrange(1 << 34), "compiled for h200"
+        )
+        for mode in MODES
+        for framework in ("PyTorch", "JAX")
+    ]
+    alone = [KeptAlone(mode, "JAX", "device", f"GPT2/layers_{i}/ln_1:sub", (8, 1024, 768), 1, 1 << 24)
+             for mode in MODES for i in range(LAYERS)]  # fmt: skip
+    found = {"torch_path": "h/3/attn", "flax_path": "h_3/attn", "error": 2.0, "reference": 1.0}
+    checks = [Check(f"planted faults in {dtype}", True, "all found") for dtype in ("float64", "float32")]
+    return ParityReport(
+        rows=tuple(rows),
+        checks=tuple(checks),
+        memory=tuple(memory),
+        torch="GPT2LMHeadModel",
+        flax="GPT2",
+        rules="wte.weight -> params/wte/embedding",
+        modes=MODES,
+        dtypes=("float64", "float32"),
+        divergences={"forward": None, "backward": found},
+        kept_alone=tuple(alone),
+    )
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return report().to_html(tmp_path_factory.mktemp("page") / "parity.html")
+
+
+@pytest.fixture
+def tab(browser: Browser, file: Path) -> Tab:
+    return browser.open(file)
+
+
+def shown(tab: Tab, column: int) -> list[str]:
+    """A column's cells, of the rows that are drawn."""
+    return tab.value(
+        "[...document.querySelectorAll('#rows tbody tr')].filter(row => row.getClientRects().length)"
+        f".map(row => row.cells[{column}].textContent)"
+    )
+
+
+def test_a_click_on_a_head_sorts_and_another_turns_the_order_round(tab: Tab) -> None:
+    norms = [f"{row.norm:.1e}" for row in sorted(report().rows, key=lambda row: row.norm or 0)]
+    assert shown(tab, 4) != norms
+    tab.click("#rows th button", nth=4)
+    assert shown(tab, 4) == norms
+    assert tab.value("document.querySelectorAll('#rows th')[4].ariaSort") == "ascending"
+    tab.click("#rows th button", nth=4)
+    assert shown(tab, 4) == norms[::-1]
+    assert tab.value("[...document.querySelectorAll('#rows th')].map(head => head.ariaSort).join()").count("none") == 7
+    tab.click("#rows th button", nth=1)  # names: the layers in the order of their numbers
+    layers = [name.split(".")[1] for name in shown(tab, 1) if name.startswith("h.")]
+    assert layers == sorted(layers, key=int) and layers[-1] == "11"
+
+
+def test_what_is_typed_chooses_the_rows(tab: Tab) -> None:
+    assert tab.value("document.querySelector('#count').textContent") == "298 of 298"
+    tab.type("#filter", "H.11.mlp")
+    assert shown(tab, 1) == [f"h.11.mlp.{name}.{what}" for name in ("c_fc", "c_proj") for what in ("weight", "bias")] * 2
+    assert tab.value("document.querySelector('#count').textContent") == "8 of 298"
+    for _ in range(len("H.11.mlp")):
+        tab.press("Backspace", 8)
+    assert len(shown(tab, 1)) == 298
+    tab.click("#failed")
+    assert sorted(shown(tab, 1)) == ["h.2.ln_2.bias", "h.3.attn.c_attn.bias", "h.3.attn.c_attn.weight"]
+
+
+def test_everything_is_reached_by_the_keyboard(tab: Tab) -> None:
+    tab.click("#filter")
+    tab.press("Tab", 9)
+    tab.press("Tab", 9)
+    assert tab.value("document.activeElement.dataset.column") == "0"
+    tab.send("Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r")
+    assert tab.value("document.querySelectorAll('#rows th')[0].ariaSort") == "ascending"
+
+
+def test_it_opens_where_it_went_wrong(tab: Tab) -> None:
+    opened = tab.value(
+        "[...document.querySelectorAll('.tree details[open] > summary')].map(one => one.textContent.split(' ')[0])"
+    )
+    assert opened == ["GPT2LMHeadModel", "h", "2", "ln_2", "3", "attn", "c_attn"]
+    assert tab.value("document.querySelectorAll('.bar').length") == 18
+
+
+def test_it_asks_nobody_and_is_there_at_once(tab: Tab, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tab.click("#rows th button")
+    tab.type("#filter", "bias")
+    assert tab.requests == [file.as_uri()] and tab.errors == []
+    with capsys.disabled():
+        print(f"\n{len(report().rows)} tensors, {file.stat().st_size >> 10} KiB: ready after {tab.ready_ms():.0f} ms")
+    assert 0 < tab.ready_ms() < 60_000  # the figure is printed; what it is depends on the machine
+
+
+def test_a_page_without_its_script_is_seen_to_be_broken(browser: Browser, tmp_path: Path) -> None:
+    broken, text = tmp_path / "broken.html", page(report())
+    assert text.count("<script>") == 1
+    broken.write_text(text.replace("<script>", "<script>undefined.broken;"), encoding="utf-8")
+    tab = browser.open(broken)
+    before = shown(tab, 4)
+    tab.click("#rows th button", nth=4)
+    tab.type("#filter", "bias")
+    assert shown(tab, 4) == before
+    assert "TypeError" in tab.errors[0]
+    broken.write_text(text.replace("<main>", "<main><img src='http://127.0.0.1:9/missing.png'>"), encoding="utf-8")
+    assert len(browser.open(broken).requests) == 2
