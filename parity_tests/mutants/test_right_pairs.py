@@ -12,7 +12,7 @@ from examples.models import linen, weights
 from examples.models import nnx as nnx_models
 from parity_tests import support as s
 from parity_tests.mutants import models as m
-from parity_tests.third_party import test_bert, test_gemma, test_gpt2
+from parity_tests.third_party import test_gemma, test_gpt2
 from remat_jax.parity.case import make_case
 from remat_jax.parity.runs import Comparison
 from remat_jax.porting import Rules
@@ -41,7 +41,6 @@ RIGHT: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "gpt2": (m.MODELS["gpt2"], "off"),
     "gpt2-scan": (lambda: m.transformer(test_gpt2.PORT, scan=True), "checkpoint"),
     "llama-train": (m.MODELS["llama"], "off"),
-    "bert": (lambda: m.transformer(test_bert.PORT), "off"),
     "gemma-scan": (lambda: m.transformer(test_gemma.PORT, scan=True), "off"),
 }
 
