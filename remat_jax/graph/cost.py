@@ -77,7 +77,7 @@ def jaxpr_cost(jaxpr: Any) -> Cost:
 
 
 # The same array seen in another way: the compiler chooses layouts, so that transposing costs nothing by itself.
-VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "bitcast_convert_type"})
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "bitcast_convert_type"})
 # Moves data and computes nothing.
 _MOVES = frozenset(
     {
@@ -110,9 +110,15 @@ _REDUCTIONS = frozenset(
 _FUSED = _MOVES | _SOURCES | _ELEMENTWISE | _REDUCTIONS
 
 
+def is_view(one: FlatEqn) -> bool:
+    """Whether an equation only looks at its operand in another way, axes of length 1 put in among them."""
+    same_size = one.primitive == "broadcast_in_dim" and one.inputs[0].size == one.outputs[0].size and not one.inputs[0].literal
+    return one.primitive in _VIEWS or same_size
+
+
 def is_pass(one: FlatEqn) -> bool:
     """Whether an equation is no more than a pass over what it reads and writes, or part of one."""
-    return one.primitive in VIEWS or one.primitive in _FUSED
+    return one.primitive in _FUSED or is_view(one)
 
 
 def flat_cost(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Cost:
@@ -185,7 +191,7 @@ def materialised(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> tuple[set
     found: set[Array] = set()
     for one in eqns:
         own = fusion_of.get(id(one))
-        if one.primitive not in VIEWS:
+        if not is_view(one):
             outside = (array for array in one.outputs if any(fusion_of.get(id(by)) != own for by in read[array]))
             found.update((array for array in one.outputs if array in kept or own is None), outside)
     return found, roots
@@ -226,7 +232,7 @@ def _fusions(eqns: Sequence[FlatEqn]) -> tuple[list[list[FlatEqn]], dict[Array, 
     for one in eqns:
         inputs = [roots.get(array, array) for array in one.inputs]
         here = max((level[array] for array in inputs), default=0)
-        if one.primitive in VIEWS:
+        if is_view(one):
             roots[one.outputs[0]] = inputs[0]
             continue
         joined = one.primitive in _FUSED
@@ -249,7 +255,7 @@ def _fusions(eqns: Sequence[FlatEqn]) -> tuple[list[list[FlatEqn]], dict[Array, 
 def _readers(eqns: Sequence[FlatEqn], roots: Mapping[Array, Array]) -> dict[Array, list[FlatEqn]]:
     found: dict[Array, list[FlatEqn]] = defaultdict(list)
     for one in eqns:
-        if one.primitive not in VIEWS:
+        if not is_view(one):
             for array in one.inputs:
                 found[roots.get(array, array)].append(one)
     return found

@@ -13,7 +13,7 @@ from remat_jax import compat
 from remat_jax.errors import PlanningError
 from remat_jax.graph import PlannedBlock, is_smooth
 from remat_jax.graph.block import decide
-from remat_jax.graph.cost import VIEWS, Cost, HasSeconds, jaxpr_cost, shares
+from remat_jax.graph.cost import Cost, HasSeconds, is_view, jaxpr_cost, shares
 from remat_jax.graph.count import eqn_flops
 from remat_jax.graph.flat import Array, Flat, FlatEqn, flatten, region
 from remat_jax.planning.blocks import Call
@@ -79,7 +79,7 @@ class Program:
         for one in self.flat.eqns:
             if all(array in fixed or array.literal for array in one.inputs):
                 fixed.update(one.outputs)
-            elif one.primitive in VIEWS and one.inputs[0] in parameters:
+            elif is_view(one) and one.inputs[0] in parameters:
                 parameters.update(one.outputs)
         fixed |= parameters
         there = (array for array, free in zip(self.flat.inputs, self.call.free, strict=True) if free)
