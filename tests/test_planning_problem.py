@@ -93,7 +93,9 @@ def program_shape(program: Any, name: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    ("make", "count"), [(lambda: mlp(), 8), (lambda: mlp(scan=True), 8), (lambda: decoder(scan=True), 20)], ids=str
+    ("make", "count"),
+    [(lambda: mlp(), 8), (lambda: mlp(scan=True), 8), (lambda: decoder(scan=True), 20)],
+    ids=["unrolled MLP", "scanned MLP", "scanned decoder"],
 )
 def test_every_policy_recomputes_what_the_model_says(make, count):
     job = make()
@@ -104,7 +106,7 @@ def test_every_policy_recomputes_what_the_model_says(make, count):
     assert len(set(told.values())) >= 2
 
 
-@pytest.mark.parametrize(("scan", "count"), [(False, 2), (True, 4)])
+@pytest.mark.parametrize(("scan", "count"), [(False, 0), (True, 2)])
 def test_every_policy_keeps_what_the_model_says(scan, count):
     job = decoder(scan=scan)
     found = describe(job, "h200")

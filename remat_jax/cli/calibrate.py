@@ -20,7 +20,7 @@ def calibrate(
         "calibrated.toml"
     ),
     name: Annotated[str, typer.Option(help="What the target is called: lower-case letters, digits, - and _.")] = "measured",
-    seconds: Annotated[float, typer.Option(help="About how long to measure; compiling comes on top.")] = 30.0,
+    seconds: Annotated[float, typer.Option(help="About how long to measure; compiling comes on top.")] = 20.0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE.toml if it is there.")] = False,
     as_json: Json = False,
 ) -> None:
