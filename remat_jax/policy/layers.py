@@ -47,7 +47,9 @@ class LayerPolicies:
 
     def __post_init__(self) -> None:
         if not isinstance(self.runs, Sequence) or isinstance(self.runs, str) or not self.runs:
-            raise PolicyError(f"LayerPolicies: runs={self.runs!r}: expected one pair (layers, policy) or more, as in {_GRAMMAR}.")
+            raise PolicyError(
+                f"LayerPolicies: runs={self.runs!r}: expected one pair (layers, policy) or more, as in {_GRAMMAR}."
+            )
         checked = [_checked_run(run) for run in self.runs]
         together = itertools.groupby(checked, key=lambda run: run[1])
         object.__setattr__(self, "runs", tuple((sum(count for count, _ in alike), policy) for policy, alike in together))
@@ -203,10 +205,13 @@ def _checked_run(run: Any) -> tuple[int, Policy]:
         raise PolicyError(f"LayerPolicies: run={run!r}: expected a pair (layers, policy), as in (8, 'full').")
     count, policy = run
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise PolicyError(f"LayerPolicies: a run of {count!r} layers: expected a whole number from 1 on; leave an empty run out.")
+        raise PolicyError(
+            f"LayerPolicies: a run of {count!r} layers: expected a whole number from 1 on; leave an empty run out."
+        )
     checked = Policy.parse(policy) if not isinstance(policy, Policy) else policy
     if _BAR.search(str(checked)):
         raise PolicyError(
-            f"LayerPolicies: the policy {str(checked)!r} has a selector that reads like the start of a run; write '?' for its bar."
+            f"LayerPolicies: the policy {str(checked)!r} has a selector that reads like the start of a run; write '?' for its "
+            "bar."
         )
     return count, checked
