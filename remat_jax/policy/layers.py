@@ -11,7 +11,6 @@ from typing import Any
 
 from remat_jax.errors import PolicyError
 from remat_jax.policy.form import Policy
-from remat_jax.policy.named import JaxPolicy, as_policy
 
 VERSION = 1
 _RUN = re.compile(r"\s*(\d+)\s*[x×]\s+(.*)", re.DOTALL)
@@ -179,25 +178,13 @@ class LayerPolicies:
         return cls.from_dict(data)
 
 
-def as_block_policy(value: Any, argument: str = "policy") -> Policy | JaxPolicy | LayerPolicies:
-    """What a policy for blocks stands for: policies by layer or their text, or what `as_policy` takes.
+def is_by_layer(value: object) -> bool:
+    """Whether ``value`` is policies by layer, or a text of theirs.
 
-    Raises:
-        PolicyError: it is neither.
-
-    >>> as_block_policy("2 x full | 1 x dots").layers, as_block_policy("dots").name
-    (3, 'dots')
+    >>> is_by_layer("8 x full"), is_by_layer("save: x")
+    (True, False)
     """
-    if isinstance(value, LayerPolicies):
-        return value
-    if isinstance(value, str) and _RUN.match(value):
-        return LayerPolicies.parse(value, argument)
-    return as_policy(value, argument)
-
-
-def is_off(policy: Any) -> bool:
-    """Whether a policy means no checkpointing at all."""
-    return isinstance(policy, Policy) and not policy.checkpoint
+    return isinstance(value, LayerPolicies) or (isinstance(value, str) and _RUN.match(value) is not None)
 
 
 def _checked_run(run: Any) -> tuple[int, Policy]:
