@@ -122,10 +122,11 @@ def test_workloads_take_policies_by_layer() -> None:
     loss, params, x = make_loss(layers=3, scanned=True)
     job = rj.Workload(loss, params, (x,), blocks=Mlp, optimizer=optax.sgd(0.1))
     text = "2 x full | 1 x dots"
-    reports = [rj.measure(job, policy) for policy in (text, rj.LayerPolicies.parse(text), {Mlp: text}, "full")]
-    assert reports[0].policy == "2 × full | 1 × dots"
-    assert reports[0].residual_device_bytes == reports[1].residual_device_bytes == reports[2].residual_device_bytes
-    assert reports[0].residual_device_bytes > reports[3].residual_device_bytes
+    report = rj.measure(job, text)
+    assert report.policy == "2 × full | 1 × dots"
+    assert rj.measure(job, rj.LayerPolicies.parse(text)) is report, "the same question"
+    tables = [rj.residuals(job, policy) for policy in ({Mlp: text}, "full")]
+    assert tables[0].device_bytes == report.residual_device_bytes > tables[1].device_bytes
     assert rj.doctor(job, text).ok
     found = rj.doctor(job, "2 x full | 1 x save: *exp*").findings
     assert [one.trap for one in found] == ["unmatched_name"]
