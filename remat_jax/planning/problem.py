@@ -101,7 +101,7 @@ def describe(
     >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
     >>> job = Workload(lambda p, x: (model.apply(p, x * p["params"]["layers_0"]["down"]["bias"])).sum(), params, (x,), Layer)
     >>> [(kind.layers, kind.residuals) for kind in describe(job, "cpu").kinds]
-    [(range(0, 2), ('layers_0:input#0', 'layers_0/up:add#0', 'layers_0:sin#0', 'layers_0:cos#0'))]
+    [(range(0, 2), ('layers_0:input#0', 'layers_0/up:add#0', 'layers_0:sin#0'))]
     """
     rates = Rates.of(target) if rates is None else rates
     found, _ = calls(workload)
