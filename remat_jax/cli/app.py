@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from remat_jax.cli.calibrate import calibrate
 from remat_jax.cli.demo import demo
 from remat_jax.cli.doctor import doctor
 from remat_jax.cli.lists import policies, targets
@@ -18,6 +19,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Every command takes --json. Exit status: 0 when it holds, 1 when a check or the compiler fails, 2 for bad usage.",
 )
+app.command()(calibrate)
 app.command()(demo)
 app.command()(doctor)
 app.command()(measure)
