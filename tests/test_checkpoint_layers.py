@@ -42,7 +42,7 @@ def gradient_of(loss: Any, policies: Any, *args: Any) -> Any:
 def test_unrolled_gradients_are_bit_equal_run_op_by_op() -> None:
     loss, params, x = make_loss(layers=4)
     expected = jax.grad(loss)(params, x)
-    for policies in (MIXED, "1 x off | 3 x full", "2 x offload_inputs | 2 x dots", "2 x dots | 2 x offload: *tanh*"):
+    for policies in (MIXED, "1 x off | 1 x offload_inputs | 2 x dots"):
         assert_bit_equal(gradient_of(loss, {Mlp: policies}, params, x), expected)
 
 
@@ -95,10 +95,9 @@ def test_one_run_is_the_same_program_as_one_policy(scanned: bool, policy: str) -
 
 
 def test_parameters_are_made_as_without_policies() -> None:
-    for scanned in (False, True):
-        model, x = Stack(Mlp, 3, scanned), values(2, 4)
-        init = rj.checkpoint_blocks(model.init, {Mlp: "1 x full | 2 x dots"})
-        assert_bit_equal(*(jax.jit(one)(jax.random.key(0), x) for one in (init, model.init)))
+    model, x = Stack(Mlp, 3, scanned=True), values(2, 4)
+    init = rj.checkpoint_blocks(model.init, {Mlp: "1 x full | 2 x dots"})
+    assert_bit_equal(*(jax.jit(one)(jax.random.key(0), x) for one in (init, model.init)))
 
 
 # --- scans ------------------------------------------------------------------------------------------------------------
@@ -159,18 +158,13 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("scanned", [False, True])
-def test_random_numbers_and_what_is_written_stay_the_same(scanned: bool) -> None:
+def test_random_numbers_and_what_is_written_stay_the_same() -> None:
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
-            if not scanned:
-                for _ in range(4):
-                    x = Noisy()(x)
-                return x
             axes, rngs = {"params": 0, "statistics": 0}, {"params": True, "dropout": True}
             scan = nn.scan(lambda block, x, _: (block(x), None), variable_axes=axes, split_rngs=rngs, length=4)
-            return scan(Noisy(), x, None)[0]
+            return scan(Noisy(), Noisy()(x), None)[0]
 
     x = values(3, 4)
     variables = Model().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
@@ -181,7 +175,7 @@ def test_random_numbers_and_what_is_written_stay_the_same(scanned: bool) -> None
         out, written = Model().apply({"params": params, "statistics": rest}, x, rngs=key, mutable=["statistics"])
         return jnp.sum(jnp.sin(out)), written
 
-    fn = rj.checkpoint_blocks(loss, {Noisy: "1 x full | 3 x save: *tanh*"})
+    fn = rj.checkpoint_blocks(loss, {Noisy: "3 x full | 2 x save: *tanh*"})
     run, plain = (jax.jit(jax.value_and_grad(one, has_aux=True))(params, x) for one in (fn, loss))
     assert_same(run, plain)
 
