@@ -12,7 +12,6 @@ from remat_jax.apply.audit import Audit
 from remat_jax.apply.marking import Mark, Marked, bind_mark
 from remat_jax.apply.overlap import run_tied, unlinked
 from remat_jax.graph import PlannedBlock, Row, plan_block
-from remat_jax.graph.once import transposed_once
 from remat_jax.policy import JaxPolicy, Policy, is_off
 
 
@@ -99,8 +98,6 @@ def bind_block(
         return run_tied(block.checkpointed(prevent_cse=not apart), block, values)
     if rows and isinstance(block.policy, Policy):
         places = tuple(rows)
-        run = block.checkpointed(prevent_cse=not apart, rows=places)
-        values = [*values, *(rows[place].stack for place in places), rows[places[0]].index]
-    else:
-        run = block.checkpointed(prevent_cse=not apart)
-    return list((transposed_once(run) if block.offloaded else run)(*values))
+        run = block.checkpointed(prevent_cse=not apart, rows=places, once=bool(block.offloaded))
+        return list(run(*values, *(rows[place].stack for place in places), rows[places[0]].index))
+    return list(block.checkpointed(prevent_cse=not apart, once=bool(block.offloaded))(*values))

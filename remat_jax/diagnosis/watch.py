@@ -19,7 +19,6 @@ from remat_jax.errors import BlockError, RematError, UnsupportedError
 from remat_jax.graph import PlannedBlock, is_smooth, plan_block
 from remat_jax.graph.count import count, eqn_flops
 from remat_jax.graph.flow import CALLS, flagged, has, inner_flags
-from remat_jax.graph.once import ONCE
 from remat_jax.graph.origins import is_on_host, origin
 from remat_jax.graph.rewrite import region_body
 from remat_jax.graph.walk import bodies, inner_jaxprs
@@ -33,7 +32,7 @@ _NO_REVERSE_MODE = (NotImplementedError, TypeError, ValueError)
 # What only shows an array from another side, or rounds it.
 _VIEWS = frozenset(
     {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "name", "reshape", "rev", "slice", "squeeze"}
-) | {"transpose", ONCE}
+) | {"transpose"}
 
 
 def is_view(eqn: Any, flags: Sequence[bool]) -> bool:

@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from remat_jax import compat
 from remat_jax.errors import UnsupportedError
 from remat_jax.graph.naming import Named, name_linearised, name_residuals
+from remat_jax.graph.once import transposed_once
 from remat_jax.graph.origins import is_on_host
 from remat_jax.graph.rows import read_row
 from remat_jax.policy import Action, Candidate, JaxPolicy, Policy
@@ -93,17 +94,19 @@ class PlannedBlock:
         residuals = jax.make_jaxpr(linear)(*self.jaxpr.in_avals).jaxpr.outvars
         return tuple(atom.aval for atom in residuals if not hasattr(atom, "val") and is_on_host(atom))
 
-    def checkpointed(self, *, prevent_cse: bool, rows: Sequence[int] = ()) -> Function:
+    def checkpointed(self, *, prevent_cse: bool, rows: Sequence[int] = (), once: bool = False) -> Function:
         """The block as a function of the jaxpr's inputs, under its policy.
 
         Args:
           rows: the inputs that are rows of stacks. The function takes the stacks and one index behind its other arguments and
             reads the rows there (`graph.rows`), again in the backward pass.
+          once: whether its gradient refuses to be differentiated in reverse mode (`graph.once`); a policy object of JAX's does
+            not.
         """
         if not isinstance(self.policy, Policy):
             assert not rows, "JAX's own policies could keep what is read"
             return _checkpoint(compat.jaxpr_function(self.jaxpr), self.policy, prevent_cse)
-        return _differentiated_by_name(self.jaxpr, self.named, self.policy, prevent_cse, rows)
+        return _differentiated_by_name(self.jaxpr, self.named, self.policy, prevent_cse, rows, once)
 
 
 def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequence[bool]) -> PlannedBlock:
@@ -186,7 +189,9 @@ def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
     return run if rows else function
 
 
-def _differentiated_by_name(jaxpr: Any, named: Named, policy: Policy, prevent_cse: bool, rows: Sequence[int] = ()) -> Function:
+def _differentiated_by_name(
+    jaxpr: Any, named: Named, policy: Policy, prevent_cse: bool, rows: Sequence[int], once: bool
+) -> Function:
     """The block with a derivative of its own: the checkpoint stands around the linearisation, where every residual has a name.
 
     `jax.checkpoint` around the block would be linearised by JAX itself, after the names were given.
@@ -205,12 +210,13 @@ def _differentiated_by_name(jaxpr: Any, named: Named, policy: Policy, prevent_cs
         if not live:
             outputs = run(*primals)
             return outputs, [zero_tangent(out) for out in outputs]
-        directions = [tangents[index] for index in live]
+        directions = [transposed_once(tangents[index]) if once else tangents[index] for index in live]
         linearised = _linearise(named, live, list(primals[:size]), directions)
         jax_policy = names_policy(*decide(linearised, policy))
         function = _reading(compat.jaxpr_function(linearised.jaxpr), size, rows)
         results = _checkpoint(function, jax_policy, prevent_cse)(*primals, *directions)
         outputs, changes = results[: len(jaxpr.out_avals)], iter(results[len(jaxpr.out_avals) :])
+        changes = map(transposed_once, changes) if once else changes
         return outputs, [next(changes) if is_smooth(out) else zero_tangent(out) for out in outputs]
 
     block.defjvp(jvp, symbolic_zeros=True)

@@ -2,57 +2,43 @@
 
 Forward over reverse works, and so does any forward mode. Reverse over reverse, and reverse over forward, end in JAX's
 transposition of a `device_put` between memories with «Expected cotangent type float32[…] but got float32<host>[…]», raised far
-from whoever can help. So what enters and leaves an offloading block passes an identity that counts its own transpositions: of a
-value once differentiated it may be transposed once, and the first transposition of one that was differentiated twice, which is
-where a second backward pass meets the block first, says what is wrong.
+from whoever can help. So the derivatives that enter and leave an offloading block pass an identity that knows how often it was
+differentiated: a first derivative may be transposed, and the transposition of a second one, which is where a second backward
+pass meets the block first, says what is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from remat_jax.errors import UnsupportedError
-from remat_jax.graph import is_smooth
 
-ONCE = "differentiated_once"
 _TWICE = 2
 
 
-def transposed_once(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """`run`, a function of flat arrays to a list of arrays, whose gradient says clearly that it has none in reverse mode.
-
-    Raises:
-      UnsupportedError: when a gradient of it is differentiated in reverse mode again.
-    """
-
-    def refusing(*values: Any) -> list[Any]:
-        return [_once(out) for out in run(*map(_once, values))]
-
-    return refusing
+def transposed_once(derivative: Any) -> Any:
+    """A tangent that enters or leaves an offloading block: in one backward pass its cotangent goes the other way."""
+    return once_p.bind(derivative, order=1)
 
 
 def transposed_no_more(derivative: Any) -> Any:
-    """A derivative through an offload, which refuses to be differentiated in reverse mode."""
-    return once_p.bind(derivative, order=_TWICE) if is_smooth(derivative) else derivative
+    """A derivative through an offload that a backward pass or forward mode results in: it is not transposed at all."""
+    return once_p.bind(derivative, order=_TWICE) if jnp.issubdtype(derivative.dtype, jnp.inexact) else derivative
 
 
-def _once(value: Any) -> Any:
-    return once_p.bind(value, order=0) if is_smooth(value) else value
-
-
-once_p = jex.Primitive(ONCE)
+once_p = jex.Primitive("differentiated_once")
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, order: int) -> tuple[Any, Any]:
-    (value,), (tangent,) = primals, tangents
+    (tangent,) = tangents
     if not isinstance(tangent, ad.Zero):
-        tangent = once_p.bind(tangent, order=min(order + 1, _TWICE))
-    # The value itself: another one would be kept for the backward pass beside it.
-    return value, tangent
+        tangent = once_p.bind(tangent, order=_TWICE)
+    return once_p.bind(*primals, order=order), tangent
 
 
 def _transpose(cotangent: Any, _: Any, *, order: int) -> list[Any]:

@@ -8,23 +8,11 @@ from typing import Any
 from remat_jax import compat
 from remat_jax.errors import UnsupportedError
 from remat_jax.graph.flow import flagged, has, inner_flags
-from remat_jax.graph.once import ONCE
 from remat_jax.graph.walk import inner_jaxprs, interpret, retrace
 
 # What only looks at an array from another side: a parameter stays a parameter through these.
 _VIEWS = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "dynamic_slice",
-        "reshape",
-        "rev",
-        "slice",
-        "squeeze",
-        "transpose",
-        ONCE,
-    }
+    {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "reshape", "rev", "slice", "squeeze", "transpose"}
 )
 
 
@@ -64,9 +52,6 @@ class _Rewriter:
             if body is not None:
                 with compat.eqn_context(eqn):
                     return self.run(body, "/".join(here) or "region", [not flag for flag in flags], inputs, looped)
-            if eqn.primitive.name == ONCE:
-                # The old policy's; a new one that offloads brings its own.
-                return inputs
             if not contains_region(eqn):
                 return None
             return compat.bind(eqn, inputs, **self._inside(eqn, flags, here, looped))
@@ -100,7 +85,7 @@ def region_body(eqn: Any) -> Any | None:
     """
     if compat.is_block(eqn):
         body = compat.closed(eqn.params["call_jaxpr"])
-        inside = [one for one in body.jaxpr.eqns if one.primitive.name != ONCE]
+        inside = body.jaxpr.eqns
         # A tied block is a block around a block.
         return region_body(inside[0]) if len(inside) == 1 and compat.is_block(inside[0]) else body
     if not compat.is_checkpoint(eqn):
