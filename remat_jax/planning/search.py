@@ -1,0 +1,298 @@
+"""The search: solve, compile, refit, until a plan fits and none better is left, within so many compilations.
+
+It knows candidates by what their blocks do and by their estimated seconds; what compiles them is given to it, so that it can be
+tested without a compiler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from remat_jax.errors import InfeasibleBudget, SolverError
+from remat_jax.planner import Block, Choice, Stack, StackPlan, solve_counts, stack_plan
+from remat_jax.planning.fitting import Choices, Seen, block_policies, fitted, predicted
+
+MOST_COMPILED = 6
+SIDE_BY_SIDE = 2
+MOST_RUNS = 3
+"""Different policies among the layers of one kind: layers that are scanned become as many scans, each compiled by itself."""
+
+_GAP, _TIME_LIMIT = 1e-3, 10.0
+_HOPE = 1.1
+"""How much over the budget a prediction may be for the step to be compiled all the same."""
+_BETTER = 1e-6
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run the step.
+
+    Attributes:
+      name: of a named policy; empty for the planner's own.
+      choices: what every single block does; `off` is taken for keeping everything.
+      seconds: over a step that keeps everything, estimated.
+      host_bytes: in host memory, estimated.
+    """
+
+    name: str
+    choices: Choices
+    seconds: float
+    host_bytes: float
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler said of a candidate. `sound` is false where it must not be run."""
+
+    device_bytes: int
+    host_bytes: int
+    sound: bool = True
+    sizes: Any = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate that was compiled, and what had been expected of it."""
+
+    candidate: Candidate
+    compiled: Compiled
+    predicted_bytes: int
+
+
+Compile = Callable[[Sequence[Candidate]], list[Compiled]]
+
+
+class Search:
+    """One search.
+
+    Args:
+      stack: the first guess of the model's blocks.
+      named: the named policies that are legal, `off` among them.
+      budget, host_budget: in bytes; the host's may be infinite.
+      compile_them: compiles candidates side by side.
+      most_compiled: how many steps may be compiled in all.
+      most_runs: see `MOST_RUNS`.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        named: Sequence[Candidate],
+        budget: float,
+        host_budget: float,
+        compile_them: Compile,
+        *,
+        most_compiled: int = MOST_COMPILED,
+        most_runs: int | None = MOST_RUNS,
+    ) -> None:
+        self.guess, self.named, self.budget, self.host_budget = stack, tuple(named), budget, host_budget
+        self._compile_them, self._most, self._most_runs = compile_them, most_compiled, most_runs
+        self.tried: list[Tried] = []
+
+    # --- what is known ------------------------------------------------------------------------------------------------
+
+    @property
+    def stack(self) -> Stack:
+        """The stack as all that was compiled shows it; `off` is another program and says nothing of it."""
+        seen = [
+            Seen(one.candidate.choices, one.compiled.device_bytes) for one in self.tried if one.candidate.name != "off"
+        ]
+        return fitted(self.guess, seen, self.budget)
+
+    @property
+    def best(self) -> Tried | None:
+        """The fastest that was compiled and fits; of equal ones that with less memory."""
+        fits = [one for one in self.tried if self._fits(one)]
+        return min(fits, key=lambda one: (one.candidate.seconds, one.compiled.device_bytes)) if fits else None
+
+    @property
+    def smallest(self) -> Tried:
+        """That which needs least, of those that may be run."""
+        sound = [one for one in self.tried if one.compiled.sound]
+        return min(sound or self.tried, key=lambda one: one.compiled.device_bytes)
+
+    def _fits(self, tried: Tried) -> bool:
+        found = tried.compiled
+        return found.sound and found.device_bytes <= self.budget and found.host_bytes <= self.host_budget
+
+    def expected(self, candidate: Candidate, stack: Stack | None = None) -> int:
+        """The device bytes of a candidate: compiled where it was, else predicted."""
+        for one in self.tried:
+            if self._same(one.candidate, candidate):
+                return one.compiled.device_bytes
+        return round(predicted(stack or self.stack, candidate.choices))
+
+    def known(self, candidate: Candidate) -> Tried | None:
+        """What the compiler said of a candidate, if it was asked."""
+        return next((one for one in self.tried if self._same(one.candidate, candidate)), None)
+
+    @staticmethod
+    def _same(one: Candidate, other: Candidate) -> bool:
+        return (one.name == "off") == (other.name == "off") and one.choices == other.choices
+
+    # --- what is done -------------------------------------------------------------------------------------------------
+
+    def run(self) -> Tried:
+        """The fastest candidate that was compiled and fits.
+
+        Raises:
+          InfeasibleBudget: none did; the message says the least that was reached.
+        """
+        while (wanted := self._wanted()) and len(self.tried) < self._most:
+            self._compile(wanted[: self._most - len(self.tried)])
+        found = self.best
+        if found is None:
+            least = self.smallest.compiled.device_bytes
+            raise InfeasibleBudget(f"nothing fits in {self.budget!r} bytes; the least reached is {least}", least)
+        return found
+
+    def probe(self) -> bool:
+        """Whether anything fits, by the leanest named policy, and by the planner's leanest where that does not."""
+        full = [one for one in self.named if one.name == "full"]
+        for candidates in (full, [self._least(self.stack)]):
+            new = [one for one in candidates if self.known(one) is None]
+            if self.best is None and new:
+                self._compile(new)
+        return self.best is not None
+
+    def _compile(self, candidates: Sequence[Candidate]) -> None:
+        stack = self.stack
+        expected = [self.expected(one, stack) for one in candidates]
+        for one, found, before in zip(candidates, self._compile_them(candidates), expected, strict=True):
+            self.tried.append(Tried(one, found, before))
+
+    def _wanted(self) -> list[Candidate]:
+        """What to compile next, side by side; empty where no better plan is to be expected."""
+        stack, best = self.stack, self.best
+        found = self._first(stack) if not self.tried else []
+        if best is not None and best.candidate.seconds <= 0:
+            return []
+        if self.tried:
+            found += self._hopeful(stack, best)
+            found += self._own(stack, best)
+            if best is None:
+                found += [self._least(stack)]
+            if best is not None and not found:
+                found = self._one_more(stack, best)
+        new: list[Candidate] = []
+        for one in found:
+            if self.known(one) is None and not any(self._same(one, other) for other in new):
+                new.append(one)
+        return new[:SIDE_BY_SIDE]
+
+    def _first(self, stack: Stack) -> list[Candidate]:
+        """Keeping everything where that may fit; else the leanest named policy, to fit by, and a first plan."""
+        off = [one for one in self.named if one.name == "off"]
+        if off and predicted(stack, off[0].choices) <= _HOPE**2 * self.budget:
+            return [*off, *self._own(stack, None)]
+        full = [one for one in self.named if one.name == "full"]
+        return [*full, *self._own(stack, None)] or [self._least(stack)]
+
+    def _hopeful(self, stack: Stack, best: Tried | None) -> list[Candidate]:
+        """Named policies that would be faster than the best, and may fit: the fastest of them."""
+        bound = best.candidate.seconds * (1 - _BETTER) if best else math.inf
+        able = [
+            one
+            for one in self.named
+            if one.seconds < bound and one.host_bytes <= self.host_budget and self.known(one) is None
+            if self.expected(one, stack) <= _HOPE * self.budget
+        ]
+        return sorted(able, key=lambda one: one.seconds)[:1]
+
+    def _own(self, stack: Stack, best: Tried | None) -> list[Candidate]:
+        """The planner's plan at the budget, and one between it and the best, should it be a little too large."""
+        bold = self._solved(stack, self.budget, best)
+        if bold is None or not self.tried:
+            return [bold] if bold else []
+        low = best.compiled.device_bytes if best else self.smallest.compiled.device_bytes
+        wary = self._solved(stack, self.budget - 0.25 * max(0.0, self.budget - low), best)
+        return [bold, wary] if wary else [bold]
+
+    def _solved(self, stack: Stack, budget: float, best: Tried | None) -> Candidate | None:
+        """The fastest within `budget` that was not compiled yet, and would be faster than the best."""
+        for _ in range(4):
+            found = self.solve(stack, budget)
+            if found is None or (best is not None and found.seconds >= best.candidate.seconds * (1 - _BETTER)):
+                return None
+            known = self.known(found)
+            if known is None:
+                return found
+            if self._fits(known):
+                return None
+            budget -= max(known.compiled.device_bytes - self.budget, 1e-3 * self.budget)
+            if budget <= 0:
+                return None
+        return None
+
+    def solve(self, stack: Stack, budget: float) -> Candidate | None:
+        """The planner's fastest within `budget`; None where nothing fits."""
+        try:
+            plan = solve_counts(
+                stack, budget, self.host_budget, most_policies=self._most_runs, gap=_GAP, time_limit=_TIME_LIMIT
+            )
+        except (InfeasibleBudget, SolverError):
+            return None
+        return own_candidate(stack, plan)
+
+    def _least(self, stack: Stack) -> Candidate:
+        """The plan that needs least."""
+        try:
+            plan = solve_counts(stack, 1.0, self.host_budget, most_policies=self._most_runs, time_limit=_TIME_LIMIT)
+        except InfeasibleBudget as error:
+            if error.least_bytes is None:
+                raise
+            allowed = error.least_bytes * (1 + 1e-6) + 1
+            plan = solve_counts(stack, allowed, self.host_budget, most_policies=self._most_runs, time_limit=_TIME_LIMIT)
+        return own_candidate(stack, plan)
+
+    def _one_more(self, stack: Stack, best: Tried) -> list[Candidate]:
+        """The best with the one residual saved as well that takes least memory of those that save time: does it still fit?"""
+        options = []
+        for changed in one_residual_more(self.guess, best.candidate.choices):
+            plan = stack_plan(self.guess, block_policies(self.guess, changed))
+            if plan.extra_seconds < best.candidate.seconds * (1 - _BETTER):
+                one = Candidate("", changed, plan.extra_seconds, plan.host_bytes)
+                options.append((predicted(stack, changed), plan.extra_seconds, one))
+        return [min(options, key=lambda one: one[:2])[2]] if options else []
+
+
+def own_candidate(stack: Stack, plan: StackPlan) -> Candidate:
+    """A plan of the planner's as a candidate, blocks of a kind that do the same brought together where that needs no more."""
+    choices = tuple(one.policy.choices for one in plan.ranges for _ in range(one.count))
+    together: list[tuple[Choice, ...]] = []
+    for block in stack.blocks:
+        of_kind = choices[len(together) : len(together) + block.repeats]
+        # The last one, nearest the loss, decides what comes last.
+        order = list(dict.fromkeys(of_kind))
+        together += sorted(of_kind, key=lambda one: (one == of_kind[-1], order.index(one)))
+    alike = tuple(together)
+    needs = stack_plan(stack, block_policies(stack, alike)) if alike != choices else None
+    if needs is not None and needs.peak_bytes <= plan.peak_bytes and needs.extra_seconds <= plan.extra_seconds:
+        return Candidate("", alike, needs.extra_seconds, needs.host_bytes)
+    return Candidate("", choices, plan.extra_seconds, plan.host_bytes)
+
+
+def one_residual_more(stack: Stack, choices: Choices) -> list[Choices]:
+    """Every way to save one residual more in a run of equal blocks that do the same."""
+    found = []
+    for start, stop, block in runs(stack, choices):
+        for index, (residual, choice) in enumerate(zip(block.residuals, choices[start], strict=True)):
+            if choice is Choice.RECOMPUTE and residual.may_save:
+                changed = (*choices[start][:index], Choice.SAVE, *choices[start][index + 1 :])
+                found.append((*choices[:start], *[changed] * (stop - start), *choices[stop:]))
+    return found
+
+
+def runs(stack: Stack, choices: Choices) -> list[tuple[int, int, Block]]:
+    """Where runs of equal blocks that do the same begin and end, in forward order, and their block."""
+    blocks = [replace(block, repeats=1) for block in stack.blocks for _ in range(block.repeats)]
+    found: list[tuple[int, int, Block]] = []
+    for index, (block, chosen) in enumerate(zip(blocks, choices, strict=True)):
+        if found and found[-1][2].name == block.name and choices[found[-1][0]] == chosen:
+            found[-1] = (found[-1][0], index + 1, block)
+        else:
+            found.append((index, index + 1, block))
+    return found
