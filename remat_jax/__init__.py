@@ -12,11 +12,12 @@ from remat_jax.apply.switch import disable_gradient_checkpointing, enable_gradie
 from remat_jax.diagnosis import doctor
 from remat_jax.errors import RematError
 from remat_jax.memory import MemoryReport, measure, residuals
-from remat_jax.policy import Policy
+from remat_jax.policy import LayerPolicies, Policy
 from remat_jax.train import accumulate_gradients, offload_optimizer
 from remat_jax.workload import Workload
 
 __all__ = [
+    "LayerPolicies",
     "MemoryReport",
     "Policy",
     "RematError",

@@ -16,7 +16,7 @@ from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.apply.nnx import known_paths
 from remat_jax.apply.switch import repeated_modules
 from remat_jax.errors import ArgumentError, UnsupportedError
-from remat_jax.policy import JaxPolicy, Policy, as_policy
+from remat_jax.policy import as_block_policy, is_off
 from remat_jax.train import OffloadedOptimizer
 from remat_jax.train.structs import result_structs, struct
 
@@ -160,11 +160,11 @@ class Workload:
     # --- what is measured ---------------------------------------------------------------------------------------------
 
     def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-        """`fn` with `policy` on every block of the workload; a mapping from block to policy goes as it is."""
+        """`fn` with `policy`, or policies by layer, on every block of the workload; a mapping from block to policy goes as it is."""
         if isinstance(policy, dict):
             return checkpoint_blocks(fn, policy)
-        checked: Policy | JaxPolicy = as_policy(policy)
-        if isinstance(checked, Policy) and not checked.checkpoint:
+        checked = as_block_policy(policy)
+        if is_off(checked):
             return fn
         return checkpoint_blocks(fn, dict.fromkeys(self.blocks, checked))
 

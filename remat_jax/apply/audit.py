@@ -24,11 +24,24 @@ class Audit:
     """A record of the blocks that were traced under each policy."""
 
     def __init__(self) -> None:
-        self._seen: dict[Policy | JaxPolicy, _Seen] = {}
+        self._seen: dict[tuple[Policy | JaxPolicy, range | None], _Seen] = {}
 
-    def saw(self, path: str, block: PlannedBlock, *, whole: bool = True) -> None:
-        """A block at `path` was traced, as it is differentiated (`whole`) or while its parameters are made."""
-        seen = self._seen.setdefault(block.policy, _Seen())
+    def saw(
+        self,
+        path: str,
+        block: PlannedBlock,
+        *,
+        whole: bool = True,
+        layers: range | None = None,
+        looped: bool | None = None,
+    ) -> None:
+        """A block at `path` was traced, as it is differentiated (`whole`) or while its parameters are made.
+
+        Args:
+          layers: the layers that the policy is for, where others have another one.
+          looped: whether the block stands in a loop, where the caller knows; None to ask JAX.
+        """
+        seen = self._seen.setdefault((block.policy, layers), _Seen())
         seen.paths.append(path)
         seen.candidates |= block.named.candidates
         seen.offloaded |= block.offloaded
@@ -44,8 +57,8 @@ class Audit:
 
     def add(self, other: Audit) -> None:
         """The blocks that `other` saw were traced too."""
-        for policy, theirs in other._seen.items():
-            seen = self._seen.setdefault(policy, _Seen())
+        for key, theirs in other._seen.items():
+            seen = self._seen.setdefault(key, _Seen())
             seen.paths += theirs.paths
             seen.candidates |= theirs.candidates
             seen.offloaded |= theirs.offloaded
@@ -64,29 +77,38 @@ class Audit:
         Raises:
           NoEffectError: naming the policy, the selector, the blocks and the residuals that there are.
         """
-        for policy, seen in self._seen.items():
+        for (policy, layers), seen in self._seen.items():
             if isinstance(policy, Policy):
-                _check_policy(policy, seen)
+                _check_policy(policy, seen, f" of {layers_text(layers)}" if layers is not None else "")
 
 
-def _check_policy(policy: Policy, seen: _Seen) -> None:
+def layers_text(layers: range) -> str:
+    """What messages call a run of layers, counted from 0.
+
+    >>> layers_text(range(8, 12)), layers_text(range(3, 4))
+    ('layers 8–11', 'layer 3')
+    """
+    return f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start}–{layers.stop - 1}"
+
+
+def _check_policy(policy: Policy, seen: _Seen, where: str) -> None:
     blocks = _some(dict.fromkeys(path or "the block" for path in seen.paths), 3)
     if policy.offloads and not seen.offloaded:
         raise NoEffectError(
-            f"policy={str(policy)!r} offloads nothing in {blocks}: no residual that an offload rule selects is an array of "
+            f"policy={str(policy)!r}{where} offloads nothing in {blocks}: no residual that an offload rule selects is an array of "
             f"rank 1 or more that an earlier rule leaves to it. There are: {_some(seen.candidates, 8)}. Select one of "
             'these, or use policy="full" if nothing is to be offloaded.'
         )
     if policy.offloads and not seen.moved:
         raise NoEffectError(
-            f"policy={str(policy)!r} offloads nothing in {blocks}: it selects {_some(sorted(seen.offloaded), 3)}, but with "
+            f"policy={str(policy)!r}{where} offloads nothing in {blocks}: it selects {_some(sorted(seen.offloaded), 3)}, but with "
             "what else it keeps, the backward pass reads none of these. Offload what is computed from them, or "
             "recompute the rest."
         )
     for selector in policy.selectors:
         if selector in (seen.unmatched or ()) and selector != "*":
             raise NoEffectError(
-                f"policy={str(policy)!r}: the selector {selector!r} matches no residual of {blocks}.{_close(selector, seen)} "
+                f"policy={str(policy)!r}{where}: the selector {selector!r} matches no residual of {blocks}.{_close(selector, seen)} "
                 f"Its residuals are: {_some(seen.candidates, 8)}. Correct the selector or leave it out."
             )
 

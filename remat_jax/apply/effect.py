@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.apply import linen, nnx, scope
+from remat_jax.apply import by_layer, linen, nnx, scope
 from remat_jax.apply.scope import Block, BlockPolicies, Record
 from remat_jax.errors import BlockError, RematError
 
@@ -24,9 +24,18 @@ _ever_reached: dict[BlockPolicies, set[Block]] = {}
 
 def run_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Record]:
     """`fn(*args, **kwargs)` with `policies` on its blocks, and what was traced meanwhile."""
-    with scope.applying(policies) as found, linen.intercepting(), nnx.intercepting(policies, (args, kwargs)):
-        outputs = fn(*args, **kwargs)
-    return outputs, found
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with linen.intercepting(), nnx.intercepting(policies, (args, kwargs)):
+            return fn(*args, **kwargs)
+
+    outer = scope.active()
+    with scope.applying(policies) as found:
+        together = policies.over(outer)
+        if not together.by_layer:
+            return run(args, kwargs), found
+        # What an enclosing call by layers has policies for is counted there.
+        own = policies if outer is not None and outer.by_layer else together
+        return by_layer.run(run, frozenset(block for block, _ in own.entries), args, kwargs, found), found
 
 
 class Effect:
@@ -49,8 +58,12 @@ class Effect:
           BlockError: a block was never called.
           NoEffectError: a selector matched nothing, or there was nothing to offload.
         """
-        _ever_reached.setdefault(self._policies, set()).update(found.reached)
         missed = scope.missed(self._policies, found)
+        if found.is_whole:
+            if missed is not None:
+                raise missed
+            return
+        _ever_reached.setdefault(self._policies, set()).update(found.reached)
         signature = _signature(args, kwargs)
         if missed is not None and signature not in self._passed:
             self._try_anew(missed, (self._policies, self._code, signature), args, kwargs)

@@ -15,8 +15,8 @@ from flax.linen.transforms import lift_direct_transform
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.marking import Marked
 from remat_jax.apply.region import run_block
-from remat_jax.apply.scope import BlockPolicies
 from remat_jax.policy import JaxPolicy, Policy
 
 # The ids of the modules whose own call is being traced under its policy already.
@@ -28,7 +28,7 @@ _globs: ContextVar[tuple[str, ...]] = ContextVar("globs", default=())
 def call(
     module: nn.Module,
     method: str,
-    policy: Policy | JaxPolicy,
+    policy: Policy | JaxPolicy | Marked,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     audit: Audit,
@@ -52,7 +52,7 @@ def call(
 
 
 def call_together(
-    modules: Sequence[nn.Module], run: Callable[..., Any], policy: Policy | JaxPolicy, x: Any, audit: Audit
+    modules: Sequence[nn.Module], run: Callable[..., Any], policy: Policy | JaxPolicy | Marked, x: Any, audit: Audit
 ) -> Any:
     """`run(modules, x)` of several bound modules as one checkpointed block."""
 
@@ -66,7 +66,7 @@ def call_together(
 def _lift(
     body: Callable[..., Any],
     module: nn.Module,
-    policy: Policy | JaxPolicy,
+    policy: Policy | JaxPolicy | Marked,
     path: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -78,7 +78,7 @@ def _lift(
     return lift_direct_transform(transform, (body,), module, *args, **kwargs)
 
 
-def _lifted(function: Callable[..., Any], policy: Policy | JaxPolicy, path: str, audit: Audit) -> Callable[..., Any]:
+def _lifted(function: Callable[..., Any], policy: Policy | JaxPolicy | Marked, path: str, audit: Audit) -> Callable[..., Any]:
     def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         def pure(groups: Any, *args: Any, **kwargs: Any) -> Any:
             lifted_scope = scope_fn(*groups)
@@ -114,8 +114,7 @@ def interceptor(next_fun: Any, args: Any, kwargs: Any, context: nn.module.Interc
     found = scope.record()
     path = "/".join(module.path)
     found.modules.setdefault(path, type(module).__name__)
-    left = tuple(entry for entry in policies.entries if entry[0] not in _globs.get())
-    entry = BlockPolicies(left).find(type(module), path)
+    entry = policies.find(type(module), path, _globs.get())
     if entry is None or is_inside(module):
         return next_fun(*args, **kwargs)
     block, policy = entry

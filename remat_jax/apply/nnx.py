@@ -17,6 +17,7 @@ from flax import nnx
 
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.marking import Marked
 from remat_jax.apply.nnx_state import Changes, Snapshot
 from remat_jax.apply.region import run_block
 from remat_jax.apply.scope import BlockPolicies
@@ -34,7 +35,7 @@ _paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B0
 
 
 def call(
-    module: nnx.Module, original: Call, policy: Policy | JaxPolicy, args: tuple[Any, ...], kwargs: dict[str, Any], audit: Audit
+    module: nnx.Module, original: Call, policy: Policy | JaxPolicy | Marked, args: tuple[Any, ...], kwargs: dict[str, Any], audit: Audit
 ) -> Any:
     """`original(module, *args, **kwargs)` as one checkpointed block.
 
@@ -45,7 +46,7 @@ def call(
 
 
 def call_together(
-    modules: Sequence[nnx.Module], run: Callable[..., Any], policy: Policy | JaxPolicy, x: Any, audit: Audit
+    modules: Sequence[nnx.Module], run: Callable[..., Any], policy: Policy | JaxPolicy | Marked, x: Any, audit: Audit
 ) -> Any:
     """`run(modules, x)` of several modules as one checkpointed block."""
     path = path_of(modules[0])
@@ -60,16 +61,16 @@ def path_of(module: nnx.Module) -> str:
 def _run_split(
     module: Any,
     original: Call,
-    policy: Policy | JaxPolicy,
+    policy: Policy | JaxPolicy | Marked,
     path: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     audit: Audit,
 ) -> Any:
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-    positions = [index for index, leaf in enumerate(leaves) if _is_node(leaf)]
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
+    positions = [index for index, leaf in enumerate(leaves) if is_node(leaf)]
     nodes = {"self": module, "arguments": {str(index): leaves[index] for index in positions}}
-    arguments = [None if _is_node(leaf) else leaf for leaf in leaves]
+    arguments = [None if is_node(leaf) else leaf for leaf in leaves]
     graphdef, state = nnx.split(nodes)
     written: list[Changes] = []
 
@@ -82,7 +83,7 @@ def _run_split(
         inner_args, inner_kwargs = jax.tree.unflatten(treedef, filled)
         with entered(inner["self"]), known_paths(inner["self"], path), named_submodules(inner["self"]):
             outputs = original(inner["self"], *inner_args, **inner_kwargs)
-        _refuse_nodes(outputs, type(module))
+        refuse_nodes(outputs, f"block {type(module).__name__}")
         changes = before.changes()
         written.append(changes)
         return outputs, changes.values
@@ -92,15 +93,17 @@ def _run_split(
     return outputs
 
 
-def _is_node(value: Any) -> bool:
+def is_node(value: Any) -> bool:
+    """Whether `value` is an NNX object, and no array or container of arrays."""
     return isinstance(value, nnx.Variable) or (not isinstance(value, dict | list | tuple) and nnx.graphlib.is_graph_node(value))
 
 
-def _refuse_nodes(outputs: Any, block: type) -> None:
-    for leaf in jax.tree.leaves(outputs, is_leaf=_is_node):
-        if _is_node(leaf):
+def refuse_nodes(outputs: Any, what: str) -> None:
+    """Raise if a function under a policy returns NNX objects; `what` is what the message calls it."""
+    for leaf in jax.tree.leaves(outputs, is_leaf=is_node):
+        if is_node(leaf):
             raise UnsupportedError(
-                f"block {block.__name__} returns an NNX object ({type(leaf).__name__}); a checkpointed block returns arrays. "
+                f"{what} returns an NNX object ({type(leaf).__name__}), and must return arrays. "
                 "Return the object's state (nnx.state), or checkpoint the modules inside this one."
             )
 
@@ -189,7 +192,7 @@ def intercepting(policies: BlockPolicies, arguments: Any) -> Iterator[None]:
     if not classes:
         yield
         return
-    roots = [leaf for leaf in jax.tree.leaves(arguments, is_leaf=_is_node) if isinstance(leaf, nnx.Module)]
+    roots = [leaf for leaf in jax.tree.leaves(arguments, is_leaf=is_node) if isinstance(leaf, nnx.Module)]
     with ExitStack() as stack:
         for root in roots:
             stack.enter_context(known_paths(root))
@@ -223,8 +226,7 @@ def _dispatching(original: Call) -> Call:
         found = scope.record()
         path = path_of(self)
         found.modules.setdefault(path, type(self).__name__)
-        left = tuple(entry for entry in policies.entries if entry[0] not in _globs.get())
-        entry = BlockPolicies(left).find(type(self), path)
+        entry = policies.find(type(self), path, _globs.get())
         if entry is None:
             return original(self, *args, **kwargs)
         block, policy = entry

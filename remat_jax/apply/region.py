@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.marking import Mark, Marked, bind_mark
 from remat_jax.apply.overlap import run_tied, unlinked
-from remat_jax.graph import PlannedBlock, plan_block
-from remat_jax.policy import JaxPolicy, Policy
+from remat_jax.graph import PlannedBlock, Row, plan_block
+from remat_jax.policy import JaxPolicy, Policy, is_off
 
 
 def run_block(
     function: Callable[..., Any],
-    policy: Policy | JaxPolicy,
+    policy: Policy | JaxPolicy | Marked,
     path: str,
     parameters: Any,
     args: Sequence[Any],
@@ -32,11 +33,12 @@ def run_block(
     `parameters` are kept in place whatever the policy says of inputs, and so are those that the function closes over.
 
     Args:
+      policy: the block's policy; under a mark the block waits for it.
       path: the block's module path, which leads the names of its residuals.
       audit: told what the policy's selectors matched.
       has_parameters: False where the parameters are still to be made, so that the backward pass reads less than it will.
     """
-    if isinstance(policy, Policy) and not policy.checkpoint:
+    if is_off(policy):
         return function(parameters, *args, **kwargs)
     leaves, treedef = jax.tree.flatten((parameters, tuple(args), kwargs))
     arrays = [index for index, leaf in enumerate(leaves) if compat.is_array(leaf)]
@@ -57,11 +59,15 @@ def run_block(
     # What the function closes over (tracers among it) must reach the block as arguments, or it could not be differentiated.
     open_jaxpr, consts = compat.hoist_consts(jaxpr)
     is_input = [False] * len(consts) + [index >= first_input for index in arrays]
-    block = plan_block(open_jaxpr, policy, path, is_input)
-    audit.saw(path, block, whole=has_parameters)
+    if isinstance(policy, Marked):
+        made = bind_mark(Mark(open_jaxpr, policy, path, tuple(is_input), has_parameters), [*consts, *values])
+    else:
+        block = plan_block(open_jaxpr, policy, path, is_input)
+        audit.saw(path, block, whole=has_parameters)
+        made = bind_block(block, [*consts, *values])
     outputs, structure = results[-1]
     computed = [index for index, out in enumerate(outputs) if out is None]
-    return jax.tree.unflatten(structure, _filled(outputs, computed, bind_block(block, [*consts, *values])))
+    return jax.tree.unflatten(structure, _filled(outputs, computed, made))
 
 
 def _filled(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -71,7 +77,9 @@ def _filled(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any])
     return filled
 
 
-def bind_block(block: PlannedBlock, values: Sequence[Any], *, looped: bool | None = None) -> list[Any]:
+def bind_block(
+    block: PlannedBlock, values: Sequence[Any], *, looped: bool | None = None, rows: Mapping[int, Row] | None = None
+) -> list[Any]:
     """Evaluate a planned block on `values`: under `jax.checkpoint`, and tied where it offloads outside every loop.
 
     Inside a loop XLA cannot merge the recomputation with the forward pass, which stands in another loop, so that nothing needs
@@ -80,11 +88,16 @@ def bind_block(block: PlannedBlock, values: Sequence[Any], *, looped: bool | Non
 
     Args:
       looped: whether the block is in a loop of the function that is differentiated, where the caller knows; None to ask JAX.
+      rows: by their place, the values that are rows of a scanned stack, all of the same index.
     """
     apart = compat.in_loop(around_gradient=False) if looped is None else looped
     looped = compat.in_loop() if looped is None else looped
     if block.offloaded and looped:
         compat.refuse_miscompiled_offload()
+    if rows and isinstance(block.policy, Policy):
+        places = tuple(rows)
+        stacks, index = [rows[place].stack for place in places], rows[places[0]].index
+        return list(block.checkpointed(prevent_cse=not apart, rows=places)(*values, *stacks, index))
     run = block.checkpointed(prevent_cse=not apart)
     if not looped:
         return run_tied(run, block, values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,8 +14,9 @@ from flax import linen, nnx
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.marking import Marked
 from remat_jax.errors import ArgumentError, BlockError, NoEffectError, RematError, nearest
-from remat_jax.policy import JaxPolicy, Policy, as_policy
+from remat_jax.policy import JaxPolicy, LayerPolicies, Policy, as_block_policy
 
 Block = type | str
 """A Linen or NNX module class, or a glob on module paths."""
@@ -30,8 +31,13 @@ class BlockPolicies:
       trial: another number is another set of policies for JAX's trace caches; 0 outside of trials.
     """
 
-    entries: tuple[tuple[Block, Policy | JaxPolicy], ...]
+    entries: tuple[tuple[Block, Policy | JaxPolicy | LayerPolicies], ...]
     trial: int = 0
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether any block has policies by layer, so that all wait for their policies until everything is traced."""
+        return any(isinstance(policy, LayerPolicies) for _, policy in self.entries)
 
     @classmethod
     def of(cls, policies: Mapping[Block, Any]) -> BlockPolicies:
@@ -46,12 +52,14 @@ class BlockPolicies:
                 f"policies={policies!r}: expected a mapping from block to policy with at least one entry, "
                 'for example {DecoderLayer: "full"}'
             )
-        return cls(tuple((_checked(block), as_policy(value)) for block, value in policies.items()))
+        return cls(tuple((_checked(block), as_block_policy(value)) for block, value in policies.items()))
 
-    def find(self, module: type, path: str) -> tuple[Block, Policy | JaxPolicy] | None:
-        """The first entry that means a module of this class at this path."""
+    def find(self, module: type, path: str, entered: Sequence[str]) -> tuple[Block, Policy | JaxPolicy | Marked] | None:
+        """The first entry that means a module of this class at this path, but for the globs that are `entered` already."""
         for block, policy in self.entries:
-            if issubclass(module, block) if isinstance(block, type) else fnmatchcase(path, block):
+            if block not in entered and (issubclass(module, block) if isinstance(block, type) else fnmatchcase(path, block)):
+                if self.by_layer or isinstance(policy, LayerPolicies):
+                    return block, Marked(block, policy)
                 return block, policy
         return None
 
@@ -79,12 +87,21 @@ def _checked(block: Any) -> Block:
 
 @dataclass
 class Record:
-    """What was traced during one call."""
+    """What was traced during one call.
+
+    Attributes:
+      audit: what the policies met.
+      reached: the blocks that were called.
+      modules: the modules that were called, by path.
+      overruled: the blocks that were called where an enclosed call has policies of its own for them.
+      is_whole: whether nothing can have been missed because a `jit` inside was traced before.
+    """
 
     audit: Audit = field(default_factory=Audit)
     reached: set[Block] = field(default_factory=set)
     modules: dict[str, str] = field(default_factory=dict)
     overruled: set[Block] = field(default_factory=set)
+    is_whole: bool = False
 
     def add(self, inner: Record, own: BlockPolicies) -> None:
         """Add what an enclosed call traced; the blocks for which that call has policies of its `own` are not this call's."""

@@ -12,7 +12,7 @@ from remat_jax.cli.workloads import load_workload
 from remat_jax.diagnosis import doctor as diagnose
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.measure import DEFAULT_TIMEOUT
-from remat_jax.policy import as_policy
+from remat_jax.policy import as_block_policy
 
 
 def doctor(
@@ -33,7 +33,7 @@ def doctor(
     """
     with answering(as_json) as answer:
         # What can be wrong in the arguments is said before the user's file runs, which may take long.
-        as_policy(policy)
+        as_block_policy(policy)
         described = target_named(target) if target is not None else None
         compat.keep_to_cpu_without_gpu()
         job = load_workload(workload)

@@ -18,7 +18,7 @@ from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport, residuals
 from remat_jax.memory.diff import compare_policies
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
-from remat_jax.policy import as_policy
+from remat_jax.policy import as_block_policy
 from remat_jax.report import format_bytes, table
 from remat_jax.report.stacked import FORMATS, module_memory_figure, save_picture
 
@@ -89,7 +89,7 @@ def _asked(policies: Sequence[str] | None, diff: tuple[str, str] | None) -> list
     """The policies to measure, those of `--diff` too, each once; checked before the user's file runs, which may take long."""
     asked: dict[Any, str] = {}
     for one in [*(policies or (() if diff else PLAIN_AND_FULL)), *(diff or ())]:
-        asked.setdefault(as_policy(one), one)
+        asked.setdefault(as_block_policy(one), one)
     return list(asked.values())
 
 

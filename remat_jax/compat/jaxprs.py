@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -76,7 +77,25 @@ def inner_context(eqn: Any) -> Iterator[None]:
 
 
 def scopes(eqn: Any) -> tuple[str, ...]:
-    """The module path of `eqn`: the named scopes of its name stack, without the transformations."""
+    """The module path of `eqn`: the named scopes of its name stack, without the transformations and without the layers."""
+    return tuple(part for part in _all_scopes(eqn) if not _LAYERS.fullmatch(part))
+
+
+def layers_scope(layers: range | None) -> contextlib.AbstractContextManager[Any]:
+    """What is traced while this holds belongs to these layers, which `layers_of` finds again; None for no layers."""
+    return contextlib.nullcontext() if layers is None else jax.named_scope(f"layers[{layers.start}:{layers.stop}]")
+
+
+def layers_of(eqn: Any) -> range | None:
+    """The layers that `eqn` was traced for, the innermost if there are several; None where nobody said."""
+    found = [match for part in _all_scopes(eqn) if (match := _LAYERS.fullmatch(part))]
+    return range(int(found[-1][1]), int(found[-1][2])) if found else None
+
+
+_LAYERS = re.compile(r"layers\[(\d+):(\d+)\]")
+
+
+def _all_scopes(eqn: Any) -> tuple[str, ...]:
     stack = eqn.source_info.name_stack.stack
     return tuple(part for scope in stack if type(scope).__name__ == "Scope" for part in scope.name.split("/") if part)
 

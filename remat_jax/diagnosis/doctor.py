@@ -15,7 +15,7 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.measure import DEFAULT_TIMEOUT
-from remat_jax.policy import Policy, as_policy
+from remat_jax.policy import LayerPolicies, Policy, as_block_policy, is_off
 from remat_jax.workload import Workload
 
 TRAPS = (
@@ -132,11 +132,13 @@ def _policies(workload: Workload, policy: Any) -> tuple[BlockPolicies | None, st
         policies = BlockPolicies.of(policy)
         named = [f"{block if isinstance(block, str) else block.__name__}: {_text(one)}" for block, one in policies.entries]
         return policies, ", ".join(named)
-    checked = as_policy(policy)
-    if isinstance(checked, Policy) and not checked.checkpoint:
+    checked = as_block_policy(policy)
+    if is_off(checked):
         return None, "off"
     return BlockPolicies.of(dict.fromkeys(workload.blocks, checked)), _text(checked)
 
 
 def _text(policy: Any) -> str:
+    if isinstance(policy, LayerPolicies):
+        return str(policy)
     return (policy.name or str(policy)) if isinstance(policy, Policy) else getattr(policy, "__name__", repr(policy))

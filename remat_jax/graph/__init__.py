@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from remat_jax.graph.block import PlannedBlock, is_live, is_smooth, plan_block, zero_tangent
+from remat_jax.graph.rows import Row
 
-__all__ = ["PlannedBlock", "is_live", "is_smooth", "plan_block", "zero_tangent"]
+__all__ = ["PlannedBlock", "Row", "is_live", "is_smooth", "plan_block", "zero_tangent"]

@@ -16,6 +16,7 @@ from remat_jax import compat
 from remat_jax.errors import UnsupportedError
 from remat_jax.graph.naming import Named, name_linearised, name_residuals
 from remat_jax.graph.origins import is_on_host
+from remat_jax.graph.rows import read_row
 from remat_jax.policy import Action, Candidate, JaxPolicy, Policy
 
 Function = Callable[..., list[Any]]
@@ -88,11 +89,17 @@ class PlannedBlock:
         residuals = jax.make_jaxpr(linear)(*self.jaxpr.in_avals).jaxpr.outvars
         return tuple(atom.aval for atom in residuals if not hasattr(atom, "val") and is_on_host(atom))
 
-    def checkpointed(self, *, prevent_cse: bool) -> Function:
-        """The block as a function of the jaxpr's inputs, under its policy."""
+    def checkpointed(self, *, prevent_cse: bool, rows: Sequence[int] = ()) -> Function:
+        """The block as a function of the jaxpr's inputs, under its policy.
+
+        Args:
+          rows: the inputs that are rows of stacks. The function takes the stacks and one index behind its other arguments and
+            reads the rows there (`graph.rows`), again in the backward pass.
+        """
         if not isinstance(self.policy, Policy):
-            return _checkpoint(self.jaxpr, self.policy, prevent_cse)
-        return _differentiated_by_name(self.jaxpr, self.named, self.policy, prevent_cse)
+            assert not rows, "JAX's own policies could keep what is read"
+            return _checkpoint(compat.jaxpr_function(self.jaxpr), self.policy, prevent_cse)
+        return _differentiated_by_name(self.jaxpr, self.named, self.policy, prevent_cse, rows)
 
 
 def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequence[bool]) -> PlannedBlock:
@@ -155,22 +162,37 @@ def names_policy(saved: frozenset[str], offloaded: frozenset[str]) -> JaxPolicy 
     return _NamesPolicy(saved, offloaded) if saved or offloaded else None
 
 
-def _checkpoint(jaxpr: Any, policy: JaxPolicy | None, prevent_cse: bool) -> Function:
+def _checkpoint(function: Function, policy: JaxPolicy | None, prevent_cse: bool) -> Function:
     def run(*args: Any) -> list[Any]:
         with compat.classic_rematerialisation():
-            return list(jax.checkpoint(compat.jaxpr_function(jaxpr), policy=policy, prevent_cse=prevent_cse)(*args))
+            return list(jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)(*args))
 
     return run
 
 
-def _differentiated_by_name(jaxpr: Any, named: Named, policy: Policy, prevent_cse: bool) -> Function:
+def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
+    """`function`, of `size` arguments and more, as one that takes the stacks and the index between these and those."""
+
+    def run(*args: Any) -> list[Any]:
+        values, (*stacks, index) = list(args[:size]), args[size : size + len(rows) + 1]
+        for place, stack in zip(rows, stacks, strict=True):
+            values[place] = read_row(values[place], stack, index)
+        return function(*values, *args[size + len(rows) + 1 :])
+
+    return run if rows else function
+
+
+def _differentiated_by_name(
+    jaxpr: Any, named: Named, policy: Policy, prevent_cse: bool, rows: Sequence[int] = ()
+) -> Function:
     """The block with a derivative of its own: the checkpoint stands around the linearisation, where every residual has a name.
 
     `jax.checkpoint` around the block would be linearised by JAX itself, after the names were given.
     """
+    size = len(jaxpr.in_avals)
 
     def run(*primals: Any) -> list[Any]:
-        return compat.jaxpr_function(jaxpr)(*primals)
+        return _reading(compat.jaxpr_function(jaxpr), size, rows)(*primals)
 
     # `replan` knows a block of ours by this name.
     run.__name__ = run.__qualname__ = compat.BLOCK_NAME
@@ -182,9 +204,10 @@ def _differentiated_by_name(jaxpr: Any, named: Named, policy: Policy, prevent_cs
             outputs = run(*primals)
             return outputs, [zero_tangent(out) for out in outputs]
         directions = [tangents[index] for index in live]
-        linearised = _linearise(named, live, list(primals), directions)
+        linearised = _linearise(named, live, list(primals[:size]), directions)
         jax_policy = names_policy(*decide(linearised, policy))
-        results = _checkpoint(linearised.jaxpr, jax_policy, prevent_cse)(*primals, *directions)
+        function = _reading(compat.jaxpr_function(linearised.jaxpr), size, rows)
+        results = _checkpoint(function, jax_policy, prevent_cse)(*primals, *directions)
         outputs, changes = results[: len(jaxpr.out_avals)], iter(results[len(jaxpr.out_avals) :])
         return outputs, [next(changes) if is_smooth(out) else zero_tangent(out) for out in outputs]
 

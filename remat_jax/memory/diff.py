@@ -15,7 +15,7 @@ from remat_jax.hardware import Target
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
 from remat_jax.memory.report import MemoryReport
 from remat_jax.memory.residuals import Residual, ResidualTable, residuals
-from remat_jax.policy import Action, Policy, as_policy
+from remat_jax.policy import Action, as_block_policy, is_off
 from remat_jax.report.stacked import merged_layers
 from remat_jax.report.tables import format_bytes, render, table
 from remat_jax.workload import Workload
@@ -201,9 +201,8 @@ def compare_policies(
 
 def _table(workload: Workload, policy: Any) -> ResidualTable:
     """The residuals under `policy`; of `off`, which has no named ones, those of `everything`."""
-    checked = as_policy(policy) if not isinstance(policy, dict) else policy
-    plain = isinstance(checked, Policy) and not checked.checkpoint
-    return residuals(workload, "everything" if plain else policy)
+    checked = as_block_policy(policy) if not isinstance(policy, dict) else policy
+    return residuals(workload, "everything" if is_off(checked) else policy)
 
 
 def _moves(before: ResidualTable, after: ResidualTable) -> tuple[Move, ...]:

@@ -19,7 +19,7 @@ from remat_jax.memory.attached import measured_peak
 from remat_jax.memory.compiler import Sizes, compile_programs, export_step
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, residuals
-from remat_jax.policy import Action, Policy, Rule, as_policy
+from remat_jax.policy import Action, LayerPolicies, Policy, Rule, as_block_policy
 from remat_jax.workload import Workload
 
 DEFAULT_TIMEOUT = 300.0
@@ -36,7 +36,7 @@ def measure(workload: Workload, policy: Any, target: str | Target = "cpu", timeo
     `measured_peak_bytes` is what that took.
 
     Args:
-      policy: a policy, its name or text, a policy object of JAX's, or a mapping from block to policy.
+      policy: a policy, its name or text, a policy object of JAX's, policies by layer, or a mapping from block to any of these.
       target: the name of a target (`"cpu"`, `"h200"`, `"attached"`) or a `Target`.
       timeout: seconds that compiling may take, and as many that each run may take.
 
@@ -88,8 +88,8 @@ _known: weakref.WeakKeyDictionary[Workload, dict[Any, MemoryReport]] = weakref.W
 
 def _hashable(policy: Any) -> Any:
     if isinstance(policy, dict):
-        return tuple((block, as_policy(one)) for block, one in policy.items())
-    return as_policy(policy)
+        return tuple((block, as_block_policy(one)) for block, one in policy.items())
+    return as_block_policy(policy)
 
 
 def _measured(
@@ -127,10 +127,10 @@ class _Asked:
     @classmethod
     def of(cls, workload: Workload, policy: Any) -> _Asked:
         if not isinstance(policy, dict):
-            checked = as_policy(policy)
+            checked = as_block_policy(policy)
             table = residuals(workload, checked) if workload.has_loss else None
             return cls(checked, _saving(checked) if _offloads(checked) else None, table)
-        entries = tuple((block, as_policy(one)) for block, one in policy.items())
+        entries = tuple((block, as_block_policy(one)) for block, one in policy.items())
         table = residuals(workload, dict(entries)) if workload.has_loss else None
         saving = tuple((block, _saving(one) if _offloads(one) else one) for block, one in entries)
         return cls(entries, saving if saving != entries else None, table)
@@ -148,11 +148,13 @@ def _keys(policies: Sequence[Any]) -> dict[Any, str]:
 
 
 def _offloads(policy: Any) -> bool:
-    return isinstance(policy, Policy) and policy.offloads
+    return isinstance(policy, Policy | LayerPolicies) and policy.offloads
 
 
-def _saving(policy: Any) -> Policy:
+def _saving(policy: Any) -> Policy | LayerPolicies:
     """`policy` with its offloaded residuals saved; an offloaded input is kept, as `recompute` keeps it."""
+    if isinstance(policy, LayerPolicies):
+        return policy.map(lambda one: _saving(one) if one.offloads else one)  # type: ignore[arg-type,return-value]
     rules: list[Rule] = []
     for rule in policy.rules:
         if rule.action is not Action.OFFLOAD:
@@ -167,6 +169,8 @@ def _saving(policy: Any) -> Policy:
 def _text(policy: Any) -> str:
     if isinstance(policy, tuple):
         return ", ".join(f"{getattr(block, '__name__', block)}: {_text(one)}" for block, one in policy)
+    if isinstance(policy, LayerPolicies):
+        return str(policy)
     if isinstance(policy, Policy):
         return policy.name or str(policy)
     return getattr(policy, "__name__", repr(policy))

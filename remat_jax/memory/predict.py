@@ -20,7 +20,7 @@ from remat_jax.hardware import target as target_named
 from remat_jax.memory.compiler import Sizes, compile_programs
 from remat_jax.memory.exporting import export_step
 from remat_jax.memory.residuals import Residual, ResidualTable, residuals
-from remat_jax.policy import Action, Policy
+from remat_jax.policy import Action, LayerPolicies, Policy
 from remat_jax.workload import Workload
 
 NAMED = ("full", "everything", "dots")
@@ -211,7 +211,7 @@ def _calibration(workload: Workload, calibration: Sequence[Any] | int, seed: int
             f"{', '.join(NAMED)}"
         )
     for policy in calibration:
-        if not isinstance(policy, str | Policy):
+        if not isinstance(policy, str | Policy | LayerPolicies):
             raise PolicyError(f"calibration holds {policy!r}: expected policies, their names or texts")
     return list(dict.fromkeys(calibration))
 

@@ -12,7 +12,7 @@ import jax
 from remat_jax import compat
 from remat_jax.errors import UnsupportedError
 from remat_jax.graph.origins import Origin, is_on_host, origin
-from remat_jax.policy import Action, Policy, as_policy
+from remat_jax.policy import Action, Policy, as_block_policy, is_off
 from remat_jax.report.tables import format_bytes, render, table
 from remat_jax.workload import Workload
 
@@ -127,7 +127,7 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
 
     Args:
       workload: with a loss; a finished step has taken its gradient already.
-      policy: a policy, its name or text, `"off"` included.
+      policy: a policy, its name or text, `"off"` included; policies by layer; a mapping from block to any of these.
 
     Raises:
       UnsupportedError: the workload was made by `Workload.from_step`.
@@ -141,14 +141,14 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
     >>> residuals(job, "offload: @inputs").host_bytes  # the inputs of both layers
     128
     """
-    checked = as_policy(policy) if not isinstance(policy, dict) else None
+    checked = as_block_policy(policy) if not isinstance(policy, dict) else None
     if not workload.has_loss:
         raise UnsupportedError(
             f"workload={workload.name!r} was made from a finished step, which takes its gradient inside: what it keeps between "
             "the passes cannot be read from outside. Make a Workload of the loss instead."
         )
     rows, aliases = _kept(workload, policy)
-    if not (isinstance(checked, Policy) and not checked.checkpoint):
+    if not is_off(checked):
         kept = {row.name for row in rows} | aliases
         everything = dict.fromkeys(workload.blocks, _EVERY_NAME) if checked is not None else _all_of(policy)
         named, _ = _kept(workload, everything, only_named=True)

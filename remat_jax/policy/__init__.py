@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from remat_jax.policy.form import Policy
+from remat_jax.policy.layers import LayerPolicies, as_block_policy, is_off
 from remat_jax.policy.named import NAMED, JaxPolicy, as_policy
 from remat_jax.policy.rule import Action, Candidate, Rule
 from remat_jax.policy.text import ALIASES
 
-__all__ = ["ALIASES", "NAMED", "Action", "Candidate", "JaxPolicy", "Policy", "Rule", "as_policy"]
+__all__ = [
+    "ALIASES",
+    "NAMED",
+    "Action",
+    "Candidate",
+    "JaxPolicy",
+    "LayerPolicies",
+    "Policy",
+    "Rule",
+    "as_block_policy",
+    "as_policy",
+    "is_off",
+]

@@ -1,0 +1,129 @@
+"""Marks: blocks found while a function is traced whose policy is set afterwards, when it is known which layer each of them is.
+
+A block under a scan is traced once for all layers, and a `jit` that was traced before is not traced again, so that where the
+policy depends on the layer it cannot be set where a block is called. There the call becomes one equation with the block's
+jaxpr in it, which `layered` replaces in the traced function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+from jax.interpreters import ad, batching, mlir
+
+from remat_jax import compat
+from remat_jax.errors import UnsupportedError
+from remat_jax.policy import JaxPolicy, LayerPolicies, Policy
+
+
+@dataclass(frozen=True)
+class Marked:
+    """What stands for the policy of a block while a function is traced: a mark is made.
+
+    Attributes:
+      block: the module class or glob that the policy was given for.
+      policy: policies by layer, or the same policy for every layer.
+    """
+
+    block: type | str
+    policy: Policy | JaxPolicy | LayerPolicies
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A `vmap` around a block: which operands it maps over, on their leading axis, and the name of its axis."""
+
+    in_axes: tuple[int | None, ...]
+    size: int
+    name: Any
+    spmd_name: Any
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A block that waits for its policy.
+
+    Attributes:
+      jaxpr: the block as a closed jaxpr, as it was called.
+      marked: for what it was found, and the policy.
+      path: its module path.
+      inputs: for each input of `jaxpr`, whether `@inputs` means it.
+      made: whether its parameters are there, and not still to be made.
+      batches: the `vmap`s around it, the innermost first.
+    """
+
+    jaxpr: Any
+    marked: Marked
+    path: str
+    inputs: tuple[bool, ...]
+    made: bool
+    batches: tuple[Batch, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((id(self.jaxpr), self.marked, self.path))
+
+
+# `jaxpr` is the block under its `vmap`s, plainly evaluated.
+mark_p = jex.Primitive("remat_jax_mark")
+mark_p.multiple_results = True
+
+
+def bind_mark(mark: Mark, values: Sequence[Any]) -> list[Any]:
+    """The outputs of a block that waits for its policy."""
+    return list(mark_p.bind(*values, jaxpr=mark.jaxpr, mark=mark))
+
+
+def mark_of(eqn: Any) -> Mark | None:
+    """The mark that an equation is, or None."""
+    return eqn.params["mark"] if eqn.primitive is mark_p else None
+
+
+def vmapped(function: Any, batch: Batch, size: int) -> Any:
+    """`function` under the `vmap` of a block; of operands behind the first `size` nothing is mapped."""
+
+    def run(*operands: Any) -> list[Any]:
+        in_axes = batch.in_axes + (None,) * (len(operands) - size)
+        mapped = jax.vmap(
+            function, in_axes=in_axes, axis_size=batch.size, axis_name=batch.name, spmd_axis_name=batch.spmd_name
+        )
+        return list(mapped(*operands))
+
+    return run
+
+
+def _evaluate(*values: Any, jaxpr: Any, mark: Mark) -> list[Any]:
+    return list(compat.jaxpr_function(jaxpr)(*values))
+
+
+def _abstract(*_: Any, jaxpr: Any, mark: Mark) -> tuple[list[Any], Any]:
+    return list(jaxpr.out_avals), jaxpr.effects
+
+
+def _batch(axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, mark: Mark) -> tuple[list[Any], list[int]]:
+    moved = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
+    batch = Batch(tuple(None if dim is None else 0 for dim in axes), axis.size, axis.name, axis.spmd_name)
+    batched = jax.make_jaxpr(vmapped(compat.jaxpr_function(jaxpr), batch, len(moved)))(*moved)
+    whole = Mark(mark.jaxpr, mark.marked, mark.path, mark.inputs, mark.made, (*mark.batches, batch))
+    outputs = mark_p.bind(*moved, jaxpr=batched, mark=whole)
+    return list(outputs), [0] * len(outputs)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, mark: Mark) -> Any:
+    block = mark.marked.block if isinstance(mark.marked.block, str) else mark.marked.block.__name__
+    raise UnsupportedError(
+        f"block={block}: policies by layer are set on the whole function, which takes the gradient of this block inside. Give "
+        "checkpoint_blocks the loss function, and take the gradient of what it returns."
+    )
+
+
+mark_p.def_impl(_evaluate)
+mark_p.to_lojax = _evaluate
+mark_p.def_effectful_abstract_eval(_abstract)
+mlir.register_lowering(mark_p, mlir.lower_fun(_evaluate, multiple_results=True))
+ad.primitive_jvps[mark_p] = _jvp
+batching.fancy_primitive_batchers[mark_p] = _batch
