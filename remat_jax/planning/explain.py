@@ -21,7 +21,7 @@ def plan_table(plan: Plan) -> Any:
     rows = [
         (
             part.where,
-            *(format_bytes(part.bytes_of(action)) for action in ("save", "offload", "recompute")),
+            *(format_bytes(size) for size in (part.saved_bytes, part.offloaded_bytes, part.recomputed_bytes)),
             format_seconds(part.layers * part.recompute_seconds),
             format_seconds(part.layers * part.copy_seconds),
             _what(part),
@@ -84,7 +84,7 @@ def next_gib(plan: Plan) -> str:
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
     """Rows as people want to read them: what is kept, then what is not, the largest first."""
-    order = ("save", "offload", "recompute", "unused")
+    order = ("save", "offload", "recompute")
     return sorted(rows, key=lambda row: (order.index(row.action), -row.bytes, row.residual))
 
 
@@ -118,8 +118,6 @@ def _what(part: Part) -> str:
 
 
 def _why(row: Row, part: Part) -> str:
-    if row.action == "unused":
-        return "nothing that is computed in the backward pass reads it"
     price = "it cannot be computed again" if row.seconds is None else f"computing it again takes {_price(row)}"
     if row.action == "offload":
         compute = format_seconds(part.forward_seconds)

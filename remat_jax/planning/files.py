@@ -23,7 +23,7 @@ VERSION = 1
 MOST_BYTES = 64 * 2**20
 """A file of more is none of ours."""
 
-_ACTIONS = ("save", "offload", "recompute", "unused")
+_ACTIONS = ("save", "offload", "recompute")
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -246,7 +246,7 @@ _SAID = ("version", "texts", "best_named")
 _ROW = {"residual": _text, "action": _action, "bytes": _count, "seconds": _or_none(_seconds)}
 _PART = {
     **dict.fromkeys(("block", "policy"), _text),
-    **dict.fromkeys(("first", "layers"), _count),
+    **dict.fromkeys(("first", "layers", "saved_bytes", "offloaded_bytes", "recomputed_bytes"), _count),
     "rows": _list,
     **dict.fromkeys(("forward_seconds", "backward_seconds", "recompute_seconds", "copy_seconds"), _seconds),
 }

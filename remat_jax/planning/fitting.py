@@ -7,17 +7,26 @@ The fit is then shifted so that it is exact at the compiled step that lies neare
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import lsq_linear
 
-from remat_jax.planner import BlockPolicy, Choice, Stack
-from remat_jax.planner.policies import peak_bytes
+from remat_jax.planner import Block, Stack
 
-Choices = tuple[tuple[Choice, ...], ...]
-"""Of every single block in forward order, what it does with its residuals."""
+
+@dataclass(frozen=True)
+class Load:
+    """What one block does to memory: bytes that it saves, computes again, and offloads."""
+
+    saved: int
+    again: int
+    away: int
+
+
+Loads = tuple[Load, ...]
+"""Of every single block, in forward order."""
 
 _PRIOR = 0.1
 """The weight of the first guess of the shares beside one compiled step."""
@@ -28,19 +37,26 @@ _MOST_RECOMPUTED, _MOST_FETCHED = 2.0, 4.0
 class Seen:
     """A step that was compiled: what its blocks do, and its device bytes."""
 
-    choices: Choices
+    loads: Loads
     device_bytes: int
 
 
-def predicted(stack: Stack, choices: Choices) -> float:
+def predicted(stack: Stack, loads: Loads) -> float:
     """The device bytes that a stack expects of such blocks."""
-    return peak_bytes(stack, block_policies(stack, choices))
+    return stack.fixed_bytes + max(kept + again + away for kept, again, away, _ in _needs(stack, loads))
 
 
-def block_policies(stack: Stack, choices: Choices) -> list[BlockPolicy]:
-    """What every single block of a stack does."""
-    able = [replace(block, repeats=1) for block in stack.blocks for _ in range(block.repeats)]
-    return [BlockPolicy(block, chosen) for block, chosen in zip(able, choices, strict=True)]
+def _needs(stack: Stack, loads: Loads) -> Iterator[tuple[float, float, float, Load]]:
+    """At each block: what is kept up to it with its working set, its shares of what it recomputes and fetches, its load."""
+    kept = 0.0
+    for block, load in zip(singles(stack), loads, strict=True):
+        kept += block.input_bytes + load.saved
+        yield kept + block.working_bytes, block.recomputed_share * load.again, block.fetched_share * load.away, load
+
+
+def singles(stack: Stack) -> list[Block]:
+    """Every single block of a stack."""
+    return [replace(block, repeats=1) for block in stack.blocks for _ in range(block.repeats)]
 
 
 def fitted(stack: Stack, seen: Sequence[Seen], budget: float) -> Stack:
@@ -48,10 +64,10 @@ def fitted(stack: Stack, seen: Sequence[Seen], budget: float) -> Stack:
 
     >>> from remat_jax.planner import Block, Residual
     >>> stack = Stack((Block("layer", (Residual("x", 8.0, 0.1),), 1.0, 2.0, repeats=3),))
-    >>> save, again = (Choice.SAVE,), (Choice.RECOMPUTE,)
-    >>> found = fitted(stack, [Seen((save,) * 3, 124), Seen((again,) * 3, 104)], 110.0)
-    >>> predicted(found, (again,) * 3), round(predicted(found, (save,) * 3))
-    (104.0, 124)
+    >>> save, again = (Load(8, 0, 0),) * 3, (Load(0, 8, 0),) * 3
+    >>> found = fitted(stack, [Seen(save, 124), Seen(again, 104)], 110.0)
+    >>> round(predicted(found, again)), round(predicted(found, save))
+    (104, 124)
     """
     if not seen:
         return stack
@@ -59,13 +75,13 @@ def fitted(stack: Stack, seen: Sequence[Seen], budget: float) -> Stack:
     for _ in range(2):  # where the peak lies depends on the shares
         found = _shares(stack, found, seen)
     nearest = min(seen, key=lambda one: abs(one.device_bytes - budget))
-    return _shifted(found, nearest.device_bytes - predicted(found, nearest.choices))
+    return _shifted(found, nearest.device_bytes - predicted(found, nearest.loads))
 
 
 def _shares(stack: Stack, before: Stack, seen: Sequence[Seen]) -> Stack:
     rows, values = [], []
     for one in seen:
-        kept, again, away = _at_the_peak(before, one.choices)
+        kept, again, away = _at_the_peak(before, one.loads)
         rows.append((1.0, again, away))
         values.append(one.device_bytes - kept)
     scale = np.maximum(np.abs(np.asarray(rows)).max(axis=0), 1.0)
@@ -82,17 +98,10 @@ def _shares(stack: Stack, before: Stack, seen: Sequence[Seen]) -> Stack:
     return replace(stack, blocks=blocks, fixed_bytes=max(0.0, float(fixed)))
 
 
-def _at_the_peak(stack: Stack, choices: Choices) -> tuple[float, float, float]:
+def _at_the_peak(stack: Stack, loads: Loads) -> tuple[float, int, int]:
     """Where such blocks need most: what is kept with the working set, what is recomputed there, and what was offloaded."""
-    kept, most, found = 0.0, -1.0, (0.0, 0.0, 0.0)
-    for policy in block_policies(stack, choices):
-        kept += policy.saved_bytes
-        if kept + policy.transient_bytes > most:
-            most = kept + policy.transient_bytes
-            pairs = list(zip(policy.block.residuals, policy.choices, strict=True))
-            again = sum(one.bytes for one, choice in pairs if choice is Choice.RECOMPUTE)
-            found = kept + policy.block.working_bytes, again, policy.host_bytes
-    return found
+    kept, _, _, load = max(_needs(stack, loads), key=lambda one: sum(one[:3]))
+    return kept, load.again, load.away
 
 
 def _shifted(stack: Stack, by: float) -> Stack:

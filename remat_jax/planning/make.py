@@ -25,8 +25,8 @@ from remat_jax.planning.outcome import outcome
 from remat_jax.planning.plan import Plan
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import Described, describe
-from remat_jax.planning.search import MOST_COMPILED, Candidate, Compiled, Search
-from remat_jax.planning.translate import choices_of, policies_of
+from remat_jax.planning.search import MOST_COMPILED, Candidate, Choices, Compiled, Search
+from remat_jax.planning.translate import named_candidate, own_candidate, policies_of
 from remat_jax.policy import NAMED
 from remat_jax.workload import Workload
 
@@ -148,7 +148,7 @@ class _Making:
         self.described = self._described()
         named, self.remarks = self._named()
         host = math.inf if self.host_budget is None else float(self.host_budget)
-        self.search = Search(self.described.stack, named, float(self.budget), host, self._compile)
+        self.search = Search(self.described.stack, named, float(self.budget), host, self._own, self._compile)
 
     def leanest(self) -> tuple[int, InfeasibleBudget | None]:
         fits = self.search.probe()
@@ -172,7 +172,7 @@ class _Making:
             target=self.target.name,
             budget=self.budget,
             host_budget=self.host_budget,
-            notes=tuple(dict.fromkeys((*self.notes, *found.pop("notes")))),
+            notes=tuple(dict.fromkeys(self.notes)),
             model=Model.of(self.workload),
             jax_version=jax.__version__,
             **found,
@@ -202,10 +202,13 @@ class _Making:
         able, remarks = [], []
         for name in NAMED:
             try:
-                able.append(choices_of(self.described, self.workload, name))
+                able.append(named_candidate(self.described, self.workload, name))
             except (PolicyError, UnsupportedError) as error:
                 remarks.append(Point(name, None, 0, None, False, remark=_first_sentence(error)))
         return able, remarks
+
+    def _own(self, choices: Choices) -> Candidate:
+        return own_candidate(self.described, choices)
 
     # --- compiling ----------------------------------------------------------------------------------------------------
 

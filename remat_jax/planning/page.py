@@ -70,11 +70,12 @@ def _point(point: Point) -> dict[str, Any]:
 
 
 def _part(part: Part) -> dict[str, Any]:
+    sizes = {"save": part.saved_bytes, "offload": part.offloaded_bytes, "recompute": part.recomputed_bytes}
     return {
         "where": part.where,
         "policy": part.policy,
         "costs": format_seconds(part.layers * (part.recompute_seconds + part.copy_seconds)),
-        "bytes": {action: part.bytes_of(action) for action in ("save", "offload", "recompute")},
-        "texts": {action: format_bytes(part.bytes_of(action)) for action in ("save", "offload", "recompute")},
+        "bytes": sizes,
+        "texts": {action: format_bytes(size) for action, size in sizes.items()},
         "rows": [[row.residual, row.action, format_bytes(row.bytes), format_seconds(row.seconds)] for row in ranked(part.rows)],
     }

@@ -12,7 +12,7 @@ class Row:
 
     Attributes:
       residual: its name.
-      action: `save`, `offload`, `recompute`, or `unused` where it is neither kept nor made again.
+      action: `save`, `offload` or `recompute`.
       bytes: of one layer.
       seconds: what computing it again takes in one layer, its parents being there; None where that is impossible.
     """
@@ -31,7 +31,8 @@ class Part:
       block: the block, as reports call it.
       first, layers: the position of the first of them among the calls of the block, in forward order, and how many there are.
       policy: the text of what each of them does.
-      rows: its residuals.
+      saved_bytes, offloaded_bytes, recomputed_bytes: of all these layers together.
+      rows: the residuals of one layer.
       forward_seconds, backward_seconds: the compute of one layer that keeps everything.
       recompute_seconds, copy_seconds: what one layer takes more: computing again, and copies that its compute does not hide.
     """
@@ -40,21 +41,20 @@ class Part:
     first: int
     layers: int
     policy: str
+    saved_bytes: int
+    offloaded_bytes: int
+    recomputed_bytes: int
     rows: tuple[Row, ...]
     forward_seconds: float
     backward_seconds: float
     recompute_seconds: float
     copy_seconds: float
 
-    def bytes_of(self, action: str) -> int:
-        """The bytes of all its layers together that `action` holds for."""
-        return self.layers * sum(row.bytes for row in self.rows if row.action == action)
-
     @property
     def where(self) -> str:
         """The block and its layers.
 
-        >>> Part("Layer", 8, 4, "full", (), 0.0, 0.0, 0.0, 0.0).where
+        >>> Part("Layer", 8, 4, "full", 0, 0, 0, (), 0.0, 0.0, 0.0, 0.0).where
         'Layer 8–11'
         """
         last = self.first + self.layers - 1

@@ -12,8 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remat_jax.errors import InfeasibleBudget, SolverError
-from remat_jax.planner import Block, Choice, Stack, StackPlan, solve_counts, stack_plan
-from remat_jax.planning.fitting import Choices, Seen, block_policies, fitted, predicted
+from remat_jax.planner import BlockPolicy, Choice, Stack, StackPlan, cheapest_policy, solve_counts, stack_plan
+from remat_jax.planner.block import Prices
+from remat_jax.planning.fitting import Loads, Seen, fitted, predicted, singles
+
+Choices = tuple[tuple[Choice, ...], ...]
+"""Of every single block in forward order, what it does with its residuals."""
 
 MOST_COMPILED = 6
 SIDE_BY_SIDE = 2
@@ -23,7 +27,8 @@ MOST_RUNS = 3
 _GAP, _TIME_LIMIT = 1e-3, 10.0
 _HOPE = 1.1
 """How much over the budget a prediction may be for the step to be compiled all the same."""
-_BETTER = 1e-6
+_WORTH = 1e-3
+"""The share of a step by which a plan must be faster for its compilation to be worth while."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +37,25 @@ class Candidate:
 
     Attributes:
       name: of a named policy; empty for the planner's own.
-      choices: what every single block does; `off` is taken for keeping everything.
+      loads: what every single block does to memory; `off` is taken for keeping everything.
       seconds: over a step that keeps everything, estimated.
-      host_bytes: in host memory, estimated.
+      choices: what every single block does with its residuals; None for a named policy.
     """
 
     name: str
-    choices: Choices
+    loads: Loads
     seconds: float
-    host_bytes: float
+    choices: Choices | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """In host memory, estimated."""
+        return sum(load.away for load in self.loads)
+
+    def is_same(self, other: Candidate) -> bool:
+        """Whether the two are one and the same program, as far as can be told."""
+        alike = (self.name == "off") == (other.name == "off") and self.loads == other.loads
+        return alike and math.isclose(self.seconds, other.seconds, rel_tol=1e-9, abs_tol=1e-15)
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,7 @@ class Tried:
 
 
 Compile = Callable[[Sequence[Candidate]], list[Compiled]]
+Own = Callable[[Choices], Candidate]
 
 
 class Search:
@@ -72,6 +88,7 @@ class Search:
       stack: the first guess of the model's blocks.
       named: the named policies that are legal, `off` among them.
       budget, host_budget: in bytes; the host's may be infinite.
+      own: makes a candidate of choices, with its price.
       compile_them: compiles candidates side by side.
       most_compiled: how many steps may be compiled in all.
       most_runs: see `MOST_RUNS`.
@@ -83,14 +100,16 @@ class Search:
         named: Sequence[Candidate],
         budget: float,
         host_budget: float,
+        own: Own,
         compile_them: Compile,
         *,
         most_compiled: int = MOST_COMPILED,
         most_runs: int | None = MOST_RUNS,
     ) -> None:
         self.guess, self.named, self.budget, self.host_budget = stack, tuple(named), budget, host_budget
-        self._compile_them, self._most, self._most_runs = compile_them, most_compiled, most_runs
+        self.own, self._compile_them, self._most, self._most_runs = own, compile_them, most_compiled, most_runs
         self.tried: list[Tried] = []
+        self._worth = _WORTH * stack.base_seconds
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
@@ -98,7 +117,7 @@ class Search:
     def stack(self) -> Stack:
         """The stack as all that was compiled shows it; `off` is another program and says nothing of it."""
         seen = [
-            Seen(one.candidate.choices, one.compiled.device_bytes) for one in self.tried if one.candidate.name != "off"
+            Seen(one.candidate.loads, one.compiled.device_bytes) for one in self.tried if one.candidate.name != "off"
         ]
         return fitted(self.guess, seen, self.budget)
 
@@ -121,17 +140,13 @@ class Search:
     def expected(self, candidate: Candidate, stack: Stack | None = None) -> int:
         """The device bytes of a candidate: compiled where it was, else predicted."""
         for one in self.tried:
-            if self._same(one.candidate, candidate):
+            if one.candidate.is_same(candidate):
                 return one.compiled.device_bytes
-        return round(predicted(stack or self.stack, candidate.choices))
+        return round(predicted(stack or self.stack, candidate.loads))
 
     def known(self, candidate: Candidate) -> Tried | None:
         """What the compiler said of a candidate, if it was asked."""
-        return next((one for one in self.tried if self._same(one.candidate, candidate)), None)
-
-    @staticmethod
-    def _same(one: Candidate, other: Candidate) -> bool:
-        return (one.name == "off") == (other.name == "off") and one.choices == other.choices
+        return next((one for one in self.tried if one.candidate.is_same(candidate)), None)
 
     # --- what is done -------------------------------------------------------------------------------------------------
 
@@ -179,25 +194,25 @@ class Search:
                 found = self._one_more(stack, best)
         new: list[Candidate] = []
         for one in found:
-            if self.known(one) is None and not any(self._same(one, other) for other in new):
+            if self.known(one) is None and not any(one.is_same(other) for other in new):
                 new.append(one)
         return new[:SIDE_BY_SIDE]
 
     def _first(self, stack: Stack) -> list[Candidate]:
         """Keeping everything where that may fit; else the leanest named policy, to fit by, and a first plan."""
         off = [one for one in self.named if one.name == "off"]
-        if off and predicted(stack, off[0].choices) <= _HOPE**2 * self.budget:
+        if off and predicted(stack, off[0].loads) <= _HOPE**2 * self.budget:
             return [*off, *self._own(stack, None)]
         full = [one for one in self.named if one.name == "full"]
         return [*full, *self._own(stack, None)] or [self._least(stack)]
 
     def _hopeful(self, stack: Stack, best: Tried | None) -> list[Candidate]:
         """Named policies that would be faster than the best, and may fit: the fastest of them."""
-        bound = best.candidate.seconds * (1 - _BETTER) if best else math.inf
+        bound = best.candidate.seconds if best else math.inf
         able = [
             one
             for one in self.named
-            if one.seconds < bound and one.host_bytes <= self.host_budget and self.known(one) is None
+            if one.seconds < bound and not math.isclose(one.seconds, bound) and one.host_bytes <= self.host_budget and self.known(one) is None
             if self.expected(one, stack) <= _HOPE * self.budget
         ]
         return sorted(able, key=lambda one: one.seconds)[:1]
@@ -215,7 +230,7 @@ class Search:
         """The fastest within `budget` that was not compiled yet, and would be faster than the best."""
         for _ in range(4):
             found = self.solve(stack, budget)
-            if found is None or (best is not None and found.seconds >= best.candidate.seconds * (1 - _BETTER)):
+            if found is None or (best is not None and found.seconds > best.candidate.seconds - self._worth):
                 return None
             known = self.known(found)
             if known is None:
@@ -229,70 +244,99 @@ class Search:
 
     def solve(self, stack: Stack, budget: float) -> Candidate | None:
         """The planner's fastest within `budget`; None where nothing fits."""
+        least = self._least(stack)
+        if predicted(stack, least.loads) > budget:
+            return None
         try:
             plan = solve_counts(
                 stack, budget, self.host_budget, most_policies=self._most_runs, gap=_GAP, time_limit=_TIME_LIMIT
             )
         except (InfeasibleBudget, SolverError):
-            return None
-        return own_candidate(stack, plan)
+            return least
+        return self.own(together(stack, plan))
+
+    def frontier(self, stack: Stack, points: int) -> list[Candidate]:
+        """The planner's plans at so many budgets, from the least to that of keeping everything."""
+        least = self._least(stack)
+        low = predicted(stack, least.loads)
+        high = max([low, *(predicted(stack, one.loads) for one in self.named if one.name in ("off", "everything"))])
+        budgets = [low + (high - low) * step / points for step in range(1, points + 1)]
+        return [least, *filter(None, (self.solve(stack, budget) for budget in budgets))]
 
     def _least(self, stack: Stack) -> Candidate:
-        """The plan that needs least."""
-        try:
-            plan = solve_counts(stack, 1.0, self.host_budget, most_policies=self._most_runs, time_limit=_TIME_LIMIT)
-        except InfeasibleBudget as error:
-            if error.least_bytes is None:
-                raise
-            allowed = error.least_bytes * (1 + 1e-6) + 1
-            plan = solve_counts(stack, allowed, self.host_budget, most_policies=self._most_runs, time_limit=_TIME_LIMIT)
-        return own_candidate(stack, plan)
+        """The plan in which each kind of block keeps least, counting what is there while it runs."""
+        choices: list[tuple[Choice, ...]] = []
+        for block in stack.blocks:
+            prices = Prices(saved=float(block.repeats), transient=1.0)
+            able = block if stack.link is not None and self.host_budget == math.inf else block.without_offload()
+            choices += [cheapest_policy(replace(able, repeats=1), stack.link, prices).choices] * block.repeats
+        if not stack.offload_last:
+            last = stack.positions()[-1]
+            choices[-1] = cheapest_policy(last, stack.link, Prices(saved=1.0, transient=1.0)).choices
+        return self.own(tuple(choices))
 
     def _one_more(self, stack: Stack, best: Tried) -> list[Candidate]:
-        """The best with the one residual saved as well that takes least memory of those that save time: does it still fit?"""
-        options = []
-        for changed in one_residual_more(self.guess, best.candidate.choices):
-            plan = stack_plan(self.guess, block_policies(self.guess, changed))
-            if plan.extra_seconds < best.candidate.seconds * (1 - _BETTER):
-                one = Candidate("", changed, plan.extra_seconds, plan.host_bytes)
-                options.append((predicted(stack, changed), plan.extra_seconds, one))
-        return [min(options, key=lambda one: one[:2])[2]] if options else []
+        """The best with what still seems to fit saved as well, the best bargain first; at least with one residual more.
+
+        That one takes least memory of those that save time: if it does not fit, none of them does.
+        """
+        if best.candidate.choices is None:
+            return []
+        choices, found = best.candidate.choices, best.candidate
+        while True:
+            options = [self.own(one) for one in one_residual_more(self.guess, choices)]
+            faster = [one for one in options if one.seconds < found.seconds]
+            able = [one for one in faster if predicted(stack, one.loads) <= self.budget]
+            if not able:
+                break
+            found = min(able, key=lambda one: one.seconds)
+            assert found.choices is not None, "it was made of choices"
+            choices = found.choices
+        if found is best.candidate:
+            return sorted(faster, key=lambda one: predicted(stack, one.loads))[:1]
+        return [found]
 
 
-def own_candidate(stack: Stack, plan: StackPlan) -> Candidate:
-    """A plan of the planner's as a candidate, blocks of a kind that do the same brought together where that needs no more."""
+def together(stack: Stack, plan: StackPlan) -> Choices:
+    """What the blocks of a plan do, those of a kind that do the same brought together where that needs no more."""
     choices = tuple(one.policy.choices for one in plan.ranges for _ in range(one.count))
-    together: list[tuple[Choice, ...]] = []
+    alike: list[tuple[Choice, ...]] = []
     for block in stack.blocks:
-        of_kind = choices[len(together) : len(together) + block.repeats]
+        of_kind = choices[len(alike) : len(alike) + block.repeats]
         # The last one, nearest the loss, decides what comes last.
         order = list(dict.fromkeys(of_kind))
-        together += sorted(of_kind, key=lambda one: (one == of_kind[-1], order.index(one)))
-    alike = tuple(together)
-    needs = stack_plan(stack, block_policies(stack, alike)) if alike != choices else None
-    if needs is not None and needs.peak_bytes <= plan.peak_bytes and needs.extra_seconds <= plan.extra_seconds:
-        return Candidate("", alike, needs.extra_seconds, needs.host_bytes)
-    return Candidate("", choices, plan.extra_seconds, plan.host_bytes)
+        alike += sorted(of_kind, key=lambda one: (one == of_kind[-1], order.index(one)))
+    if tuple(alike) == choices:
+        return choices
+    changed = stack_plan(stack, block_policies(stack, tuple(alike)))
+    good = changed.peak_bytes <= plan.peak_bytes and changed.extra_seconds <= plan.extra_seconds
+    return tuple(alike) if good else choices
+
+
+def block_policies(stack: Stack, choices: Choices) -> list[BlockPolicy]:
+    """What every single block of a stack does."""
+    return [BlockPolicy(block, chosen) for block, chosen in zip(singles(stack), choices, strict=True)]
 
 
 def one_residual_more(stack: Stack, choices: Choices) -> list[Choices]:
     """Every way to save one residual more in a run of equal blocks that do the same."""
     found = []
-    for start, stop, block in runs(stack, choices):
-        for index, (residual, choice) in enumerate(zip(block.residuals, choices[start], strict=True)):
-            if choice is Choice.RECOMPUTE and residual.may_save:
+    blocks = singles(stack)
+    for start, stop in runs(stack, choices):
+        for index, (residual, choice) in enumerate(zip(blocks[start].residuals, choices[start], strict=True)):
+            if choice in (Choice.RECOMPUTE, Choice.UNUSED) and residual.may_save:
                 changed = (*choices[start][:index], Choice.SAVE, *choices[start][index + 1 :])
                 found.append((*choices[:start], *[changed] * (stop - start), *choices[stop:]))
     return found
 
 
-def runs(stack: Stack, choices: Choices) -> list[tuple[int, int, Block]]:
-    """Where runs of equal blocks that do the same begin and end, in forward order, and their block."""
-    blocks = [replace(block, repeats=1) for block in stack.blocks for _ in range(block.repeats)]
-    found: list[tuple[int, int, Block]] = []
-    for index, (block, chosen) in enumerate(zip(blocks, choices, strict=True)):
-        if found and found[-1][2].name == block.name and choices[found[-1][0]] == chosen:
-            found[-1] = (found[-1][0], index + 1, block)
+def runs(stack: Stack, what: Sequence[Any]) -> list[tuple[int, int]]:
+    """Where runs of equal blocks that do the same begin and end, in forward order."""
+    found: list[tuple[int, int]] = []
+    blocks = singles(stack)
+    for index, (block, chosen) in enumerate(zip(blocks, what, strict=True)):
+        if found and blocks[found[-1][0]].name == block.name and what[found[-1][0]] == chosen:
+            found[-1] = (found[-1][0], index + 1)
         else:
-            found.append((index, index + 1, block))
+            found.append((index, index + 1))
     return found

@@ -1,35 +1,77 @@
-"""Between the planner's choices and policies."""
+"""Between the planner's choices, named policies, and the policies that are applied."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from remat_jax.errors import PlanningError
-from remat_jax.planner import BlockPolicy
-from remat_jax.planning.fitting import block_policies
+from remat_jax.memory.residuals import residuals
+from remat_jax.planner import Block, BlockPolicy, Choice
+from remat_jax.planning.fitting import Load
 from remat_jax.planning.model import block_name
-from remat_jax.planning.problem import Described, Kind, plan_of, policy_of
-from remat_jax.planning.search import Candidate
+from remat_jax.planning.point import Row
+from remat_jax.planning.problem import Described, Kind, extra_seconds, policy_of
+from remat_jax.planning.search import Candidate, Choices, block_policies
 from remat_jax.policy import LayerPolicies, Policy
 from remat_jax.workload import Workload
 
 Policies = dict[type | str, Any]
 
 
-def policies_of(described: Described, candidate: Candidate) -> Policies:
-    """Block → policy, or a policy for each layer where they differ.
+def own_candidate(described: Described, choices: Choices) -> Candidate:
+    """What a solver chose, priced like any policy."""
+    chosen = block_policies(described.stack, choices)
+    loads = tuple(
+        Load(round(one.saved_bytes - one.block.input_bytes), round(_bytes(one, Choice.RECOMPUTE)), round(one.host_bytes))
+        for one in chosen
+    )
+    return Candidate("", loads, priced(described, _of_choices(described, choices)), choices)
+
+
+def named_candidate(described: Described, workload: Workload, name: str) -> Candidate:
+    """A named policy; `off` as one that keeps everything.
 
     Raises:
-      PlanningError: the layers of a block are not those that its kinds have.
+      PolicyError: the policy has no effect on this workload.
     """
-    keys = dict.fromkeys(kind.block for kind in described.kinds)
-    if candidate.name == "off":
-        return {key: Policy.parse("off") for key in keys}
-    layers: dict[Any, dict[int, Policy]] = {key: {} for key in keys}
-    chosen = iter(block_policies(described.stack, candidate.choices))
+    if name != "off":
+        residuals(workload, name)
+    meant = Policy.parse("everything" if name == "off" else name)
+    loads = []
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
+        price = kind.program.price(meant, described.rates)
+        again = max(0, round(sum(one.bytes for one in block.residuals if one.needed)) - price.saved_bytes - price.host_bytes)
+        loads += [Load(price.saved_bytes, again, price.host_bytes)] * block.repeats
+    return Candidate(name, tuple(loads), extra_seconds(described, meant))
+
+
+def priced(described: Described, policies: Mapping[type | str, Any]) -> float:
+    """The seconds that policies cost over keeping everything."""
+    listed = {
+        key: [policy[layer] for layer in range(policy.layers)] if isinstance(policy, LayerPolicies) else policy
+        for key, policy in policies.items()
+    }
+    return extra_seconds(described, listed)
+
+
+def policies_of(described: Described, candidate: Candidate) -> Policies:
+    """Block → policy, or a policy for each layer where they differ."""
+    if candidate.choices is None:
+        return dict.fromkeys((kind.block for kind in described.kinds), Policy.parse(candidate.name))
+    return _of_choices(described, candidate.choices)
+
+
+def _of_choices(described: Described, choices: Choices) -> Policies:
+    layers: dict[Any, dict[int, Policy]] = {kind.block: {} for kind in described.kinds}
+    chosen = iter(block_policies(described.stack, choices))
+    for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
+        known: dict[Any, Policy] = {}
         for position in kind.layers[: block.repeats]:
-            layers[kind.block][position] = policy_of(kind, next(chosen))
+            one = next(chosen)
+            if one.choices not in known:
+                known[one.choices] = policy_of(kind, one)
+            layers[kind.block][position] = known[one.choices]
     return {key: _one_or_many(key, found) for key, found in layers.items()}
 
 
@@ -41,23 +83,50 @@ def _one_or_many(key: type | str, layers: dict[int, Policy]) -> Any:
     return LayerPolicies.of([layers[position] for position in range(len(layers))])
 
 
-def choices_of(described: Described, workload: Workload, policy: str) -> Candidate:
-    """A named policy as a candidate; `off` as one that keeps everything.
-
-    Raises:
-      PolicyError: the policy has no effect on this workload.
-    """
-    found = plan_of(described, workload, "everything" if policy == "off" else policy)
-    choices = tuple(one.policy.choices for one in found.ranges for _ in range(one.count))
-    return Candidate(policy, choices, found.extra_seconds, found.host_bytes)
-
-
-def policy_text(kind: Kind, policy: BlockPolicy) -> str:
-    """The text of what a block does, by its name where it has one."""
-    found = policy_of(kind, policy)
+def text_of(kind: Kind, block: Block, candidate: Candidate, at: int) -> str:
+    """What the block at a position does, as text."""
+    if candidate.choices is None:
+        return candidate.name
+    found = policy_of(kind, BlockPolicy(block, candidate.choices[at]))
     return found.name or str(found)
+
+
+def rows_of(kind: Kind, block: Block, candidate: Candidate, at: int) -> tuple[Row, ...]:
+    """What the block at a position does with its residuals; those that are neither kept nor made again are left out."""
+    if candidate.choices is not None:
+        actions = [choice.value for choice in candidate.choices[at]]
+    else:
+        actions = _actions(kind, block, candidate.name)
+    return tuple(
+        Row(_short(kind, one.name), action, round(one.bytes), one.seconds)
+        for one, action in zip(block.residuals, actions, strict=True)
+        if action != Choice.UNUSED.value
+    )
+
+
+def _actions(kind: Kind, block: Block, name: str) -> list[str]:
+    saved, away = kind.program.names(Policy.parse("everything" if name == "off" else name))
+    found = []
+    for one, members in zip(block.residuals, kind.members, strict=True):
+        if away.intersection(members):
+            found.append("offload")
+        elif saved.intersection(members) or one.seconds is None:
+            found.append("save")
+        else:
+            found.append("recompute" if one.needed else "unused")
+    return found
+
+
+def _short(kind: Kind, name: str) -> str:
+    """A residual's name without the path of its block, which is another one in each layer."""
+    return name.removeprefix(kind.paths[0]).lstrip("/:") or name
 
 
 def name_of(kind: Kind) -> str:
     """What reports call the block of a kind."""
     return block_name(kind.block)
+
+
+def _bytes(policy: BlockPolicy, wanted: Choice) -> float:
+    pairs = zip(policy.block.residuals, policy.choices, strict=True)
+    return sum(one.bytes for one, choice in pairs if choice is wanted)
