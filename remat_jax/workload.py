@@ -160,7 +160,7 @@ class Workload:
     # --- what is measured ---------------------------------------------------------------------------------------------
 
     def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-        """`fn` with `policy`, or policies by layer, on every block of the workload; a mapping from block to policy goes as it is."""
+        """`fn` with `policy` (or one for each layer) on every block of the workload; a mapping from blocks goes as it is."""
         if isinstance(policy, dict):
             return checkpoint_blocks(fn, policy)
         checked = as_block_policy(policy)

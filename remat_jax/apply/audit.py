@@ -95,21 +95,22 @@ def _check_policy(policy: Policy, seen: _Seen, where: str) -> None:
     blocks = _some(dict.fromkeys(path or "the block" for path in seen.paths), 3)
     if policy.offloads and not seen.offloaded:
         raise NoEffectError(
-            f"policy={str(policy)!r}{where} offloads nothing in {blocks}: no residual that an offload rule selects is an array of "
-            f"rank 1 or more that an earlier rule leaves to it. There are: {_some(seen.candidates, 8)}. Select one of "
+            f"policy={str(policy)!r}{where} offloads nothing in {blocks}: no residual that an offload rule selects is an array "
+            f"of rank 1 or more that an earlier rule leaves to it. There are: {_some(seen.candidates, 8)}. Select one of "
             'these, or use policy="full" if nothing is to be offloaded.'
         )
     if policy.offloads and not seen.moved:
         raise NoEffectError(
-            f"policy={str(policy)!r}{where} offloads nothing in {blocks}: it selects {_some(sorted(seen.offloaded), 3)}, but with "
-            "what else it keeps, the backward pass reads none of these. Offload what is computed from them, or "
+            f"policy={str(policy)!r}{where} offloads nothing in {blocks}: it selects {_some(sorted(seen.offloaded), 3)}, but "
+            "with what else it keeps, the backward pass reads none of these. Offload what is computed from them, or "
             "recompute the rest."
         )
     for selector in policy.selectors:
         if selector in (seen.unmatched or ()) and selector != "*":
             raise NoEffectError(
-                f"policy={str(policy)!r}{where}: the selector {selector!r} matches no residual of {blocks}.{_close(selector, seen)} "
-                f"Its residuals are: {_some(seen.candidates, 8)}. Correct the selector or leave it out."
+                f"policy={str(policy)!r}{where}: the selector {selector!r} matches no residual of {blocks}."
+                f"{_close(selector, seen)} Its residuals are: {_some(seen.candidates, 8)}. Correct the selector or leave "
+                "it out."
             )
 
 

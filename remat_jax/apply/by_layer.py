@@ -1,4 +1,4 @@
-"""A call under policies by layer: the function is traced with marks in place of its blocks, and evaluated with their policies."""
+"""A call under policies by layer: the function is traced with marks in place of its blocks, then evaluated with policies."""
 
 from __future__ import annotations
 

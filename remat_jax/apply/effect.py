@@ -24,6 +24,7 @@ _ever_reached: dict[BlockPolicies, set[Block]] = {}
 
 def run_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Record]:
     """`fn(*args, **kwargs)` with `policies` on its blocks, and what was traced meanwhile."""
+
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with linen.intercepting(), nnx.intercepting(policies, (args, kwargs)):
             return fn(*args, **kwargs)

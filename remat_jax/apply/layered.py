@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
@@ -23,11 +24,12 @@ from remat_jax.apply.overlap import unlinked
 from remat_jax.apply.region import bind_block
 from remat_jax.errors import BlockError, UnsupportedError
 from remat_jax.graph import Row, plan_block
-from remat_jax.graph.walk import bodies, inner_jaxprs, interpret, retrace
-from remat_jax.policy import LayerPolicies, is_off
+from remat_jax.graph.walk import bodies, equations, inner_jaxprs, interpret, retrace
+from remat_jax.policy import LayerPolicies, Policy, is_off
 
 Block = type | str
 Positions = dict[Block, int]
+Group = tuple[int, int, Positions]
 
 # JAX differentiates these by rules of their own: what stands inside is never reached.
 _OPAQUE = ("custom_jvp_call", "custom_vjp_call")
@@ -40,6 +42,9 @@ def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: A
       BlockError: there are not as many blocks as layers.
       UnsupportedError: blocks that would need different policies stand in a `while` loop or in nested scans.
     """
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name == "while":
+            _refuse_while(eqn, blocks)
     counts = _count(jaxpr, blocks)
     for marked in {mark.marked for mark in _marks(jaxpr) if mark.marked.block in blocks}:
         if isinstance(marked.policy, LayerPolicies) and marked.policy.layers != counts[marked.block]:
@@ -100,7 +105,14 @@ class _Resolver:
         self.blocks, self.audit = blocks, audit
 
     def run(
-        self, jaxpr: Any, args: Sequence[Any], at: Positions, *, looped: bool, rows: Mapping[int, Row] | None = None
+        self,
+        jaxpr: Any,
+        args: Sequence[Any],
+        at: Positions,
+        *,
+        looped: bool,
+        rows: Mapping[int, Row] | None = None,
+        spans: Mapping[Block, range] | None = None,
     ) -> list[Any]:
         """Evaluate `jaxpr`, whose first blocks have the positions `at`.
 
@@ -108,39 +120,48 @@ class _Resolver:
           at: by block, the position of the next one; moved on.
           looped: whether this is in a loop.
           rows: by the id of a value, the stack that it is a row of.
+          spans: in a scan, by block, the layers of all its rounds.
         """
 
         def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
             mark = mark_of(eqn)
             if mark is not None and mark.marked.block in self.blocks:
                 with compat.eqn_context(eqn):
-                    return self._block(mark, inputs, at, looped, rows or {})
+                    return self._block(mark, inputs, at, looped, rows or {}, spans or {})
             count = _count_in(eqn, self.blocks)
             if not count:
                 return None
             if eqn.primitive.name == "scan":
                 return self._scan(eqn, inputs, at, count)
-            return self._other(eqn, inputs, at, count, looped)
+            return self._other(eqn, inputs, at, count, looped, spans)
 
         return interpret(jaxpr, args, visit)
 
-    def _block(self, mark: Mark, inputs: list[Any], at: Positions, looped: bool, rows: Mapping[int, Row]) -> list[Any]:
-        layers, policy = None, mark.marked.policy
+    def _block(
+        self,
+        mark: Mark,
+        inputs: list[Any],
+        at: Positions,
+        looped: bool,
+        rows: Mapping[int, Row],
+        spans: Mapping[Block, range],
+    ) -> list[Any]:
+        policy, place, run, span = mark.marked.policy, at[mark.marked.block], None, None
         if isinstance(policy, LayerPolicies):
-            several = len(policy.runs) > 1
-            layers, policy = policy.run_of(at[mark.marked.block])
-            layers = layers if several else None
+            if len(policy.runs) > 1:
+                run, span = policy.run_of(place)[0], spans.get(mark.marked.block, range(place, place + 1))
+            policy = policy[place]
         at[mark.marked.block] += 1
         body = mark.jaxpr
         if _count(body, self.blocks):
             with unlinked():
-                body = retrace(body, lambda *args: self.run(mark.jaxpr, args, at, looped=looped))
+                body = retrace(body, lambda *args: self.run(mark.jaxpr, args, at, looped=looped, spans=spans))
         if is_off(policy):
             return _batched(compat.jaxpr_function(body), mark, inputs)
         assert not isinstance(policy, LayerPolicies)
         block = plan_block(body, policy, mark.path, mark.inputs)
-        with compat.layers_scope(layers):
-            self.audit.saw(mark.path, block, whole=mark.made, layers=layers, looped=looped)
+        self.audit.saw(mark.path, block, whole=mark.made, layers=run, looped=looped)
+        with compat.layers_scope(span):
             loop = True if looped else None
             found = {place: rows[id(value)] for place, value in enumerate(inputs) if id(value) in rows}
             if not mark.batches:
@@ -151,8 +172,10 @@ class _Resolver:
         body, rounds = compat.closed(eqn.params["jaxpr"]), eqn.params["length"]
         groups = self._groups(body, at, rounds)
         if len(groups) <= 1:
+            spans = {block: range(at[block], at[block] + number) for block, number in count.items()}
+
             def plain(*args: Any) -> list[Any]:
-                return self.run(body, args, dict(at), looped=True)
+                return self.run(body, args, dict(at), looped=True, spans=spans)
 
             outputs = compat.bind(eqn, inputs, jaxpr=compat.like(retrace(body, plain), eqn.params["jaxpr"]))
         else:
@@ -162,7 +185,7 @@ class _Resolver:
         _move(at, count)
         return outputs
 
-    def _groups(self, body: Any, at: Positions, rounds: int) -> list[tuple[int, int, Positions]]:
+    def _groups(self, body: Any, at: Positions, rounds: int) -> list[Group]:
         """Consecutive rounds under the same policies: the first, the one after the last, and the positions of the first."""
         each = _count(body, self.blocks)
         policies = {mark.marked.block: mark.marked.policy for mark in _marks(body)}
@@ -187,41 +210,77 @@ class _Resolver:
             if found is not None:
                 raise UnsupportedError(
                     f"block={name_of(found)}: it is called in a scan inside a scan, where layers cannot have policies of their "
-                    "own. Give all its layers the same policy, or use one scan over all layers (in place of nn.remat_scan, nn.scan)."
+                    "own. Give all its layers the same policy, or use one scan over all layers, such as nn.scan for "
+                    "nn.remat_scan."
                 )
 
-    def _segments(self, eqn: Any, body: Any, inputs: list[Any], groups: list[tuple[int, int, Positions]]) -> list[Any]:
+    def _segments(self, eqn: Any, body: Any, inputs: list[Any], groups: list[Group]) -> list[Any]:
         consts, carried = compat.scan_layout(eqn)
         fixed, carry, stacks = inputs[:consts], inputs[consts : consts + carried], inputs[consts + carried :]
-        rounds, reverse = eqn.params["length"], eqn.params["reverse"]
-        whole = [jax.lax.stop_gradient(stack) if can_be_read(stack) else None for stack in stacks]
+        rounds, reverse, each = eqn.params["length"], eqn.params["reverse"], _count(body, self.blocks)
+        only_in_blocks = self._only_in_blocks(body)[consts + carried :]
+        whole = [jax.lax.stop_gradient(stack) if yes else None for stack, yes in zip(stacks, only_in_blocks, strict=True)]
         results = []
         for first, end, at in groups:
             low, high = (rounds - end, rounds - first) if reverse else (first, end)
+            spans = {block: range(at[block], at[block] + number * (end - first)) for block, number in each.items()}
+            read = whole if self._keeps_no_rows(body, at) else [None] * len(whole)
 
-            def step(carry: list[Any], row: Any, at: Positions = at) -> tuple[list[Any], list[Any]]:
+            def step(
+                carry: list[Any], row: Any, at: Any = at, spans: Any = spans, read: Any = read
+            ) -> tuple[list[Any], list[Any]]:
                 index, slices = row
-                rows = {id(one): Row(stack, index) for one, stack in zip(slices, whole, strict=True) if stack is not None}
-                outputs = self.run(body, [*fixed, *carry, *slices], dict(at), looped=True, rows=rows)
+                rows = {id(one): Row(stack, index) for one, stack in zip(slices, read, strict=True) if stack is not None}
+                outputs = self.run(body, [*fixed, *carry, *slices], dict(at), looped=True, rows=rows, spans=spans)
                 return outputs[:carried], outputs[carried:]
 
-            slices = [jax.lax.slice_in_dim(stack, low, high) for stack in stacks]
-            carry, out = jax.lax.scan(
-                step,
-                carry,
-                (jnp.arange(low, high, dtype=jnp.int32), slices),
-                length=high - low,
-                reverse=reverse,
-                unroll=min(eqn.params["unroll"], high - low),
-            )
+            slices = []
+            for stack, unread in zip(stacks, read, strict=True):
+                with compat.layers_scope(next(iter(spans.values())) if unread is not None else None):
+                    slices.append(jax.lax.slice_in_dim(stack, low, high))
+            with compat.layers_scope(next(iter(spans.values()))):
+                carry, out = jax.lax.scan(
+                    step,
+                    carry,
+                    (np.arange(low, high, dtype=np.int32), slices),
+                    length=high - low,
+                    reverse=reverse,
+                    unroll=min(eqn.params["unroll"], high - low),
+                )
             results.append(out)
         ordered = results[::-1] if reverse else results
         return [*carry, *(jax.lax.concatenate(parts, 0) for parts in zip(*ordered, strict=True))]
 
-    def _other(self, eqn: Any, inputs: list[Any], at: Positions, count: Counter[Block], looped: bool) -> list[Any]:
+    def _only_in_blocks(self, body: Any) -> list[bool]:
+        """For each input of a scan's body, whether it is read by blocks and nothing else, and can be read again anywhere."""
+        read = {atom for atom in body.jaxpr.outvars if not hasattr(atom, "val")}
+        in_blocks: set[Any] = set()
+        for eqn in body.jaxpr.eqns:
+            mark = mark_of(eqn)
+            ours = mark is not None and mark.marked.block in self.blocks and not mark.batches
+            (in_blocks if ours else read).update(atom for atom in eqn.invars if not hasattr(atom, "val"))
+        return [var in in_blocks - read and bool(jnp.issubdtype(var.aval.dtype, jnp.number)) for var in body.jaxpr.invars]
+
+    def _keeps_no_rows(self, body: Any, at: Positions) -> bool:
+        """Whether the blocks of a round have policies under which a row that is read again is never kept."""
+        places = Counter(at)
+        for marked in (mark.marked for mark in _marks(body) if mark.marked.block in self.blocks):
+            policy = marked.policy[places[marked.block]] if isinstance(marked.policy, LayerPolicies) else marked.policy
+            places[marked.block] += 1
+            if not isinstance(policy, Policy) or is_off(policy):
+                return False
+        return True
+
+    def _other(
+        self,
+        eqn: Any,
+        inputs: list[Any],
+        at: Positions,
+        count: Counter[Block],
+        looped: bool,
+        spans: Mapping[Block, range] | None,
+    ) -> list[Any]:
         """An equation with blocks inside: a call, a branch, a loop of unknown length, a block of somebody else's."""
-        if eqn.primitive.name == "while":
-            self._refuse_while(eqn)
         looped = looped or eqn.primitive.name == "while"
         changed = {}
         for key, value in inner_jaxprs(eqn).items():
@@ -230,25 +289,20 @@ class _Resolver:
             for one in value if many else (value,):
                 inner, start = compat.closed(one), dict(at)
                 with compat.inner_context(eqn):
-                    traced = retrace(inner, lambda *args, j=inner, s=start: self.run(j, args, s, looped=looped))
+                    traced = retrace(inner, lambda *args, j=inner, s=start: self.run(j, args, s, looped=looped, spans=spans))
                 new.append(compat.like(traced, one))
             changed[key] = tuple(new) if many else new[0]
         _move(at, count)
         return compat.bind(eqn, inputs, **changed)
 
-    def _refuse_while(self, eqn: Any) -> None:
-        for mark in (mark for body in bodies(eqn) for mark in _marks(body)):
-            policy = mark.marked.policy
-            if mark.marked.block in self.blocks and isinstance(policy, LayerPolicies):
-                raise UnsupportedError(
-                    f"block={name_of(mark.marked.block)}: it is called in a while loop, of which nobody knows how many layers it "
-                    "is. Give it one policy, or use a scan (jax.lax.scan, or fori_loop with fixed bounds as a scan)."
-                )
 
-
-def can_be_read(stack: Any) -> bool:
-    """Whether a row of a scanned stack is read where it is used; keys and small integers are sliced."""
-    return bool(jnp.issubdtype(stack.dtype, jnp.number))
+def _refuse_while(eqn: Any, blocks: frozenset[Block]) -> None:
+    for mark in (mark for body in bodies(eqn) for mark in _marks(body)):
+        if mark.marked.block in blocks and isinstance(mark.marked.policy, LayerPolicies):
+            raise UnsupportedError(
+                f"block={name_of(mark.marked.block)}: it is called in a while loop, and nobody knows how many layers that is. "
+                "Give it one policy, or use a scan: jax.lax.scan, or a fori_loop whose bounds are Python numbers."
+            )
 
 
 def _batched(function: Any, mark: Mark, inputs: list[Any]) -> list[Any]:

@@ -88,9 +88,7 @@ def vmapped(function: Any, batch: Batch, size: int) -> Any:
 
     def run(*operands: Any) -> list[Any]:
         in_axes = batch.in_axes + (None,) * (len(operands) - size)
-        mapped = jax.vmap(
-            function, in_axes=in_axes, axis_size=batch.size, axis_name=batch.name, spmd_axis_name=batch.spmd_name
-        )
+        mapped = jax.vmap(function, in_axes=in_axes, axis_size=batch.size, axis_name=batch.name, spmd_axis_name=batch.spmd_name)
         return list(mapped(*operands))
 
     return run
@@ -104,7 +102,9 @@ def _abstract(*_: Any, jaxpr: Any, mark: Mark) -> tuple[list[Any], Any]:
     return list(jaxpr.out_avals), jaxpr.effects
 
 
-def _batch(axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, mark: Mark) -> tuple[list[Any], list[int]]:
+def _batch(
+    axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, mark: Mark
+) -> tuple[list[Any], list[int]]:
     moved = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
     batch = Batch(tuple(None if dim is None else 0 for dim in axes), axis.size, axis.name, axis.spmd_name)
     batched = jax.make_jaxpr(vmapped(compat.jaxpr_function(jaxpr), batch, len(moved)))(*moved)

@@ -35,7 +35,12 @@ _paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B0
 
 
 def call(
-    module: nnx.Module, original: Call, policy: Policy | JaxPolicy | Marked, args: tuple[Any, ...], kwargs: dict[str, Any], audit: Audit
+    module: nnx.Module,
+    original: Call,
+    policy: Policy | JaxPolicy | Marked,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    audit: Audit,
 ) -> Any:
     """`original(module, *args, **kwargs)` as one checkpointed block.
 

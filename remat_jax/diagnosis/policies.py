@@ -14,7 +14,7 @@ from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import Observed, Region, bodies
 from remat_jax.errors import nearest
 from remat_jax.graph.origins import origin
-from remat_jax.policy import Action, JaxPolicy, Policy
+from remat_jax.policy import Action, JaxPolicy, LayerPolicies, Policy
 
 
 def unreached_block(observed: Observed) -> Iterator[Finding]:
@@ -185,5 +185,8 @@ def _outputs(region: Region) -> set[str]:
 
 
 def distinct(policies: BlockPolicies | None) -> Iterable[Policy | JaxPolicy]:
-    """The policies of the workload, each once."""
-    return dict.fromkeys(policy for _, policy in policies.entries) if policies else ()
+    """The policies of the workload, those of single layers too, each once."""
+    found: dict[Policy | JaxPolicy, None] = {}
+    for _, policy in policies.entries if policies else ():
+        found |= dict.fromkeys([one for _, one in policy.runs] if isinstance(policy, LayerPolicies) else [policy])
+    return found

@@ -271,13 +271,21 @@ class _Collector(Audit):
         super().__init__()
         self.regions: list[Region] = []
 
-    def saw(self, path: str, block: PlannedBlock, *, whole: bool = True) -> None:
+    def saw(
+        self,
+        path: str,
+        block: PlannedBlock,
+        *,
+        whole: bool = True,
+        layers: range | None = None,
+        looped: bool | None = None,
+    ) -> None:
         if whole:
             named = block.named.jaxpr.jaxpr
             inputs = {eqn.invars[0] for eqn in named.eqns if (name := compat.given_name(eqn)) and _is_input(block, name)}
             parameters = tuple(var not in inputs for var in named.invars)
-            looped = compat.in_loop()
-            self.regions.append(Region((path or "the block",), place_of(block), block.policy, block, parameters, looped, True))
+            loop = compat.in_loop() if looped is None else looped
+            self.regions.append(Region((path or "the block",), place_of(block), block.policy, block, parameters, loop, True))
 
 
 def _is_input(block: PlannedBlock, name: str) -> bool:

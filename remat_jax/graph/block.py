@@ -182,9 +182,7 @@ def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
     return run if rows else function
 
 
-def _differentiated_by_name(
-    jaxpr: Any, named: Named, policy: Policy, prevent_cse: bool, rows: Sequence[int] = ()
-) -> Function:
+def _differentiated_by_name(jaxpr: Any, named: Named, policy: Policy, prevent_cse: bool, rows: Sequence[int] = ()) -> Function:
     """The block with a derivative of its own: the checkpoint stands around the linearisation, where every residual has a name.
 
     `jax.checkpoint` around the block would be linearised by JAX itself, after the names were given.

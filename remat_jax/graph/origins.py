@@ -9,7 +9,7 @@ from remat_jax import compat
 from remat_jax.graph.walk import inner_jaxprs
 
 # What hands an array on unchanged: to the host, past a barrier, rounded to its own precision.
-_SAME = frozenset({"device_put", "reduce_precision", "copy", "optimization_barrier", "mul_identity"})
+_SAME = frozenset({"device_put", "reduce_precision", "copy", "optimization_barrier", "mul_identity", "stop_gradient"})
 _CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "shard_map", "custom_jvp_call", "custom_vjp_call", "remat2"}
 )
@@ -26,6 +26,7 @@ class Origin:
       name: the residual name; for what has none, `module/path:primitive`.
       source: the user's source line.
       scanned: whether it was stacked by a scan.
+      layers: the layers it was made for, where a policy is for some layers only.
       aliases: other residual names that the same array has: a block's input is often the output of the block before it.
     """
 
@@ -34,11 +35,12 @@ class Origin:
     name: str
     source: str = ""
     scanned: bool = False
+    layers: range | None = None
     aliases: tuple[str, ...] = ()
 
 
-def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = ()) -> Origin:
-    """The origin of `atom`, a variable or literal of the open `jaxpr`."""
+def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
+    """The origin of `atom`, a variable or literal of the open `jaxpr`, which stands in the scopes `outer` and for `layers`."""
     if hasattr(atom, "val"):
         return Origin(("literal", id(atom)), "constant", "literal")
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -50,25 +52,28 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = ()) -> Origin:
         eqn = makers[atom]
         index = eqn.outvars.index(atom)
         name = compat.given_name(eqn)
+        here = compat.layers_of(eqn) or layers
         if name is not None:
-            under = origin(jaxpr, eqn.invars[0], outer)
+            under = origin(jaxpr, eqn.invars[0], outer, layers)
             aliases = (under.name, *under.aliases) if under.kind == "named" else ()
-            return Origin(atom, "named", name, _source(makers.get(eqn.invars[0]), eqn), aliases=aliases)
+            return Origin(atom, "named", name, _source(makers.get(eqn.invars[0]), eqn), layers=here, aliases=aliases)
+        if _is_unread_slice(eqn):
+            return Origin(("unread", id(atom)), "constant", "slice")
         if eqn.primitive.name in _SAME:
             atom = eqn.invars[index]
         elif eqn.primitive.name in _CALLS:
-            found = _through_call(eqn, index, outer + compat.scopes(eqn))
+            found = _through_call(eqn, index, outer + compat.scopes(eqn), here)
             if found.kind != "argument":
                 return replace(found, key=(atom, found.key))
             atom = eqn.invars[found.key[1]]
         elif eqn.primitive.name == "scan":
-            found = _through_scan(eqn, index, outer + compat.scopes(eqn))
+            found = _through_scan(eqn, index, outer + compat.scopes(eqn), here)
             if found.kind != "argument":
                 return replace(found, key=(atom, found.key), scanned=True)
             atom = eqn.invars[found.key[1]]
         else:
             path = "/".join(outer + compat.scopes(eqn))
-            return Origin(atom, "equation", f"{path}:{eqn.primitive.name}", compat.source_line(eqn))
+            return Origin(atom, "equation", f"{path}:{eqn.primitive.name}", compat.source_line(eqn), layers=here)
         if hasattr(atom, "val"):
             return Origin(("literal", id(atom)), "constant", "literal")
 
@@ -77,22 +82,27 @@ def _source(producer: Any, eqn: Any) -> str:
     return compat.source_line(producer if producer is not None else eqn)
 
 
-def _through_call(eqn: Any, index: int, path: tuple[str, ...]) -> Origin:
+def _is_unread_slice(eqn: Any) -> bool:
+    """Whether an equation cuts a stack for a scan over some layers, whose rows are read in the stack (`rows`): dead code."""
+    return eqn.primitive.name == "slice" and compat.layers_of(eqn) is not None
+
+
+def _through_call(eqn: Any, index: int, path: tuple[str, ...], layers: range | None) -> Origin:
     inner = compat.closed(next(iter(inner_jaxprs(eqn).values()))).jaxpr
-    return origin(inner, inner.outvars[index], path)
+    return origin(inner, inner.outvars[index], path, layers)
 
 
-def _through_scan(eqn: Any, index: int, path: tuple[str, ...]) -> Origin:
+def _through_scan(eqn: Any, index: int, path: tuple[str, ...], layers: range | None) -> Origin:
     """The origin of an output of a scan: made in its body, carried, or a constant or row that it was given."""
     body = compat.closed(eqn.params["jaxpr"]).jaxpr
     consts, carry = compat.scan_layout(eqn)
-    found = origin(body, body.outvars[index], path)
+    found = origin(body, body.outvars[index], path, layers)
     if found.kind != "argument":
         return found
     operand = found.key[1]
     if consts <= operand < consts + carry:
         name = f"{'/'.join(path) or 'scan'}:carry#{operand - consts}"
-        return Origin(("carry", operand), "carry", name, compat.source_line(eqn))
+        return Origin(("carry", operand), "carry", name, compat.source_line(eqn), layers=layers)
     return found
 
 

@@ -12,14 +12,14 @@ import jax
 from remat_jax import compat
 from remat_jax.errors import UnsupportedError
 from remat_jax.graph.origins import Origin, is_on_host, origin
-from remat_jax.policy import Action, Policy, as_block_policy, is_off
+from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy, is_off
 from remat_jax.report.tables import format_bytes, render, table
 from remat_jax.workload import Workload
 
 _SHOWN = 40
 """Rows of a printed table; `to_dict` has them all."""
 
-_EVERY_NAME = Policy.parse("everything")
+_EVERY_NAME, _EVERY_NAME_TOO = Policy.parse("save: *"), Policy.parse("save: **")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Residual:
       source: the user's source line.
       count: how many arrays of this name there are.
       scanned: whether it comes out of a `scan`, the layers stacked.
+      layers: under policies by layer, the layers it belongs to: the first, and the one after the last, counted from 0.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Residual:
     source: str
     count: int = 1
     scanned: bool = False
+    layers: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,11 @@ class ResidualTable:
         totals = {"device": self.device_bytes, "host": self.host_bytes, "recompute": self.recompute_bytes}
         title = ", ".join(f"{word} {format_bytes(amount)}" for word, amount in totals.items())
         shown, hidden = self.rows[:_SHOWN], self.rows[_SHOWN:]
+        by_layer = any(row.layers for row in self.rows)
         rows = [
             (
                 row.name + (f" ×{row.count}" if row.count > 1 else ""),
+                *((_layers(row),) if by_layer else ()),
                 "×".join(map(str, row.shape)) or "scalar",
                 row.dtype,
                 row.bytes,
@@ -109,7 +113,7 @@ class ResidualTable:
             )
             for row in shown
         ]
-        columns = ("residual", "shape", "dtype", "size", "action", "source")
+        columns = ("residual", *(("layers",) if by_layer else ()), "shape", "dtype", "size", "action", "source")
         rest = f"and {len(hidden)} more, {format_bytes(sum(row.bytes for row in hidden))}" if hidden else None
         formats = {"size": format_bytes}
         return table(f"residuals under {self.policy}: {title}", columns, rows, formats=formats, caption=rest)
@@ -149,21 +153,25 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
         )
     rows, aliases = _kept(workload, policy)
     if not is_off(checked):
-        kept = {row.name for row in rows} | aliases
-        everything = dict.fromkeys(workload.blocks, _EVERY_NAME) if checked is not None else _all_of(policy)
+        kept = {(row.name, row.layers) for row in rows} | aliases
+        given = dict.fromkeys(workload.blocks, checked) if checked is not None else policy
+        everything = {block: _every_name(as_block_policy(one)) for block, one in given.items()}
         named, _ = _kept(workload, everything, only_named=True)
-        rows += [replace(row, action="recompute") for row in named if row.name not in kept]
+        rows += [replace(row, action="recompute") for row in named if (row.name, row.layers) not in kept]
     order = [action.value for action in Action]
     rows.sort(key=lambda row: (order.index(row.action), -row.bytes, row.name))
     text = str(checked) if checked is not None else "; ".join(f"{block}: {one}" for block, one in policy.items())
     return ResidualTable(tuple(rows), text)
 
 
-def _all_of(policies: dict[Any, Any]) -> dict[Any, Policy]:
-    return dict.fromkeys(policies, _EVERY_NAME)
+def _every_name(policy: Any) -> Policy | LayerPolicies:
+    """The policy that keeps everything; for the same runs of layers, which two ways to write it keep apart."""
+    if not isinstance(policy, LayerPolicies):
+        return _EVERY_NAME
+    return LayerPolicies(tuple((count, (_EVERY_NAME, _EVERY_NAME_TOO)[nth % 2]) for nth, (count, _) in enumerate(policy.runs)))
 
 
-def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> tuple[list[Residual], set[str]]:
+def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> tuple[list[Residual], set[tuple[str, Any]]]:
     """The arrays that leave the forward pass for the backward pass, those of one name together, and their other names.
 
     `only_named` leaves out what no policy can choose: what is made outside the blocks, and what a scan carries.
@@ -184,18 +192,27 @@ def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> tuple
     rows: dict[Any, Residual] = {}
     for made, atom in found.values():
         row = _row(made, atom)
-        key = (row.name, row.shape, row.dtype, row.action)
+        key = (row.name, row.shape, row.dtype, row.action, row.layers)
         before = rows.get(key)
         rows[key] = replace(row, bytes=before.bytes + row.bytes, count=before.count + 1) if before else row
-    return list(rows.values()), {alias for made, _ in found.values() for alias in made.aliases}
+    aliases = {(alias, row.layers) for made, atom in found.values() for row in [_row(made, atom)] for alias in made.aliases}
+    return list(rows.values()), aliases
 
 
 def _row(made: Origin, atom: Any) -> Residual:
     aval = atom.aval
     action = Action.OFFLOAD if is_on_host(atom) else Action.SAVE
+    layers = (made.layers.start, made.layers.stop) if made.layers else None
     return Residual(
-        made.name, tuple(aval.shape), str(aval.dtype), _bytes(aval), action.value, made.source, scanned=made.scanned
+        made.name, tuple(aval.shape), str(aval.dtype), _bytes(aval), action.value, made.source, 1, made.scanned, layers
     )
+
+
+def _layers(row: Residual) -> str:
+    if row.layers is None:
+        return ""
+    first, end = row.layers
+    return str(first) if end == first + 1 else f"{first}–{end - 1}"
 
 
 def _bytes(aval: Any) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 from remat_jax.errors import PolicyError
 from remat_jax.policy.form import Policy
-from remat_jax.policy.named import JaxPolicy, as_policy
 
 VERSION = 1
 _RUN = re.compile(r"\s*(\d+)\s*[x×]\s+(.*)", re.DOTALL)
@@ -47,7 +46,9 @@ class LayerPolicies:
 
     def __post_init__(self) -> None:
         if not isinstance(self.runs, Sequence) or isinstance(self.runs, str) or not self.runs:
-            raise PolicyError(f"LayerPolicies: runs={self.runs!r}: expected one pair (layers, policy) or more, as in {_GRAMMAR}.")
+            raise PolicyError(
+                f"LayerPolicies: runs={self.runs!r}: expected one pair (layers, policy) or more, as in {_GRAMMAR}."
+            )
         checked = [_checked_run(run) for run in self.runs]
         together = itertools.groupby(checked, key=lambda run: run[1])
         object.__setattr__(self, "runs", tuple((sum(count for count, _ in alike), policy) for policy, alike in together))
@@ -177,25 +178,13 @@ class LayerPolicies:
         return cls.from_dict(data)
 
 
-def as_block_policy(value: Any, argument: str = "policy") -> Policy | JaxPolicy | LayerPolicies:
-    """What a policy for blocks stands for: policies by layer or their text, or what `as_policy` takes.
+def is_by_layer(value: object) -> bool:
+    """Whether ``value`` is policies by layer, or a text of theirs.
 
-    Raises:
-        PolicyError: it is neither.
-
-    >>> as_block_policy("2 x full | 1 x dots").layers, as_block_policy("dots").name
-    (3, 'dots')
+    >>> is_by_layer("8 x full"), is_by_layer("save: x")
+    (True, False)
     """
-    if isinstance(value, LayerPolicies):
-        return value
-    if isinstance(value, str) and _RUN.match(value):
-        return LayerPolicies.parse(value, argument)
-    return as_policy(value, argument)
-
-
-def is_off(policy: Any) -> bool:
-    """Whether a policy means no checkpointing at all."""
-    return isinstance(policy, Policy) and not policy.checkpoint
+    return isinstance(value, LayerPolicies) or (isinstance(value, str) and _RUN.match(value) is not None)
 
 
 def _checked_run(run: Any) -> tuple[int, Policy]:
@@ -203,10 +192,13 @@ def _checked_run(run: Any) -> tuple[int, Policy]:
         raise PolicyError(f"LayerPolicies: run={run!r}: expected a pair (layers, policy), as in (8, 'full').")
     count, policy = run
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise PolicyError(f"LayerPolicies: a run of {count!r} layers: expected a whole number from 1 on; leave an empty run out.")
+        raise PolicyError(
+            f"LayerPolicies: a run of {count!r} layers: expected a whole number from 1 on; leave an empty run out."
+        )
     checked = Policy.parse(policy) if not isinstance(policy, Policy) else policy
     if _BAR.search(str(checked)):
         raise PolicyError(
-            f"LayerPolicies: the policy {str(checked)!r} has a selector that reads like the start of a run; write '?' for its bar."
+            f"LayerPolicies: the policy {str(checked)!r} has a selector that reads like the start of a run; write '?' for its "
+            "bar."
         )
     return count, checked

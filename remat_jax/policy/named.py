@@ -8,6 +8,7 @@ from typing import Any
 
 from remat_jax.errors import PolicyError
 from remat_jax.policy.form import Policy
+from remat_jax.policy.layers import LayerPolicies, is_by_layer
 from remat_jax.policy.text import FACTORIES, NAMED_TEXTS
 
 NAMED: dict[str, Policy] = {name: Policy.parse(name) for name in NAMED_TEXTS}
@@ -29,10 +30,34 @@ def as_policy(value: Policy | str | JaxPolicy, argument: str = "policy") -> Poli
     """
     if isinstance(value, Policy):
         return value
+    if is_by_layer(value):
+        raise PolicyError(
+            f"{argument}={str(value)!r}: a policy for each layer, and one policy is expected here. Policies by layer go to "
+            "checkpoint_blocks, Workload, residuals, measure and doctor."
+        )
     if isinstance(value, str) or not callable(value) or inspect.isclass(value):
         return Policy.parse(value, argument)  # type: ignore[arg-type]  # it refuses what is not a text
     _check_not_a_factory(value, argument)
     return value
+
+
+def as_block_policy(value: Any, argument: str = "policy") -> Policy | JaxPolicy | LayerPolicies:
+    """What a policy for blocks stands for: policies by layer or their text, or what `as_policy` takes.
+
+    Raises:
+        PolicyError: it is neither.
+
+    >>> as_block_policy("2 x full | 1 x dots").layers, as_block_policy("dots").name
+    (3, 'dots')
+    """
+    if isinstance(value, LayerPolicies):
+        return value
+    return LayerPolicies.parse(value, argument) if is_by_layer(value) else as_policy(value, argument)
+
+
+def is_off(policy: Any) -> bool:
+    """Whether a policy means no checkpointing at all."""
+    return isinstance(policy, Policy) and not policy.checkpoint
 
 
 def _check_not_a_factory(value: JaxPolicy, argument: str) -> None:

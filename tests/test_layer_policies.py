@@ -1,0 +1,106 @@
+"""Policies by layer as data: their text, their JSON, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import remat_jax as rj
+from remat_jax.errors import PolicyError, UnknownPolicyError
+from remat_jax.policy import as_block_policy, as_policy
+
+FULL, DOTS = rj.Policy.parse("full"), rj.Policy.parse("dots")
+
+
+@pytest.mark.parametrize(
+    ("text", "runs"),
+    [
+        ("8 × full | 4 × dots", [(8, "full"), (4, "dots")]),
+        ("8x full|4 x dots", [(8, "full"), (4, "dots")]),
+        ("1 x full | 2 x full | 1 x off", [(3, "full"), (1, "off")]),
+        ("2 × offload: @inputs; save: a, b | 1 × everything", [(2, "offload: @inputs; save: a, b"), (1, "everything")]),
+        ("2 × save: a|b, *x | 1 × full", [(2, "save: a|b, *x"), (1, "full")]),
+        ("12 × nothing_saveable", [(12, "full")]),
+    ],
+)
+def test_a_text_is_read_and_written_back(text: str, runs: list[tuple[int, str]]) -> None:
+    policies = rj.LayerPolicies.parse(text)
+    assert policies.runs == tuple((count, rj.Policy.parse(one)) for count, one in runs)
+    assert rj.LayerPolicies.parse(str(policies)) == policies
+    assert eval(repr(policies), {"LayerPolicies": rj.LayerPolicies}) == policies
+    assert as_block_policy(text) == policies
+
+
+def test_equal_layers_are_equal_policies() -> None:
+    policies = rj.LayerPolicies.of(["full"] * 8 + [DOTS] * 4)
+    assert policies == rj.LayerPolicies(((8, FULL), (1, DOTS), (3, DOTS))) == rj.LayerPolicies.parse("8 x full | 4 x dots")
+    assert len({policies, rj.LayerPolicies.parse("8 x full | 4 x dots")}) == 1
+    assert (policies.layers, policies.offloads) == (12, False)
+    assert [policies[layer].name for layer in (0, 7, 8, 11)] == ["full", "full", "dots", "dots"]
+    assert policies.ranges == ((range(8), FULL), (range(8, 12), DOTS))
+    assert policies.run_of(9) == (range(8, 12), DOTS)
+    assert policies.map(lambda one: FULL).runs == ((12, FULL),)
+    assert rj.LayerPolicies.parse("1 x full | 1 x offload_inputs").offloads
+    with pytest.raises(IndexError, match="layer=12: there are policies for 12"):
+        policies.run_of(12)
+
+
+def test_json_goes_there_and_back() -> None:
+    policies = rj.LayerPolicies.parse("8 x full | 3 x offload: @inputs; save: *up* | 1 x off")
+    assert rj.LayerPolicies.from_json(policies.to_json()) == policies
+    data = policies.to_dict()
+    assert [run["layers"] for run in data["runs"]] == [8, 3, 1]
+    for wrong in (
+        {**data, "version": 2},
+        {**data, "version": True},
+        {**data, "more": 1},
+        {"version": 1, "runs": []},
+        {"version": 1, "runs": [{"layers": 1}]},
+        {"version": 1, "runs": [{"layers": "1", "policy": FULL.to_dict()}]},
+        {"version": 1, "runs": [{"layers": 1, "policy": {}}]},
+    ):
+        with pytest.raises(PolicyError):
+            rj.LayerPolicies.from_json(json.dumps(wrong))
+    with pytest.raises(PolicyError, match="is not JSON"):
+        rj.LayerPolicies.from_json("8 x full")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("8 full | 4 dots", r"the run '8 full \| 4 dots' is not 'N × policy'"),
+        ("full | 4 x dots", "the run 'full' is not"),
+        ("0 x full", "a run of 0 layers: expected 1 or more"),
+        ("4 x full | 4 x", r"the selector|is not the name|4 x"),
+        ("4 x save: | 4 x dots", "is empty"),
+        ("", "is not 'N × policy'"),
+    ],
+)
+def test_what_is_no_text_is_refused(text: str, says: str) -> None:
+    with pytest.raises(PolicyError, match=says):
+        rj.LayerPolicies.parse(text)
+
+
+def test_what_are_no_policies_is_refused() -> None:
+    with pytest.raises(UnknownPolicyError, match="Did you mean 'dots'"):
+        rj.LayerPolicies.parse("4 x full | 4 x dotz")
+    with pytest.raises(PolicyError, match="LayerPolicies: runs="):
+        rj.LayerPolicies(())
+    with pytest.raises(PolicyError, match="one policy for each layer"):
+        rj.LayerPolicies.of("full")
+    with pytest.raises(PolicyError, match="expected a pair"):
+        rj.LayerPolicies((8, "full"))  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="a run of True layers"):
+        rj.LayerPolicies(((True, FULL),))
+    with pytest.raises(PolicyError, match="reads like the start of a run"):
+        rj.LayerPolicies(((1, rj.Policy.parse("save: a|2 x b")),))
+    with pytest.raises(PolicyError, match="policy=None"):
+        rj.LayerPolicies.of([None])  # type: ignore[list-item]
+
+
+def test_where_one_policy_is_wanted_policies_by_layer_are_refused() -> None:
+    with pytest.raises(PolicyError, match="for each layer.*checkpoint_blocks"):
+        as_policy(rj.LayerPolicies.parse("2 x full"))  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="for each layer.*checkpoint_blocks"):
+        rj.remat(lambda x: x, "2 x full | 1 x dots")
