@@ -17,7 +17,8 @@ from remat_jax.hardware.describe import describe
 
 TABLE = "targets.toml"
 FACTS = ("memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s", "peak_flops", "compiler")
-OPTIONAL = ("device_kinds",)
+OPTIONAL = ("device_kinds", "measured")
+MEASURED = ("flops", "hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", "hidden_share", "source")
 ATTACHED = "attached"
 ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "a100-80": "a100", "a100-sxm": "a100", "4090": "rtx4090"}
 _find_attached: list[Callable[[], str]] = []
@@ -46,6 +47,8 @@ class Target:
         device_kinds: what JAX calls the device (``device_kind``), the usual name first.
         attached: whether it is there, to run on.
         source: where each of these figures comes from, by attribute name.
+        measured: what programs reached on such a device, in the terms of ``Rates``, with its own ``source``; empty where nobody
+            measured. ``remat-jax calibrate`` writes it.
     """
 
     name: str
@@ -61,10 +64,12 @@ class Target:
     device_kinds: tuple[str, ...] = ()
     attached: bool = False
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
+    measured: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
         object.__setattr__(self, "source", MappingProxyType(dict(self.source)))
+        object.__setattr__(self, "measured", MappingProxyType(dict(self.measured)))
         object.__setattr__(self, "device_kinds", tuple(self.device_kinds))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -187,10 +192,38 @@ def _read_target(name: str, entry: dict[str, Any]) -> Target:
             f"target table [{name}]: without a source: {sorted(stated - sourced)}; a source without a "
             f"figure: {sorted(sourced - stated)}. Say under [{name}.source] where each figure is from."
         )
+    _check_measured(name, entry.get("measured", {}))
     facts = dict(entry)
     compiler = facts.pop("compiler", None)
     described = describe(facts, compiler, name) if compiler is not None else None
     return Target(name=name, compiler_description=described, **facts)
+
+
+def _check_measured(name: str, measured: object) -> None:
+    """Refuse what `Rates` would, with the name of the table; a table without measured figures has none to refuse."""
+    if not isinstance(measured, dict):
+        raise TargetError(f"target table [{name}.measured]: {measured!r} is not a table of figures.")
+    unknown = sorted(set(measured) - set(MEASURED))
+    flops = measured.get("flops", {})
+    if unknown or not isinstance(flops, dict) or (measured and not isinstance(measured.get("source"), str)):
+        raise TargetError(
+            f"target table [{name}.measured]: unknown keys {unknown}; the keys are {', '.join(MEASURED)}, where flops is a "
+            "table of rates by dtype and source a text that says who measured what."
+        )
+    rates = {f"flops.{dtype}": rate for dtype, rate in flops.items()}
+    rates |= {key: rate for key, rate in measured.items() if key not in ("flops", "source", "hidden_share")}
+    wrong = {key: rate for key, rate in rates.items() if not _is_figure(rate) or not 0 < rate < float("inf")}
+    share = measured.get("hidden_share", 1.0)
+    if not _is_figure(share) or not 0 <= share <= 1:
+        wrong["hidden_share"] = share
+    if wrong:
+        raise TargetError(
+            f"target table [{name}.measured]: {wrong}; rates are positive numbers per second, hidden_share is from 0 to 1."
+        )
+
+
+def _is_figure(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _rebuild(values: dict[str, Any]) -> Target:

@@ -1,0 +1,276 @@
+"""A workload as a planning problem: kinds of blocks, their residuals, and what keeping or making each of them costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import jax
+
+from remat_jax import compat, planner
+from remat_jax.errors import PlanningError
+from remat_jax.graph.cost import jaxpr_cost
+from remat_jax.hardware.rates import Rates
+from remat_jax.hardware.target import Target
+from remat_jax.memory.residuals import residuals
+from remat_jax.planning.blocks import Call, calls
+from remat_jax.planning.nodes import Node, nodes, residual
+from remat_jax.planning.program import Price, Program, block_program
+from remat_jax.planning.selectors import selectors
+from remat_jax.planning.working_set import working_bytes
+from remat_jax.policy import Policy, as_policy
+from remat_jax.workload import Workload
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Blocks that follow each other and are alike: the same program on the same types.
+
+    Attributes:
+      name: that of the planner's block.
+      block: the key as in the workload's blocks, a class or a glob.
+      layers: their positions in forward order among all calls of that key.
+      scanned: whether they are rounds of one scan.
+      paths: the module path of each of these; one and the same where they are rounds of a scan.
+      residuals: the full residual names, as the first of them has them, in the order of the planner's residuals.
+      members: for each of these, the names of all arrays that are decided on with it, its own first.
+    """
+
+    name: str
+    block: type | str
+    layers: range
+    scanned: bool
+    paths: tuple[str, ...]
+    residuals: tuple[str, ...]
+    members: tuple[tuple[str, ...], ...]
+    program: Program = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Described:
+    """A workload as a planning problem.
+
+    Attributes:
+      stack: the problem, for the planner's solvers.
+      kinds: one for each block of the stack, in the same order.
+      outside_seconds: what runs outside of the blocks: embedding, head, loss, optimizer.
+      rates: by which everything was priced.
+    """
+
+    stack: planner.Stack
+    kinds: tuple[Kind, ...]
+    outside_seconds: float
+    rates: Rates
+
+    @property
+    def base_seconds(self) -> float:
+        """The time of a step in which everything is saved."""
+        return self.stack.base_seconds + self.outside_seconds
+
+
+Working = Callable[[Kind], float] | Mapping[str, float] | float
+
+
+def describe(
+    workload: Workload, target: Target | str, *, rates: Rates | None = None, working: Working | None = None
+) -> Described:
+    """The planning problem of `workload` on `target`: nothing is compiled, nothing runs.
+
+    Equal blocks that follow each other are one kind, and so are the rounds of a scan. The times are estimates by the cost model
+    (`docs/planning.md`), the bytes those of the residuals. Kinds that take turns in one scan stand one after the other.
+
+    Args:
+      target: its name, or a `Target`; says the rates, unless `rates` does.
+      working: the bytes that a block's backward pass needs besides its residuals: for all, by the kind's name, or a function of
+        the kind. Without it a first guess: the most that is alive in its backward pass, when it runs in the order in which
+        JAX writes it down.
+
+    Raises:
+      TargetError: nothing is known of the target's rates.
+      UnsupportedError: a finished step, or blocks inside each other or in a `while` loop.
+      BlockError, PlanningError: a block is never called, or never differentiated.
+
+    >>> import flax.linen as nn, jax.numpy as jnp
+    >>> class Layer(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return x + nn.Dense(8, name="down")(jnp.sin(nn.Dense(32, name="up")(x)))
+    >>> model, x = nn.Sequential([Layer(), Layer()]), jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
+    >>> job = Workload(lambda p, x: (model.apply(p, x * p["params"]["layers_0"]["down"]["bias"])).sum(), params, (x,), Layer)
+    >>> [(kind.layers, kind.residuals) for kind in describe(job, "cpu").kinds]
+    [(range(0, 2), ('layers_0:input#0', 'layers_0/up:add#0', 'layers_0:sin#0', 'layers_0:cos#0'))]
+    """
+    rates = Rates.of(target) if rates is None else rates
+    found, _ = calls(workload)
+    kinds, blocks = [], []
+    for number, (_, alike) in enumerate(groupby(found, key=lambda call: call.signature)):
+        same = list(alike)
+        program = block_program(same[0])
+        chosen = nodes(program)
+        kind = _kind(number, same, program, chosen)
+        kinds.append(kind)
+        blocks.append(_block(kind, program, chosen, rates, working))
+    link = None
+    if rates.out_bytes_per_s is not None and rates.in_bytes_per_s is not None:
+        link = planner.HostLink(rates.out_bytes_per_s, rates.in_bytes_per_s, rates.hidden_share)
+    inside = sum(block.repeats * (block.forward_seconds + block.backward_seconds) for block in blocks)
+    step = workload.step("off")
+    whole = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(rates)
+    stack = planner.Stack(tuple(blocks), link, _fixed_bytes(workload, step.arguments, kinds))
+    return Described(stack, tuple(kinds), max(0.0, whole - inside), rates)
+
+
+def _kind(number: int, same: Sequence[Call], program: Program, chosen: Sequence[Node]) -> Kind:
+    first, key = same[0].layers(), same[0].key
+    path = {layer: call.path for call in same for layer in call.layers()}
+    # Equal calls that take turns in one scan fill each other's gaps.
+    layers = first if len(same) == 1 else range(min(path), max(path) + 1)
+    return Kind(
+        f"{number}:{key if isinstance(key, str) else key.__name__}",
+        key,
+        layers,
+        same[0].scanned,
+        tuple(path[layer] for layer in layers),
+        tuple(node.names[0] for node in chosen),
+        tuple(node.names for node in chosen),
+        program,
+    )
+
+
+def _block(kind: Kind, program: Program, chosen: Sequence[Node], rates: Rates, working: Working | None) -> planner.Block:
+    needs = working_bytes(program) if working is None else working
+    if callable(needs):
+        needs = needs(kind)
+    elif isinstance(needs, Mapping):
+        needs = needs[kind.name]
+    return planner.Block(
+        kind.name,
+        tuple(residual(program, node, chosen, rates) for node in chosen),
+        program.forward.seconds(rates),
+        program.backward.seconds(rates),
+        working_bytes=float(needs),
+        repeats=len(kind.layers),
+    )
+
+
+def _fixed_bytes(workload: Workload, arguments: Any, kinds: Sequence[Kind]) -> float:
+    """Arguments, gradients, and what is kept outside of the blocks: all that is kept, less what the blocks keep."""
+    inside = 0
+    for kind in kinds:
+        kept, constant = kind.program.saved_bytes, kind.program.constant_bytes
+        inside += len(kind.layers) * kept + (1 if kind.scanned else len(kind.layers)) * constant
+    trained = workload.split_loss("off")[1]
+    return float(_bytes(arguments) + _bytes(trained) + max(0, residuals(workload, "off").device_bytes - inside))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * compat.itemsize(leaf.dtype) for leaf in jax.tree.leaves(tree))
+
+
+def policy_of(kind: Kind, choice: planner.BlockPolicy) -> Policy:
+    """What a solver chose for a block of `kind`, as a policy: what is kept, by name; the rest is recomputed.
+
+    The names hold in every block of the kind: where these have paths of their own, the selectors leave the path open.
+
+    Raises:
+      PlanningError: `choice` is for a block with other residuals.
+
+    >>> import flax.linen as nn, jax.numpy as jnp
+    >>> class Layer(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return jnp.sin(nn.Dense(8, name="up")(x))
+    >>> model, x = nn.Sequential([Layer(), Layer()]), jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
+    >>> found = describe(Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Layer), "h200")
+    >>> found.kinds[1].residuals
+    ('layers_1:input#0', 'layers_1:cos#0')
+    >>> policy_of(found.kinds[1], planner.BlockPolicy(found.stack.blocks[1], ("save", "offload")))
+    Policy.parse('offload: layers_1:cos#0')
+    """
+    if tuple(one.name for one in choice.block.residuals) != kind.residuals:
+        raise PlanningError(
+            f"policy_of: the choice is for a block of {[one.name for one in choice.block.residuals]}, and {kind.name!r} has "
+            f"{list(kind.residuals)}; take the block of the same Described."
+        )
+    chosen: dict[str, list[str]] = {"offload": [], "save": []}
+    for names, action in zip(kind.members, choice.choices, strict=True):
+        if action.value == "offload" or (action.value == "save" and names[0] not in kind.program.inputs):
+            chosen[action.value] += names
+    return selectors(chosen, kind.paths, tuple(kind.program.call.block.linearised.candidates))
+
+
+def extra_seconds(described: Described, policy: Any) -> float:
+    """What `policy` costs over saving everything: computing again, and the copies that a block's compute does not hide.
+
+    Args:
+      policy: for all layers of all blocks, or a mapping from block to policy; a policy is a `Policy`, its name or text,
+        something with `layers` that has one for each position, or a sequence of them.
+
+    Raises:
+      PlanningError: too few or too many layers, or a JAX policy object, of which nothing is known beforehand.
+    """
+    link, total = described.stack.link, 0.0
+    for block, _, price, last in _priced(described, policy):
+        total += price.seconds
+        if price.host_bytes and link is not None:
+            # The last block's backward pass follows at once: nothing runs beside its copies back.
+            beside = 0.0 if last else block.backward_seconds + price.seconds
+            total += link.exposed_out(price.host_bytes, block.forward_seconds) + link.exposed_in(price.host_bytes, beside)
+    return total
+
+
+def recompute_flops(described: Described, policy: Any) -> int:
+    """The operations of the matrix products and convolutions that `policy` computes again in one step.
+
+    They are counted in what JAX would run: `graph.count.flops` of the step under `policy`, less that under `everything`.
+    """
+    return sum(price.flops for _, _, price, _ in _priced(described, policy))
+
+
+def kept_bytes(described: Described, policy: Any) -> tuple[int, int]:
+    """What `policy` keeps of the blocks' residuals between the passes: on the device, and on the host."""
+    prices = [price for _, _, price, _ in _priced(described, policy)]
+    return sum(price.saved_bytes for price in prices), sum(price.host_bytes for price in prices)
+
+
+def _priced(described: Described, policy: Any) -> list[tuple[planner.Block, int, Price, bool]]:
+    """For each layer its block, its position, the price of its policy, and whether it is the very last."""
+    result = []
+    for block, kind in zip(described.stack.blocks, described.kinds, strict=True):
+        wanted = _for_block(policy, kind.block, described)
+        count = sum(len(other.layers) for other in described.kinds if other.block == kind.block)
+        for layer, path in zip(kind.layers, kind.paths, strict=True):
+            result.append((block, layer, kind.program.price(_at(wanted, layer, count), described.rates, path), False))
+    return [*result[:-1], (*result[-1][:3], True)]
+
+
+def _for_block(policy: Any, key: type | str, described: Described) -> Any:
+    if not isinstance(policy, Mapping):
+        return policy
+    unknown = [block for block in policy if block not in {kind.block for kind in described.kinds}]
+    if unknown or key not in policy:
+        raise PlanningError(
+            f"policy: blocks {unknown or [key]} {'are none of the workload' if unknown else 'have no policy'}; give one for "
+            f"each of {list(dict.fromkeys(kind.block for kind in described.kinds))}"
+        )
+    return policy[key]
+
+
+def _at(policy: Any, layer: int, count: int) -> Policy:
+    several = getattr(policy, "layers", policy)
+    several = several() if callable(several) and several is not policy else several
+    if isinstance(several, Sequence) and not isinstance(several, str):
+        if len(several) != count:
+            raise PlanningError(f"policy: it is for {len(several)} layers, and there are {count}; give one for each")
+        policy = several[layer]
+    checked = as_policy(policy)
+    if not isinstance(checked, Policy):
+        raise PlanningError(
+            f"policy={policy!r}: a JAX policy object is asked while tracing and cannot be priced before; write it as a text, "
+            "such as 'save: @dots'"
+        )
+    return checked

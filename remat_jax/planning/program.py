@@ -1,0 +1,238 @@
+"""What one block computes for its backward pass: the array that it reads, and how each is made from the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.errors import PlanningError
+from remat_jax.graph import PlannedBlock, is_smooth
+from remat_jax.graph.block import decide
+from remat_jax.graph.cost import Cost, HasSeconds, is_view, jaxpr_cost, shares
+from remat_jax.graph.count import eqn_flops
+from remat_jax.graph.flat import Array, Flat, FlatEqn, flatten, region
+from remat_jax.planning.blocks import Call
+from remat_jax.policy import Policy
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a policy costs in one block, in one step.
+
+    Attributes:
+      seconds: of what is computed again.
+      flops: of the matrix products and convolutions in it.
+      saved_bytes, host_bytes: kept from the forward to the backward pass, on the device and on the host.
+    """
+
+    seconds: float
+    flops: int
+    saved_bytes: int
+    host_bytes: int
+
+
+@dataclass(eq=False)
+class Program:
+    """One block's forward computation of what its backward pass reads, with everything saved.
+
+    Attributes:
+      call: the block.
+      flat: the program; its inputs are the block's, its outputs what backward reads.
+      forward, backward: the cost of the two passes.
+      inputs: the arrays that `@inputs` means, by name.
+      backward_program: the backward pass as a flat program of what it reads and the cotangents.
+    """
+
+    call: Call
+    flat: Flat
+    forward: Cost
+    backward: Cost
+    inputs: dict[str, Array]
+    backward_program: Flat
+    _prices: dict[Any, Price] = field(default_factory=dict)
+    _names: dict[Any, tuple[frozenset[str], frozenset[str]]] = field(default_factory=dict)
+    _seconds: dict[int, tuple[HasSeconds, dict[FlatEqn, float]]] = field(default_factory=dict)
+
+    @cached_property
+    def needed(self) -> tuple[Array, ...]:
+        """What the backward pass reads, inputs and parameters too, each once."""
+        return tuple(dict.fromkeys(array for array in self.flat.outputs if not array.literal))
+
+    @cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """Every array of the program: its inputs, and what is made, in order."""
+        return (*self.flat.inputs, *(array for one in self.flat.eqns for array in one.outputs))
+
+    @cached_property
+    def free(self) -> frozenset[Array]:
+        """What is there anyway: views of parameters, inputs that are arguments of the loss or of several blocks, constants.
+
+        JAX takes out of a loop what does not change from round to round, and the compiler writes constants where they are read.
+        """
+        fixed = {array for array, same in zip(self.flat.inputs, self.call.same, strict=True) if same and self.call.scanned}
+        parameters = set(self.flat.inputs) - set(self.inputs.values())
+        for one in self.flat.eqns:
+            if all(array in fixed or array.literal for array in one.inputs):
+                fixed.update(one.outputs)
+            elif is_view(one) and one.inputs[0] in parameters:
+                parameters.update(one.outputs)
+        fixed |= parameters
+        there = (array for array, free in zip(self.flat.inputs, self.call.free, strict=True) if free)
+        return frozenset(fixed.union(there))
+
+    def seconds(self, rates: HasSeconds) -> dict[FlatEqn, float]:
+        """What computing each equation again takes: its share of the time in which all of them are."""
+        if id(rates) not in self._seconds:
+            again = region(self.flat.eqns, self.needed, self._given)
+            self._seconds[id(rates)] = rates, shares(again, [array for array in self.needed if array not in self._given], rates)
+        return self._seconds[id(rates)][1]
+
+    def names(self, policy: Policy, path: str | None = None) -> tuple[frozenset[str], frozenset[str]]:
+        """The names that `policy` saves and those that it offloads in a block like this one at `path`, as this one has them."""
+        if not policy.checkpoint:
+            return _all_names(self), frozenset()
+        key = policy, path
+        if key not in self._names:
+            own, named = self.call.path, self.call.block.linearised
+            renamed = {name: _moved(name, own, path if path is not None else own) for name in named.candidates}
+            back = {new: name for name, new in renamed.items()}
+            there = replace(
+                named,
+                candidates={renamed[name]: replace(one, name=renamed[name]) for name, one in named.candidates.items()},
+                shapes={renamed[name]: shape for name, shape in named.shapes.items()},
+            )
+            saved, offloaded = decide(there, policy)
+            self._names[key] = frozenset(map(back.__getitem__, saved)), frozenset(map(back.__getitem__, offloaded))
+        return self._names[key]
+
+    def price(self, policy: Policy, rates: HasSeconds, path: str | None = None) -> Price:
+        """What `policy` costs in a block like this one at `path`."""
+        return self.price_of(*self.names(policy, path), rates)
+
+    def price_of(self, saved: frozenset[str], offloaded: frozenset[str], rates: HasSeconds) -> Price:
+        """The same of what is saved and what is offloaded, by name; an input is kept in any case."""
+        key = saved, offloaded, id(rates)
+        if key not in self._prices:
+            self._prices[key] = self._priced(saved, offloaded, rates)
+        return self._prices[key]
+
+    def _priced(self, saved: frozenset[str], offloaded: frozenset[str], rates: HasSeconds) -> Price:
+        away = {array for array in self.arrays if offloaded.intersection(array.names)}
+        here = {array for array in self.arrays if saved.intersection(array.names)} | self._given
+        again = region(self.flat.eqns, self.needed, here | away)
+        read = {*self.needed, *(array for one in again for array in one.inputs)}
+        # A constant that is moved is moved in each block; JAX takes it out of a loop first, and moves it once.
+        once = self.free.difference(self.flat.inputs) if self.call.scanned else frozenset[Array]()
+        host = sum(array.bytes for array in (read & away) - once)
+        kept = (read & here) - away - self._uncounted
+        return Price(
+            sum(map(self.seconds(rates).__getitem__, again)),
+            sum(flat_flops(again)),
+            sum(array.bytes for array in kept),
+            host,
+        )
+
+    @property
+    def saved_bytes(self) -> int:
+        """What is kept with everything saved."""
+        return sum(array.bytes for array in self.needed if array not in self._uncounted)
+
+    @property
+    def constant_bytes(self) -> int:
+        """What backward reads that depends on nothing, or on nothing that changes from round to round."""
+        return sum(array.bytes for array in self.needed if array in self.free and array not in self.flat.inputs)
+
+    @cached_property
+    def _given(self) -> frozenset[Array]:
+        """What no policy has to keep: every input, and what is there anyway."""
+        return self.free.union(self.flat.inputs)
+
+    @cached_property
+    def _uncounted(self) -> frozenset[Array]:
+        """Parameters, keys, and what is there anyway: no residuals."""
+        return (frozenset(self.flat.inputs) - frozenset(self.inputs.values())) | self.free
+
+
+def _moved(name: str, path: str, to: str) -> str:
+    """A residual name of the block at `path` as the same block at `to` has it; a name that a user gave stays."""
+    return to + name[len(path) :] if name.startswith((path + ":", path + "/")) else name
+
+
+def _all_names(program: Program) -> frozenset[str]:
+    return frozenset(name for array in program.arrays for name in array.names) - frozenset(program.inputs)
+
+
+def flat_flops(eqns: Collection[Any]) -> list[int]:
+    """The operations of the matrix products and convolutions of each equation, loops unrolled."""
+    return [_flops(one.eqn) for one in eqns]
+
+
+def _flops(eqn: Any) -> int:
+    if eqn.primitive.name == "cond":
+        return max(_inside(compat.closed(one)) for one in eqn.params["branches"])
+    rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    bodies = [compat.closed(value) for value in eqn.params.values() if compat.is_jaxpr(value)]
+    return eqn_flops(eqn) + rounds * sum(map(_inside, bodies))
+
+
+def _inside(jaxpr: Any) -> int:
+    return sum(flat_flops(flatten(jaxpr).eqns))
+
+
+_EVERYTHING = Policy.parse("everything")
+
+
+def block_program(call: Call) -> Program:
+    """The program of the block that `call` calls.
+
+    Raises:
+      PlanningError: no trained parameter reaches the block, so that it has no backward pass.
+    """
+    if not any(call.live):
+        raise PlanningError(
+            f"block {call.path!r}: no trained parameter reaches it, so that it has no backward pass and nothing to plan; "
+            "leave it out of the workload's blocks."
+        )
+    block = replace(call.block, policy=_EVERYTHING)
+    forward, backward = _passes(block, call.live)
+    names = [array.names for array in flatten(block.linearised.jaxpr).inputs[: len(call.live)]]
+    flat = flatten(compat.dce(forward))
+    for array, given in zip(flat.inputs, names, strict=True):
+        array.names[:] = dict.fromkeys((*given, *array.names))
+    inputs = {
+        name: array
+        for array in flat.inputs
+        for name in array.names
+        if name in block.named.candidates and block.named.candidates[name].is_input
+    }
+    return Program(call, flat, jaxpr_cost(block.jaxpr), jaxpr_cost(backward), inputs, flatten(compat.dce(backward)))
+
+
+def _passes(block: PlannedBlock, live: tuple[bool, ...]) -> tuple[Any, Any]:
+    """The closed jaxprs of the block's inputs to what backward reads, and of that and the cotangents to the gradients."""
+    run, places = block.checkpointed(prevent_cse=False), [index for index, flag in enumerate(live) if flag]
+    kept: list[Any] = []
+
+    def forward(*primals: Any) -> Any:
+        def of_live(*changed: Any) -> list[Any]:
+            arguments = list(primals)
+            for index, value in zip(places, changed, strict=True):
+                arguments[index] = value
+            return [out for out in run(*arguments) if is_smooth(out)]
+
+        _, pullback = jax.vjp(of_live, *(primals[index] for index in places))
+        leaves, structure = jax.tree.flatten(pullback)
+        kept.append(structure)
+        return leaves
+
+    known = jax.make_jaxpr(forward)(*block.jaxpr.in_avals)
+    cotangents = [aval for aval in block.jaxpr.out_avals if is_smooth(aval)]
+    backward = jax.make_jaxpr(lambda leaves, outs: jax.tree.unflatten(kept[-1], leaves)(outs))(
+        list(known.out_avals), cotangents
+    )
+    return known, backward
