@@ -135,7 +135,7 @@ def test_other_wrong_arguments():
     ],
 )
 def test_a_dtype_without_a_rate_falls_back_on_a_named_one(known, dtype, meant):
-    rates = Rates({name: 2.0 for name in known.split()}, 1.0)
+    rates = Rates(dict.fromkeys(known.split(), 2.0), 1.0)
     assert rates.fallback(dtype) == meant and rates.flops_per_s(dtype) == 2.0
 
 

@@ -15,9 +15,9 @@ from remat_jax.cli.workloads import load_workload
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.measure import DEFAULT_TIMEOUT
-from remat_jax.planning.make import plan as make_plan
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
 from remat_jax.planning.explain import named_table, next_gib, plan_table
+from remat_jax.planning.make import plan as make_plan
 from remat_jax.planning.page import picture
 from remat_jax.planning.plan import Plan
 from remat_jax.report.stacked import FORMATS, save_picture
@@ -31,7 +31,9 @@ def plan(
         str, typer.Option("--budget", "-b", help="Device memory: 40GiB, '38 GB', bytes, or a share of the target's: 80%, 0.8.")
     ],
     target: Annotated[str, typer.Option(help="What to plan and compile for; see remat-jax targets.")],
-    host_budget: Annotated[str | None, typer.Option(help="Host memory: 64GiB, or 0 for no offload. No limit unless given.")] = None,
+    host_budget: Annotated[
+        str | None, typer.Option(help="Host memory: 64GiB, or 0 for no offload. No limit unless given.")
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that compiling may take in all.")] = DEFAULT_TIMEOUT,
     explain: Annotated[bool, typer.Option("--explain", help="Say of every residual where it is, and why.")] = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON, for Plan.load.")] = None,
@@ -66,7 +68,9 @@ def _check_files(files: Sequence[tuple[str, Path | None]]) -> None:
     """That everything can be written, said before minutes of compiling."""
     for option, path in files:
         if path is not None and not path.absolute().parent.is_dir():
-            raise ArgumentError(f"{option}={str(path)!r}: there is no folder {path.absolute().parent}; make it, or give another file")
+            raise ArgumentError(
+                f"{option}={str(path)!r}: there is no folder {path.absolute().parent}; make it, or give another file"
+            )
         if option == "plot" and path is not None:
             if path.suffix.lower() not in FORMATS:
                 raise ArgumentError(f"plot={str(path)!r}: expected a name that ends in {', '.join(FORMATS)}")

@@ -26,8 +26,8 @@ class LargestBatch:
     Attributes:
       batch: what `make_workload` was given.
       plan: for the workload that it made.
-      tried: each batch whose leanest step was compiled, in the order of asking, with its device bytes; None where parameters and
-        batch alone were too large, and nothing was compiled.
+      tried: each batch whose leanest step was compiled, in the order of asking, with its device bytes; None where parameters
+        and batch alone were too large, and nothing was compiled.
     """
 
     batch: int

@@ -28,7 +28,9 @@ def plan_table(plan: Plan) -> Any:
         )
         for part in plan.parts
     ]
-    asked = f"{format_bytes(plan.budget)}" + (f", host {format_bytes(plan.host_budget)}" if plan.host_budget is not None else "")
+    asked = f"{format_bytes(plan.budget)}" + (
+        f", host {format_bytes(plan.host_budget)}" if plan.host_budget is not None else ""
+    )
     title = f"Plan for {plan.workload} on {plan.target} within {asked}: {format_bytes(plan.device_bytes)} compiled"
     return table(title, columns, rows, caption=summary(plan))
 
@@ -37,7 +39,9 @@ def named_table(plan: Plan) -> Any:
     """What the named policies would take beside the plan, as a table."""
     rows = [_named_row("this plan", plan.device_bytes, True, plan.host_bytes, plan.seconds, plan, "fits")]
     for one in sorted(plan.named, key=lambda point: (point.seconds is None, point.seconds, point.device_bytes)):
-        rows.append(_named_row(one.name, one.device_bytes, one.compiled, one.host_bytes, one.seconds, plan, _verdict(plan, one)))
+        rows.append(
+            _named_row(one.name, one.device_bytes, one.compiled, one.host_bytes, one.seconds, plan, _verdict(plan, one))
+        )
     columns = ("policy", "device", "", "host", "step", "over keeping everything", "")
     return table("Beside the named policies", columns, rows)
 
@@ -67,7 +71,9 @@ def explanation(plan: Plan) -> str:
         lines.append("Nothing is checkpointed: the whole step fits as it is.")
     for part in plan.parts if not plan.is_off else ():
         lines.append(f"{part.where}: {_each(part)}{part.policy}")
-        lines += [f"  {row.action:<9} {row.residual}, {format_bytes(row.bytes)}: {_why(row, part)}" for row in ranked(part.rows)]
+        lines += [
+            f"  {row.action:<9} {row.residual}, {format_bytes(row.bytes)}: {_why(row, part)}" for row in ranked(part.rows)
+        ]
     lines += ["", next_gib(plan), *plan.notes]
     return "\n".join(lines)
 

@@ -44,9 +44,7 @@ def check_arguments_fit(workload: Workload, budget: int) -> None:
         )
 
 
-def infeasible(
-    workload: Workload, search: Search, budget: int, host_budget: int | None, target: Target
-) -> InfeasibleBudget:
+def infeasible(workload: Workload, search: Search, budget: int, host_budget: int | None, target: Target) -> InfeasibleBudget:
     """The error that says the least that was reached, and what takes it."""
     least = search.smallest
     held = held_by(workload, least.compiled.sizes) if isinstance(least.compiled.sizes, Sizes) else {}

@@ -182,11 +182,14 @@ class _Making:
         """The problem; where offload cannot be run, nothing may be offloaded."""
         found = describe(self.workload, self.target)
         stack = found.stack
-        if self.target.kind == "cpu" or self.host_budget == 0:
+        self._no_offload = ""
+        if self.target.kind == "cpu" or self.host_budget == 0 or stack.link is None:
+            self._no_offload = "a CPU has one memory" if self.target.kind == "cpu" else "no host memory is allowed"
             return replace(found, stack=replace(stack, link=None))
         scanned = [kind.scanned for kind in found.kinds]
         if not any(scanned) or not compat.miscompiles_scanned_offload():
             return found
+        self._no_offload = f"JAX {jax.__version__} miscompiles offload inside scan"
         self.notes.append(
             f"JAX {jax.__version__} miscompiles offload inside scan for GPUs (openxla/xla#46231), so that layers that are "
             "scanned offload nothing here; use JAX 0.11.1 or later, unroll the layers, or set "
@@ -200,7 +203,10 @@ class _Making:
     def _named(self) -> tuple[list[Candidate], list[Point]]:
         """The named policies as candidates; those that are not legal here as points with a remark."""
         able, remarks = [], []
-        for name in NAMED:
+        for name, meant in NAMED.items():
+            if meant.offloads and self._no_offload:
+                remarks.append(Point(name, None, 0, None, False, remark=self._no_offload))
+                continue
             try:
                 able.append(named_candidate(self.described, self.workload, name))
             except (PolicyError, UnsupportedError) as error:

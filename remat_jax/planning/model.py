@@ -45,7 +45,9 @@ class Model:
         for what in ("parameters", "batch"):
             mine, theirs = getattr(self, what), getattr(other, what)
             if mine != theirs:
-                raise PlanningError(f"{told} was made for another model than {workload.name!r}: {_difference(what, mine, theirs)}")
+                raise PlanningError(
+                    f"{told} was made for another model than {workload.name!r}: {_difference(what, mine, theirs)}"
+                )
         if [key[:2] for key in self.blocks] != [key[:2] for key in other.blocks]:
             names = [[name for _, name, _ in one.blocks] for one in (self, other)]
             raise PlanningError(f"{told} was made for the blocks {names[0]}, and {workload.name!r} has {names[1]}; plan again")
@@ -61,8 +63,8 @@ class Model:
             there[shape, dtype] -= 1
             if there[shape, dtype] < 0:
                 raise PlanningError(
-                    f"{told} was made for a model with the parameter {path} of shape {list(shape)} and dtype {dtype}, and it is "
-                    "not among the arguments: apply the plan to the loss of the model that it was made for, or plan again"
+                    f"{told} was made for a model with the parameter {path} of shape {list(shape)} and dtype {dtype}, and it "
+                    "is not among the arguments: apply the plan to the loss of the model that it was made for, or plan again"
                 )
 
 

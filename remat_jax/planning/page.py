@@ -26,7 +26,9 @@ def page(plan: Plan) -> str:
             "base_seconds": plan.base_seconds,
             "chosen": next(index for index, one in enumerate(points) if one is points[-1] or _is_plan(plan, one)),
             "points": [_point(one) | {"parts": [_part(part) for part in one.parts]} for one in points],
-            "named": [_point(one) | {"name": one.name} for one in plan.named if one.device_bytes is not None and not one.remark],
+            "named": [
+                _point(one) | {"name": one.name} for one in plan.named if one.device_bytes is not None and not one.remark
+            ],
         }
     )
 

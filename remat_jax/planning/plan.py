@@ -146,5 +146,3 @@ class Plan:
 
     def __str__(self) -> str:
         return render(self)
-
-

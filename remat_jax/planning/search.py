@@ -116,16 +116,19 @@ class Search:
     @property
     def stack(self) -> Stack:
         """The stack as all that was compiled shows it; `off` is another program and says nothing of it."""
-        seen = [
-            Seen(one.candidate.loads, one.compiled.device_bytes) for one in self.tried if one.candidate.name != "off"
-        ]
+        seen = [Seen(one.candidate.loads, one.compiled.device_bytes) for one in self.tried if one.candidate.name != "off"]
         return fitted(self.guess, seen, self.budget)
 
     @property
     def best(self) -> Tried | None:
         """The fastest that was compiled and fits; of equal ones that with less memory."""
         fits = [one for one in self.tried if self._fits(one)]
-        return min(fits, key=lambda one: (one.candidate.seconds, one.compiled.device_bytes)) if fits else None
+
+        # Of equal estimates, the step without any checkpoint is surely no slower.
+        def rank(one: Tried) -> tuple[float, bool, int]:
+            return one.candidate.seconds, one.candidate.name != "off", one.compiled.device_bytes
+
+        return min(fits, key=rank, default=None)
 
     @property
     def smallest(self) -> Tried:
@@ -201,8 +204,9 @@ class Search:
     def _first(self, stack: Stack) -> list[Candidate]:
         """Keeping everything where that may fit; else the leanest named policy, to fit by, and a first plan."""
         off = [one for one in self.named if one.name == "off"]
-        if off and predicted(stack, off[0].loads) <= _HOPE**2 * self.budget:
-            return [*off, *self._own(stack, None)]
+        needs = predicted(stack, off[0].loads) if off else math.inf
+        if needs <= _HOPE**2 * self.budget:
+            return [*off, *(self._own(stack, None) if _HOPE * needs > self.budget else [])]
         full = [one for one in self.named if one.name == "full"]
         return [*full, *self._own(stack, None)] or [self._least(stack)]
 
@@ -212,8 +216,8 @@ class Search:
         able = [
             one
             for one in self.named
-            if one.seconds < bound and not math.isclose(one.seconds, bound) and one.host_bytes <= self.host_budget and self.known(one) is None
-            if self.expected(one, stack) <= _HOPE * self.budget
+            if one.seconds < bound and not math.isclose(one.seconds, bound) and one.host_bytes <= self.host_budget
+            if self.known(one) is None and self.expected(one, stack) <= _HOPE * self.budget
         ]
         return sorted(able, key=lambda one: one.seconds)[:1]
 

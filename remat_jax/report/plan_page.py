@@ -30,7 +30,7 @@ def plan_page(data: Mapping[str, Any]) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
-        f'<body><main><h1>{title}</h1>{said}{_asset("plan_page.html")}</main>'
+        f"<body><main><h1>{title}</h1>{said}{_asset('plan_page.html')}</main>"
         f'<script type="application/json" id="data">{plain}</script><script>{_asset("plan_page.js")}</script></body></html>\n'
     )
 
