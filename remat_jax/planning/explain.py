@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _SHORT = 3
+_SMALL = 0.01
+"""Residuals below this share of the largest are told together."""
 
 
 def plan_table(plan: Plan) -> Any:
@@ -55,8 +57,9 @@ def summary(plan: Plan) -> str:
     said = (
         f"Estimated {format_seconds(plan.seconds)} a step, {format_seconds(extra)} over keeping everything "
         f"({100 * extra / plan.base_seconds if plan.base_seconds else 0.0:.1f} %); "
-        f"{plan.recompute_flops / 1e12:.3g} TFLOP are computed again. Predicted {format_bytes(plan.predicted_bytes)}"
-        f"{f', {format_bytes(plan.host_bytes)} in host memory' if plan.host_bytes else ''}."
+        f"{plan.recompute_flops / 1e12:.3g} TFLOP are computed again. "
+        f"{format_bytes(plan.device_bytes)} on the device as compiled ({format_bytes(plan.predicted_bytes)} were predicted)"
+        f"{f', {format_bytes(plan.host_bytes)} in host memory' if plan.host_bytes else ''}; {_compiled(plan)}."
     )
     best = plan.best_named
     if best is None or best.seconds is None:
@@ -66,14 +69,12 @@ def summary(plan: Plan) -> str:
 
 def explanation(plan: Plan) -> str:
     """Why each residual is where it is, and what the next GiB would buy, as text of several lines."""
-    lines = [summary(plan), ""]
+    lines = [summary(plan), "Bytes and times are of one layer.", ""]
     if plan.is_off:
         lines.append("Nothing is checkpointed: the whole step fits as it is.")
     for part in plan.parts if not plan.is_off else ():
-        lines.append(f"{part.where}: {_each(part)}{part.policy}")
-        lines += [
-            f"  {row.action:<9} {row.residual}, {format_bytes(row.bytes)}: {_why(row, part)}" for row in ranked(part.rows)
-        ]
+        lines.append(f"{part.where}:")
+        lines += _lines(part)
     lines += ["", next_gib(plan), *plan.notes]
     return "\n".join(lines)
 
@@ -108,8 +109,22 @@ def format_seconds(seconds: float | None) -> str:
     return "0 s"
 
 
-def _each(part: Part) -> str:
-    return "each of them " if part.layers > 1 else ""
+def _compiled(plan: Plan) -> str:
+    return f"{len(plan.tried)} steps were compiled" if len(plan.tried) > 1 else "one step was compiled"
+
+
+def _lines(part: Part) -> list[str]:
+    """A line for each residual that matters, and one for all others of the same action."""
+    least = _SMALL * max((row.bytes for row in part.rows), default=0)
+    lines, small = [], dict[str, list[Row]]()
+    for row in ranked(part.rows):
+        if row.bytes < least:
+            small.setdefault(row.action, []).append(row)
+        else:
+            lines.append(f"  {row.action:<9} {row.residual}, {format_bytes(row.bytes)}: {_why(row, part)}")
+    for action, rows in small.items():
+        lines.append(f"  {action:<9} {len(rows)} small ones, {format_bytes(sum(row.bytes for row in rows))} together")
+    return lines
 
 
 def _what(part: Part) -> str:

@@ -79,6 +79,10 @@ def read(path: str | os.PathLike[str], workload: Workload | None) -> dict[str, A
         raise PlanningError(f"{told} is malformed: {error}; give what Plan.save wrote") from None
 
 
+_Checks = dict[str, Callable[[Any, str], Any]]
+"""What each value of an object must be."""
+
+
 class _Malformed(Exception):
     """What is wrong, and where."""
 
@@ -114,8 +118,8 @@ def _checked(data: Any, workload: Workload | None, told: str) -> dict[str, Any]:
 
 def _model(data: Any) -> Model:
     values = _fields(data, dict.fromkeys(("parameters", "batch", "blocks"), _list), "model")
-    leaves = [tuple(_leaf(one) for one in values[name]) for name in ("parameters", "batch")]
-    return Model(*leaves, tuple(_key({"block": one}) for one in values["blocks"]))
+    parameters, batch = (tuple(_leaf(one) for one in values[name]) for name in ("parameters", "batch"))
+    return Model(parameters, batch, tuple(_key({"block": one}) for one in values["blocks"]))
 
 
 def _leaf(data: Any) -> tuple[str, tuple[int, ...], str]:
@@ -232,7 +236,7 @@ def _has(data: Any, *names: str) -> bool:
     return True
 
 
-def _fields(data: Any, checks: dict[str, Callable[[Any, str], Any]], where: str) -> dict[str, Any]:
+def _fields(data: Any, checks: _Checks, where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise _Malformed(f"{where} is no object")
     known = {*checks, *(_SAID if checks is _PLAN else ())}
@@ -243,14 +247,14 @@ def _fields(data: Any, checks: dict[str, Callable[[Any, str], Any]], where: str)
 
 
 _SAID = ("version", "texts", "best_named")
-_ROW = {"residual": _text, "action": _action, "bytes": _count, "seconds": _or_none(_seconds)}
-_PART = {
+_ROW: _Checks = {"residual": _text, "action": _action, "bytes": _count, "seconds": _or_none(_seconds)}
+_PART: _Checks = {
     **dict.fromkeys(("block", "policy"), _text),
     **dict.fromkeys(("first", "layers", "saved_bytes", "offloaded_bytes", "recomputed_bytes"), _count),
     "rows": _list,
     **dict.fromkeys(("forward_seconds", "backward_seconds", "recompute_seconds", "copy_seconds"), _seconds),
 }
-_POINT = {
+_POINT: _Checks = {
     "name": _text,
     "device_bytes": _or_none(_count),
     "host_bytes": _count,
@@ -259,7 +263,7 @@ _POINT = {
     "parts": _list,
     "remark": _text,
 }
-_PLAN: dict[str, Callable[[Any, str], Any]] = {
+_PLAN: _Checks = {
     "policies": _list,
     **dict.fromkeys(("device_bytes", "predicted_bytes", "host_bytes", "recompute_flops", "budget"), _count),
     **dict.fromkeys(("seconds", "base_seconds"), _seconds),

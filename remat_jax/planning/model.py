@@ -96,7 +96,8 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) 
         raise PlanningError(f"{told} puts a policy on {name!r}, which is none of the blocks of {workload.name!r}; plan again")
     if kind == "glob":
         return name
-    found = {one for base in (linen.Module, nnx.Module) for one in _subclasses(base) if one.__qualname__ == name}
+    known: list[type] = _subclasses(linen.Module) + _subclasses(nnx.Module)
+    found = {one for one in known if one.__qualname__ == name}
     exact = {one for one in found if one.__module__ == module}
     # A file that is run has another module name than the same file imported. Defined again in a notebook, the last one counts.
     chosen = exact if exact else found
@@ -107,14 +108,12 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) 
             f"{told} puts a policy on the class {name!r} of {module!r}, and {how}: import the model first, or give the "
             "workload, as in Plan.load(path, workload)"
         )
-    return next(one for one in reversed(_subclasses(linen.Module) + _subclasses(nnx.Module)) if one in chosen)
+    return next(one for one in reversed(known) if one in chosen)
 
 
 def _subclasses(base: type) -> list[type]:
-    found = []
-    for one in base.__subclasses__():
-        found += [one, *_subclasses(one)]
-    return found
+    direct: list[type] = list(base.__subclasses__())
+    return [below for one in direct for below in (one, *_subclasses(one))]
 
 
 def _leaves(tree: Any) -> tuple[Leaf, ...]:

@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def best_named(self) -> Point | None:
-        """The fastest named policy that was seen to fit; None where none did."""
+        """The fastest named policy that fits, as compiled or as predicted; None where none does."""
         fits = [one for one in self.named if self._fits(one)]
         return min(fits, key=lambda one: (one.seconds, one.device_bytes)) if fits else None
 

@@ -13,8 +13,9 @@ def plan_page(data: Mapping[str, Any]) -> str:
     """The page as text.
 
     `data` has `title`; `summary`, sentences; `budget` in bytes; `base_seconds`; `points` along the frontier with `device`,
-    `host`, `seconds`, `compiled`, `says` and `parts`; `chosen`, the index of the plan among them; `named`, points with a `name`.
-    A part has `where`, `policy`, `costs`, `bytes` and `texts` by action, and `rows` of (residual, action, size, seconds).
+    `host`, `seconds`, `compiled`, `says` and `parts`; `chosen`, the index of the plan among them; and `named`, points that
+    have a `name`. A part has `where`, `policy`, `costs`, `bytes` and `texts` by action, and `rows` of (residual, action,
+    size, seconds).
 
     >>> point = {"device": 1, "host": 0, "seconds": 1.0, "compiled": True, "says": "</script>", "parts": []}
     >>> rest = {"title": "t", "summary": [], "budget": 1, "base_seconds": 1.0, "chosen": 0, "named": []}
