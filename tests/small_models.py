@@ -75,6 +75,17 @@ def make_loss(block: Any = Mlp, *, scanned: bool = False, layers: int = 2) -> tu
     return (lambda params, x: jnp.sum(jnp.sin(model.apply(params, x)))), params, x
 
 
+def values(*shape: int, seed: int = 0) -> Any:
+    """Random numbers in the float type that is on."""
+    dtype = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / 2, dtype)
+
+
+def block_by_hand(kernel: Any, x: Any) -> Any:
+    """An `Mlp` with this kernel and its transpose, as a function."""
+    return Mlp().apply({"params": {"Linear_0": {"kernel": kernel.T}, "Linear_1": {"kernel": kernel}}}, x)
+
+
 def assert_same(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
     """Every array of `actual` is that of `expected`, norm-wise relative to the largest norm."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)

@@ -41,10 +41,8 @@ class Origin:
 
 def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
     """The origin of `atom`, a variable or literal of the open `jaxpr`, which stands in the scopes `outer` and for `layers`."""
-    if hasattr(atom, "val"):
-        return Origin(("literal", id(atom)), "constant", "literal")
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    while True:
+    while not hasattr(atom, "val"):
         if atom in jaxpr.invars:
             return Origin(("argument", jaxpr.invars.index(atom)), "argument", f"argument {jaxpr.invars.index(atom)}")
         if atom in jaxpr.constvars:
@@ -74,8 +72,7 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
         else:
             path = "/".join(outer + compat.scopes(eqn))
             return Origin(atom, "equation", f"{path}:{eqn.primitive.name}", compat.source_line(eqn), layers=here)
-        if hasattr(atom, "val"):
-            return Origin(("literal", id(atom)), "constant", "literal")
+    return Origin(("literal", id(atom)), "constant", "literal")
 
 
 def _source(producer: Any, eqn: Any) -> str:

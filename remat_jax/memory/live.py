@@ -26,6 +26,7 @@ _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|pmap|checkpoint|custom_jvp|custom
 _SLICES = ("dynamic-slice", "dynamic-update-slice")
 _STRUCTURE = re.compile(
     r"while|closed_call|checkpoint|rematted_computation|call_exported|custom_jvp_call|custom_vjp_call|eval_jaxpr|pjit|branch_\d+_fun"
+    r"|layers\[\d+:\d+\]"
 )
 
 
@@ -134,6 +135,8 @@ def module_path(op_name: str) -> tuple[str, str, str]:
 
     >>> module_path("jit(step)/transpose(jvp(Model.loss))/Model/while/body/layers.body/layers/ffn/up/dot_general")
     ('Model/layers/ffn/up', 'dot_general', 'backward')
+
+    Which layers a policy by layer was for (`layers[0:8]`) is no part of the path.
 
     A scope that is opened again inside itself, as Flax does, is one; so a module of its parent's name is not told from it.
     """

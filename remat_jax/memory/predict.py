@@ -243,13 +243,16 @@ def _features(table: ResidualTable) -> tuple[float, ...]:
 
 
 def _of_a_layer(table: ResidualTable, action: Action) -> float:
-    return sum(row.bytes / row.shape[0] for row in table if row.scanned and row.action == action.value and row.shape)
+    """The bytes of one layer; under policies by layer, of the one with most."""
+    rows = [row for row in table if row.scanned and row.action == action.value and row.shape]
+    runs = {row.layers for row in rows} - {None} or {None}
+    return max(sum(row.bytes / row.shape[0] for row in rows if row.layers in (None, run)) for run in runs)
 
 
 def _key(table: ResidualTable) -> tuple[Any, ...]:
     """Equal for policies that keep the same arrays in the same places, however they are written."""
 
     def kept(row: Residual) -> tuple[Any, ...]:
-        return row.name, row.shape, row.dtype, row.action, row.count
+        return row.name, row.shape, row.dtype, row.action, row.count, row.layers
 
-    return tuple(sorted(kept(row) for row in table if row.action != Action.RECOMPUTE.value))
+    return tuple(sorted((kept(row) for row in table if row.action != Action.RECOMPUTE.value), key=repr))

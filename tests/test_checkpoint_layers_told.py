@@ -1,0 +1,142 @@
+"""What policies by layer say and refuse: residuals and offload by layer, runs without effect, layers nobody can tell apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.errors import BlockError, NoEffectError, UnsupportedError
+from remat_jax.memory.live import module_path
+from tests.small_models import Attention, Mlp, assert_same, block_by_hand, equations, make_loss, to_host, values
+
+# --- offload ------------------------------------------------------------------------------------------------------------
+
+
+def test_offloaded_layers_and_their_neighbours_are_linked() -> None:
+    loss, params, x = make_loss(layers=5)
+
+    def links(policies: str) -> list[int]:
+        fn = rj.checkpoint_blocks(loss, {Mlp: policies})
+        found = equations(lambda *args: jax.jvp(fn, args, args), params, x)
+        return [eqn.params["before"] for eqn, _ in found if eqn.primitive.name == "tied_linear"]
+
+    assert links("5 x offload_inputs") == [0, 1, 1, 1, 1]
+    # The first block that keeps fetches for the one before it, and the next one has nothing to fetch.
+    assert links("3 x offload_inputs | 2 x full") == [0, 1, 1, 1, 0]
+    assert links("2 x full | 3 x offload_inputs") == [0, 1, 1]
+    assert links("2 x offload_inputs | 3 x offload: *tanh*") == [0, 1, 1, 1, 1]
+
+
+def test_scanned_layers_are_on_the_host_where_their_policy_says() -> None:
+    loss, params, x = make_loss(layers=5, scanned=True)
+    job = rj.Workload(loss, params, (x,), blocks=Mlp)
+    one = 4 * x.size
+    tables = {text: rj.residuals(job, text) for text in ("offload_inputs", "2 x full | 3 x offload_inputs", "5 x full")}
+    assert [table.host_bytes for table in tables.values()] == [5 * one, 3 * one, 0]
+    assert {row.shape for row in tables["2 x full | 3 x offload_inputs"] if row.action == "offload"} == {(3, *x.shape)}
+    fn = rj.checkpoint_blocks(loss, {Mlp: "2 x full | 3 x offload_inputs"})
+    assert to_host(jax.grad(fn), params, x) == [x.shape]
+
+
+# --- what it is told about ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_residuals_say_which_layers(scanned: bool) -> None:
+    loss, params, x = make_loss(layers=4, scanned=scanned)
+    job = rj.Workload(loss, params, (x,), blocks=Mlp)
+    table = rj.residuals(job, "1 x full | 3 x save: *tanh*")
+    saved = {row.layers: row.bytes for row in table if "tanh" in row.name and row.action == "save"}
+    hidden = 4 * x.size // 4 * 3
+    assert saved == ({(1, 4): 3 * hidden} if scanned else {(layer, layer + 1): hidden for layer in (1, 2, 3)})
+    assert [row.layers for row in table if "tanh" in row.name and row.action == "recompute"] == [(0, 1)]
+    # What is kept is the sum of the parts; the stacked parameters are in none of them.
+    parts = [rj.residuals(job, text).device_bytes for text in ("full", "save: *tanh*")]
+    assert table.device_bytes == parts[0] + (parts[1] - parts[0]) * 3 // 4
+    assert "1–3" in str(table) if scanned else "│      3 │" in str(table)
+    assert table.to_dict()["rows"][0]["layers"] is None or len(table.to_dict()["rows"][0]["layers"]) == 2
+
+
+def test_a_run_without_effect_is_named_with_its_layers() -> None:
+    for scanned in (False, True):
+        loss, params, x = make_loss(layers=4, scanned=scanned)
+        with pytest.raises(NoEffectError, match=r"policy='save: \*exp\*' of layers 1–3: the selector '\*exp\*' matches no"):
+            rj.checkpoint_blocks(loss, {Mlp: "1 x full | 3 x save: *exp*"})(params, x)
+        with pytest.raises(NoEffectError, match=r"of layer 3 offloads nothing"):
+            rj.checkpoint_blocks(loss, {Mlp: "3 x full | 1 x recompute: *tanh*; offload: *tanh#0"})(params, x)
+        # The same selector has an effect elsewhere: that is no excuse.
+        with pytest.raises(NoEffectError, match=r"of layers 0–1"):
+            rj.checkpoint_blocks(loss, {Mlp: "2 x save: *tanh*, *exp* | 2 x save: *tanh*"})(params, x)
+
+
+def test_a_number_of_layers_that_does_not_fit_is_an_error() -> None:
+    for scanned in (False, True):
+        loss, params, x = make_loss(layers=4, scanned=scanned)
+        for text in ("5 x full", "2 x full | 1 x dots"):
+            with pytest.raises(BlockError, match=r"block=Mlp: policy=.* layers, and the block is called 4 times"):
+                rj.checkpoint_blocks(loss, {Mlp: text})(params, x)
+        with pytest.raises(BlockError, match=r"block=Attention: this class was never called"):
+            rj.checkpoint_blocks(loss, {Attention: "4 x full"})(params, x)
+
+
+def test_what_has_no_layers_to_tell_apart_is_refused() -> None:
+    def while_loop(kernel: Any, x: Any) -> Any:
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 3, lambda x: block_by_hand(kernel, x), x).sum()
+
+    def nested(kernel: Any, x: Any) -> Any:
+        def two(x: Any, _: Any) -> Any:
+            return jax.lax.scan(lambda x, _: (block_by_hand(kernel, x), None), x, None, length=2)[0], None
+
+        return jax.lax.scan(two, x, None, length=2)[0].sum()
+
+    args = values(4, 3), values(2, 4, seed=1)
+    with pytest.raises(UnsupportedError, match="in a while loop"):
+        rj.checkpoint_blocks(while_loop, {Mlp: "1 x full"})(*args)
+    with pytest.raises(UnsupportedError, match="in a scan inside a scan"):
+        rj.checkpoint_blocks(nested, {Mlp: "2 x full | 2 x dots"})(*args)
+    with pytest.raises(UnsupportedError, match="in a scan inside a scan"):
+        rj.checkpoint_blocks(nested, {Mlp: "1 x full | 3 x dots"})(*args)
+    assert_same(jax.grad(rj.checkpoint_blocks(nested, {Mlp: "4 x full"}))(*args), jax.grad(nested)(*args), 1e-6)
+    model, x = nn.remat_scan(Mlp, lengths=(2, 2))(), values(2, 4)
+    params = model.init(jax.random.key(0), x)
+    with pytest.raises(UnsupportedError, match=r"nn\.scan for nn\.remat_scan"):
+        rj.checkpoint_blocks(lambda params, x: model.apply(params, x).sum(), {Mlp: "3 x full | 1 x dots"})(params, x)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_gradient_taken_inside_is_refused(scanned: bool) -> None:
+    loss, params, x = make_loss(layers=2, scanned=scanned)
+    step = rj.checkpoint_blocks(jax.grad(loss), {Mlp: "1 x full | 1 x dots"})
+    with pytest.raises(UnsupportedError, match="block=Mlp: .* the gradient of what it returns"):
+        step(params, x)
+
+
+def test_workloads_take_policies_by_layer() -> None:
+    loss, params, x = make_loss(layers=3, scanned=True)
+    job = rj.Workload(loss, params, (x,), blocks=Mlp, optimizer=optax.sgd(0.1))
+    text = "2 x full | 1 x dots"
+    report = rj.measure(job, text)
+    assert report.policy == "2 × full | 1 × dots"
+    assert rj.measure(job, rj.LayerPolicies.parse(text)) is report, "the same question"
+    tables = [rj.residuals(job, policy) for policy in ({Mlp: text}, "full")]
+    assert tables[0].device_bytes == report.residual_device_bytes > tables[1].device_bytes
+    assert rj.doctor(job, text).ok
+    found = rj.doctor(job, "2 x full | 1 x save: *exp*").findings
+    assert [one.trap for one in found] == ["unmatched_name"]
+
+
+def test_the_layers_of_an_equation_are_no_part_of_its_path() -> None:
+    loss, params, x = make_loss(layers=3)
+    fn = rj.checkpoint_blocks(loss, {Mlp: "2 x full | 1 x dots"})
+    blocks = [eqn for eqn, _ in equations(fn, params, x) if compat.is_block(eqn)]
+    assert [compat.layers_of(eqn) for eqn in blocks] == [range(0, 1), range(1, 2), range(2, 3)]
+    assert not any("[" in part for eqn in blocks for part in compat.scopes(eqn))
+    name = "jit(step)/transpose(jvp(layers[0:2]))/Model/while/body/layers[0:2]/layers/up/dot_general"
+    assert module_path(name) == ("Model/layers/up", "dot_general", "backward")
