@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from remat_jax.cli.calibrate import calibrate
 from remat_jax.cli.demo import demo
 from remat_jax.cli.doctor import doctor
 from remat_jax.cli.lists import policies, targets
@@ -20,6 +21,7 @@ app = typer.Typer(
     epilog="Every command takes --json. Exit status: 0 when it holds, 1 when a check or the compiler fails, 2 for bad usage, "
     "3 when nothing fits a budget.",
 )
+app.command()(calibrate)
 app.command()(demo)
 app.command()(doctor)
 app.command()(measure)

@@ -43,8 +43,8 @@ class Node:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The residual names of the members."""
-        return tuple(name for array in self.members for name in array.names[:1])
+        """The residual names of the members, the largest member's first."""
+        return tuple(array.names[0] for array in sorted(self.members, key=lambda array: -array.bytes))
 
 
 def nodes(program: Program) -> list[Node]:
@@ -56,14 +56,18 @@ def nodes(program: Program) -> list[Node]:
     - it is one pass over one other array that takes no more bytes, so that keeping that gains all but the pass.
 
     It is then left out, and computed with what is computed from it; where that is several, and it is more than a pass, it
-    stays as something that can only be computed, so that its time counts once. Residuals below `SMALL` of the largest are put
-    together, as far as none of them is computed from another by way of a large one.
+    stays as something that can only be computed, so that its time counts once.
+
+    What is made from the same arrays by nothing more than a pass is decided on together: it costs the same per byte. So is what
+    is below `SMALL` of the largest, with what it is made with or from.
     """
     found = _all_nodes(program)
     _leave_out(program, found)
+    _together(program, found)
+    _leave_out(program, found)
     for node in found:
         node.only_again |= node.needed and _is_view_of_parent(program, node, found)
-    return _group_small(found)
+    return found
 
 
 def _all_nodes(program: Program) -> list[Node]:
@@ -148,29 +152,70 @@ def _is_view_of_parent(program: Program, node: Node, found: Sequence[Node]) -> b
     return parent.bytes <= node.bytes and all(one.primitive in _MOVES for one in _between(program, node, found))
 
 
-def _group_small(found: list[Node]) -> list[Node]:
+def _together(program: Program, found: list[Node]) -> None:
+    """Join what is decided on together, as far as no other lies on the way from one to the other."""
     least = SMALL * max((node.bytes for node in found), default=0)
-    level: dict[Node, int] = {}
-    groups: dict[int, Node] = {}
-    result: list[Node] = []
-    into: dict[Node, Node] = {}
+    small = {node for node in found if node.bytes < least and not node.is_input}
+    sources: dict[Node, frozenset[Node]] = {}
     for node in found:
-        small = node.bytes < least and not node.is_input
-        level[node] = max((level[parent] + (0 if parent in into else 1) for parent in node.parents), default=0)
-        if not small:
-            result.append(node)
-            continue
-        here = groups.get(level[node])
-        if here is None:
-            here = groups[level[node]] = Node([], False, set())
-            result.append(here)
-        into[node] = here
-        here.members += node.members
-        here.needed |= node.needed
-        here.parents |= node.parents
-    for node in result:
-        node.parents = {into.get(parent, parent) for parent in node.parents} - {node}
-    return result
+        through = (sources[parent] if parent in small else {parent} for parent in node.parents)
+        sources[node] = frozenset[Node]().union(*through)
+    alike: dict[frozenset[Node], Node] = {}
+    large = [node for node in found if node not in small]
+    passes = {node for node in large if node.needed and not node.is_input and _is_pass_from(program, node, large)}
+    for node in [one for one in large if one in passes]:
+        # The key of a node that was joined to another is that other's.
+        into = alike.setdefault(sources[node], node)
+        if into is not node:
+            _join(node, into, found)
+    waiting = [node for node in found if node in small]
+    joined = True
+    while joined:
+        # What lies between two others is joined first.
+        left = [node for node in waiting if not any(_join(node, into, found) for into in _hosts(node, found, small, sources))]
+        joined, waiting = len(left) < len(waiting), left
+    for place, node in enumerate(waiting):
+        next((into for into in waiting[:place] if into in found and _join(node, into, found)), None)
+
+
+def _hosts(node: Node, found: Sequence[Node], small: set[Node], sources: dict[Node, frozenset[Node]]) -> list[Node]:
+    """The large nodes that a small one may be joined to: those made with it, from it, and what it is made from."""
+    near = [*_children(found)[node], *(one for one in found if one in node.parents)]
+    beside = [one for one in found if sources[one] == sources[node]]
+    return [one for one in (*beside, *near) if one.needed and one not in small and not one.is_input]
+
+
+def _is_pass_from(program: Program, node: Node, large: Sequence[Node]) -> bool:
+    return all(is_pass(one) for one in _between(program, node, large))
+
+
+def _join(node: Node, into: Node, found: list[Node]) -> bool:
+    """Make `node` a part of `into`; False, and nothing done, where another node is computed from one and leads to the other."""
+    if node is into or _leads_by_way(node, into, found) or _leads_by_way(into, node, found):
+        return False
+    into.members += node.members
+    into.needed |= node.needed
+    into.parents = (into.parents | node.parents) - {node, into}
+    found.remove(node)
+    for other in found:
+        if node in other.parents:
+            other.parents = (other.parents - {node}) | {into}
+    into.parents.discard(into)
+    return True
+
+
+def _leads_by_way(start: Node, end: Node, found: Sequence[Node]) -> bool:
+    """Whether `end` is computed from `start` by way of another node."""
+    seen: set[Node] = set()
+    waiting = [parent for parent in end.parents if parent is not start]
+    while waiting:
+        node = waiting.pop()
+        if node is start:
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting += node.parents
+    return False
 
 
 def residual(program: Program, node: Node, found: Sequence[Node], rates: HasSeconds) -> planner.Residual:

@@ -90,7 +90,7 @@ def describe(
     Raises:
       TargetError: nothing is known of the target's rates.
       UnsupportedError: a finished step, or blocks inside each other or in a `while` loop.
-      BlockError, PlanningError: a block is never called, or never differentiated.
+      BlockError: a block is never called.
 
     >>> import flax.linen as nn, jax.numpy as jnp
     >>> class Layer(nn.Module):

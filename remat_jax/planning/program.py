@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.errors import PlanningError
 from remat_jax.graph import PlannedBlock, is_smooth
 from remat_jax.graph.block import decide
 from remat_jax.graph.cost import Cost, HasSeconds, is_view, jaxpr_cost, shares
@@ -190,14 +189,11 @@ _EVERYTHING = Policy.parse("everything")
 def block_program(call: Call) -> Program:
     """The program of the block that `call` calls.
 
-    Raises:
-      PlanningError: no trained parameter reaches the block, so that it has no backward pass.
+    A block that no trained parameter reaches has no backward pass, and needs nothing for it.
     """
     if not any(call.live):
-        raise PlanningError(
-            f"block {call.path!r}: no trained parameter reaches it, so that it has no backward pass and nothing to plan; "
-            "leave it out of the workload's blocks."
-        )
+        only_inputs = Flat(tuple(Array(aval) for aval in call.block.jaxpr.in_avals), (), ())
+        return Program(call, only_inputs, jaxpr_cost(call.block.jaxpr), Cost(), {}, Flat((), (), ()))
     block = replace(call.block, policy=_EVERYTHING)
     forward, backward = _passes(block, call.live)
     names = [array.names for array in flatten(block.linearised.jaxpr).inputs[: len(call.live)]]

@@ -1,0 +1,54 @@
+"""`remat-jax calibrate`: measure this machine's device, and write it as a target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from remat_jax import compat
+from remat_jax.cli.output import Json, answering, progress
+from remat_jax.errors import TargetError
+from remat_jax.planning.calibrate import Calibration
+from remat_jax.planning.calibrate import calibrate as measure
+from remat_jax.report import table
+
+
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE.toml", help="Where to write the target.")] = Path(
+        "calibrated.toml"
+    ),
+    name: Annotated[str, typer.Option(help="What the target is called: lower-case letters, digits, - and _.")] = "measured",
+    seconds: Annotated[float, typer.Option(help="About how long to measure; compiling comes on top.")] = 20.0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE.toml if it is there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure what the attached GPU, or this machine's CPU, really reaches, and write it as a target for estimates of time.
+
+    Products in each dtype, memory, and on a GPU the link to host memory each way and the share of compute beside which copies
+    run. Let nothing else run meanwhile. Then ask for the target by FILE.toml:NAME, wherever a target is taken.
+    """
+    with answering(as_json) as answer:
+        if output.exists() and not overwrite:
+            raise TargetError(f"output={str(output)!r} is there already; give another name, or --overwrite")
+        compat.keep_to_cpu_without_gpu()
+        with progress() as steps:
+            found = measure(name, seconds=seconds, on_done=steps.tell)
+        target = found.save(output, overwrite=overwrite)
+        answer.show(table(f"{found.device_kind}: what it reaches", ("what", "rate"), _cells(found), caption=found.source))
+        if found.out_bytes_per_s is None:
+            answer.remark("A CPU has one memory: there is no link to the host, and nothing to offload to.")
+        answer.show(f"Target: {target}")
+        answer.data({**found.to_dict(), "target": target})
+
+
+def _cells(found: Calibration) -> list[tuple[str, str]]:
+    rows = [(f"products in {dtype}", f"{rate / 1e12:,.3f} TFLOP/s") for dtype, rate in found.flops.items()]
+    rows.append(("memory, read and written", f"{found.hbm_bytes_per_s / 1e9:,.1f} GB/s"))
+    for what, rate in (("to the host", found.out_bytes_per_s), ("from the host", found.in_bytes_per_s)):
+        if rate is not None:
+            rows.append((what, f"{rate / 1e9:,.1f} GB/s"))
+    if found.hidden_share is not None:
+        rows.append(("share of compute that copies run beside", f"{found.hidden_share:.2f}"))
+    return rows

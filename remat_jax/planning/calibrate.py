@@ -1,0 +1,236 @@
+"""Measuring what this machine's device reaches: products, memory, the link to the host, and how much of a copy hides."""
+
+from __future__ import annotations
+
+import platform
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from remat_jax.errors import TargetError
+from remat_jax.hardware import target as target_named
+from remat_jax.hardware import targets
+from remat_jax.hardware.write import entry, target_text
+
+DTYPES = ("bfloat16", "float16", "float32", "tensorfloat32", "float64")
+_ENOUGH = 0.05
+"""Seconds that one timed run takes at least: shorter ones measure Python."""
+_LARGEST, _MANY_NUMBERS, _MOST_CALLS = 16384, 2**26, 100
+_CHAIN = 4
+_REPEATS = 3
+_HOST, _DEVICE = "pinned_host", "device"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured on a device.
+
+    Attributes:
+      name: what the target is called in the file.
+      device_kind: what JAX calls the device.
+      flops: operations per second of a large matrix product, by dtype name; `tensorfloat32` is float32 at JAX's default
+        precision, on a GPU only.
+      hbm_bytes_per_s: bytes per second that adding two large arrays reads and writes.
+      out_bytes_per_s, in_bytes_per_s: bytes per second of copies to and from pinned host memory; None on a CPU, which has one
+        memory.
+      hidden_share: the share of compute beside which a copy runs, from 0 to 1; None on a CPU.
+      source: what was measured, by what and when.
+    """
+
+    name: str
+    device_kind: str
+    flops: dict[str, float] = field(default_factory=dict)
+    hbm_bytes_per_s: float = 0.0
+    out_bytes_per_s: float | None = None
+    in_bytes_per_s: float | None = None
+    hidden_share: float | None = None
+    source: str = ""
+
+    def measured(self) -> dict[str, Any]:
+        """The figures as a target file has them, under `measured`; what was not measured is left out."""
+        figures = {key: value for key, value in asdict(self).items() if key not in ("name", "device_kind")}
+        return {key: value for key, value in figures.items() if value is not None}
+
+    def text(self) -> str:
+        """The target as TOML: what the table knows of the device, and the measured figures."""
+        return target_text(self.name, {**_known(self.device_kind), "measured": self.measured()})
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> str:
+        """Write the file, and return the name by which `target` finds it.
+
+        Raises:
+          TargetError: the file is there already and `overwrite` is False, or it cannot be written.
+        """
+        where = Path(path)
+        try:
+            with where.open("w" if overwrite else "x", encoding="utf-8") as file:
+                file.write(self.text())
+        except FileExistsError:
+            raise TargetError(f"output={str(path)!r} is there already; give another name, or overwrite it") from None
+        except OSError as error:
+            raise TargetError(f"output={str(path)!r} cannot be written ({error}); give another file") from None
+        return f"{path}:{self.name}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes as plain data for JSON."""
+        return asdict(self)
+
+
+def calibrate(
+    name: str = "measured", *, seconds: float = 20.0, on_done: Callable[[str, int, int], None] | None = None
+) -> Calibration:
+    """Measure JAX's first device, a GPU or this machine's CPU.
+
+    Every figure is the best of a few runs, each long enough that starting it does not count. Let nothing else run meanwhile.
+
+    Args:
+      name: what the target is to be called: lower-case letters, digits, `-` and `_`.
+      seconds: about how long it may take in all, compiling not counted; sizes grow until then.
+      on_done: told what is being measured, how many parts are behind, and how many there are.
+
+    Raises:
+      TargetError: the name cannot be one, or `seconds` is not a positive number.
+    """
+    _check(name, seconds)
+    device = jax.devices()[0]
+    on_gpu = device.platform == "gpu"
+    dtypes = [dtype for dtype in DTYPES if on_gpu or dtype != "tensorfloat32"]
+    parts = [*(f"products in {dtype}" for dtype in dtypes), "memory", *(["link to the host"] if on_gpu else [])]
+    each = seconds / len(parts)
+
+    def tell(part: int) -> None:
+        if on_done is not None:
+            on_done(parts[part] if part < len(parts) else "done", part, len(parts))
+
+    flops = {}
+    for part, dtype in enumerate(dtypes):
+        tell(part)
+        flops[dtype] = product_rate(device, dtype, each)
+    tell(len(dtypes))
+    memory = memory_rate(device, each)
+    out = back = hidden = None
+    if on_gpu:
+        tell(len(dtypes) + 1)
+        out, back, hidden = link_rates(device, each)
+    tell(len(parts))
+    said = f"measured by remat-jax calibrate on {device.device_kind}, JAX {jax.__version__}, {time.strftime('%Y-%m-%d')}"
+    return Calibration(name, device.device_kind, flops, memory, out, back, hidden, said)
+
+
+def product_rate(device: Any, dtype: str, seconds: float) -> float:
+    """Operations per second of products of square matrices, as large as `seconds` allow."""
+    precision = "highest" if dtype in ("float32", "float64") else None
+    kind = "float32" if dtype == "tensorfloat32" else dtype
+
+    def chain(x: Any, y: Any) -> Any:
+        for _ in range(_CHAIN):
+            # Scaled, so that no number grows out of its dtype.
+            x = jnp.dot(x, y, precision=precision) * jnp.asarray(1 / y.shape[0], y.dtype)
+        return x
+
+    best, deadline, size = 0.0, time.perf_counter() + seconds, 256
+    with jax.enable_x64(dtype == "float64"):
+        run = jax.jit(chain)
+        while size <= _LARGEST:
+            x = jax.device_put(jnp.ones((size, size), kind), device)
+            took = fastest(partial(run, x, x))
+            best = max(best, 2.0 * _CHAIN * size**3 / took)
+            # The next size takes eight times as long.
+            if took > _ENOUGH or time.perf_counter() + 8 * took * (_REPEATS + 1) > deadline:
+                return best
+            size *= 2
+    return best
+
+
+def memory_rate(device: Any, seconds: float) -> float:
+    """Bytes per second that adding two arrays, too large for any cache, reads and writes.
+
+    In a loop that writes to the same memory: the first write to new memory is slower, and programs do it rarely.
+    """
+    rounds = max(2, min(16, round(4 * seconds)))
+    x, y = (jax.device_put(jnp.full(_MANY_NUMBERS, value, jnp.float32), device) for value in (1, 2))
+    run = jax.jit(lambda x, y: jax.lax.fori_loop(0, rounds, lambda _, x: x + y, x))
+    return 3.0 * rounds * x.nbytes / fastest(partial(run, x, y))
+
+
+def link_rates(device: Any, seconds: float) -> tuple[float, float, float]:
+    """Bytes per second of copies to pinned host memory and from it, and the share of compute beside which they run.
+
+    The share is found by running both: what copies and compute take together, less than one after the other, as a part of the
+    shorter one; of the two directions the smaller.
+    """
+    here, there = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in (_DEVICE, _HOST))
+    deadline, size = time.perf_counter() + seconds, 2**22
+    while True:
+        x = jax.device_put(jnp.ones(size, jnp.float32), here)
+        y = jax.device_put(x, there)
+        copies = {there: x, here: y}
+        took = {to: fastest(partial(jax.device_put, array, to)) for to, array in copies.items()}
+        longest = max(took.values())
+        if longest > _ENOUGH / 2 or size >= _MANY_NUMBERS or time.perf_counter() + 8 * longest * (_REPEATS + 1) > deadline:
+            break
+        size *= 2
+    compute, alone = _compute_of(device, min(took.values()) / 2)
+    shares = []
+    for to, array in copies.items():
+        copy = partial(jax.device_put, array, to)
+        both = fastest(partial(_each, compute, copy))
+        shares.append((alone + took[to] - both) / min(alone, took[to]))
+    return x.nbytes / took[there], x.nbytes / took[here], min(1.0, max(0.0, min(shares)))
+
+
+def _compute_of(device: Any, seconds: float) -> tuple[Callable[[], Any], float]:
+    """Something that computes for about `seconds`, and how long it really takes."""
+    x = jax.device_put(jnp.ones((1024, 1024), jnp.float32), device)
+
+    def chain(x: Any, rounds: Any) -> Any:
+        return jax.lax.fori_loop(0, rounds, lambda _, x: jnp.dot(x, x) * (1 / x.shape[0]), x)
+
+    run = jax.jit(chain)
+    few, many = (fastest(partial(run, x, n)) for n in (1, 9))
+    rounds = max(1, round(seconds / max((many - few) / 8, 1e-9)))
+    return lambda: run(x, rounds), fastest(lambda: run(x, rounds))
+
+
+def _each(*runs: Callable[[], Any]) -> list[Any]:
+    return [run() for run in runs]
+
+
+def fastest(run: Callable[[], Any]) -> float:
+    """The seconds of one call of `run`, called again and again, until all that it starts has ended; the best of a few times."""
+    jax.block_until_ready(run())
+    took = _timed(run, 1)
+    calls = min(_MOST_CALLS, max(1, round(_ENOUGH / max(took, 1e-9))))
+    return min(_timed(run, calls) for _ in range(_REPEATS))
+
+
+def _timed(run: Callable[[], Any], calls: int) -> float:
+    before = time.perf_counter()
+    for _ in range(calls):
+        results = run()
+    jax.block_until_ready(results)
+    return (time.perf_counter() - before) / calls
+
+
+def _known(device_kind: str) -> dict[str, Any]:
+    """What the table says of a device, without its name; of one that it does not know, only what it is."""
+    for name in targets():
+        if device_kind.lower() in (kind.lower() for kind in target_named(name).device_kinds):
+            return entry(name)
+    if jax.devices()[0].platform == "gpu":
+        return {"kind": "gpu", "description": f"{device_kind}, of which only rates are known", "source": {}}
+    return {"kind": "cpu", "description": f"the CPU of this machine, {platform.machine()}", "source": {}}
+
+
+def _check(name: str, seconds: float) -> None:
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_-]+", name):
+        raise TargetError(f"name={name!r}: expected lower-case letters, digits, - and _, such as 'my-h100'")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+        raise TargetError(f"seconds={seconds!r}: expected a positive number")

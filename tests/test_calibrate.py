@@ -1,0 +1,130 @@
+"""Calibration: what is written is what was measured, and what a plan's rates then are."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from typer.testing import CliRunner
+
+from remat_jax.cli.app import app
+from remat_jax.errors import TargetError
+from remat_jax.hardware import target
+from remat_jax.hardware.rates import Rates
+from remat_jax.hardware.write import entry, target_text
+from remat_jax.planning import calibrate as module
+from remat_jax.planning.calibrate import Calibration, calibrate
+
+
+def test_rates_are_operations_and_bytes_over_seconds(monkeypatch):
+    """With a clock that says that everything takes a second."""
+    sizes = []
+
+    def second(run):
+        sizes.append(jax.tree.leaves(run())[0])
+        return 1.0
+
+    monkeypatch.setattr(module, "fastest", second)
+    device = jax.devices()[0]
+    assert module.product_rate(device, "float32", 9.0) == 2 * 4 * 256**3
+    assert (sizes[-1].dtype, sizes[-1].shape) == (jnp.float32, (256, 256)) and float(sizes[-1][0, 0]) == 1.0
+    module.product_rate(device, "float64", 9.0), module.product_rate(device, "bfloat16", 9.0)
+    assert [one.dtype for one in sizes[-2:]] == ["float64", "bfloat16"]
+    monkeypatch.setattr(module, "_MANY_NUMBERS", 1000)
+    assert module.memory_rate(device, 9.0) == 16 * 3 * 4 * 1000 and float(sizes[-1][0]) == 1 + 16 * 2
+
+
+def test_copies_hide_as_far_as_both_take_less_than_one_after_the_other(monkeypatch):
+    """Copies out take 4 s, back 2 s, compute 1 s: together 4.25 and 2.5, so that 75 % and 50 % of the compute hide."""
+    device = jax.devices()[0]
+    monkeypatch.setattr(module, "_compute_of", lambda *_: (lambda: None, 1.0))
+    took = iter([4.0, 2.0, 4.25, 2.5])
+    monkeypatch.setattr(module, "fastest", lambda run: (run(), next(took))[1])
+    size = 4 * 2**22
+    assert module.link_rates(device, 0.1) == (size / 4, size / 2, 0.5)
+
+
+def test_the_link_is_measured_between_two_memories():
+    out, back, hidden = module.link_rates(jax.devices()[0], 0.1)
+    assert out > 0 and back > 0 and 0 <= hidden <= 1
+
+
+def test_fastest_is_the_best_of_several_long_enough_runs(monkeypatch):
+    now = [0.0]
+    calls = []
+
+    def run():
+        # The second call is the fastest; a call outside of any timed run comes first, to compile.
+        now[0] += [0.03, 0.01, 0.02][min(len(calls), 2)]
+        calls.append(1)
+        return jnp.zeros(())
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    assert module.fastest(run) == pytest.approx(0.02)
+    assert len(calls) == 1 + 1 + 3 * 5
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """The command, run once and quickly: what it printed and wrote."""
+    path = tmp_path_factory.mktemp("calibrated") / "here.toml"
+    done = CliRunner().invoke(app, ["calibrate", "-o", str(path), "--name", "here", "--seconds", "0.2", "--json"])
+    assert done.exit_code == 0, done.output
+    return path, json.loads(done.stdout), done.stderr
+
+
+def test_the_command_writes_a_target_whose_rates_are_the_measured_ones(quick):
+    path, said, progress = quick
+    assert said["target"] == f"{path}:here" and said["out_bytes_per_s"] is None and said["hidden_share"] is None
+    assert list(said["flops"]) == ["bfloat16", "float16", "float32", "float64"]
+    described = target(said["target"])
+    assert described.kind == "cpu" and described.measured["source"] == said["source"]
+    rates = Rates.of(said["target"])
+    assert dict(rates.flops) == said["flops"] and rates.hbm_bytes_per_s == said["hbm_bytes_per_s"] > 0
+    assert rates.source["flops"] == said["source"] and "calibrate" in said["source"]
+    assert rates.out_bytes_per_s is None
+    assert "[1/5] products in float16" in progress and "A CPU has one memory" in progress
+
+
+def test_the_command_overwrites_nothing_unasked(quick):
+    path, _, _ = quick
+    before = path.read_text()
+    done = CliRunner().invoke(app, ["calibrate", "-o", str(path), "--seconds", "0.2"])
+    assert done.exit_code == 2 and "is there already" in done.stderr and path.read_text() == before
+    found = Calibration("here", "cpu", {"float32": 1.0}, 2.0, source="x")
+    with pytest.raises(TargetError, match="is there already"):
+        found.save(path)
+    assert Rates.of(found.save(path, overwrite=True)).hbm_bytes_per_s == 2.0
+    with pytest.raises(TargetError, match="cannot be written"):
+        found.save(path.parent / "no" / "folder.toml")
+
+
+def test_a_gpu_of_the_table_keeps_what_is_known_of_it(tmp_path):
+    found = Calibration("mine", "NVIDIA H200", {"bfloat16": 7.5e14}, 4.1e12, 5.5e10, 5.4e10, 0.75, "timed")
+    name = found.save(tmp_path / "mine.toml")
+    described, known = target(name), target("h200")
+    assert (described.memory_bytes, described.compiler_description) == (known.memory_bytes, known.compiler_description)
+    rates = Rates.of(name)
+    assert (rates.flops["bfloat16"], rates.hbm_bytes_per_s) == (7.5e14, 4.1e12)
+    assert (rates.out_bytes_per_s, rates.in_bytes_per_s, rates.hidden_share) == (5.5e10, 5.4e10, 0.75)
+    assert rates.flops["float8_e4m3fn"] == Rates.of("h200").flops["float8_e4m3fn"], "not measured, so nominal"
+
+
+@pytest.mark.parametrize("name", ["h200", "cpu", "b200"])
+def test_a_table_s_entry_written_and_read_is_the_same_target(tmp_path, name):
+    path = tmp_path / "one.toml"
+    path.write_text(target_text(name, entry(name)), encoding="utf-8")
+    assert target(f"{path}:{name}").to_dict() == target(name).to_dict()
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("My GPU", 1.0), ("", 1.0), ("a.b", 1.0), ("ok", 0.0), ("ok", float("nan"))])
+def test_bad_arguments(name, seconds):
+    with pytest.raises(TargetError, match="expected"):
+        calibrate(name, seconds=seconds)
+
+
+def test_a_target_that_is_not_in_the_table():
+    with pytest.raises(TargetError, match="not in the table"):
+        entry("h300")

@@ -1,0 +1,418 @@
+"""A workload as a planning problem, held against what JAX really keeps and really runs again."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import remat_jax as rj
+from examples.models import linen
+from remat_jax import planner
+from remat_jax.errors import BlockError, PlanningError, UnsupportedError
+from remat_jax.graph.count import flops
+from remat_jax.hardware.rates import Rates
+from remat_jax.planner.policies import peak_bytes
+from remat_jax.planning.problem import Described, describe, extra_seconds, kept_bytes, policy_of, recompute_flops
+from remat_jax.policy import NAMED
+
+RATES = Rates({"tensorfloat32": 1e9, "float32": 1e8}, 1e8, 1e6, 2e6, 0.5)
+WIDTH, ROWS = 8, 4
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return x + nn.Dense(WIDTH, use_bias=False, name="down")(jnp.sin(nn.Dense(4 * WIDTH, use_bias=False, name="up")(x)))
+
+
+class Model(nn.Module):
+    layers: int = 3
+    scan: bool = False
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.Dense(WIDTH, name="first")(x)
+        if not self.scan:
+            for index in range(self.layers):
+                x = Layer(name=f"layers_{index}")(x)
+            return x
+        scan = nn.scan(
+            lambda layer, x, _: (layer(x), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=self.layers,
+        )
+        return scan(Layer(name="layers"), x, None)[0]
+
+
+def mlp(*, scan: bool = False, **options: Any) -> rj.Workload:
+    model, x = Model(scan=scan), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return rj.Workload(lambda p, x: (model.apply(p, x) ** 2).sum(), params, (x,), Layer, **options)
+
+
+def decoder(*, scan: bool, layers: int = 2) -> rj.Workload:
+    model = linen.ByteDecoder(d_model=32, nhead=2, num_layers=layers, max_len=16, scan=scan, param_dtype=jnp.bfloat16)
+    tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+
+    def loss(params: Any, *batch: Any) -> Any:
+        return model.apply({"params": params}, *batch, method="loss")
+
+    return rj.Workload(loss, params, (tokens, tokens), linen.DecoderLayer)
+
+
+def step_flops(job: rj.Workload, policy: Any) -> int:
+    step = job.step(policy)
+    return flops(step.function, *step.arguments)
+
+
+def drawn(found: Described, count: int) -> list[str]:
+    """Policies that save a random part of what backward reads and of what leads to it, and offload another."""
+    program, draw = found.kinds[0].program, random.Random(0)
+    needed = {name for array in program.needed for name in array.names}
+    made = [array for array in program.arrays if array not in program.free and array not in program.flat.inputs]
+    names = [name for array in made for name in array.names]
+    result = []
+    for _ in range(count):
+        kept, away = draw.random(), draw.random() / 4
+        offload = [name for name in names if name in needed and program_shape(program, name) and draw.random() < away]
+        save = [name for name in names if name not in offload and draw.random() < kept] or names[-1:]
+        result.append("; ".join(f"{word}: {', '.join(of)}" for word, of in (("offload", offload), ("save", save)) if of))
+    return result
+
+
+def program_shape(program: Any, name: str) -> tuple[int, ...]:
+    return program.call.block.linearised.shapes[name]
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [(lambda: mlp(), 8), (lambda: mlp(scan=True), 8), (lambda: decoder(scan=True), 20)],
+    ids=["unrolled MLP", "scanned MLP", "scanned decoder"],
+)
+def test_every_policy_recomputes_what_the_model_says(make, count):
+    job = make()
+    found = describe(job, "h200")
+    base = step_flops(job, "everything")
+    told = {policy: recompute_flops(found, policy) for policy in [*NAMED, *drawn(found, count)]}
+    assert told == {policy: step_flops(job, policy) - base for policy in told}
+    assert len(set(told.values())) >= 2
+
+
+@pytest.mark.parametrize(("scan", "count"), [(False, 0), (True, 2)])
+def test_every_policy_keeps_what_the_model_says(scan, count):
+    job = decoder(scan=scan)
+    found = describe(job, "h200")
+    (kind,) = found.kinds
+    beside = rj.residuals(job, "full").device_bytes - kept_bytes(found, "full")[0]
+    # ReLU's derivative reads zeros: JAX keeps them, once for a scan, and the compiler writes them where they are read.
+    zeros = (1 if scan else 2) * kind.program.constant_bytes
+    assert kind.program.constant_bytes == 2 * 2 * 16 * 128
+    for policy in [*NAMED, *drawn(found, count)]:
+        device, host = kept_bytes(found, policy)
+        table = rj.residuals(job, policy)
+        constant = zeros if policy in ("off", "everything") else 0
+        assert (device + beside + constant, host) == (table.device_bytes, table.host_bytes), policy
+
+
+def test_the_residuals_of_a_layer_by_hand():
+    (kind,), (block,) = (found := describe(mlp(), "h200", rates=RATES)).kinds, found.stack.blocks
+    size, product = 4 * ROWS * WIDTH, 2 * ROWS * WIDTH * 4 * WIDTH / 1e9
+    x, up, both = block.residuals
+    assert kind.residuals == ("layers_0:input#0", "layers_0/up:dot_general#0", "layers_0:sin#0")
+    assert kind.members[2] == ("layers_0:sin#0", "layers_0:cos#0")
+    assert (x.bytes, x.seconds, x.needed, x.may_offload) == (size, None, True, True)
+    # Sine and cosine need it, backward does not: keeping it takes half as much as keeping both.
+    assert (up.bytes, up.parents, up.needed) == (4 * size, (x.name,), False)
+    assert up.seconds == pytest.approx(max(product, 4 * (ROWS * WIDTH * (1 + 4) + 4 * WIDTH**2) / 1e8))
+    # Sine and cosine are two passes, each of which reads the product and writes as much: the second reads it again for nothing.
+    assert (both.bytes, both.parents, both.needed) == (8 * size, (up.name,), True)
+    assert both.seconds == pytest.approx((2 * 2 * 4 * size) / 1e8)
+    assert (block.repeats, kind.layers, kind.paths) == (3, range(3), ("layers_0", "layers_1", "layers_2"))
+    assert found.stack.link == planner.HostLink(1e6, 2e6, 0.5)
+
+
+def test_seconds_of_the_passes_by_hand():
+    found = describe(mlp(), "h200", rates=RATES)
+    (block,) = found.stack.blocks
+    wide, narrow, weights = 4 * ROWS * 4 * WIDTH, 4 * ROWS * WIDTH, 4 * 4 * WIDTH**2
+    product = narrow + wide + weights
+    # Forward: up, sine, down, add.
+    assert block.forward_seconds == pytest.approx((2 * product + 2 * wide + 3 * narrow) / 1e8)
+    # Backward: two products for each, the product with the cosine, the sum of both cotangents.
+    assert block.backward_seconds == pytest.approx((4 * product + 3 * wide + 3 * narrow) / 1e8)
+    assert found.outside_seconds > 0
+    assert found.base_seconds == pytest.approx(3 * (block.forward_seconds + block.backward_seconds) + found.outside_seconds)
+
+
+def test_a_scan_and_its_unrolled_twin_are_the_same_problem():
+    for make in (mlp, decoder):
+        unrolled, scanned = (describe(make(scan=scan), "h200") for scan in (False, True))
+        (one,), (other,) = unrolled.stack.blocks, scanned.stack.blocks
+        strip = lambda name, path: name.removeprefix(path)  # noqa: E731
+        assert [(strip(r.name, "layers_0"), r.bytes, r.seconds, r.needed) for r in one.residuals] == [
+            (strip(r.name, "layers"), r.bytes, r.seconds, r.needed) for r in other.residuals
+        ]
+        assert (one.repeats, one.forward_seconds, one.backward_seconds) == (
+            other.repeats,
+            other.forward_seconds,
+            other.backward_seconds,
+        )
+        assert [kind.scanned for kind in (*unrolled.kinds, *scanned.kinds)] == [False, True]
+        assert set(scanned.kinds[0].paths) == {"layers"}
+
+
+def choices(block: planner.Block, seed: int) -> planner.BlockPolicy:
+    """A random legal choice."""
+    draw, chosen = random.Random(seed), {}
+    for index in block.order:
+        one = block.residuals[index]
+        allowed = ["save"] * one.may_save + ["offload"] * one.may_offload + ["unused"] * (not one.needed)
+        if one.seconds is not None and all(chosen[parent] != "unused" for parent in one.parents):
+            allowed += ["recompute"] * 2
+        chosen[one.name] = draw.choice(allowed)
+    return planner.BlockPolicy(block, tuple(chosen[one.name] for one in block.residuals))
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_what_a_solver_chooses_is_what_its_policy_does(scan):
+    """The price of the policy is the solver's, less what it keeps or computes without use."""
+    job = decoder(scan=scan)
+    found = describe(job, "h200")
+    (kind,), (block,) = found.kinds, found.stack.blocks
+    for seed in range(12):
+        choice = choices(block, seed)
+        policy = policy_of(kind, choice)
+        saved, offloaded = kind.program.names(policy)
+        wanted = {
+            action: {
+                name for names, one in zip(kind.members, choice.choices, strict=True) if one.value == action for name in names
+            }
+            for action in ("save", "offload")
+        }
+        assert set(offloaded) == wanted["offload"] and set(saved) == wanted["save"] - {f"{kind.paths[0]}:input#0"}
+        price = kind.program.price(policy, found.rates)
+        assert price.seconds <= choice.recompute_seconds * (1 + 1e-9)
+        assert price.saved_bytes <= choice.saved_bytes + sum(
+            one.bytes for one in block.residuals if one.seconds is None and choice.of[one.name].value == "unused"
+        )
+        assert price.host_bytes <= choice.host_bytes
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_plan_s_policies_can_be_traced_and_cost_what_the_plan_says(scan):
+    job = decoder(scan=scan)
+    found = describe(job, "h200", working=0.0)
+    (kind,) = found.kinds
+    most = peak_bytes(found.stack, [planner.BlockPolicy(one, _saved(one)) for one in found.stack.positions()])
+    stack = planner.Stack(found.stack.blocks, None, found.stack.fixed_bytes)
+    plan = planner.solve_counts(stack, found.stack.fixed_bytes + 0.8 * (most - found.stack.fixed_bytes))
+    policies = [policy_of(kind, part.policy) for part in plan.ranges for _ in range(part.count)]
+    assert extra_seconds(found, policies) == pytest.approx(plan.extra_seconds)
+    for policy in dict.fromkeys(policies):
+        assert step_flops(job, policy) - step_flops(job, "everything") == recompute_flops(found, policy)
+
+
+def _saved(block: planner.Block) -> tuple[str, ...]:
+    return tuple("save" if one.may_save and one.needed else "recompute" if one.needed else "unused" for one in block.residuals)
+
+
+def test_the_price_of_named_policies():
+    found = describe(mlp(), "h200", rates=RATES)
+    (block,) = found.stack.blocks
+    x, up, both = block.residuals
+    assert extra_seconds(found, "everything") == extra_seconds(found, "off") == 0
+    assert extra_seconds(found, "full") == pytest.approx(3 * (up.seconds + both.seconds))
+    assert extra_seconds(found, "dots") == pytest.approx(3 * both.seconds)
+    again = up.seconds + both.seconds
+    out = x.bytes / 1e6 - 0.5 * block.forward_seconds
+    back = x.bytes / 2e6 - 0.5 * (block.backward_seconds + again)
+    assert min(out, back) > 0
+    # Nothing runs beside the last block's copies back.
+    expected = 3 * (again + out + back) + 0.5 * (block.backward_seconds + again)
+    assert extra_seconds(found, "offload_inputs") == pytest.approx(expected)
+    assert kept_bytes(found, "offload_inputs") == (0, 3 * x.bytes)
+    mixed = ["full", "everything", "dots"]
+    assert extra_seconds(found, mixed) == extra_seconds(found, {Layer: mixed}) == pytest.approx(up.seconds + 2 * both.seconds)
+    assert recompute_flops(found, mixed) == 2 * ROWS * WIDTH * 4 * WIDTH
+    # A name of one layer holds for that layer.
+    assert kept_bytes(found, "save: layers_1/up:dot_general#0") == (3 * x.bytes + up.bytes, 0)
+
+
+class Attending(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, mask: Any) -> Any:
+        return x + nn.Dense(WIDTH, use_bias=False)(jnp.sin(x) * mask)
+
+
+def test_inputs_that_all_blocks_share_and_the_batch_cost_nothing():
+    class Shared(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            mask = jnp.exp(jnp.tanh(nn.Dense(WIDTH)(x)))
+            for index in range(2):
+                x = Attending(name=f"layers_{index}")(x, mask)
+            return x
+
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    params = jax.eval_shape(Shared().init, jax.random.key(0), x)
+    job = rj.Workload(lambda p, x: Shared().apply(p, x).sum(), params, (x,), Attending)
+    first, second = describe(job, "h200").kinds
+    # The batch is no residual, and not differentiated along: the first block is another kind.
+    assert (first.layers, second.layers) == (range(1), range(1, 2))
+    assert not any("input" in name for name in first.residuals)
+    assert [name for name in second.residuals if "input" in name] == ["layers_1:input#0"]
+
+
+def test_equal_neighbours_are_one_kind_and_others_are_not():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            x = nn.Dense(WIDTH)(x)
+            for index in range(2):
+                x = Layer(name=f"a_{index}")(x)
+            x = Attending(name="between")(x, jnp.float32(2.0))
+            return Layer(name="b")(x)
+
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    params = jax.eval_shape(Two().init, jax.random.key(0), x)
+    job = rj.Workload(lambda p, x: Two().apply(p, x).sum(), params, (x,), (Layer, Attending))
+    kinds = describe(job, "h200").kinds
+    assert [(kind.block, kind.layers, kind.paths) for kind in kinds] == [
+        (Layer, range(2), ("a_0", "a_1")),
+        (Attending, range(1), ("between",)),
+        (Layer, range(2, 3), ("b",)),
+    ]
+    only = {Layer: ["full", "everything", "full"], Attending: "everything"}
+    assert recompute_flops(describe(job, "h200"), only) == 2 * 2 * ROWS * WIDTH * 4 * WIDTH
+    assert (
+        step_flops(job, {Layer: "full", Attending: "full"}) - step_flops(job, "everything") == 3 * 2 * ROWS * WIDTH * 4 * WIDTH
+    )
+
+
+def test_several_calls_in_a_round_take_turns():
+    class Round(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, _: Any) -> Any:
+            return Layer(name="b")(Attending(name="m")(Layer(name="a")(x), jnp.float32(2.0))), None
+
+    class Turns(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            scan = nn.scan(Round, variable_axes={"params": 0}, split_rngs={"params": True}, length=5)
+            return scan(name="rounds")(nn.Dense(WIDTH)(x), None)[0]
+
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    params = jax.eval_shape(Turns().init, jax.random.key(0), x)
+    job = rj.Workload(lambda p, x: Turns().apply(p, x).sum(), params, (x,), (Layer, Attending))
+    kinds = describe(job, "h200").kinds
+    assert [(kind.block, kind.layers) for kind in kinds] == [
+        (Layer, range(0, 10, 2)),
+        (Attending, range(5)),
+        (Layer, range(1, 11, 2)),
+    ]
+    assert recompute_flops(describe(job, "h200"), "full") == step_flops(job, "full") - step_flops(job, "everything")
+
+
+def test_blocks_traced_once_for_many_calls_and_frozen_parameters():
+    layer = Layer()
+    run = jax.jit(lambda p, x: layer.apply(p, x))
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    params = [jax.eval_shape(layer.init, jax.random.key(0), x) for _ in range(3)]
+
+    def loss(params: Any, x: Any) -> Any:
+        for one in params:
+            x = run(one, x)
+        return x.sum()
+
+    job = rj.Workload(loss, params, (x,), Layer)
+    assert [kind.layers for kind in describe(job, "h200").kinds] == [range(1), range(1, 3)]
+    # Nothing before the second is differentiated, and the third has no gradient of its own.
+    frozen = rj.Workload(loss, params, (x,), Layer, trainable="1/*")
+    found = describe(frozen, "h200")
+    assert [len(block.residuals) for block in found.stack.blocks] == [0, 3, 2]
+    assert found.stack.blocks[0].backward_seconds == 0
+    for policy in ("full", "dots", ["everything", "full", "full"]):
+        same = policy if isinstance(policy, str) else "full"
+        assert recompute_flops(found, policy) == step_flops(frozen, same) - step_flops(frozen, "everything")
+
+
+def test_nnx_blocks():
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up, self.down = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return x + self.down(jnp.sin(self.up(x)))
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+
+        def __call__(self, x: Any) -> Any:
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Net(nnx.Rngs(0))
+    job = rj.Workload.from_nnx(
+        model, lambda m, x: (m(x) ** 2).sum(), (jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32),), Block
+    )
+    found = describe(job, "h200")
+    assert [kind.layers for kind in found.kinds] == [range(2)]
+    for policy in ("full", "dots", "save: *:sin*"):
+        assert recompute_flops(found, policy) == step_flops(job, policy) - step_flops(job, "everything")
+
+
+def test_working_bytes_may_be_given():
+    job = mlp()
+    guess = describe(job, "h200").stack.blocks[0].working_bytes
+    wide, narrow, weights = 4 * ROWS * 4 * WIDTH, 4 * ROWS * WIDTH, 4 * 4 * WIDTH**2
+    # Behind the second product of `up`: both gradients, the cotangent of its output, and those of the block's input and output.
+    assert guess == 2 * weights + wide + 2 * narrow
+    name = describe(job, "h200").kinds[0].name
+    for given in (77.0, {name: 77.0}, lambda kind: 77.0 if kind.name == name else 0.0):
+        assert describe(job, "h200", working=given).stack.blocks[0].working_bytes == 77.0
+
+
+def test_fixed_bytes_are_arguments_gradients_and_what_is_kept_outside():
+    for scan in (False, True):
+        job = mlp(scan=scan)
+        parameters = 4 * (WIDTH * WIDTH + WIDTH + 3 * 2 * 4 * WIDTH**2)
+        batch, squared = 4 * ROWS * WIDTH, 4 * ROWS * WIDTH
+        assert describe(job, "h200").stack.fixed_bytes == 2 * parameters + batch + squared
+
+
+def test_what_cannot_be_described():
+    job = mlp()
+    step = job.step("off")
+    finished = rj.Workload.from_step(step.function, *step.arguments, blocks=Layer)
+    with pytest.raises(UnsupportedError, match="finished step"):
+        describe(finished, "h200")
+    with pytest.raises(BlockError, match="never called"):
+        describe(rj.Workload(job.loss, job.params, job.batch, Attending), "h200")
+    with pytest.raises(UnsupportedError, match="blocks inside blocks"):
+        describe(rj.Workload(job.loss, job.params, job.batch, (Layer, nn.Dense)), "h200")
+
+
+def test_what_cannot_be_priced():
+    found: Described = describe(mlp(), "cpu")
+    assert found.stack.link is None
+    with pytest.raises(PlanningError, match="2 layers, and there are 3"):
+        extra_seconds(found, ["full", "dots"])
+    with pytest.raises(PlanningError, match="none of the workload"):
+        extra_seconds(found, {Attending: "full"})
+    with pytest.raises(PlanningError, match="JAX policy object"):
+        extra_seconds(found, jax.checkpoint_policies.dots_saveable)
+    other = planner.Block("other", (planner.Residual("x", 1.0),), 1.0, 1.0)
+    with pytest.raises(PlanningError, match="the choice is for a block of"):
+        policy_of(found.kinds[0], planner.BlockPolicy(other, ("save",)))
