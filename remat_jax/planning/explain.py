@@ -141,9 +141,10 @@ def _what(part: Part) -> str:
 def _why(row: Row, part: Part) -> str:
     price = "it cannot be computed again" if row.seconds is None else f"computing it again takes {_price(row)}"
     if row.action == "offload":
-        compute = format_seconds(part.forward_seconds)
-        uncovered = format_seconds(part.copy_seconds) if part.copy_seconds else "nothing"
-        return f"{price}; of its copies {uncovered} is not hidden by the layer's compute ({compute} forward)"
+        compute = f"the layer's compute ({format_seconds(part.forward_seconds)} forward)"
+        if not part.copy_seconds:
+            return f"{price}; {compute} hides what is copied"
+        return f"{price}; {compute} does not hide {format_seconds(part.copy_seconds)} of what is copied"
     return price
 
 

@@ -116,8 +116,11 @@ class Search:
     @property
     def stack(self) -> Stack:
         """The stack as all that was compiled shows it; `off` is another program and says nothing of it."""
+        return self._fitted(self.budget)
+
+    def _fitted(self, near: float) -> Stack:
         seen = [Seen(one.candidate.loads, one.compiled.device_bytes) for one in self.tried if one.candidate.name != "off"]
-        return fitted(self.guess, seen, self.budget)
+        return fitted(self.guess, seen, near)
 
     @property
     def best(self) -> Tried | None:
@@ -190,11 +193,13 @@ class Search:
             return []
         if self.tried:
             found += self._hopeful(stack, best)
-            found += self._own(stack, best)
+            if best is None or len(self.tried) < self._most - 1:
+                found += self._own(stack, best)
             if best is None:
                 found += [self._least(stack)]
-            if best is not None and not found:
-                found = self._one_more(stack, best)
+            elif not found:
+                # The last compilation is kept for it.
+                found = self._one_more(best)
         new: list[Candidate] = []
         for one in found:
             if self.known(one) is None and not any(one.is_same(other) for other in new):
@@ -279,13 +284,14 @@ class Search:
             choices[-1] = cheapest_policy(last, stack.link, Prices(saved=1.0, transient=1.0)).choices
         return self.own(tuple(choices))
 
-    def _one_more(self, stack: Stack, best: Tried) -> list[Candidate]:
+    def _one_more(self, best: Tried) -> list[Candidate]:
         """The best with what still seems to fit saved as well, the best bargain first; at least with one residual more.
 
         That one takes least memory of those that save time: if it does not fit, none of them does.
         """
         if best.candidate.choices is None:
             return []
+        stack = self._fitted(best.compiled.device_bytes)
         choices, found = best.candidate.choices, best.candidate
         while True:
             options = [self.own(one) for one in one_residual_more(self.guess, choices)]
