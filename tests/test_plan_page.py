@@ -58,6 +58,9 @@ def test_the_picture_has_every_policy_and_the_budget():
         [13.1, 12.5, 12]
     )
     assert axes.get_xlabel() == "device memory, MiB" and axes.get_ylabel() == "estimated step, ms"
+    slow = (*plan().named, Point("slow", 70 * MIB, 0, 0.2, False))
+    (axes,) = picture(plan(named=slow)).axes
+    assert "slow ↑ 200 ms" in {text.get_text() for text in axes.texts} and axes.get_ylim()[1] < 20
     with pytest.raises(ValueError, match="frontier is empty"):
         frontier_figure([], [], (1, 1.0, True), 1, "t")
 

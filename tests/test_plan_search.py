@@ -132,6 +132,18 @@ def test_a_compiler_that_jumps_is_survived():
     assert search.run().compiled.device_bytes <= budget
 
 
+def test_a_named_policy_that_needs_less_than_predicted_is_not_passed_over():
+    dots = own((NAMED["dots"],) * 6, name="dots")
+    needs = predicted(TRUTH, dots.loads)
+
+    def compile_them(candidates):
+        return [Compiled(round(predicted(TRUTH, one.loads) * (0.93 if one.name == "dots" else 1)), 0) for one in candidates]
+
+    able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
+    search = Search(STACK, able, 0.95 * needs, math.inf, own, compile_them)
+    assert search.run().candidate.seconds <= dots.seconds
+
+
 def test_runs_are_of_one_block_and_one_policy():
     stack = Stack((replace(LAYER, repeats=3), replace(LAYER, name="other", repeats=2)))
     full, dots = NAMED["full"], NAMED["dots"]

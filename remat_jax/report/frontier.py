@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Place = tuple[int, float, bool]
 """Device bytes, seconds, whether compiled."""
 
+_FAR = 1.25
 _TIMES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
 
@@ -45,8 +46,14 @@ def frontier_figure(
     unit = byte_unit(max(budget, *(size for size, _, _ in places)))
     word, second = next((one for one in _TIMES if max(time for _, time, _ in places) >= one[1]), _TIMES[-1])
 
+    # One that is far slower would press all others together: it is drawn at the upper edge, with its time.
+    slowest = _FAR * max(time for _, time, _ in (*frontier, chosen))
+
     def at(place: Place) -> tuple[float, float]:
-        return scaled_bytes(place[0], unit), place[1] / second
+        return scaled_bytes(place[0], unit), min(place[1], slowest) / second
+
+    def called(name: str, place: Place) -> str:
+        return name if place[1] <= slowest else f"{name} ↑ {place[1] / second:.3g} {word}"
 
     with style():
         figure = new_figure(5.4)
@@ -75,7 +82,7 @@ def frontier_figure(
         axes.plot([], [], "o", color=INK, label="a named policy")
         axes.plot([], [], "o", markerfacecolor="white", markeredgecolor=GREY, label="hollow: predicted, not compiled")
         axes.legend(loc="upper right", bbox_to_anchor=(1, 0.93))
-        _name(figure, axes, [name for name, _ in named], [at(one) for _, one in named], [at(one) for one in frontier])
+        _name(figure, axes, [called(*one) for one in named], [at(one) for _, one in named], [at(one) for one in frontier])
     return figure
 
 

@@ -7,9 +7,11 @@ const range = (values, share) => {
   return [Math.max(0, low - room), high + room];
 };
 const [left, right] = range([...all.map(one => one.device), data.budget], 0.06);
-const [below, above] = range([...all.map(one => one.seconds), data.base_seconds], 0.1);
+// One that is far slower would press all others together: it is drawn at the upper edge, with its time.
+const slowest = 1.25 * Math.max(data.base_seconds, ...data.points.map(one => one.seconds));
+const [below, above] = range([...all.map(one => Math.min(one.seconds, slowest)), data.base_seconds], 0.1);
 const x = bytes => box.left + (box.right - box.left) * (bytes - left) / (right - left);
-const y = seconds => box.bottom - (box.bottom - box.top) * (seconds - below) / (above - below);
+const y = seconds => Math.max(box.top, box.bottom - (box.bottom - box.top) * (seconds - below) / (above - below));
 const units = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]];
 const times = [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]];
 const unitOf = (list, most) => list.find(([, size]) => most >= size) || list[list.length - 1];
@@ -47,12 +49,13 @@ function axes() {
 function labels(points) {
   const taken = [];
   for (const one of [...points].sort((a, b) => a.seconds - b.seconds)) {
-    const width = 6.6 * one.name.length, turned = x(one.device) + 12 + width > box.right;
+    const text = one.seconds > above ? `${one.name} ↑ ${(one.seconds / unitOf(times, above)[1]).toPrecision(3)}` : one.name;
+    const width = 6.6 * text.length, turned = x(one.device) + 12 + width > box.right;
     const start = turned ? x(one.device) - 10 - width : x(one.device) + 10;
     let top = y(one.seconds) + 4;
-    while (taken.some(([s, w, t]) => start < s + w && s < start + width && Math.abs(t - top) < 13)) top -= 13;
+    while (taken.some(([s, w, t]) => start < s + w && s < start + width && Math.abs(t - top) < 13)) top += y(one.seconds) > box.top ? -13 : 13;
     taken.push([start, width, top]);
-    draw("text", { x: start, y: top }, one.name);
+    draw("text", { x: start, y: top }, text);
   }
 }
 
