@@ -148,3 +148,13 @@ def test_runs_are_of_one_block_and_one_policy():
     stack = Stack((replace(LAYER, repeats=3), replace(LAYER, name="other", repeats=2)))
     full, dots = NAMED["full"], NAMED["dots"]
     assert runs(stack, [full, full, dots, dots, dots]) == [(0, 2), (2, 3), (3, 5)]
+
+
+def test_the_least_is_no_more_than_any_named_policy_needs():
+    """Different blocks, each once, and shares of 1: keeping is then as good as computing again in a block by itself."""
+    blocks = tuple(replace(LAYER, name=f"layer {index}", repeats=1, working_bytes=500.0 + index) for index in range(6))
+    stack = Stack(blocks, fixed_bytes=1000.0)
+    search, _ = searched(4000, stack, stack=stack)
+    full = predicted(stack, own((NAMED["full"],) * 6, stack).loads)
+    assert predicted(stack, search.solve(stack, full).loads) <= full
+    assert search.run().compiled.device_bytes <= 4000

@@ -273,11 +273,17 @@ class Search:
         return [least, *filter(None, (self.solve(stack, budget) for budget in budgets))]
 
     def _least(self, stack: Stack) -> Candidate:
-        """The plan in which each kind of block keeps least, counting what is there while it runs."""
+        """A plan that needs as little as can be told: what is kept counts in every block behind, the rest where it runs."""
+        count = len(singles(stack))
+        # A byte that is kept is there with the working sets of all blocks behind; how much that weighs depends on the shares.
+        plans = [self._lean(stack, weight) for weight in {1.0, math.sqrt(count), float(count)}]
+        return min(plans, key=lambda one: (predicted(stack, one.loads), one.seconds))
+
+    def _lean(self, stack: Stack, weight: float) -> Candidate:
         choices: list[tuple[Choice, ...]] = []
         for block in stack.blocks:
-            prices = Prices(saved=float(block.repeats), transient=1.0)
             able = block if stack.link is not None and self.host_budget == math.inf else block.without_offload()
+            prices = Prices(saved=weight, transient=1.0)
             choices += [cheapest_policy(replace(able, repeats=1), stack.link, prices).choices] * block.repeats
         if not stack.offload_last:
             last = stack.positions()[-1]
