@@ -72,8 +72,8 @@ def plan(
     >>> x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
     >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
     >>> job = Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), blocks=Block)
-    >>> found = plan(job, "4 MB", "cpu")
-    >>> found.device_bytes <= 4_000_000, found.host_bytes
+    >>> found = plan(job, "8 MB", "cpu")
+    >>> found.device_bytes <= 8_000_000, found.host_bytes
     (True, 0)
     """
     described_target = one_device(target)
