@@ -42,7 +42,7 @@ def gradient_of(loss: Any, policies: Any, *args: Any) -> Any:
 def test_unrolled_gradients_are_bit_equal_run_op_by_op() -> None:
     loss, params, x = make_loss(layers=4)
     expected = jax.grad(loss)(params, x)
-    for policies in (MIXED, "1 x off | 3 x full", "2 x offload_inputs | 2 x dots", "2 x dots | 2 x offload: *tanh*"):
+    for policies in (MIXED, "1 x off | 1 x offload_inputs | 2 x dots"):
         assert_bit_equal(gradient_of(loss, {Mlp: policies}, params, x), expected)
 
 
@@ -95,10 +95,9 @@ def test_one_run_is_the_same_program_as_one_policy(scanned: bool, policy: str) -
 
 
 def test_parameters_are_made_as_without_policies() -> None:
-    for scanned in (False, True):
-        model, x = Stack(Mlp, 3, scanned), values(2, 4)
-        init = rj.checkpoint_blocks(model.init, {Mlp: "1 x full | 2 x dots"})
-        assert_bit_equal(*(jax.jit(one)(jax.random.key(0), x) for one in (init, model.init)))
+    model, x = Stack(Mlp, 3, scanned=True), values(2, 4)
+    init = rj.checkpoint_blocks(model.init, {Mlp: "1 x full | 2 x dots"})
+    assert_bit_equal(*(jax.jit(one)(jax.random.key(0), x) for one in (init, model.init)))
 
 
 # --- scans ------------------------------------------------------------------------------------------------------------
@@ -159,18 +158,13 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("scanned", [False, True])
-def test_random_numbers_and_what_is_written_stay_the_same(scanned: bool) -> None:
+def test_random_numbers_and_what_is_written_stay_the_same() -> None:
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
-            if not scanned:
-                for _ in range(4):
-                    x = Noisy()(x)
-                return x
             axes, rngs = {"params": 0, "statistics": 0}, {"params": True, "dropout": True}
             scan = nn.scan(lambda block, x, _: (block(x), None), variable_axes=axes, split_rngs=rngs, length=4)
-            return scan(Noisy(), x, None)[0]
+            return scan(Noisy(), Noisy()(x), None)[0]
 
     x = values(3, 4)
     variables = Model().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
@@ -181,7 +175,7 @@ def test_random_numbers_and_what_is_written_stay_the_same(scanned: bool) -> None
         out, written = Model().apply({"params": params, "statistics": rest}, x, rngs=key, mutable=["statistics"])
         return jnp.sum(jnp.sin(out)), written
 
-    fn = rj.checkpoint_blocks(loss, {Noisy: "1 x full | 3 x save: *tanh*"})
+    fn = rj.checkpoint_blocks(loss, {Noisy: "3 x full | 2 x save: *tanh*"})
     run, plain = (jax.jit(jax.value_and_grad(one, has_aux=True))(params, x) for one in (fn, loss))
     assert_same(run, plain)
 
@@ -229,24 +223,26 @@ def test_a_jit_that_was_traced_before_has_each_layer_under_its_own_policy() -> N
         return jnp.sum(jnp.sin(x))
 
     args = values(4, 3), values(2, 4, seed=1)
-    expected = jax.grad(loss)(*args)
+    expected = jax.jit(jax.grad(loss))(*args)
     counts = []
     for policies in ("4 x full", "3 x full | 1 x dots", "1 x full | 3 x dots"):
         fn = rj.checkpoint_blocks(loss, {Mlp: policies})
-        assert_same(jax.grad(fn)(*args), expected, 1e-6)
+        assert_same(jax.jit(jax.grad(fn))(*args), expected, 1e-6)
         counts.append(matmuls(jax.grad(fn), *args))
     assert [counts[0] - count for count in counts] == [0, 1, 3]
     assert times("custom_jvp_call", loss, *args) == 0, "nothing is left behind"
 
 
-def test_each_call_counts_where_a_model_runs_twice() -> None:
-    loss, params, x = make_loss(layers=2)
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("scanned", [False, True])
+def test_each_call_counts_where_a_model_runs_twice(scanned: bool) -> None:
+    loss, params, x = make_loss(layers=2, scanned=scanned)
 
     def twice(params: Any, x: Any) -> Any:
         return loss(params, x) + loss(params, 2 * x)
 
     fn = rj.checkpoint_blocks(twice, {Mlp: "3 x full | 1 x dots"})
-    assert_bit_equal(jax.grad(fn)(params, x), jax.grad(twice)(params, x))
+    assert_same(*(jax.jit(jax.grad(one))(params, x) for one in (fn, twice)))
     full = rj.checkpoint_blocks(twice, {Mlp: "full"})
     assert matmuls(jax.grad(full), params, x) - matmuls(jax.grad(fn), params, x) == 1
     with pytest.raises(BlockError, match="is for 2 layers, and the block is called 4 times"):
@@ -262,7 +258,7 @@ def test_blocks_under_vmap_branches_and_checkpoints_inside_the_function() -> Non
 
     args = values(4, 3), values(5, 2, 4, seed=1)
     fn = rj.checkpoint_blocks(loss, {Mlp: "1 x dots | 2 x full"})
-    assert_same(jax.grad(fn, argnums=(0, 1))(*args), jax.grad(loss, argnums=(0, 1))(*args))
+    assert_same(*(jax.jit(jax.grad(one, argnums=(0, 1)))(*args) for one in (fn, loss)))
     other = rj.checkpoint_blocks(loss, {Mlp: "1 x full | 1 x dots | 1 x full"})
     full = rj.checkpoint_blocks(loss, {Mlp: "full"})
     counts = [matmuls(jax.grad(one), *args) for one in (full, fn, other)]
@@ -278,8 +274,8 @@ def test_an_inner_call_has_its_own_layers() -> None:
         return inner(params, x) + other(others, x)
 
     fn = rj.checkpoint_blocks(both, {Attention: "1 x full | 1 x dots"})
-    plain = jax.grad(lambda params, others, x: loss(params, x) + other(others, x))(params, others, x)
-    assert_bit_equal(jax.grad(fn)(params, others, x), plain)
+    plain = jax.jit(jax.grad(lambda params, others, x: loss(params, x) + other(others, x)))(params, others, x)
+    assert_same(jax.jit(jax.grad(fn))(params, others, x), plain, 1e-6)
     full = rj.checkpoint_blocks(both, {Attention: "full"})
     assert matmuls(jax.grad(full), params, others, x) - matmuls(jax.grad(fn), params, others, x) == 0
     with pytest.raises(BlockError, match="another checkpoint_blocks inside"):

@@ -19,12 +19,18 @@ def checkpoint_blocks(fn: Callable[..., Any], policies: Mapping[Block, Any]) -> 
 
     Args:
       fn: any function that runs the model, under `jit` or not, differentiated or not.
-      policies: a Linen or NNX module class (subclasses count), or a glob on module paths, → a policy, its name or text.
+      policies: a Linen or NNX module class (subclasses count), or a glob on module paths, → a policy, its name or text, or
+        `LayerPolicies` (or their text): the i-th call of the block, in forward order, then runs under the i-th policy. A scan
+        over the blocks is cut into one for each run of equal policies; parameters and results stay what they are. `fn` must
+        then be a function that can be traced, and that takes no gradient of the blocks itself.
 
     Raises:
       ArgumentError, PolicyError: at once, for what is no function, a wrong key or value.
-      BlockError: when called, if a block is never called.
-      NoEffectError: when called, if a selector matches no residual, or there is nothing to offload.
+      BlockError: when called, if a block is never called, or not as often as there are policies by layer.
+      NoEffectError: when called, if a selector matches no residual, or there is nothing to offload; of policies by layer, in
+        any run.
+      UnsupportedError: when called, if policies by layer meet blocks in a `while` loop, in nested scans, or under a gradient
+        that `fn` takes.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp
     >>> from remat_jax.graph.count import matmuls
@@ -38,6 +44,9 @@ def checkpoint_blocks(fn: Callable[..., Any], policies: Mapping[Block, Any]) -> 
     >>> full = checkpoint_blocks(loss, {Block: "full"})
     >>> [matmuls(jax.value_and_grad(f), params, x) for f in (loss, full)]  # full runs the first layer of each block again
     [11, 13]
+    >>> mixed = checkpoint_blocks(loss, {Block: "1 x full | 1 x dots"})  # the second block keeps its products
+    >>> matmuls(jax.value_and_grad(mixed), params, x)
+    12
     """
     checked = BlockPolicies.of(policies)
     if not callable(fn):

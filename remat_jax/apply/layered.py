@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
@@ -217,39 +216,49 @@ class _Resolver:
     def _segments(self, eqn: Any, body: Any, inputs: list[Any], groups: list[Group]) -> list[Any]:
         consts, carried = compat.scan_layout(eqn)
         fixed, carry, stacks = inputs[:consts], inputs[consts : consts + carried], inputs[consts + carried :]
-        rounds, reverse, each = eqn.params["length"], eqn.params["reverse"], _count(body, self.blocks)
-        only_in_blocks = self._only_in_blocks(body)[consts + carried :]
-        whole = [jax.lax.stop_gradient(stack) if yes else None for stack, yes in zip(stacks, only_in_blocks, strict=True)]
+        read_again = self._only_in_blocks(body)[consts + carried :]
+        whole = [jax.lax.stop_gradient(stack) if yes else None for stack, yes in zip(stacks, read_again, strict=True)]
         results = []
-        for first, end, at in groups:
-            low, high = (rounds - end, rounds - first) if reverse else (first, end)
-            spans = {block: range(at[block], at[block] + number * (end - first)) for block, number in each.items()}
-            read = whole if self._keeps_no_rows(body, at) else [None] * len(whole)
-
-            def step(
-                carry: list[Any], row: Any, at: Any = at, spans: Any = spans, read: Any = read
-            ) -> tuple[list[Any], list[Any]]:
-                index, slices = row
-                rows = {id(one): Row(stack, index) for one, stack in zip(slices, read, strict=True) if stack is not None}
-                outputs = self.run(body, [*fixed, *carry, *slices], dict(at), looped=True, rows=rows, spans=spans)
-                return outputs[:carried], outputs[carried:]
-
-            slices = []
-            for stack, unread in zip(stacks, read, strict=True):
-                with compat.layers_scope(next(iter(spans.values())) if unread is not None else None):
-                    slices.append(jax.lax.slice_in_dim(stack, low, high))
-            with compat.layers_scope(next(iter(spans.values()))):
-                carry, out = jax.lax.scan(
-                    step,
-                    carry,
-                    (np.arange(low, high, dtype=np.int32), slices),
-                    length=high - low,
-                    reverse=reverse,
-                    unroll=min(eqn.params["unroll"], high - low),
-                )
+        for group in groups:
+            read = whole if self._keeps_no_rows(body, group[2]) else [None] * len(stacks)
+            carry, out = self._segment(eqn, body, group, fixed, carry, list(zip(stacks, read, strict=True)))
             results.append(out)
-        ordered = results[::-1] if reverse else results
+        ordered = results[::-1] if eqn.params["reverse"] else results
         return [*carry, *(jax.lax.concatenate(parts, 0) for parts in zip(*ordered, strict=True))]
+
+    def _segment(
+        self, eqn: Any, body: Any, group: Group, fixed: list[Any], carry: list[Any], stacks: list[tuple[Any, Any]]
+    ) -> tuple[list[Any], list[Any]]:
+        """One of the scans that a scan is cut into: its carry, and its stacked outputs.
+
+        Args:
+          stacks: what is scanned, each with the stack that blocks read its rows from, or None where they do not.
+        """
+        first, end, at = group
+        rounds, reverse = eqn.params["length"], eqn.params["reverse"]
+        low, high = (rounds - end, rounds - first) if reverse else (first, end)
+        each = _count(body, self.blocks)
+        spans = {block: range(at[block], at[block] + number * (end - first)) for block, number in each.items()}
+
+        def step(carry: list[Any], row: Any) -> tuple[list[Any], list[Any]]:
+            index, slices = row
+            rows = {id(one): Row(stack, index) for one, (_, stack) in zip(slices, stacks, strict=True) if stack is not None}
+            outputs = self.run(body, [*fixed, *carry, *slices], dict(at), looped=True, rows=rows, spans=spans)
+            return outputs[: len(carry)], outputs[len(carry) :]
+
+        def cut(stack: Any) -> Any:
+            return jax.lax.slice_in_dim(stack, low, high)
+
+        plain = [cut(stack) if read is None else None for stack, read in stacks]
+        # A slice in this scope is one that nobody reads (`graph.origins`).
+        with compat.layers_scope(next(iter(spans.values()))):
+            index = cut(jax.lax.iota(jnp.int32, rounds))
+            slices = [cut(stack) if one is None else one for (stack, _), one in zip(stacks, plain, strict=True)]
+            unroll = min(eqn.params["unroll"], high - low)
+            result: tuple[list[Any], list[Any]] = jax.lax.scan(
+                step, carry, (index, slices), length=high - low, reverse=reverse, unroll=unroll
+            )
+        return result
 
     def _only_in_blocks(self, body: Any) -> list[bool]:
         """For each input of a scan's body, whether it is read by blocks and nothing else, and can be read again anywhere."""
