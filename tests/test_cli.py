@@ -87,6 +87,7 @@ def test_help_lists_the_commands_that_work_and_no_other():
     found = run("--help")
     assert found.exit_code == 0
     assert [info.callback.__name__ for info in app.registered_commands] == [
+        "calibrate",
         "demo",
         "doctor",
         "measure",

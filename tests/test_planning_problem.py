@@ -12,114 +12,11 @@ import pytest
 from flax import nnx
 
 import remat_jax as rj
-from examples.models import linen
 from remat_jax import planner
 from remat_jax.errors import BlockError, PlanningError, UnsupportedError
-from remat_jax.graph.count import flops
-from remat_jax.hardware.rates import Rates
 from remat_jax.planner.policies import peak_bytes
 from remat_jax.planning.problem import Described, describe, extra_seconds, kept_bytes, policy_of, recompute_flops
-from remat_jax.policy import NAMED
-
-RATES = Rates({"tensorfloat32": 1e9, "float32": 1e8}, 1e8, 1e6, 2e6, 0.5)
-WIDTH, ROWS = 8, 4
-
-
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return x + nn.Dense(WIDTH, use_bias=False, name="down")(jnp.sin(nn.Dense(4 * WIDTH, use_bias=False, name="up")(x)))
-
-
-class Model(nn.Module):
-    layers: int = 3
-    scan: bool = False
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        x = nn.Dense(WIDTH, name="first")(x)
-        if not self.scan:
-            for index in range(self.layers):
-                x = Layer(name=f"layers_{index}")(x)
-            return x
-        scan = nn.scan(
-            lambda layer, x, _: (layer(x), None),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=self.layers,
-        )
-        return scan(Layer(name="layers"), x, None)[0]
-
-
-def mlp(*, scan: bool = False, **options: Any) -> rj.Workload:
-    model, x = Model(scan=scan), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    return rj.Workload(lambda p, x: (model.apply(p, x) ** 2).sum(), params, (x,), Layer, **options)
-
-
-def decoder(*, scan: bool, layers: int = 2) -> rj.Workload:
-    model = linen.ByteDecoder(d_model=32, nhead=2, num_layers=layers, max_len=16, scan=scan, param_dtype=jnp.bfloat16)
-    tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
-
-    def loss(params: Any, *batch: Any) -> Any:
-        return model.apply({"params": params}, *batch, method="loss")
-
-    return rj.Workload(loss, params, (tokens, tokens), linen.DecoderLayer)
-
-
-def step_flops(job: rj.Workload, policy: Any) -> int:
-    step = job.step(policy)
-    return flops(step.function, *step.arguments)
-
-
-def drawn(found: Described, count: int) -> list[str]:
-    """Policies that save a random part of what backward reads and of what leads to it, and offload another."""
-    program, draw = found.kinds[0].program, random.Random(0)
-    needed = {name for array in program.needed for name in array.names}
-    made = [array for array in program.arrays if array not in program.free and array not in program.flat.inputs]
-    names = [name for array in made for name in array.names]
-    result = []
-    for _ in range(count):
-        kept, away = draw.random(), draw.random() / 4
-        offload = [name for name in names if name in needed and program_shape(program, name) and draw.random() < away]
-        save = [name for name in names if name not in offload and draw.random() < kept] or names[-1:]
-        result.append("; ".join(f"{word}: {', '.join(of)}" for word, of in (("offload", offload), ("save", save)) if of))
-    return result
-
-
-def program_shape(program: Any, name: str) -> tuple[int, ...]:
-    return program.call.block.linearised.shapes[name]
-
-
-@pytest.mark.parametrize(
-    ("make", "count"),
-    [(lambda: mlp(), 8), (lambda: mlp(scan=True), 8), (lambda: decoder(scan=True), 20)],
-    ids=["unrolled MLP", "scanned MLP", "scanned decoder"],
-)
-def test_every_policy_recomputes_what_the_model_says(make, count):
-    job = make()
-    found = describe(job, "h200")
-    base = step_flops(job, "everything")
-    told = {policy: recompute_flops(found, policy) for policy in [*NAMED, *drawn(found, count)]}
-    assert told == {policy: step_flops(job, policy) - base for policy in told}
-    assert len(set(told.values())) >= 2
-
-
-@pytest.mark.parametrize(("scan", "count"), [(False, 0), (True, 2)])
-def test_every_policy_keeps_what_the_model_says(scan, count):
-    job = decoder(scan=scan)
-    found = describe(job, "h200")
-    (kind,) = found.kinds
-    beside = rj.residuals(job, "full").device_bytes - kept_bytes(found, "full")[0]
-    # ReLU's derivative reads zeros: JAX keeps them, once for a scan, and the compiler writes them where they are read.
-    zeros = (1 if scan else 2) * kind.program.constant_bytes
-    assert kind.program.constant_bytes == 2 * 2 * 16 * 128
-    for policy in [*NAMED, *drawn(found, count)]:
-        device, host = kept_bytes(found, policy)
-        table = rj.residuals(job, policy)
-        constant = zeros if policy in ("off", "everything") else 0
-        assert (device + beside + constant, host) == (table.device_bytes, table.host_bytes), policy
+from tests.planning_models import RATES, ROWS, WIDTH, Layer, decoder, mlp, step_flops
 
 
 def test_the_residuals_of_a_layer_by_hand():
@@ -240,7 +137,11 @@ def test_the_price_of_named_policies():
     assert extra_seconds(found, "offload_inputs") == pytest.approx(expected)
     assert kept_bytes(found, "offload_inputs") == (0, 3 * x.bytes)
     mixed = ["full", "everything", "dots"]
-    assert extra_seconds(found, mixed) == extra_seconds(found, {Layer: mixed}) == pytest.approx(up.seconds + 2 * both.seconds)
+    by_layer = rj.LayerPolicies.of(mixed)
+    assert extra_seconds(found, by_layer) == extra_seconds(found, str(by_layer)) == extra_seconds(found, mixed)
+    assert (
+        extra_seconds(found, mixed) == extra_seconds(found, {Layer: by_layer}) == pytest.approx(up.seconds + 2 * both.seconds)
+    )
     assert recompute_flops(found, mixed) == 2 * ROWS * WIDTH * 4 * WIDTH
     # A name of one layer holds for that layer.
     assert kept_bytes(found, "save: layers_1/up:dot_general#0") == (3 * x.bytes + up.bytes, 0)

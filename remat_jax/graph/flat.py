@@ -168,7 +168,10 @@ def called(eqn: Any) -> Any | None:
 
 
 def _inner_names(eqn: Any) -> list[list[str]]:
-    """For each output of a `scan`, the names that its array has in the body: a residual made in a loop is named there."""
+    """For each output of a loop or branch, the names that its array has inside: a residual made there is named there."""
+    if eqn.primitive.name == "cond":
+        branches = [flatten(compat.closed(one)).outputs for one in eqn.params["branches"]]
+        return [list(dict.fromkeys(name for array in arrays for name in array.names)) for arrays in zip(*branches, strict=True)]
     if eqn.primitive.name != "scan":
         return [[] for _ in eqn.outvars]
     _, carry = compat.scan_layout(eqn)

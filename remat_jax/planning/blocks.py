@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,8 @@ from remat_jax.graph.flat import called
 from remat_jax.graph.flow import flagged, has, inner_flags
 from remat_jax.policy import Policy
 from remat_jax.workload import Workload
+
+_FOLDED = re.compile(r"\b\d+:u32\[\]")
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ class Call:
     @property
     def signature(self) -> tuple[Any, ...]:
         """Equal for calls that run the same program on the same types, whatever module they are of."""
-        return self.key, self.live, self.free, self.same, self.scanned, str(self.block.jaxpr)
+        # Flax folds a number made of the module's path into the keys that it draws from.
+        program = _FOLDED.sub(":u32[]", str(self.block.jaxpr))
+        return self.key, self.live, self.free, self.same, self.scanned, program
 
     def layers(self) -> range:
         """Its positions in forward order among all calls of its key."""

@@ -20,7 +20,7 @@ from remat_jax.planning.nodes import Node, nodes, residual
 from remat_jax.planning.program import Price, Program, block_program
 from remat_jax.planning.selectors import selectors
 from remat_jax.planning.working_set import working_bytes
-from remat_jax.policy import Policy, as_policy
+from remat_jax.policy import LayerPolicies, Policy, as_block_policy
 from remat_jax.workload import Workload
 
 
@@ -101,7 +101,7 @@ def describe(
     >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
     >>> job = Workload(lambda p, x: (model.apply(p, x * p["params"]["layers_0"]["down"]["bias"])).sum(), params, (x,), Layer)
     >>> [(kind.layers, kind.residuals) for kind in describe(job, "cpu").kinds]
-    [(range(0, 2), ('layers_0:input#0', 'layers_0/up:add#0', 'layers_0:sin#0', 'layers_0:cos#0'))]
+    [(range(0, 2), ('layers_0:input#0', 'layers_0/up:add#0', 'layers_0:sin#0'))]
     """
     rates = Rates.of(target) if rates is None else rates
     found, _ = calls(workload)
@@ -208,7 +208,7 @@ def extra_seconds(described: Described, policy: Any) -> float:
 
     Args:
       policy: for all layers of all blocks, or a mapping from block to policy; a policy is a `Policy`, its name or text,
-        something with `layers` that has one for each position, or a sequence of them.
+        `LayerPolicies` or a text of theirs, or a sequence with one for each layer.
 
     Raises:
       PlanningError: too few or too many layers, or a JAX policy object, of which nothing is known beforehand.
@@ -261,13 +261,13 @@ def _for_block(policy: Any, key: type | str, described: Described) -> Any:
 
 
 def _at(policy: Any, layer: int, count: int) -> Policy:
-    several = getattr(policy, "layers", policy)
-    several = several() if callable(several) and several is not policy else several
-    if isinstance(several, Sequence) and not isinstance(several, str):
-        if len(several) != count:
-            raise PlanningError(f"policy: it is for {len(several)} layers, and there are {count}; give one for each")
-        policy = several[layer]
-    checked = as_policy(policy)
+    if isinstance(policy, Sequence) and not isinstance(policy, str):
+        policy = LayerPolicies.of(policy)
+    checked = as_block_policy(policy)
+    if isinstance(checked, LayerPolicies):
+        if checked.layers != count:
+            raise PlanningError(f"policy: it is for {checked.layers} layers, and there are {count}; give one for each")
+        return checked[layer]
     if not isinstance(checked, Policy):
         raise PlanningError(
             f"policy={policy!r}: a JAX policy object is asked while tracing and cannot be priced before; write it as a text, "
