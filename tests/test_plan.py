@@ -15,6 +15,7 @@ import remat_jax as rj
 from remat_jax.errors import (
     ArgumentError,
     BlockError,
+    CompileError,
     InfeasibleBudget,
     PlanningError,
     RematError,
@@ -160,6 +161,21 @@ def test_less_than_the_parameters_is_said_without_compiling(monkeypatch):
     ) as caught:
         rj.plan(job(scanned=True), "300 kB", "cpu")
     assert caught.value.held_by == {"batch": 2048 * WIDTH * 4, "parameters": 2 * LAYERS * 4 * WIDTH * WIDTH * 4}
+
+
+def test_what_cannot_be_compiled_is_left_out_and_told(monkeypatch, tmp_path):
+    compile_programs = make.compile_programs
+
+    def failing(programs, *rest, **options):
+        if any(one.key.startswith("plan") for one in programs):
+            raise CompileError("the compiler crashed; it said nothing")
+        return compile_programs(programs, *rest, **options)
+
+    monkeypatch.setattr(make, "compile_programs", failing)
+    plan = rj.plan(job(scanned=True), BUDGET, "cpu")
+    assert plan.device_bytes <= BUDGET and [name for name, _ in plan.tried if name == "a plan"] == []
+    assert any("plan 2 could not be compiled: the compiler crashed" in note for note in plan.notes)
+    assert rj.Plan.load(plan.save(tmp_path / "plan.json")) == plan
 
 
 @pytest.mark.parametrize(

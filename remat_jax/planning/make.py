@@ -25,7 +25,7 @@ from remat_jax.planning.outcome import outcome
 from remat_jax.planning.plan import Plan
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import Described, describe
-from remat_jax.planning.search import MOST_COMPILED, Candidate, Choices, Compiled, Search
+from remat_jax.planning.search import FAILED, MOST_COMPILED, Candidate, Choices, Compiled, Search
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of
 from remat_jax.policy import NAMED
 from remat_jax.workload import Workload
@@ -224,7 +224,7 @@ class _Making:
         self._tell(keys, done)
         try:
             return self._compiled(dict(zip(keys, candidates, strict=True)))
-        except CompileError:
+        except (CompileError, PolicyError):
             if len(candidates) == 1 and not self.search.tried:
                 raise
         # One that the compiler cannot compile must not take the other with it.
@@ -233,11 +233,11 @@ class _Making:
     def _alone(self, key: str, candidate: Candidate) -> Compiled:
         try:
             return self._compiled({key: candidate})[0]
-        except CompileError as error:
+        except (CompileError, PolicyError) as error:
             if time.monotonic() > self.deadline:
                 raise
-            self.notes.append(f"The compiler failed on {key}: {_first_sentence(error)}")
-            return Compiled(2**62, 0, sound=False)
+            self.notes.append(f"Left out: {key} could not be compiled: {_first_sentence(error)}")
+            return Compiled(FAILED, 0, sound=False)
 
     def _compiled(self, candidates: Mapping[str, Candidate]) -> list[Compiled]:
         programs = [export_step(key, self._step(one), self.target) for key, one in candidates.items()]

@@ -9,7 +9,7 @@ from remat_jax.planner import Stack
 from remat_jax.planning.fitting import singles
 from remat_jax.planning.point import Part, Point, unbeaten
 from remat_jax.planning.problem import Described
-from remat_jax.planning.search import Candidate, Search, Tried, runs
+from remat_jax.planning.search import FAILED, Candidate, Search, Tried, runs
 from remat_jax.planning.translate import name_of, rows_of, text_of
 
 POINTS = 12
@@ -25,7 +25,7 @@ def outcome(described: Described, search: Search, best: Tried, remarks: Sequence
         known = search.known(candidate)
         return Point(
             candidate.name,
-            search.expected(candidate, stack),
+            None if known and known.compiled.device_bytes == FAILED else search.expected(candidate, stack),
             known.compiled.host_bytes if known else round(candidate.host_bytes),
             base + candidate.seconds,
             known is not None,
@@ -33,6 +33,7 @@ def outcome(described: Described, search: Search, best: Tried, remarks: Sequence
             "" if known is None or known.compiled.sound else "what is compiled of it must not be run",
         )
 
+    failed = [one for one in search.tried if one.compiled.device_bytes == FAILED]
     tried = [point(one.candidate) for one in search.tried]
     named = [point(one) for one in search.named]
     predicted = search.frontier(stack, POINTS)
@@ -47,7 +48,9 @@ def outcome(described: Described, search: Search, best: Tried, remarks: Sequence
         "named": (*named, *remarks),
         "parts": parts_of(described, stack, best.candidate),
         "next_gib_seconds": _next_gib(search, stack, best),
-        "tried": tuple((one.candidate.name or "a plan", one.compiled.device_bytes) for one in search.tried),
+        "tried": tuple(
+            (one.candidate.name or "a plan", one.compiled.device_bytes) for one in search.tried if one not in failed
+        ),
     }
 
 

@@ -58,6 +58,10 @@ class Candidate:
         return alike and math.isclose(self.seconds, other.seconds, rel_tol=1e-9, abs_tol=1e-15)
 
 
+FAILED = 2**62
+"""The device bytes of what could not be compiled."""
+
+
 @dataclass(frozen=True)
 class Compiled:
     """What the compiler said of a candidate. `sound` is false where it must not be run."""
@@ -119,7 +123,8 @@ class Search:
         return self._fitted(self.budget)
 
     def _fitted(self, near: float) -> Stack:
-        seen = [Seen(one.candidate.loads, one.compiled.device_bytes) for one in self.tried if one.candidate.name != "off"]
+        told = [one for one in self.tried if one.candidate.name != "off" and one.compiled.device_bytes < FAILED]
+        seen = [Seen(one.candidate.loads, one.compiled.device_bytes) for one in told]
         return fitted(self.guess, seen, near)
 
     @property

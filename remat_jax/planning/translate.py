@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from remat_jax.errors import PlanningError
@@ -26,7 +25,7 @@ def own_candidate(described: Described, choices: Choices) -> Candidate:
         Load(round(one.saved_bytes - one.block.input_bytes), round(_bytes(one, Choice.RECOMPUTE)), round(one.host_bytes))
         for one in chosen
     )
-    return Candidate("", loads, priced(described, _of_choices(described, choices)), choices)
+    return Candidate("", loads, extra_seconds(described, _of_choices(described, choices)), choices)
 
 
 def named_candidate(described: Described, workload: Workload, name: str) -> Candidate:
@@ -44,15 +43,6 @@ def named_candidate(described: Described, workload: Workload, name: str) -> Cand
         again = max(0, round(sum(one.bytes for one in block.residuals if one.needed)) - price.saved_bytes - price.host_bytes)
         loads += [Load(price.saved_bytes, again, price.host_bytes)] * block.repeats
     return Candidate(name, tuple(loads), extra_seconds(described, meant))
-
-
-def priced(described: Described, policies: Mapping[type | str, Any]) -> float:
-    """The seconds that policies cost over keeping everything."""
-    listed = {
-        key: [policy[layer] for layer in range(policy.layers)] if isinstance(policy, LayerPolicies) else policy
-        for key, policy in policies.items()
-    }
-    return extra_seconds(described, listed)
 
 
 def policies_of(described: Described, candidate: Candidate) -> Policies:
