@@ -233,12 +233,22 @@ class Search:
 
     def _own(self, stack: Stack, best: Tried | None) -> list[Candidate]:
         """The planner's plan at the budget, and one between it and the best, should it be a little too large."""
-        bold = self._solved(stack, self.budget, best)
+        bold = self._solved(stack, self._within(self._share) if self.tried else self.budget, best)
         if bold is None or not self.tried:
             return [bold] if bold else []
-        low = best.compiled.device_bytes if best else self.smallest.compiled.device_bytes
-        wary = self._solved(stack, self.budget - 0.25 * max(0.0, self.budget - low), best)
+        wary = self._solved(stack, self._within(0.5 * self._share), best)
         return [bold, wary] if wary else [bold]
+
+    @property
+    def _share(self) -> float:
+        """How much of the room that is left to dare: half as much each time that the compiler needed more than predicted."""
+        over = sum(one.compiled.device_bytes > max(self.budget, 1.02 * one.predicted_bytes) for one in self.tried)
+        return 0.5 ** max(0, over - 1)
+
+    def _within(self, share: float) -> float:
+        """The budget, or less: so much of the way to it from what is known to fit."""
+        low = min(self.best.compiled.device_bytes if self.best else self.smallest.compiled.device_bytes, self.budget)
+        return low + share * (self.budget - low)
 
     def _solved(self, stack: Stack, budget: float, best: Tried | None) -> Candidate | None:
         """The fastest within `budget` that was not compiled yet, and would be faster than the best."""
@@ -302,12 +312,12 @@ class Search:
         """
         if best.candidate.choices is None:
             return []
-        stack = self._fitted(best.compiled.device_bytes)
+        stack, room = self._fitted(best.compiled.device_bytes), self._within(self._share)
         choices, found = best.candidate.choices, best.candidate
         while True:
             options = [self.own(one) for one in one_residual_more(self.guess, choices)]
             faster = [one for one in options if one.seconds < found.seconds]
-            able = [one for one in faster if predicted(stack, one.loads) <= self.budget]
+            able = [one for one in faster if predicted(stack, one.loads) <= room]
             if not able:
                 break
             found = min(able, key=lambda one: one.seconds)
