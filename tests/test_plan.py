@@ -48,7 +48,7 @@ def test_the_compiled_step_fits_and_is_what_measure_says(made):
     # It was compiled because it was expected to fit, and the working set is not what a CPU's compiler makes of it.
     assert plan.device_bytes / 2 < plan.predicted_bytes <= 1.1 * BUDGET
     full = rj.measure(job(scanned=True), "full", "cpu").device_bytes
-    assert plan.device_bytes > full + 2 * MIB, "room was left over"
+    assert plan.device_bytes > full + MIB, "a residual of one layer and more is kept"
 
 
 def test_no_named_policy_that_fits_is_faster(made):
