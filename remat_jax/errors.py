@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class RematError(Exception):
@@ -59,11 +59,13 @@ class InfeasibleBudget(RematError, RuntimeError):
 
     Attributes:
         least_bytes: that number, where it is known.
+        held_by: what takes it, in bytes by name, the largest first; empty where that is not known.
     """
 
-    def __init__(self, message: str, least_bytes: float | None = None) -> None:
+    def __init__(self, message: str, least_bytes: float | None = None, held_by: Mapping[str, int] | None = None) -> None:
         super().__init__(message)
         self.least_bytes = least_bytes
+        self.held_by = dict(held_by or {})
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

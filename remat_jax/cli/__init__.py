@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """Run the command line on the arguments of this process; exits 0, 1 (a check fails) or 2 (bad usage)."""
+    """Run the command line on the arguments of this process; exits 0, 1 (a check fails), 2 (bad usage) or 3 (nothing fits)."""
     from remat_jax.cli.app import app
 
     app(prog_name="remat-jax")

@@ -10,19 +10,22 @@ from remat_jax.cli.doctor import doctor
 from remat_jax.cli.lists import policies, targets
 from remat_jax.cli.measure import measure
 from remat_jax.cli.parity import parity
+from remat_jax.cli.plan import plan
 
 app = typer.Typer(
-    help="Activation checkpointing and host offload for Flax models: apply, measure, and prove against PyTorch.",
+    help="Activation checkpointing and host offload for Flax models: apply, measure, plan, and prove against PyTorch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Every command takes --json. Exit status: 0 when it holds, 1 when a check or the compiler fails, 2 for bad usage.",
+    epilog="Every command takes --json. Exit status: 0 when it holds, 1 when a check or the compiler fails, 2 for bad usage, "
+    "3 when nothing fits a budget.",
 )
 app.command()(calibrate)
 app.command()(demo)
 app.command()(doctor)
 app.command()(measure)
 app.command()(parity)
+app.command()(plan)
 app.command()(policies)
 app.command()(targets)

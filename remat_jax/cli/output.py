@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from remat_jax.errors import CompileError, RematError, UnsupportedError
+from remat_jax.errors import CompileError, InfeasibleBudget, RematError, UnsupportedError
 
-FAILED, BAD_USAGE = 1, 2
+FAILED, BAD_USAGE, INFEASIBLE = 1, 2, 3
 # Where nobody looks at a terminal (a log, a file) there is no width to keep to.
 _WIDTH_WITHOUT_TERMINAL = 120
 
@@ -50,10 +50,10 @@ class Answer:
         if self.as_json:
             print(json.dumps(finite(values), allow_nan=False), file=self._out, flush=True)
 
-    def error(self, message: str, status: int) -> NoReturn:
-        """End the command with a message on standard error, and the same as a JSON object with `--json`."""
+    def error(self, message: str, status: int, **more: Any) -> NoReturn:
+        """End the command with a message on standard error, and the same, and `more`, as a JSON object with `--json`."""
         print(f"error: {message}", file=sys.stderr)
-        self.data({"error": message})
+        self.data({"error": message, **more})
         raise typer.Exit(status)
 
 
@@ -67,6 +67,8 @@ def answering(as_json: bool) -> Iterator[Answer]:
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:
             yield answer
+        except InfeasibleBudget as error:
+            answer.error(str(error), INFEASIBLE, least_bytes=error.least_bytes, held_by=error.held_by)
         except RematError as error:
             answer.error(str(error), FAILED if isinstance(error, CompileError | UnsupportedError) else BAD_USAGE)
 

@@ -64,7 +64,12 @@ from remat_jax.compat.tracing import (
     trace_context_value,
     trace_settings,
 )
-from remat_jax.compat.versions import JAX_VERSION, SCANNED_OFFLOAD_MISCOMPILED, refuse_miscompiled_offload
+from remat_jax.compat.versions import (
+    JAX_VERSION,
+    SCANNED_OFFLOAD_MISCOMPILED,
+    miscompiles_scanned_offload,
+    refuse_miscompiled_offload,
+)
 
 __all__ = [
     "BLOCK_NAME",
@@ -108,6 +113,7 @@ __all__ = [
     "offloaded_by",
     "on_device",
     "optimization_barrier",
+    "miscompiles_scanned_offload",
     "refuse_miscompiled_offload",
     "remat3",
     "require_gpu_compiler",

@@ -20,13 +20,18 @@ SCANNED_OFFLOAD_MISCOMPILED: frozenset[tuple[int, ...]] = frozenset({(0, 10, 2),
 _DISABLED_PASSES = re.compile(r"--xla_disable_hlo_passes=(\S*)")
 
 
+def miscompiles_scanned_offload() -> bool:
+    """Whether this JAX compiles offload inside a scan wrongly for GPUs, with the flags that are set."""
+    return JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and not _cured()
+
+
 def refuse_miscompiled_offload() -> None:
     """Refuse offload inside a loop where this JAX could run it on a GPU and silently get wrong gradients.
 
     Raises:
       UnsupportedError: a GPU is there, the default device or not, this JAX is one of the two, and the pass is not switched off.
     """
-    if JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and not _cured() and _has_gpu():
+    if miscompiles_scanned_offload() and _has_gpu():
         raise UnsupportedError(
             f"offload inside a scan with JAX {jax.__version__} on a GPU: the compiler reads another layer's residuals back, "
             "and gradients are silently wrong (openxla/xla#46231). Use JAX 0.11.1 or later, unroll the layers, or start with "

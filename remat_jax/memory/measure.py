@@ -197,13 +197,13 @@ def _report(workload: Workload, asked: _Asked, target: Target, sizes: dict[Any, 
         overlap=found.overlap,
     )
     offers = asked.without_offload is not None or (kept is not None and kept.host_bytes > 0)
-    if not offers and not _miscompiled(found):
+    if not offers and not is_miscompiled(found):
         return report
     baseline = sizes[asked.without_offload] if asked.without_offload is not None else None
     return replace(report, receipt=_receipt(found, baseline, kept, target))
 
 
-def _miscompiled(found: Sizes) -> bool:
+def is_miscompiled(found: Sizes) -> bool:
     """Whether the compiled step reads another slot back, or may do so: where the text does not tell, the version does."""
     if found.miscompiled is None:
         return compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED
@@ -225,7 +225,7 @@ def _receipt(found: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
             warnings.append(
                 f"the device gives back nothing: it needs {-returned} bytes more than with the offloaded arrays left there"
             )
-        if _miscompiled(found):
+        if is_miscompiled(found):
             seen = "as the compiled step shows" if found.miscompiled else "and this step's copies could not be followed"
             warnings.append(
                 f"JAX {jax.__version__} miscompiles offload inside scan for GPUs, {seen}: gradients are silently wrong "

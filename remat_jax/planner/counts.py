@@ -128,7 +128,13 @@ class _Counting:
         if first is None:
             return self.columns
         reachable = sum(one.extra_seconds(self.stack.link) for one in first[0]) - relaxed.objective
-        return [column for cost, column in costs if cost <= reachable * (1 + 1e-6) + 1e-15]
+        # Where the first solution is the best, reachable is 0, and rounding must not leave out what it is made of.
+        used = {id(policy) for policy in first[0]}
+        return [
+            (at, one)
+            for cost, (at, one) in costs
+            if cost <= reachable * (1 + 1e-6) + 1e-15 or id(self.runs[at].policies[one]) in used
+        ]
 
     def _within(self, columns: Sequence[Column], budget: float) -> tuple[list[BlockPolicy], float, int] | None:
         allowed, allowed_host = budget * (1 + ROUNDING / 2), self.host_budget * (1 + ROUNDING / 2)

@@ -1,0 +1,94 @@
+"""`remat-jax plan`: the fastest policy that fits a budget, checked by the compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from remat_jax import compat
+from remat_jax.cli.output import Answer, Json, answering, progress
+from remat_jax.cli.workloads import load_workload
+from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.hardware import target as target_named
+from remat_jax.memory.measure import DEFAULT_TIMEOUT
+from remat_jax.planning.budget import budget_bytes, host_budget_bytes
+from remat_jax.planning.explain import named_table, next_gib, plan_table
+from remat_jax.planning.make import plan as make_plan
+from remat_jax.planning.page import picture
+from remat_jax.planning.plan import Plan
+from remat_jax.report.stacked import FORMATS, save_picture
+
+
+def plan(
+    workload: Annotated[
+        str, typer.Argument(metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.")
+    ],
+    budget: Annotated[
+        str, typer.Option("--budget", "-b", help="Device memory: 40GiB, '38 GB', bytes, or a share of the target's: 80%, 0.8.")
+    ],
+    target: Annotated[str, typer.Option(help="What to plan and compile for; see remat-jax targets.")],
+    host_budget: Annotated[
+        str | None, typer.Option(help="Host memory: 64GiB, or 0 for no offload. No limit unless given.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that compiling may take in all.")] = DEFAULT_TIMEOUT,
+    explain: Annotated[bool, typer.Option("--explain", help="Say of every residual where it is, and why.")] = False,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON, for Plan.load.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one page with a slider over the frontier.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw memory against time: .png, .svg, .pdf; needs Matplotlib.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest policy whose compiled training step fits a budget of memory.
+
+    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. No GPU is needed or used. Exits 3 where
+    nothing fits, and says the least that can be reached and what takes it.
+    """
+    with answering(as_json) as answer:
+        # What can be wrong in the arguments is said before the user's file runs, which may take long.
+        described = target_named(target)
+        device, host = budget_bytes(budget, described), host_budget_bytes(host_budget, described)
+        _check_files([("save", save), ("html", html), ("plot", plot)])
+        compat.keep_to_cpu_without_gpu()
+        job = load_workload(workload)
+        with progress() as steps:
+            found = make_plan(job, device, described, host, timeout=timeout, progress=steps.tell)
+        answer.show(plan_table(found), named_table(found), next_gib(found), *found.notes)
+        if explain:
+            answer.show("", found.explain())
+        written = _write(found, save, html, plot, answer)
+        answer.data({**found.to_dict(), **written})
+
+
+def _check_files(files: Sequence[tuple[str, Path | None]]) -> None:
+    """That everything can be written, said before minutes of compiling."""
+    for option, path in files:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ArgumentError(
+                f"{option}={str(path)!r}: there is no folder {path.absolute().parent}; make it, or give another file"
+            )
+        if option == "plot" and path is not None:
+            if path.suffix.lower() not in FORMATS:
+                raise ArgumentError(f"plot={str(path)!r}: expected a name that ends in {', '.join(FORMATS)}")
+            if importlib.util.find_spec("matplotlib") is None:
+                raise UnsupportedError("plot: pictures need Matplotlib, not installed here: pip install 'remat_jax[report]'")
+
+
+def _write(found: Plan, save: Path | None, html: Path | None, plot: Path | None, answer: Answer) -> dict[str, str]:
+    written: dict[str, str] = {}
+    if save is not None:
+        written["saved"] = str(found.save(save))
+    if html is not None:
+        written["page"] = str(found.to_html(html))
+    if plot is not None:
+        try:
+            written["picture"] = save_picture(picture(found), plot)
+        except OSError as error:
+            raise ArgumentError(f"plot={str(plot)!r} cannot be written ({error}); give another file") from None
+    for what, path in written.items():
+        answer.show(f"{what.capitalize()}: {path}")
+    return written

@@ -1,0 +1,167 @@
+"""The question turned round: the largest batch whose training step fits a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from remat_jax.errors import ArgumentError
+from remat_jax.hardware import Target
+from remat_jax.memory.measure import DEFAULT_TIMEOUT
+from remat_jax.planning.budget import budget_bytes, host_budget_bytes
+from remat_jax.planning.make import Progress, leanest, one_device, plan
+from remat_jax.planning.plan import Plan
+from remat_jax.report.tables import format_bytes, render, table
+from remat_jax.workload import Workload
+
+MOST = 2**24
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest batch that fits, and the plan for it.
+
+    Attributes:
+      batch: what `make_workload` was given.
+      plan: for the workload that it made.
+      tried: each batch whose leanest step was compiled, in the order of asking, with its device bytes; None where parameters
+        and batch alone were too large, and nothing was compiled.
+    """
+
+    batch: int
+    plan: Plan
+    tried: tuple[tuple[int, int | None], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; the keys are the attribute names."""
+        return {"batch": self.batch, "plan": self.plan.to_dict(), "tried": [list(one) for one in self.tried]}
+
+    def __rich__(self) -> Any:
+        budget = self.plan.budget
+        rows = [
+            (batch, format_bytes(size), "fits" if size is not None and size <= budget else "too large")
+            for batch, size in self.tried
+        ]
+        title = f"Largest batch of {self.plan.workload} on {self.plan.target} within {format_bytes(budget)}: {self.batch}"
+        return table(title, ("batch", "least that was reached", ""), rows)
+
+    def __str__(self) -> str:
+        return f"{render(self)}\n{self.plan}"
+
+
+def largest_batch(
+    make_workload: Callable[[int], Workload],
+    budget: Any,
+    target: str | Target,
+    host_budget: Any = None,
+    *,
+    start: int = 1,
+    timeout: float = DEFAULT_TIMEOUT,
+    progress: Progress | None = None,
+) -> LargestBatch:
+    """The largest batch for which a training step fits, and the plan for it.
+
+    The batch is doubled until the leanest step does not fit, then bisected; where the memory of two batches says where the
+    limit must be, the next one asked lies there. Only the leanest step is compiled of each, until the plan for the largest.
+
+    Args:
+      make_workload: gives the workload of a batch size, a whole number from 1 on; more must not need less memory.
+      budget, target, host_budget: as for `plan`.
+      start: the first batch to ask.
+      timeout: seconds that the compilations of one batch may take.
+      progress: told what is being done.
+
+    Raises:
+      InfeasibleBudget: a batch of 1 does not fit; the message says the least and what takes it.
+      ArgumentError: `make_workload` is no function, or gives something else than a workload.
+      PlanningError, TargetError, CompileError: as `plan` raises them.
+
+    >>> import jax, jax.numpy as jnp, flax.linen as nn
+    >>> class Block(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return x + nn.Dense(32)(nn.gelu(nn.Dense(64)(x)))
+    >>> model = nn.Sequential([Block(), Block()])
+    >>> def of(batch):
+    ...     x = jax.ShapeDtypeStruct((batch, 32), jnp.float32)
+    ...     params = jax.eval_shape(model.init, jax.random.key(0), x)
+    ...     return Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), blocks=Block)
+    >>> found = largest_batch(of, "1 MB", "cpu")
+    >>> found.plan.device_bytes <= 10**6, found.batch > 300
+    (True, True)
+    """
+    if not callable(make_workload):
+        raise ArgumentError(f"make_workload={make_workload!r}: expected a function from a batch size to a workload")
+    if isinstance(start, bool) or not isinstance(start, int) or not 1 <= start <= MOST:
+        raise ArgumentError(f"start={start!r}: expected a batch size, a whole number from 1 to {MOST}")
+    described = one_device(target)
+    device, host = budget_bytes(budget, described), host_budget_bytes(host_budget, described)
+    probes = _Probes(make_workload, device, described, host, timeout, progress or (lambda what, done, of: None))
+    batch = probes.largest(start)
+    made = probes.workload(batch)
+    found = plan(made, device, described, host, timeout=timeout, progress=progress)
+    return LargestBatch(batch, found, tuple(probes.tried))
+
+
+class _Probes:
+    """What the leanest step of each batch needs."""
+
+    def __init__(
+        self,
+        make: Callable[[int], Workload],
+        budget: int,
+        target: Target,
+        host_budget: int | None,
+        timeout: float,
+        progress: Progress,
+    ) -> None:
+        self._make, self._budget, self._target, self._host = make, budget, target, host_budget
+        self._timeout, self._progress = timeout, progress
+        self.tried: list[tuple[int, int | None]] = []
+
+    def workload(self, batch: int) -> Workload:
+        """The workload of a batch, which is one."""
+        made = self._make(batch)
+        if not isinstance(made, Workload):
+            raise ArgumentError(f"make_workload({batch}) gave {made!r}: expected a remat_jax.Workload")
+        return made
+
+    def largest(self, start: int) -> int:
+        """The largest batch that fits."""
+        fits, fails = 0, None
+        at = start
+        while fails is None or fails - fits > 1:
+            if self._fits(at):
+                fits = at
+            else:
+                fails = at
+            if fits >= MOST:
+                raise ArgumentError(f"make_workload: a batch of {fits} still fits; the memory does not seem to grow with it")
+            at = self._next(fits, fails)
+        return fits
+
+    def _fits(self, batch: int) -> bool:
+        self._progress(f"batch {batch}: compiling the leanest step", len(self.tried), len(self.tried) + 1)
+        made = self.workload(batch)
+        size, error = leanest(made, self._budget, self._target, self._host, timeout=self._timeout)
+        self.tried.append((batch, size))
+        if error is not None and batch == 1:
+            raise error
+        return error is None
+
+    def _next(self, fits: int, fails: int | None) -> int:
+        """Where two batches say that the limit is, else the double, or the middle."""
+        doubled = 2 * fits if fails is None else (fits + fails) // 2
+        known = sorted((batch, size) for batch, size in self.tried if size is not None)
+        if len(known) >= 2:
+            (first, small), (last, large) = known[-2:]
+            slope = (large - small) / (last - first)
+            aim = math.floor(last + (self._budget - large) / slope) if slope > 0 else doubled
+            # Once it fits where it should, the next one up decides.
+            guess = aim if aim > fits else fits + 1
+            if fails is None:
+                return max(fits + 1, min(guess, 16 * fits))
+            return min(max(guess, fits + 1), fails - 1)
+        return max(doubled, 1)

@@ -1,0 +1,275 @@
+"""Plans as JSON: written with a version, read with every value checked. Nothing that a file names is imported or run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from remat_jax.errors import PlanningError, RematError
+from remat_jax.planning.model import Model, block_key, find_block
+from remat_jax.planning.point import Part, Point, Row
+from remat_jax.policy import LayerPolicies, Policy
+from remat_jax.workload import Workload
+
+if TYPE_CHECKING:
+    from remat_jax.planning.plan import Plan
+
+VERSION = 1
+MOST_BYTES = 64 * 2**20
+"""A file of more is none of ours."""
+
+_ACTIONS = ("save", "offload", "recompute")
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data."""
+    values = {one.name: getattr(plan, one.name) for one in dataclasses.fields(plan)}
+    for name in ("frontier", "named", "parts"):
+        values[name] = [dataclasses.asdict(one) for one in values[name]]
+    policies = [{"block": list(block_key(block)), "runs": _runs(policy)} for block, policy in plan.policies.items()]
+    best = plan.best_named
+    said = {"texts": plan.texts, "best_named": best.name if best else None}
+    return {"version": VERSION, **values, "policies": policies, "model": dataclasses.asdict(plan.model), **said}
+
+
+def to_json(plan: Plan) -> str:
+    """The plan as JSON."""
+    return json.dumps(to_dict(plan), indent=1, allow_nan=False) + "\n"
+
+
+def write(path: str | os.PathLike[str], text: str, argument: str) -> Path:
+    """Write a file, so that whoever reads meanwhile finds the old one or the new one.
+
+    Raises:
+      PlanningError: it cannot be written.
+    """
+    where = Path(path)
+    try:
+        new = where.with_name(where.name + ".new")
+        new.write_text(text, encoding="utf-8")
+        new.replace(where)
+    except (OSError, ValueError) as error:
+        raise PlanningError(f"{argument}={str(path)!r} cannot be written ({error}); give another file") from None
+    return where
+
+
+def read(path: str | os.PathLike[str], workload: Workload | None) -> dict[str, Any]:
+    """What `to_json` wrote, as the arguments of a `Plan`.
+
+    Raises:
+      PlanningError: the file cannot be read, is malformed or of another version, or is for another model.
+    """
+    told = f"the plan file {str(path)!r}"
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise PlanningError(f"{told} has more than {MOST_BYTES} bytes; give what Plan.save wrote")
+        data = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise PlanningError(f"{told} cannot be read ({error}); give what Plan.save wrote") from None
+    try:
+        return _checked(data, workload, told)
+    except _Malformed as error:
+        raise PlanningError(f"{told} is malformed: {error}; give what Plan.save wrote") from None
+
+
+_Checks = dict[str, Callable[[Any, str], Any]]
+"""What each value of an object must be."""
+
+
+class _Malformed(Exception):
+    """What is wrong, and where."""
+
+
+def _refuse_constant(word: str) -> float:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _checked(data: Any, workload: Workload | None, told: str) -> dict[str, Any]:
+    if not isinstance(data, dict) or "version" not in data:
+        raise _Malformed("it is no object with a version")
+    if type(data["version"]) is not int or data["version"] != VERSION:
+        raise PlanningError(
+            f"{told} is of version {data['version']!r}, and this release reads version {VERSION} only: make the plan again"
+        )
+    values = _fields(data, _PLAN, "the plan")
+    model = _model(values["model"])
+    if workload is not None:
+        model.check_workload(workload, told)
+    values["model"] = model
+    values["policies"] = {
+        find_block(_key(one), workload, told): _policy(one) for one in values["policies"] if _has(one, "block", "runs")
+    }
+    if not values["policies"]:
+        raise _Malformed("policies is empty")
+    for name in ("frontier", "named"):
+        values[name] = tuple(_point(one) for one in values[name])
+    values["parts"] = _parts(values["parts"])
+    values["tried"] = tuple((_text(name, "tried"), _count(size, "tried")) for name, size in _pairs(values["tried"]))
+    values["notes"] = tuple(_text(one, "notes") for one in values["notes"])
+    return values
+
+
+def _model(data: Any) -> Model:
+    values = _fields(data, dict.fromkeys(("parameters", "batch", "blocks"), _list), "model")
+    parameters, batch = (tuple(_leaf(one) for one in values[name]) for name in ("parameters", "batch"))
+    return Model(parameters, batch, tuple(_key({"block": one}) for one in values["blocks"]))
+
+
+def _leaf(data: Any) -> tuple[str, tuple[int, ...], str]:
+    path, shape, dtype = _items(data, 3, "a parameter of model")
+    return _text(path, "path"), tuple(_count(one, "shape") for one in _list(shape, "shape")), _text(dtype, "dtype")
+
+
+def _key(data: dict[str, Any]) -> tuple[str, str, str]:
+    kind, name, module = (_text(one, "block") for one in _items(data["block"], 3, "block"))
+    if kind not in ("class", "glob") or not name:
+        raise _Malformed(f"block={data['block']!r} is neither a class nor a glob")
+    return kind, name, module
+
+
+def _policy(data: dict[str, Any]) -> Any:
+    """A policy, or one for each layer, from its runs."""
+    runs = []
+    for run in _list(data["runs"], "runs"):
+        count, policy = _items(run, 2, "runs")
+        try:
+            runs.append((None if count is None else _count(count, "runs", least=1), Policy.from_dict(policy)))
+        except RematError as error:
+            raise _Malformed(f"policies: {error}") from None
+    if len(runs) == 1 and runs[0][0] is None:
+        return runs[0][1]
+    layers = sum(count or 0 for count, _ in runs)
+    if not runs or any(count is None for count, _ in runs) or layers > 10**6:
+        raise _Malformed("runs: expected pairs of a number of layers and a policy")
+    try:
+        return LayerPolicies.of([policy for count, policy in runs for _ in range(count or 0)])
+    except RematError as error:
+        raise _Malformed(f"policies: {error}") from None
+
+
+def _runs(policy: Any) -> list[list[Any]]:
+    if isinstance(policy, Policy):
+        return [[None, policy.to_dict()]]
+    return [[count, one.to_dict()] for count, one in policy.runs]
+
+
+def _point(data: Any) -> Point:
+    values = _fields(data, _POINT, "a point of the frontier")
+    return Point(**values | {"parts": _parts(values["parts"])})
+
+
+def _parts(data: list[Any]) -> tuple[Part, ...]:
+    found = []
+    for one in data:
+        values = _fields(one, _PART, "a part")
+        found.append(Part(**values | {"rows": tuple(Row(**_fields(row, _ROW, "a residual")) for row in values["rows"])}))
+    return tuple(found)
+
+
+# --- what values must be ----------------------------------------------------------------------------------------------
+
+
+def _text(value: Any, name: str) -> str:
+    # What a terminal or a file would not take is not printable.
+    if not isinstance(value, str) or not value.isprintable():
+        raise _Malformed(f"{name}={ascii(value)[:40]} is no text of one line")
+    return value
+
+
+def _count(value: Any, name: str, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < 2**63:
+        raise _Malformed(f"{name}={str(value)[:40]} is no integer of at least {least}")
+    return value
+
+
+def _seconds(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value < 1e30:
+        raise _Malformed(f"{name}={str(value)[:40]} is no number of at least 0")
+    return float(value)
+
+
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise _Malformed(f"{name}={value!r} is neither true nor false")
+    return value
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _Malformed(f"{name}={str(value)[:40]} is no list")
+    return value
+
+
+def _any(value: Any, name: str) -> Any:
+    return value
+
+
+def _action(value: Any, name: str) -> str:
+    if value not in _ACTIONS:
+        raise _Malformed(f"{name}={value!r} is none of {', '.join(_ACTIONS)}")
+    return str(value)
+
+
+def _or_none(check: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    return lambda value, name: None if value is None else check(value, name)
+
+
+def _items(value: Any, count: int, name: str) -> list[Any]:
+    if len(_list(value, name)) != count:
+        raise _Malformed(f"{name} has {len(value)} items, expected {count}")
+    return value  # type: ignore[no-any-return]
+
+
+def _pairs(value: Any) -> list[list[Any]]:
+    return [_items(one, 2, "tried") for one in _list(value, "tried")]
+
+
+def _has(data: Any, *names: str) -> bool:
+    _fields(data, dict.fromkeys(names, _any), "policies")
+    return True
+
+
+def _fields(data: Any, checks: _Checks, where: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise _Malformed(f"{where} is no object")
+    known = {*checks, *(_SAID if checks is _PLAN else ())}
+    missing, unknown = [name for name in checks if name not in data], [name for name in data if name not in known]
+    if missing or unknown:
+        raise _Malformed(f"{where} lacks {missing} and has {unknown}" if unknown else f"{where} lacks {missing}")
+    return {name: check(data[name], name) for name, check in checks.items()}
+
+
+_SAID = ("version", "texts", "best_named")
+_ROW: _Checks = {"residual": _text, "action": _action, "bytes": _count, "seconds": _or_none(_seconds)}
+_PART: _Checks = {
+    **dict.fromkeys(("block", "policy"), _text),
+    **dict.fromkeys(("first", "layers", "saved_bytes", "offloaded_bytes", "recomputed_bytes"), _count),
+    "rows": _list,
+    **dict.fromkeys(("forward_seconds", "backward_seconds", "recompute_seconds", "copy_seconds"), _seconds),
+}
+_POINT: _Checks = {
+    "name": _text,
+    "device_bytes": _or_none(_count),
+    "host_bytes": _count,
+    "seconds": _or_none(_seconds),
+    "compiled": _flag,
+    "parts": _list,
+    "remark": _text,
+}
+_PLAN: _Checks = {
+    "policies": _list,
+    **dict.fromkeys(("device_bytes", "predicted_bytes", "host_bytes", "recompute_flops", "budget"), _count),
+    **dict.fromkeys(("seconds", "base_seconds"), _seconds),
+    **dict.fromkeys(("frontier", "named", "parts", "tried", "notes"), _list),
+    **dict.fromkeys(("workload", "target", "jax_version"), _text),
+    "host_budget": _or_none(_count),
+    "next_gib_seconds": _or_none(_seconds),
+    "model": _any,
+}

@@ -1,0 +1,113 @@
+"""What compiled steps say of the memory of others: a stack's fixed bytes and shares, fitted to what was compiled.
+
+A stack says peak = F + (what is kept up to a block) + W + ρ · (recomputed) + φ · (offloaded). The kept bytes are known to the
+byte; F, ρ and φ are not, and are refitted to every step that is compiled, with the first guess of ρ and φ as a weak prior.
+The fit is then shifted so that it is exact at the compiled step that lies nearest to the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import lsq_linear
+
+from remat_jax.planner import Block, Stack
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one block does to memory: bytes that it saves, computes again, and offloads."""
+
+    saved: int
+    again: int
+    away: int
+
+
+Loads = tuple[Load, ...]
+"""Of every single block, in forward order."""
+
+_PRIOR = 0.1
+"""The weight of the first guess of the shares beside one compiled step."""
+_MOST_RECOMPUTED, _MOST_FETCHED = 2.0, 4.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A step that was compiled: what its blocks do, and its device bytes."""
+
+    loads: Loads
+    device_bytes: int
+
+
+def predicted(stack: Stack, loads: Loads) -> float:
+    """The device bytes that a stack expects of such blocks."""
+    return stack.fixed_bytes + max(kept + again + away for kept, again, away, _ in _needs(stack, loads))
+
+
+def _needs(stack: Stack, loads: Loads) -> Iterator[tuple[float, float, float, Load]]:
+    """At each block: what is kept up to it with its working set, its shares of what it recomputes and fetches, its load."""
+    kept = 0.0
+    for block, load in zip(singles(stack), loads, strict=True):
+        kept += block.input_bytes + load.saved
+        yield kept + block.working_bytes, block.recomputed_share * load.again, block.fetched_share * load.away, load
+
+
+def singles(stack: Stack) -> list[Block]:
+    """Every single block of a stack."""
+    return [replace(block, repeats=1) for block in stack.blocks for _ in range(block.repeats)]
+
+
+def fitted(stack: Stack, seen: Sequence[Seen], budget: float) -> Stack:
+    """The stack as the compiled steps show it, exact at the one that is nearest to `budget`.
+
+    >>> from remat_jax.planner import Block, Residual
+    >>> stack = Stack((Block("layer", (Residual("x", 8.0, 0.1),), 1.0, 2.0, repeats=3),))
+    >>> save, again = (Load(8, 0, 0),) * 3, (Load(0, 8, 0),) * 3
+    >>> found = fitted(stack, [Seen(save, 124), Seen(again, 104)], 110.0)
+    >>> round(predicted(found, again)), round(predicted(found, save))
+    (104, 124)
+    """
+    if not seen:
+        return stack
+    found = stack
+    for _ in range(2):  # where the peak lies depends on the shares
+        found = _shares(stack, found, seen)
+    nearest = min(seen, key=lambda one: abs(one.device_bytes - budget))
+    return _shifted(found, nearest.device_bytes - predicted(found, nearest.loads))
+
+
+def _shares(stack: Stack, before: Stack, seen: Sequence[Seen]) -> Stack:
+    rows, values = [], []
+    for one in seen:
+        kept, again, away = _at_the_peak(before, one.loads)
+        rows.append((1.0, again, away))
+        values.append(one.device_bytes - kept)
+    scale = np.maximum(np.abs(np.asarray(rows)).max(axis=0), 1.0)
+    first = stack.blocks[0].recomputed_share, stack.blocks[0].fetched_share
+    prior = np.diag([0.0, _PRIOR * scale[1], _PRIOR * scale[2]])
+    matrix = np.vstack([np.asarray(rows), prior]) / scale
+    wanted = np.concatenate([values, prior @ np.array([0.0, *first])])
+    bounds = np.array([0.0, 0.0, 0.0]), np.array([np.inf, _MOST_RECOMPUTED, _MOST_FETCHED]) * scale
+    fixed, again_share, away_share = lsq_linear(matrix, wanted, bounds).x / scale
+    blocks = tuple(
+        replace(block, recomputed_share=max(0.0, float(again_share)), fetched_share=max(0.0, float(away_share)))
+        for block in stack.blocks
+    )
+    return replace(stack, blocks=blocks, fixed_bytes=max(0.0, float(fixed)))
+
+
+def _at_the_peak(stack: Stack, loads: Loads) -> tuple[float, int, int]:
+    """Where such blocks need most: what is kept with the working set, what is recomputed there, and what was offloaded."""
+    kept, _, _, load = max(_needs(stack, loads), key=lambda one: sum(one[:3]))
+    return kept, load.again, load.away
+
+
+def _shifted(stack: Stack, by: float) -> Stack:
+    """The stack with so many bytes more, or fewer; what the fixed bytes cannot give, the working sets do."""
+    fixed = stack.fixed_bytes + by
+    if fixed >= 0:
+        return replace(stack, fixed_bytes=fixed)
+    blocks = tuple(replace(block, working_bytes=max(0.0, block.working_bytes + fixed)) for block in stack.blocks)
+    return replace(stack, blocks=blocks, fixed_bytes=0.0)

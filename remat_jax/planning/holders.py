@@ -1,0 +1,133 @@
+"""What takes the memory of a step that does not fit, in words that say where to save."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+
+from remat_jax.errors import InfeasibleBudget
+from remat_jax.hardware import Target
+from remat_jax.memory.compiler import Sizes
+from remat_jax.planning.search import Search
+from remat_jax.report.stacked import merged_layers, without_common_root
+from remat_jax.report.tables import format_bytes
+from remat_jax.train import OffloadedOptimizer
+from remat_jax.workload import Workload
+
+_SHOWN = 5
+_ARGUMENTS = ("parameters", "frozen parameters", "optimizer state", "batch")
+_XLA_DTYPES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u", "complex": "c", "bool": "pred"}
+
+
+def check_arguments_fit(workload: Workload, budget: int) -> None:
+    """Refuse a budget below what the step is given: parameters, batch, and an optimizer's state on the device.
+
+    Raises:
+      InfeasibleBudget: with what these take; nothing was compiled.
+    """
+    step = workload.step("off")
+    sizes: Counter[str] = Counter()
+    for name, argument in zip(step.names, step.arguments, strict=True):
+        if name != "optimizer state" or not isinstance(workload.optimizer, OffloadedOptimizer):
+            sizes[_argument(name) or name] += _bytes(argument)
+    if sizes.total() > budget:
+        held = {name: size for name, size in sizes.most_common() if size}
+        raise InfeasibleBudget(
+            f"budget={budget} ({format_bytes(budget)}) is less than what a step of {workload.name!r} is given, before it "
+            f"computes anything: {format_bytes(sizes.total())}, of which {_listed(held)}. {remedy(held)}",
+            sizes.total(),
+            held,
+        )
+
+
+def infeasible(workload: Workload, search: Search, budget: int, host_budget: int | None, target: Target) -> InfeasibleBudget:
+    """The error that says the least that was reached, and what takes it."""
+    least = search.smallest
+    held = held_by(workload, least.compiled.sizes) if isinstance(least.compiled.sizes, Sizes) else {}
+    host = f" with host_budget={host_budget} ({format_bytes(host_budget)})" if host_budget is not None else ""
+    name = least.candidate.name or "a plan of its own"
+    return InfeasibleBudget(
+        f"budget={budget} ({format_bytes(budget)}){host}: no policy of {workload.name!r} fits on {target.name}. The least that "
+        f"was reached, compiled, is {format_bytes(least.compiled.device_bytes)}, by {name}. It is held up by {_listed(held)}. "
+        f"{remedy(held)}",
+        least.compiled.device_bytes,
+        held,
+    )
+
+
+def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
+    """What is on the device where a compiled step needs most, in bytes by what it is, the largest first."""
+    if not sizes.live:
+        return _without_text(workload, sizes)
+    params = {_xla_shape(leaf) for leaf in jax.tree.leaves(workload.params)}
+    paths = dict.fromkeys(one.module for one in sizes.live)
+    short = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))
+    found: Counter[str] = Counter()
+    for one in sizes.live:
+        argument = _argument(one.module)
+        if argument:
+            found[argument] += one.nbytes
+        elif one.phase in ("backward", "other") and one.shape.partition("{")[0] in params:
+            found["gradients and updated parameters"] += one.nbytes
+        else:
+            what = "kept between the passes" if one.phase == "forward" else "working set"
+            found[f"{what}: {short[one.module] or 'of no module'}"] += one.nbytes
+    return dict(found.most_common())
+
+
+def remedy(held: dict[str, int]) -> str:
+    """What can be done about the largest of them."""
+    largest = next(iter(held), "")
+    advice = {
+        "parameters": "Ask for more, take a smaller dtype for the parameters, or more devices",
+        "optimizer state": "Ask for more, or keep the state in host memory: rj.offload_optimizer(optimizer)",
+        "batch": "Ask for more, or take a smaller batch",
+        "gradients and updated parameters": "Ask for more, train fewer parameters, or take a smaller dtype for them",
+    }
+    fallback = "Ask for more, or take a smaller batch: rj.accumulate_gradients adds up the gradients of several"
+    return f"{advice.get(largest, fallback)}."
+
+
+def _without_text(workload: Workload, sizes: Sizes) -> dict[str, int]:
+    """The same where the compiler tells of no single buffers: what the step is given, and all the rest together."""
+    step = workload.step("off")
+    found: Counter[str] = Counter()
+    for name, argument in zip(step.names, step.arguments, strict=True):
+        found[_argument(name) or name] += _bytes(argument)
+    found["working set and what is kept between the passes"] = sizes.temp
+    found["outputs: gradients, or what is updated"] = max(0, sizes.output - sizes.alias)
+    return {name: size for name, size in found.most_common() if size}
+
+
+def _listed(held: dict[str, int]) -> str:
+    shown = [f"{name} {format_bytes(size)}" for name, size in list(held.items())[:_SHOWN]]
+    rest = sum(list(held.values())[_SHOWN:])
+    return ", ".join([*shown, *([f"the rest {format_bytes(rest)}"] if rest else [])]) or "what the compiler does not tell"
+
+
+def _argument(name: str) -> str | None:
+    bare = re.sub(r"\[\d+\]$", "", name)
+    return bare if bare in _ARGUMENTS else None
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * jax.numpy.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree) if _sized(leaf))
+
+
+def _sized(leaf: Any) -> bool:
+    # An RNG key has a dtype of JAX's own; it is small.
+    return not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def _xla_shape(leaf: Any) -> str:
+    """The shape as XLA writes it.
+
+    >>> _xla_shape(jax.ShapeDtypeStruct((2, 3), "bfloat16"))
+    'bf16[2,3]'
+    """
+    name, bits = re.fullmatch(r"([a-z]+)(\d*)(?:_.*)?", str(leaf.dtype)).groups()  # type: ignore[union-attr]
+    return f"{_XLA_DTYPES.get(name, name)}{bits}[{','.join(map(str, leaf.shape))}]"

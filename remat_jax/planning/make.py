@@ -1,0 +1,275 @@
+"""`plan`: workload → problem → solver → compiler → refit, until a plan fits and none better is left."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.errors import ArgumentError, CompileError, InfeasibleBudget, PolicyError, RematError, UnsupportedError
+from remat_jax.graph.count import flops
+from remat_jax.hardware import Target
+from remat_jax.hardware import target as target_named
+from remat_jax.memory.compiler import Sizes, compile_programs
+from remat_jax.memory.exporting import export_step
+from remat_jax.memory.measure import DEFAULT_TIMEOUT, is_miscompiled
+from remat_jax.planning.budget import budget_bytes, host_budget_bytes
+from remat_jax.planning.holders import check_arguments_fit, infeasible
+from remat_jax.planning.model import Model
+from remat_jax.planning.outcome import outcome
+from remat_jax.planning.plan import Plan
+from remat_jax.planning.point import Point
+from remat_jax.planning.problem import Described, describe
+from remat_jax.planning.search import FAILED, MOST_COMPILED, Candidate, Choices, Compiled, Search
+from remat_jax.planning.translate import named_candidate, own_candidate, policies_of
+from remat_jax.policy import NAMED
+from remat_jax.workload import Workload
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, how many parts are behind, of how many."""
+
+
+def plan(
+    workload: Workload,
+    budget: Any,
+    target: str | Target,
+    host_budget: Any = None,
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest policy of `workload` whose training step, compiled for `target`, fits a budget of memory.
+
+    The residuals of each block, their bytes and what computing them again takes make a problem, whose exact solution is
+    compiled; what the compiler says corrects the problem, which is solved again, six compilations at most. The answer was
+    compiled and fits, and by the estimate no named policy that fits is faster. The mathematics is in `docs/planning.md`.
+
+    Args:
+      workload: with a loss; a finished step has taken its gradient already.
+      budget: device memory: bytes, a text (`"40GiB"`, `"38 GB"`, `"80%"`), or a share of the target's memory (0.8).
+      target: the name of a target (`"h200"`), or a `Target`.
+      host_budget: host memory for offloading: bytes or a text; None for no limit, 0 for no offload.
+      timeout: seconds that compiling may take in all.
+      progress: told what is being done, how many steps are compiled, and how many may be.
+
+    Raises:
+      InfeasibleBudget: nothing fits; the message says the least that was reached, and what takes it.
+      PlanningError: a budget or a rate is wrong.
+      TargetError, CompileError, UnsupportedError: as `measure` raises them.
+      BlockError: the loss does not call the blocks.
+
+    >>> import jax, jax.numpy as jnp, flax.linen as nn
+    >>> class Block(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return x + nn.Dense(64)(nn.gelu(nn.Dense(256)(x)))
+    >>> model = nn.Sequential([Block(), Block(), Block()])
+    >>> x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
+    >>> job = Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), blocks=Block)
+    >>> found = plan(job, "8 MB", "cpu")
+    >>> found.device_bytes <= 8_000_000, found.host_bytes
+    (True, 0)
+    """
+    described_target = one_device(target)
+    device, host = budget_bytes(budget, described_target), host_budget_bytes(host_budget, described_target)
+    _check(workload, timeout)
+    check_arguments_fit(workload, device)
+    return _Making(workload, device, described_target, host, timeout, progress or _silent).plan()
+
+
+def leanest(
+    workload: Workload, budget: int, target: Target, host_budget: int | None, *, timeout: float = DEFAULT_TIMEOUT
+) -> tuple[int | None, InfeasibleBudget | None]:
+    """The least device bytes that are reached with a compilation or two, and the error where that is over the budget.
+
+    None where what the step is given is too large already, and nothing was compiled.
+    """
+    _check(workload, timeout)
+    try:
+        check_arguments_fit(workload, budget)
+    except InfeasibleBudget as error:
+        return None, error
+    return _Making(workload, budget, target, host_budget, timeout, _silent).leanest()
+
+
+def _silent(what: str, done: int, of: int) -> None:
+    """Tell nobody."""
+
+
+def _check(workload: Any, timeout: Any) -> None:
+    if not isinstance(workload, Workload):
+        raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload")
+    if not workload.has_loss:
+        raise UnsupportedError(
+            f"workload={workload.name!r} was made from a finished step, which takes its gradient inside: what its blocks keep "
+            "cannot be read from outside. Make a Workload of the loss instead."
+        )
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
+        raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds")
+
+
+def one_device(target: str | Target) -> Target:
+    """The target, which is one device.
+
+    Raises:
+      TargetError: an unknown name.
+      UnsupportedError: several devices.
+    """
+    described = target if isinstance(target, Target) else target_named(target)
+    if described.devices > 1:
+        raise UnsupportedError(
+            f"target={described.name!r} is {described.devices} devices, which a workload without a mesh does not use: ask for "
+            "one of them. Workloads with a mesh are not served yet."
+        )
+    return described
+
+
+@dataclass
+class _Making:
+    """One plan in the making."""
+
+    workload: Workload
+    budget: int
+    target: Target
+    host_budget: int | None
+    timeout: float
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.timeout
+        self.notes: list[str] = []
+        self.progress(f"{self.workload.name}: tracing", 0, 1)
+        self.described = self._described()
+        named, self.remarks = self._named()
+        host = math.inf if self.host_budget is None else float(self.host_budget)
+        self.search = Search(self.described.stack, named, float(self.budget), host, self._own, self._compile)
+
+    def leanest(self) -> tuple[int, InfeasibleBudget | None]:
+        fits = self.search.probe()
+        return self.search.smallest.compiled.device_bytes, None if fits else self._infeasible()
+
+    def _infeasible(self) -> InfeasibleBudget:
+        return infeasible(self.workload, self.search, self.budget, self.host_budget, self.target)
+
+    def plan(self) -> Plan:
+        try:
+            best = self.search.run()
+        except InfeasibleBudget:
+            raise self._infeasible() from None
+        self.progress("reading the frontier", len(self.search.tried), len(self.search.tried))
+        policies = policies_of(self.described, best.candidate)
+        found = outcome(self.described, self.search, best, self.remarks)
+        return Plan(
+            policies=policies,
+            recompute_flops=self._recompute_flops(policies),
+            workload=" ".join(self.workload.name.split()),
+            target=self.target.name,
+            budget=self.budget,
+            host_budget=self.host_budget,
+            notes=tuple(dict.fromkeys(self.notes)),
+            model=Model.of(self.workload),
+            jax_version=jax.__version__,
+            **found,
+        )
+
+    def _described(self) -> Described:
+        """The problem; where offload cannot be run, nothing may be offloaded."""
+        found = describe(self.workload, self.target)
+        stack = found.stack
+        self._no_offload = ""
+        if self.target.kind == "cpu" or self.host_budget == 0 or stack.link is None:
+            self._no_offload = "a CPU has one memory" if self.target.kind == "cpu" else "no host memory is allowed"
+            return replace(found, stack=replace(stack, link=None))
+        scanned = [kind.scanned for kind in found.kinds]
+        if not any(scanned) or not compat.miscompiles_scanned_offload():
+            return found
+        self._no_offload = f"JAX {jax.__version__} miscompiles offload inside scan"
+        self.notes.append(
+            f"JAX {jax.__version__} miscompiles offload inside scan for GPUs (openxla/xla#46231), so that layers that are "
+            "scanned offload nothing here; use JAX 0.11.1 or later, unroll the layers, or set "
+            "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
+        )
+        blocks = tuple(
+            block.without_offload() if inside else block for block, inside in zip(stack.blocks, scanned, strict=True)
+        )
+        return replace(found, stack=replace(stack, blocks=blocks, link=None if all(scanned) else stack.link))
+
+    def _named(self) -> tuple[list[Candidate], list[Point]]:
+        """The named policies as candidates; those that are not legal here as points with a remark."""
+        able, remarks = [], []
+        for name, meant in NAMED.items():
+            if meant.offloads and self._no_offload:
+                remarks.append(Point(name, None, 0, None, False, remark=self._no_offload))
+                continue
+            try:
+                able.append(named_candidate(self.described, self.workload, name))
+            except (PolicyError, UnsupportedError) as error:
+                remarks.append(Point(name, None, 0, None, False, remark=_first_sentence(error)))
+        return able, remarks
+
+    def _own(self, choices: Choices) -> Candidate:
+        return own_candidate(self.described, choices)
+
+    # --- compiling ----------------------------------------------------------------------------------------------------
+
+    def _compile(self, candidates: Sequence[Candidate]) -> list[Compiled]:
+        done = len(self.search.tried)
+        keys = [one.name or f"plan {done + index + 1}" for index, one in enumerate(candidates)]
+        self._tell(keys, done)
+        try:
+            return self._compiled(dict(zip(keys, candidates, strict=True)))
+        except (CompileError, PolicyError):
+            if len(candidates) == 1 and not self.search.tried:
+                raise
+        # One that the compiler cannot compile must not take the other with it.
+        return [self._alone(key, one) for key, one in zip(keys, candidates, strict=True)]
+
+    def _alone(self, key: str, candidate: Candidate) -> Compiled:
+        try:
+            return self._compiled({key: candidate})[0]
+        except (CompileError, PolicyError) as error:
+            if time.monotonic() > self.deadline:
+                raise
+            self.notes.append(f"Left out: {key} could not be compiled: {_first_sentence(error)}")
+            return Compiled(FAILED, 0, sound=False)
+
+    def _compiled(self, candidates: Mapping[str, Candidate]) -> list[Compiled]:
+        programs = [export_step(key, self._step(one), self.target) for key, one in candidates.items()]
+        left = max(1.0, self.deadline - time.monotonic())
+        sizes = compile_programs(programs, self.target, timeout=left)
+        return [self._seen(one, sizes[key]) for key, one in candidates.items()]
+
+    def _step(self, candidate: Candidate) -> Any:
+        return self.workload.step("off" if candidate.name == "off" else policies_of(self.described, candidate))
+
+    @staticmethod
+    def _seen(candidate: Candidate, sizes: Sizes) -> Compiled:
+        wrong = candidate.host_bytes > 0 and is_miscompiled(sizes)
+        return Compiled(sizes.device, sizes.host, sound=not wrong, sizes=sizes)
+
+    def _tell(self, keys: Sequence[str], done: int) -> None:
+        best = self.search.best
+        so_far = f"; so far {_mib(best.compiled.device_bytes)} fits" if best else ""
+        self.progress(f"compiling {' and '.join(keys)} for {self.target.name}{so_far}", done, MOST_COMPILED)
+
+    def _recompute_flops(self, policies: Mapping[Any, Any]) -> int:
+        """Counted, not estimated: the step under the plan against the step that computes nothing again."""
+        counted = []
+        for policy in (dict(policies), "off"):
+            step = self.workload.step(policy)
+            counted.append(flops(step.function, *step.arguments))
+        return max(0, counted[0] - counted[1])
+
+
+def _first_sentence(error: RematError) -> str:
+    return str(error).split("\n")[0].split("; ")[0]
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

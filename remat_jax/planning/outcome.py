@@ -1,0 +1,95 @@
+"""What a search found, as the plain data of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from remat_jax.planner import Stack
+from remat_jax.planning.fitting import singles
+from remat_jax.planning.point import Part, Point, unbeaten
+from remat_jax.planning.problem import Described
+from remat_jax.planning.search import FAILED, Candidate, Search, Tried, runs
+from remat_jax.planning.translate import name_of, rows_of, text_of
+
+POINTS = 12
+_GIB = 2**30
+
+
+def outcome(described: Described, search: Search, best: Tried, remarks: Sequence[Point]) -> dict[str, Any]:
+    """The fields of a `Plan` that a search decides."""
+    stack = search.stack
+    base = stack.base_seconds + described.outside_seconds
+
+    def point(candidate: Candidate) -> Point:
+        known = search.known(candidate)
+        return Point(
+            candidate.name,
+            None if known and known.compiled.device_bytes == FAILED else search.expected(candidate, stack),
+            known.compiled.host_bytes if known else round(candidate.host_bytes),
+            base + candidate.seconds,
+            known is not None,
+            parts_of(described, stack, candidate),
+            "" if known is None or known.compiled.sound else "what is compiled of it must not be run",
+        )
+
+    failed = [one for one in search.tried if one.compiled.device_bytes == FAILED]
+    tried = [point(one.candidate) for one in search.tried]
+    named = [point(one) for one in search.named]
+    predicted = search.frontier(stack, POINTS)
+    beside = [one for one in (*tried, *named, *map(point, predicted)) if not one.remark]
+    return {
+        "device_bytes": best.compiled.device_bytes,
+        "predicted_bytes": best.predicted_bytes,
+        "host_bytes": best.compiled.host_bytes,
+        "seconds": base + best.candidate.seconds,
+        "base_seconds": base,
+        "frontier": unbeaten(beside),
+        "named": (*named, *remarks),
+        "parts": parts_of(described, stack, best.candidate),
+        "next_gib_seconds": _next_gib(search, stack, best),
+        "tried": tuple(
+            (one.candidate.name or "a plan", one.compiled.device_bytes) for one in search.tried if one not in failed
+        ),
+    }
+
+
+def parts_of(described: Described, stack: Stack, candidate: Candidate) -> tuple[Part, ...]:
+    """What the layers do, a part for each run of equal ones."""
+    kinds = {block.name: kind for block, kind in zip(stack.blocks, described.kinds, strict=True)}
+    blocks = singles(stack)
+    first = {block.name: at for at, block in reversed(list(enumerate(blocks)))}
+    found = []
+    for start, stop in runs(stack, candidate.choices or candidate.loads):
+        block, load = blocks[start], candidate.loads[start]
+        kind, layers = kinds[block.name], stop - start
+        rows = rows_of(kind, block, candidate, start)
+        again = sum(row.seconds or 0.0 for row in rows if row.action == "recompute")
+        copies = 0.0
+        if load.away and stack.link is not None:
+            copies = stack.link.exposed_out(load.away, block.forward_seconds)
+            copies += stack.link.exposed_in(load.away, block.backward_seconds + again)
+        found.append(
+            Part(
+                block=name_of(kind),
+                first=kind.layers[start - first[block.name]],
+                layers=layers,
+                policy=text_of(kind, block, candidate, start),
+                saved_bytes=layers * load.saved,
+                offloaded_bytes=layers * load.away,
+                recomputed_bytes=layers * load.again,
+                rows=rows,
+                forward_seconds=block.forward_seconds,
+                backward_seconds=block.backward_seconds,
+                recompute_seconds=again,
+                copy_seconds=copies,
+            )
+        )
+    return tuple(found)
+
+
+def _next_gib(search: Search, stack: Stack, best: Tried) -> float | None:
+    if best.candidate.seconds <= 0:
+        return None
+    found = search.solve(stack, search.budget + _GIB)
+    return max(0.0, best.candidate.seconds - found.seconds) if found else 0.0

@@ -1,0 +1,83 @@
+"""The HTML page of a plan, and its picture: plain data for the report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from remat_jax.planning.explain import format_seconds, next_gib, ranked, summary
+from remat_jax.planning.point import Part, Point
+from remat_jax.report.frontier import frontier_figure
+from remat_jax.report.plan_page import plan_page
+from remat_jax.report.tables import format_bytes
+
+if TYPE_CHECKING:
+    from remat_jax.planning.plan import Plan
+
+
+def page(plan: Plan) -> str:
+    """The page as text."""
+    points = with_plan(plan)
+    asked = f"within {format_bytes(plan.budget)}"
+    return plan_page(
+        {
+            "title": f"{plan.workload} on {plan.target}, {asked}",
+            "summary": [summary(plan), next_gib(plan), *plan.notes],
+            "budget": plan.budget,
+            "base_seconds": plan.base_seconds,
+            "chosen": next(index for index, one in enumerate(points) if one is points[-1] or _is_plan(plan, one)),
+            "points": [_point(one) | {"parts": [_part(part) for part in one.parts]} for one in points],
+            "named": [
+                _point(one) | {"name": one.name} for one in plan.named if one.device_bytes is not None and not one.remark
+            ],
+        }
+    )
+
+
+def picture(plan: Plan) -> Any:
+    """Memory against time as a Matplotlib figure: the frontier, the named policies, the plan."""
+    named = [(one.name, place) for one in plan.named if not one.remark and (place := _place(one)) is not None]
+    line = [place for one in with_plan(plan) if (place := _place(one)) is not None]
+    title = f"{plan.workload} on {plan.target}: one training step"
+    return frontier_figure(line, named, (plan.device_bytes, plan.seconds, True), plan.budget, title)
+
+
+def _place(point: Point) -> tuple[int, float, bool] | None:
+    if point.device_bytes is None or point.seconds is None:
+        return None
+    return point.device_bytes, point.seconds, point.compiled
+
+
+def with_plan(plan: Plan) -> tuple[Point, ...]:
+    """The frontier with the plan itself on it, the smallest first."""
+    if any(_is_plan(plan, one) for one in plan.frontier):
+        return plan.frontier
+    own = Point("", plan.device_bytes, plan.host_bytes, plan.seconds, True, plan.parts)
+    return tuple(sorted((*plan.frontier, own), key=lambda one: (one.device_bytes or 0, one.seconds or 0.0)))
+
+
+def _is_plan(plan: Plan, point: Point) -> bool:
+    return point.compiled and (point.device_bytes, point.seconds) == (plan.device_bytes, plan.seconds)
+
+
+def _point(point: Point) -> dict[str, Any]:
+    return {
+        "device": point.device_bytes,
+        "host": point.host_bytes,
+        "seconds": point.seconds,
+        "compiled": point.compiled,
+        "says": f"{format_bytes(point.device_bytes)} ({'compiled' if point.compiled else 'predicted'}), "
+        f"{format_seconds(point.seconds)} a step"
+        + (f", {format_bytes(point.host_bytes)} in host memory" if point.host_bytes else ""),
+    }
+
+
+def _part(part: Part) -> dict[str, Any]:
+    sizes = {"save": part.saved_bytes, "offload": part.offloaded_bytes, "recompute": part.recomputed_bytes}
+    return {
+        "where": part.where,
+        "policy": part.policy,
+        "costs": format_seconds(part.layers * (part.recompute_seconds + part.copy_seconds)),
+        "bytes": sizes,
+        "texts": {action: format_bytes(size) for action, size in sizes.items()},
+        "rows": [[row.residual, row.action, format_bytes(row.bytes), format_seconds(row.seconds)] for row in ranked(part.rows)],
+    }

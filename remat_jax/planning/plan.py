@@ -1,0 +1,148 @@
+"""A plan: policies for a workload that fit a budget, what they cost, and what else was possible."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from remat_jax.apply.blocks import checkpoint_blocks
+from remat_jax.errors import ArgumentError
+from remat_jax.planning import files
+from remat_jax.planning.explain import explanation, plan_table
+from remat_jax.planning.model import Model, block_name
+from remat_jax.planning.page import page
+from remat_jax.planning.point import Part, Point
+from remat_jax.policy import Policy
+from remat_jax.report.tables import render
+from remat_jax.workload import Workload
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Policies for a workload, compiled for its target within its budget.
+
+    Attributes:
+      policies: block → a policy, or one for each of its layers; `off` where no checkpointing at all fits.
+      device_bytes, host_bytes: of one training step, as the compiler lays it out.
+      predicted_bytes: what was expected before it was compiled.
+      recompute_flops: what a step computes again, in FLOPs, counted in its jaxpr.
+      seconds: of a step, estimated; `base_seconds` of one that keeps everything.
+      frontier: the unbeaten ways to run the step, smallest first, some compiled and some predicted.
+      named: what the named policies take, the same way.
+      parts: what the layers do, in forward order.
+      workload, target, budget, host_budget: what was asked; bytes, and None for no limit.
+      next_gib_seconds: how much less a step would take with one GiB more; None where nothing is left to win.
+      tried: every policy that was compiled, with its device bytes.
+      notes: what else is to be known.
+      model: which model it is for.
+      jax_version: what compiled it.
+    """
+
+    policies: Mapping[type | str, Any]
+    device_bytes: int
+    predicted_bytes: int
+    host_bytes: int
+    recompute_flops: int
+    seconds: float
+    base_seconds: float
+    frontier: tuple[Point, ...]
+    named: tuple[Point, ...]
+    parts: tuple[Part, ...]
+    workload: str
+    target: str
+    budget: int
+    host_budget: int | None
+    next_gib_seconds: float | None
+    tried: tuple[tuple[str, int], ...]
+    notes: tuple[str, ...]
+    model: Model = field(repr=False)
+    jax_version: str = ""
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The policies as text, by the names of their blocks."""
+        return {block_name(block): str(policy) for block, policy in self.policies.items()}
+
+    @property
+    def best_named(self) -> Point | None:
+        """The fastest named policy that fits, as compiled or as predicted; None where none does."""
+        fits = [one for one in self.named if self._fits(one)]
+        return min(fits, key=lambda one: (one.seconds, one.device_bytes)) if fits else None
+
+    def _fits(self, point: Point) -> bool:
+        host = point.host_bytes <= self.host_budget if self.host_budget is not None else True
+        return point.device_bytes is not None and point.device_bytes <= self.budget and not point.remark and host
+
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn`, a loss or anything else that runs the model, with the plan's policies on its blocks.
+
+        Raises:
+          ArgumentError: at once, for what is no function.
+          PlanningError: when called, if the model's parameters are not among the arguments: it is another model.
+          BlockError, NoEffectError: when called, as `checkpoint_blocks` raises them.
+        """
+        if not callable(fn):
+            raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
+        planned = fn if self.is_off else checkpoint_blocks(fn, self.policies)
+
+        @functools.wraps(fn)
+        def with_plan(*args: Any, **kwargs: Any) -> Any:
+            self.model.check_arguments((args, kwargs), self._told)
+            return planned(*args, **kwargs)
+
+        return with_plan
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the plan is to checkpoint nothing."""
+        return all(isinstance(one, Policy) and not one.checkpoint for one in self.policies.values())
+
+    @property
+    def _told(self) -> str:
+        return f"the plan for {self.workload!r}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; the keys are the attribute names, and `version`."""
+        return files.to_dict(self)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan as JSON; gives the path back.
+
+        Raises:
+          PlanningError: it cannot be written.
+        """
+        return files.write(path, files.to_json(self), "path")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], workload: Workload | None = None) -> Plan:
+        """The plan that `save` wrote. With a workload, one for another model, batch or blocks is refused at once.
+
+        Without one, a block that is a class is looked for among those that are loaded, and another model is refused when the
+        plan is applied. Nothing that the file names is imported or run.
+
+        Raises:
+          PlanningError: the file cannot be read, is none of `save`'s or of another version, or the model is another one.
+        """
+        return cls(**files.read(path, workload))
+
+    def explain(self) -> str:
+        """Why each residual is where it is, and what the next GiB would buy."""
+        return explanation(self)
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan as one self-contained page with a slider over the frontier; gives the path back.
+
+        Raises:
+          PlanningError: it cannot be written.
+        """
+        return files.write(path, page(self), "path")
+
+    def __rich__(self) -> Any:
+        return plan_table(self)
+
+    def __str__(self) -> str:
+        return render(self)

@@ -1,0 +1,373 @@
+"""The search: solve, compile, refit, until a plan fits and none better is left, within so many compilations.
+
+It knows candidates by what their blocks do and by their estimated seconds; what compiles them is given to it, so that it can be
+tested without a compiler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from remat_jax.errors import InfeasibleBudget, SolverError
+from remat_jax.planner import BlockPolicy, Choice, Stack, StackPlan, cheapest_policy, solve_counts, stack_plan
+from remat_jax.planner.block import Prices
+from remat_jax.planning.fitting import Loads, Seen, fitted, predicted, singles
+
+Choices = tuple[tuple[Choice, ...], ...]
+"""Of every single block in forward order, what it does with its residuals."""
+
+MOST_COMPILED = 6
+SIDE_BY_SIDE = 2
+MOST_RUNS = 3
+"""Different policies among the layers of one kind: layers that are scanned become as many scans, each compiled by itself."""
+
+_GAP, _TIME_LIMIT = 1e-3, 10.0
+_HOPE = 1.1
+"""How much over the budget a prediction may be for the step to be compiled all the same."""
+_WORTH = 1e-3
+"""The share of a step by which a plan must be faster for its compilation to be worth while."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run the step.
+
+    Attributes:
+      name: of a named policy; empty for the planner's own.
+      loads: what every single block does to memory; `off` is taken for keeping everything.
+      seconds: over a step that keeps everything, estimated.
+      choices: what every single block does with its residuals; None for a named policy.
+    """
+
+    name: str
+    loads: Loads
+    seconds: float
+    choices: Choices | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """In host memory, estimated."""
+        return sum(load.away for load in self.loads)
+
+    def is_same(self, other: Candidate) -> bool:
+        """Whether the two are one and the same program, as far as can be told."""
+        alike = (self.name == "off") == (other.name == "off") and self.loads == other.loads
+        return alike and math.isclose(self.seconds, other.seconds, rel_tol=1e-9, abs_tol=1e-15)
+
+
+FAILED = 2**62
+"""The device bytes of what could not be compiled."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler said of a candidate. `sound` is false where it must not be run."""
+
+    device_bytes: int
+    host_bytes: int
+    sound: bool = True
+    sizes: Any = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate that was compiled, and what had been expected of it."""
+
+    candidate: Candidate
+    compiled: Compiled
+    predicted_bytes: int
+
+
+Compile = Callable[[Sequence[Candidate]], list[Compiled]]
+Own = Callable[[Choices], Candidate]
+
+
+class Search:
+    """One search.
+
+    Args:
+      stack: the first guess of the model's blocks.
+      named: the named policies that are legal, `off` among them.
+      budget, host_budget: in bytes; the host's may be infinite.
+      own: makes a candidate of choices, with its price.
+      compile_them: compiles candidates side by side.
+      most_compiled: how many steps may be compiled in all.
+      most_runs: see `MOST_RUNS`.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        named: Sequence[Candidate],
+        budget: float,
+        host_budget: float,
+        own: Own,
+        compile_them: Compile,
+        *,
+        most_compiled: int = MOST_COMPILED,
+        most_runs: int | None = MOST_RUNS,
+    ) -> None:
+        self.guess, self.named, self.budget, self.host_budget = stack, tuple(named), budget, host_budget
+        self.own, self._compile_them, self._most, self._most_runs = own, compile_them, most_compiled, most_runs
+        self.tried: list[Tried] = []
+        self._worth = _WORTH * stack.base_seconds
+
+    # --- what is known ------------------------------------------------------------------------------------------------
+
+    @property
+    def stack(self) -> Stack:
+        """The stack as all that was compiled shows it; `off` is another program and says nothing of it."""
+        return self._fitted(self.budget)
+
+    def _fitted(self, near: float) -> Stack:
+        told = [one for one in self.tried if one.candidate.name != "off" and one.compiled.device_bytes < FAILED]
+        seen = [Seen(one.candidate.loads, one.compiled.device_bytes) for one in told]
+        return fitted(self.guess, seen, near)
+
+    @property
+    def best(self) -> Tried | None:
+        """The fastest that was compiled and fits; of equal ones that with less memory."""
+        fits = [one for one in self.tried if self._fits(one)]
+
+        # Of equal estimates, the step without any checkpoint is surely no slower.
+        def rank(one: Tried) -> tuple[float, bool, int]:
+            return one.candidate.seconds, one.candidate.name != "off", one.compiled.device_bytes
+
+        return min(fits, key=rank, default=None)
+
+    @property
+    def smallest(self) -> Tried:
+        """That which needs least, of those that may be run."""
+        sound = [one for one in self.tried if one.compiled.sound]
+        return min(sound or self.tried, key=lambda one: one.compiled.device_bytes)
+
+    def _fits(self, tried: Tried) -> bool:
+        found = tried.compiled
+        return found.sound and found.device_bytes <= self.budget and found.host_bytes <= self.host_budget
+
+    def expected(self, candidate: Candidate, stack: Stack | None = None) -> int:
+        """The device bytes of a candidate: compiled where it was, else predicted."""
+        for one in self.tried:
+            if one.candidate.is_same(candidate):
+                return one.compiled.device_bytes
+        return round(predicted(stack or self.stack, candidate.loads))
+
+    def known(self, candidate: Candidate) -> Tried | None:
+        """What the compiler said of a candidate, if it was asked."""
+        return next((one for one in self.tried if one.candidate.is_same(candidate)), None)
+
+    # --- what is done -------------------------------------------------------------------------------------------------
+
+    def run(self) -> Tried:
+        """The fastest candidate that was compiled and fits.
+
+        Raises:
+          InfeasibleBudget: none did; the message says the least that was reached.
+        """
+        while (wanted := self._wanted()) and len(self.tried) < self._most:
+            self._compile(wanted[: self._most - len(self.tried)])
+        found = self.best
+        if found is None:
+            least = self.smallest.compiled.device_bytes
+            raise InfeasibleBudget(f"nothing fits in {self.budget!r} bytes; the least reached is {least}", least)
+        return found
+
+    def probe(self) -> bool:
+        """Whether anything fits, by the leanest named policy, and by the planner's leanest where that does not."""
+        full = [one for one in self.named if one.name == "full"]
+        for candidates in (full, [self._least(self.stack)]):
+            new = [one for one in candidates if self.known(one) is None]
+            if self.best is None and new:
+                self._compile(new)
+        return self.best is not None
+
+    def _compile(self, candidates: Sequence[Candidate]) -> None:
+        stack = self.stack
+        expected = [self.expected(one, stack) for one in candidates]
+        for one, found, before in zip(candidates, self._compile_them(candidates), expected, strict=True):
+            self.tried.append(Tried(one, found, before))
+
+    def _wanted(self) -> list[Candidate]:
+        """What to compile next, side by side; empty where no better plan is to be expected."""
+        stack, best = self.stack, self.best
+        found = self._first(stack) if not self.tried else []
+        if best is not None and best.candidate.seconds <= 0:
+            return []
+        if self.tried:
+            found += self._hopeful(stack, best)
+            if best is None or len(self.tried) < self._most - 1:
+                found += self._own(stack, best)
+            if best is None:
+                found += [self._least(stack)]
+            elif not found:
+                # The last compilation is kept for it.
+                found = self._one_more(best)
+        new: list[Candidate] = []
+        for one in found:
+            if self.known(one) is None and not any(one.is_same(other) for other in new):
+                new.append(one)
+        return new[:SIDE_BY_SIDE]
+
+    def _first(self, stack: Stack) -> list[Candidate]:
+        """Keeping everything where that may fit; else the leanest named policy, to fit by, and a first plan."""
+        off = [one for one in self.named if one.name == "off"]
+        needs = predicted(stack, off[0].loads) if off else math.inf
+        if needs <= _HOPE**2 * self.budget:
+            return [*off, *(self._own(stack, None) if _HOPE * needs > self.budget else [])]
+        full = [one for one in self.named if one.name == "full"]
+        return [*full, *self._own(stack, None)] or [self._least(stack)]
+
+    def _hopeful(self, stack: Stack, best: Tried | None) -> list[Candidate]:
+        """Named policies that would be faster than the best, and may fit: the fastest of them."""
+        bound = best.candidate.seconds if best else math.inf
+        able = [
+            one
+            for one in self.named
+            if one.seconds < bound and not math.isclose(one.seconds, bound) and one.host_bytes <= self.host_budget
+            if self.known(one) is None and self.expected(one, stack) <= _HOPE * self.budget
+        ]
+        return sorted(able, key=lambda one: one.seconds)[:1]
+
+    def _own(self, stack: Stack, best: Tried | None) -> list[Candidate]:
+        """The planner's plan at the budget, and one between it and the best, should it be a little too large."""
+        bold = self._solved(stack, self._within(self._share) if self.tried else self.budget, best)
+        if bold is None or not self.tried:
+            return [bold] if bold else []
+        wary = self._solved(stack, self._within(0.5 * self._share), best)
+        return [bold, wary] if wary else [bold]
+
+    @property
+    def _share(self) -> float:
+        """How much of the room that is left to dare: half as much each time that the compiler needed more than predicted."""
+        over = sum(one.compiled.device_bytes > max(self.budget, 1.02 * one.predicted_bytes) for one in self.tried)
+        return 0.5 ** max(0, over - 1)
+
+    def _within(self, share: float) -> float:
+        """The budget, or less: so much of the way to it from what is known to fit."""
+        low = min(self.best.compiled.device_bytes if self.best else self.smallest.compiled.device_bytes, self.budget)
+        return low + share * (self.budget - low)
+
+    def _solved(self, stack: Stack, budget: float, best: Tried | None) -> Candidate | None:
+        """The fastest within `budget` that was not compiled yet, and would be faster than the best."""
+        for _ in range(4):
+            found = self.solve(stack, budget)
+            if found is None or (best is not None and found.seconds > best.candidate.seconds - self._worth):
+                return None
+            known = self.known(found)
+            if known is None:
+                return found
+            if self._fits(known):
+                return None
+            budget -= max(known.compiled.device_bytes - self.budget, 1e-3 * self.budget)
+            if budget <= 0:
+                return None
+        return None
+
+    def solve(self, stack: Stack, budget: float) -> Candidate | None:
+        """The planner's fastest within `budget`; None where nothing fits."""
+        least = self._least(stack)
+        if predicted(stack, least.loads) > budget:
+            return None
+        try:
+            plan = solve_counts(
+                stack, budget, self.host_budget, most_policies=self._most_runs, gap=_GAP, time_limit=_TIME_LIMIT
+            )
+        except (InfeasibleBudget, SolverError):
+            return least
+        return self.own(together(stack, plan))
+
+    def frontier(self, stack: Stack, points: int) -> list[Candidate]:
+        """The planner's plans at so many budgets, from the least to that of keeping everything."""
+        least = self._least(stack)
+        low = predicted(stack, least.loads)
+        high = max([low, *(predicted(stack, one.loads) for one in self.named if one.name in ("off", "everything"))])
+        budgets = [low + (high - low) * step / points for step in range(1, points + 1)]
+        return [least, *filter(None, (self.solve(stack, budget) for budget in budgets))]
+
+    def _least(self, stack: Stack) -> Candidate:
+        """A plan that needs as little as can be told: what is kept counts in every block behind, the rest where it runs."""
+        count = len(singles(stack))
+        # A byte that is kept is there with the working sets of all blocks behind; how much that weighs depends on the shares.
+        plans = [self._lean(stack, weight) for weight in {1.0, math.sqrt(count), float(count)}]
+        return min(plans, key=lambda one: (predicted(stack, one.loads), one.seconds))
+
+    def _lean(self, stack: Stack, weight: float) -> Candidate:
+        choices: list[tuple[Choice, ...]] = []
+        for block in stack.blocks:
+            able = block if stack.link is not None and self.host_budget == math.inf else block.without_offload()
+            prices = Prices(saved=weight, transient=1.0)
+            choices += [cheapest_policy(replace(able, repeats=1), stack.link, prices).choices] * block.repeats
+        if not stack.offload_last:
+            last = stack.positions()[-1]
+            choices[-1] = cheapest_policy(last, stack.link, Prices(saved=1.0, transient=1.0)).choices
+        return self.own(tuple(choices))
+
+    def _one_more(self, best: Tried) -> list[Candidate]:
+        """The best with what still seems to fit saved as well, the best bargain first; at least with one residual more.
+
+        That one takes least memory of those that save time: if it does not fit, none of them does.
+        """
+        if best.candidate.choices is None:
+            return []
+        stack, room = self._fitted(best.compiled.device_bytes), self._within(self._share)
+        choices, found = best.candidate.choices, best.candidate
+        while True:
+            options = [self.own(one) for one in one_residual_more(self.guess, choices)]
+            faster = [one for one in options if one.seconds < found.seconds]
+            able = [one for one in faster if predicted(stack, one.loads) <= room]
+            if not able:
+                break
+            found = min(able, key=lambda one: one.seconds)
+            assert found.choices is not None, "it was made of choices"
+            choices = found.choices
+        if found is best.candidate:
+            return sorted(faster, key=lambda one: predicted(stack, one.loads))[:1]
+        return [found]
+
+
+def together(stack: Stack, plan: StackPlan) -> Choices:
+    """What the blocks of a plan do, those of a kind that do the same brought together where that needs no more."""
+    choices = tuple(one.policy.choices for one in plan.ranges for _ in range(one.count))
+    alike: list[tuple[Choice, ...]] = []
+    for block in stack.blocks:
+        of_kind = choices[len(alike) : len(alike) + block.repeats]
+        # The last one, nearest the loss, decides what comes last.
+        order = list(dict.fromkeys(of_kind))
+        alike += sorted(of_kind, key=lambda one: (one == of_kind[-1], order.index(one)))
+    if tuple(alike) == choices:
+        return choices
+    changed = stack_plan(stack, block_policies(stack, tuple(alike)))
+    good = changed.peak_bytes <= plan.peak_bytes and changed.extra_seconds <= plan.extra_seconds
+    return tuple(alike) if good else choices
+
+
+def block_policies(stack: Stack, choices: Choices) -> list[BlockPolicy]:
+    """What every single block of a stack does."""
+    return [BlockPolicy(block, chosen) for block, chosen in zip(singles(stack), choices, strict=True)]
+
+
+def one_residual_more(stack: Stack, choices: Choices) -> list[Choices]:
+    """Every way to save one residual more in a run of equal blocks that do the same."""
+    found = []
+    blocks = singles(stack)
+    for start, stop in runs(stack, choices):
+        for index, (residual, choice) in enumerate(zip(blocks[start].residuals, choices[start], strict=True)):
+            if choice in (Choice.RECOMPUTE, Choice.UNUSED) and residual.may_save:
+                changed = (*choices[start][:index], Choice.SAVE, *choices[start][index + 1 :])
+                found.append((*choices[:start], *[changed] * (stop - start), *choices[stop:]))
+    return found
+
+
+def runs(stack: Stack, what: Sequence[Any]) -> list[tuple[int, int]]:
+    """Where runs of equal blocks that do the same begin and end, in forward order."""
+    found: list[tuple[int, int]] = []
+    blocks = singles(stack)
+    for index, (block, chosen) in enumerate(zip(blocks, what, strict=True)):
+        if found and blocks[found[-1][0]].name == block.name and what[found[-1][0]] == chosen:
+            found[-1] = (found[-1][0], index + 1)
+        else:
+            found.append((index, index + 1))
+    return found

@@ -1,0 +1,122 @@
+"""Between the planner's choices, named policies, and the policies that are applied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from remat_jax.errors import PlanningError
+from remat_jax.memory.residuals import residuals
+from remat_jax.planner import Block, BlockPolicy, Choice
+from remat_jax.planning.fitting import Load
+from remat_jax.planning.model import block_name
+from remat_jax.planning.point import Row
+from remat_jax.planning.problem import Described, Kind, extra_seconds, policy_of
+from remat_jax.planning.search import Candidate, Choices, block_policies
+from remat_jax.policy import LayerPolicies, Policy
+from remat_jax.workload import Workload
+
+Policies = dict[type | str, Any]
+
+
+def own_candidate(described: Described, choices: Choices) -> Candidate:
+    """What a solver chose, priced like any policy."""
+    chosen = block_policies(described.stack, choices)
+    loads = tuple(
+        Load(round(one.saved_bytes - one.block.input_bytes), round(_bytes(one, Choice.RECOMPUTE)), round(one.host_bytes))
+        for one in chosen
+    )
+    return Candidate("", loads, extra_seconds(described, _of_choices(described, choices)), choices)
+
+
+def named_candidate(described: Described, workload: Workload, name: str) -> Candidate:
+    """A named policy; `off` as one that keeps everything.
+
+    Raises:
+      PolicyError: the policy has no effect on this workload.
+    """
+    if name != "off":
+        residuals(workload, name)
+    meant = Policy.parse("everything" if name == "off" else name)
+    loads = []
+    for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
+        price = kind.program.price(meant, described.rates)
+        again = max(0, round(sum(one.bytes for one in block.residuals if one.needed)) - price.saved_bytes - price.host_bytes)
+        loads += [Load(price.saved_bytes, again, price.host_bytes)] * block.repeats
+    return Candidate(name, tuple(loads), extra_seconds(described, meant))
+
+
+def policies_of(described: Described, candidate: Candidate) -> Policies:
+    """Block → policy, or a policy for each layer where they differ."""
+    if candidate.choices is None:
+        return dict.fromkeys((kind.block for kind in described.kinds), Policy.parse(candidate.name))
+    return _of_choices(described, candidate.choices)
+
+
+def _of_choices(described: Described, choices: Choices) -> Policies:
+    layers: dict[Any, dict[int, Policy]] = {kind.block: {} for kind in described.kinds}
+    chosen = iter(block_policies(described.stack, choices))
+    for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
+        known: dict[Any, Policy] = {}
+        for position in kind.layers[: block.repeats]:
+            one = next(chosen)
+            if one.choices not in known:
+                known[one.choices] = policy_of(kind, one)
+            layers[kind.block][position] = known[one.choices]
+    return {key: _one_or_many(key, found) for key, found in layers.items()}
+
+
+def _one_or_many(key: type | str, layers: dict[int, Policy]) -> Any:
+    if sorted(layers) != list(range(len(layers))):
+        raise PlanningError(f"block {block_name(key)!r}: its layers are {sorted(layers)}, expected 0 to {len(layers) - 1}")
+    if len(set(layers.values())) == 1:
+        return layers[0]
+    return LayerPolicies.of([layers[position] for position in range(len(layers))])
+
+
+def text_of(kind: Kind, block: Block, candidate: Candidate, at: int) -> str:
+    """What the block at a position does, as text."""
+    if candidate.choices is None:
+        return candidate.name
+    found = policy_of(kind, BlockPolicy(block, candidate.choices[at]))
+    return found.name or str(found)
+
+
+def rows_of(kind: Kind, block: Block, candidate: Candidate, at: int) -> tuple[Row, ...]:
+    """What the block at a position does with its residuals; those that are neither kept nor made again are left out."""
+    if candidate.choices is not None:
+        actions = [choice.value for choice in candidate.choices[at]]
+    else:
+        actions = _actions(kind, block, candidate.name)
+    return tuple(
+        Row(_short(kind, one.name), action, round(one.bytes), one.seconds)
+        for one, action in zip(block.residuals, actions, strict=True)
+        if action != Choice.UNUSED.value
+    )
+
+
+def _actions(kind: Kind, block: Block, name: str) -> list[str]:
+    saved, away = kind.program.names(Policy.parse("everything" if name == "off" else name))
+    found = []
+    for one, members in zip(block.residuals, kind.members, strict=True):
+        if away.intersection(members):
+            found.append("offload")
+        elif saved.intersection(members) or one.seconds is None:
+            found.append("save")
+        else:
+            found.append("recompute" if one.needed else "unused")
+    return found
+
+
+def _short(kind: Kind, name: str) -> str:
+    """A residual's name without the path of its block, which is another one in each layer."""
+    return name.removeprefix(kind.paths[0]).lstrip("/:") or name
+
+
+def name_of(kind: Kind) -> str:
+    """What reports call the block of a kind."""
+    return block_name(kind.block)
+
+
+def _bytes(policy: BlockPolicy, wanted: Choice) -> float:
+    pairs = zip(policy.block.residuals, policy.choices, strict=True)
+    return sum(one.bytes for one, choice in pairs if choice is wanted)

@@ -1,0 +1,46 @@
+"""A stack of perceptrons as a workload: what its blocks keep is most of what a step needs."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+import remat_jax as rj
+
+LAYERS, WIDTH = 6, 32
+
+
+class MlpLayer(nn.Module):
+    """Up, tanh, down, added to the input."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(WIDTH, use_bias=False, name="down")(jnp.tanh(nn.Dense(4 * WIDTH, use_bias=False, name="up")(x)))
+
+
+class MlpStack(nn.Module):
+    """So many of them, unrolled or scanned."""
+
+    scanned: bool = False
+    layers: int = LAYERS
+
+    @nn.compact
+    def __call__(self, x):
+        if not self.scanned:
+            for index in range(self.layers):
+                x = MlpLayer(name=f"layers_{index}")(x)
+            return x
+        scan = nn.scan(
+            lambda layer, x, _: (layer(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
+        )
+        return scan(MlpLayer(name="layers"), x, None)[0]
+
+
+def job(rows=2048, *, scanned=False, layers=LAYERS, **options):
+    """The workload; nothing is allocated."""
+    model, x = MlpStack(scanned, layers), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    options = {"optimizer": optax.sgd(0.1), "name": "perceptrons", **options}
+    return rj.Workload(lambda params, x: jnp.mean(model.apply(params, x) ** 2), params, (x,), MlpLayer, **options)

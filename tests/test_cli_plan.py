@@ -1,0 +1,85 @@
+"""`remat-jax plan`: what it prints and writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import remat_jax as rj
+from remat_jax.cli.app import app
+
+JOB = """
+from __future__ import annotations
+from tests.plan_models import job as make
+import remat_jax as rj
+
+def job():
+    return make(scanned=True)
+
+def step():
+    return rj.Workload.from_step(lambda x: x, 1.0, blocks="layers")
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user") / "train.py"
+    path.write_text(JOB)
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_the_plan_is_printed_written_and_drawn(file, tmp_path):
+    page, saved, plot = tmp_path / "plan.html", tmp_path / "plan.json", tmp_path / "plan.png"
+    done = run(f"{file}:job", "-b", "9 MiB", "--target", "cpu", "--html", page, "--save", saved, "--plot", plot, "--explain")
+    assert done.exit_code == 0, done.stderr
+    for said in ("Plan for perceptrons on cpu within 9.0 MiB", "MlpLayer 0", "Beside the named policies", "this plan", "full"):
+        assert said in done.stdout
+    assert "The next GiB would buy" in done.stdout and "computing it again takes" in done.stdout
+    assert "tracing" in done.stderr and "compiling full" in done.stderr
+    assert rj.Plan.load(saved).budget == 9 * 2**20
+    assert plot.read_bytes().startswith(b"\x89PNG") and "<!doctype html>" in page.read_text()
+    for path in (page, saved, plot):
+        assert str(path) in done.stdout.replace("\n", "")
+    once_more = run(f"{file}:job", "-b", "9 MiB", "--target", "cpu", "--json")
+    assert once_more.exit_code == 0
+    data = json.loads(once_more.stdout)
+    assert data["device_bytes"] <= 9 * 2**20 and data["policies"] == json.loads(saved.read_text())["policies"]
+
+
+def test_what_does_not_fit_exits_3_and_says_the_least(file):
+    done = run(f"{file}:job", "--budget", "3 MiB", "--target", "cpu", "--json")
+    assert done.exit_code == 3
+    data = json.loads(done.stdout)
+    assert 3 * 2**20 < data["least_bytes"] < 6 * 2**20 and data["held_by"]["parameters"] == 196608
+    assert "no policy of 'perceptrons' fits" in data["error"] and data["error"] in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "lots", "--target", "cpu"], "budget='lots': expected a number of bytes"),
+        (["--budget", "80%", "--target", "cpu"], "does not say how much memory it has"),
+        (["--budget", "9 MiB", "--target", "h2000"], "is not a known target"),
+        (["--budget", "9 MiB", "--target", "cpu", "--host-budget", "50%"], "host_budget='50%'"),
+        (["--budget", "9 MiB", "--target", "cpu", "--plot", "plan.gif"], "expected a name that ends in .png"),
+        (["--budget", "9 MiB", "--target", "cpu", "--html", "none/plan.html"], "there is no folder"),
+        (["--budget", "9 MiB"], "--target"),
+        (["--target", "cpu"], "--budget"),
+    ],
+)
+def test_bad_usage_exits_2_before_the_users_file_is_run(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise SystemExit('the file was run')")
+    done = run("train.py:job", *arguments)
+    assert done.exit_code == 2 and message in " ".join(done.stderr.split())
+
+
+def test_a_finished_step_cannot_be_planned(file):
+    done = run(f"{file}:step", "--budget", "9 MiB", "--target", "cpu")
+    assert done.exit_code == 1 and "made from a finished step" in done.stderr

@@ -1,0 +1,224 @@
+"""`rj.plan` on real models: the compiled step fits, nothing that fits is faster, what is applied is what was compiled."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat_jax as rj
+from remat_jax.errors import (
+    ArgumentError,
+    BlockError,
+    CompileError,
+    InfeasibleBudget,
+    PlanningError,
+    RematError,
+    TargetError,
+    UnsupportedError,
+)
+from remat_jax.graph.count import flops
+from remat_jax.hardware import target
+from remat_jax.planning import make
+from remat_jax.policy import NAMED
+from tests.plan_models import LAYERS, WIDTH, MlpLayer, MlpStack, job
+from tests.small_models import assert_same
+
+MIB = 2**20
+BUDGET = 9 * MIB
+
+
+@pytest.fixture(scope="module")
+def made():
+    said = []
+    found = rj.plan(job(scanned=True), BUDGET, "cpu", progress=lambda *told: said.append(told))
+    return found, said
+
+
+def test_the_compiled_step_fits_and_is_what_measure_says(made):
+    plan, _ = made
+    assert plan.device_bytes <= plan.budget == BUDGET and plan.host_bytes == 0
+    report = rj.measure(job(scanned=True), dict(plan.policies), "cpu")
+    assert report.device_bytes == plan.device_bytes
+    # It was compiled because it was expected to fit, and the working set is not what a CPU's compiler makes of it.
+    assert plan.device_bytes / 2 < plan.predicted_bytes <= 1.1 * BUDGET
+    full = rj.measure(job(scanned=True), "full", "cpu").device_bytes
+    assert plan.device_bytes > full + MIB, "a residual of one layer and more is kept"
+
+
+def test_no_named_policy_that_fits_is_faster(made):
+    plan, _ = made
+    assert {one.name for one in plan.named} == set(NAMED)
+    assert {one.name for one in plan.named if one.remark} == {"offload_inputs", "offload_dot_with_no_batch_dims"}
+    fits = [
+        one for one in plan.named if not one.remark and rj.measure(job(scanned=True), one.name, "cpu").device_bytes <= BUDGET
+    ]
+    assert "full" in {one.name for one in fits} and all(plan.seconds <= one.seconds for one in fits)
+    assert plan.best_named.name == "full" and plan.seconds < plan.best_named.seconds
+    assert plan.base_seconds == next(one.seconds for one in plan.named if one.name == "everything")
+
+
+def test_six_compilations_at_most_and_each_is_told(made):
+    plan, said = made
+    assert 2 <= len(plan.tried) <= 6
+    told = [what for what, _, _ in said]
+    assert told[0] == "perceptrons: tracing" and any("compiling full and plan 2 for cpu" in one for one in told)
+    assert all(done <= of for _, done, of in said)
+
+
+def test_one_residual_more_was_compiled_and_does_not_fit(made):
+    """Each residual of a layer is 1 MiB, three of them more is what a run of three layers would need."""
+    plan, _ = made
+    assert any(BUDGET < size < BUDGET + 4 * MIB for _, size in plan.tried) or BUDGET - plan.device_bytes < MIB
+
+
+def test_the_parts_are_the_policies(made):
+    plan, _ = made
+    (policies,) = plan.policies.values()
+    assert list(plan.policies) == [MlpLayer] and policies.layers == LAYERS
+    assert [(part.first, part.layers) for part in plan.parts] == [
+        (positions.start, len(positions)) for positions, _ in policies.ranges
+    ]
+    kept = sum(part.saved_bytes for part in plan.parts)
+    table = rj.residuals(job(scanned=True), dict(plan.policies))
+    of_blocks = sum(row.bytes for row in table if row.action == "save" and ("#" in row.name))
+    assert kept == of_blocks
+    # The product of `up` is what computing again costs: once for each layer that keeps neither it nor what follows.
+    again = [
+        part.layers for part in plan.parts if any(row.action == "recompute" and "tanh" in row.residual for row in part.rows)
+    ]
+    assert plan.recompute_flops == sum(again) * 2 * 2048 * WIDTH * 4 * WIDTH
+
+
+def test_the_frontier_falls_and_has_the_plan(made):
+    plan, _ = made
+    places = [(one.device_bytes, one.seconds) for one in plan.frontier]
+    assert (
+        len(places) >= 4 and places == sorted(places) and sorted((s for _, s in places), reverse=True) == [s for _, s in places]
+    )
+    assert (plan.device_bytes, plan.seconds) in places
+    assert plan.next_gib_seconds == pytest.approx(plan.seconds - plan.base_seconds)
+
+
+def test_what_is_applied_gives_the_same_gradients(made, x64):
+    plan, _ = made
+    model = MlpStack(scanned=True)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)))
+    params = model.init(jax.random.key(0), x)
+    loss = lambda params, x: jnp.mean(model.apply(params, x) ** 2)  # noqa: E731
+    wide = replace(plan, model=replace(plan.model, parameters=tuple((p, s, "float64") for p, s, _ in plan.model.parameters)))
+    planned = wide.apply(loss)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
+    assert_same(jax.jit(jax.grad(planned))(params, x), jax.jit(jax.grad(loss))(params, x))
+    assert flops(jax.grad(planned), params, x) > flops(jax.grad(loss), params, x)
+
+
+def test_a_plan_saved_is_the_plan_loaded(made, tmp_path):
+    plan, _ = made
+    path = plan.save(tmp_path / "plan.json")
+    assert rj.Plan.load(path, job(scanned=True)) == plan and json.loads(path.read_text())["budget"] == BUDGET
+    with pytest.raises(PlanningError, match="another model than 'perceptrons': parameters"):
+        rj.Plan.load(path, job())
+
+
+def test_it_says_why_in_words(made):
+    plan, _ = made
+    said = plan.explain()
+    assert "MlpLayer 0" in said and "computing it again takes" in said and "The next GiB would buy" in said
+    assert "The best named policy that fits, full" in said and str(plan)
+
+
+def test_with_memory_enough_nothing_is_checkpointed():
+    plan = rj.plan(job(scanned=True), "1 GiB", "cpu")
+    assert plan.is_off and plan.seconds == plan.base_seconds and plan.recompute_flops == 0
+    assert [name for name, _ in plan.tried] == ["off"] and plan.next_gib_seconds is None
+    assert "Nothing is checkpointed" in plan.explain()
+    fn = lambda params: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))  # noqa: E731
+    assert float(plan.apply(fn)(_ones())) == 2 * LAYERS * 4 * WIDTH * WIDTH
+
+
+def _ones():
+    return jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), job(scanned=True).params)
+
+
+def test_too_little_says_the_least_and_what_takes_it():
+    with pytest.raises(InfeasibleBudget) as caught:
+        rj.plan(job(scanned=True), 3 * MIB, "cpu")
+    least = rj.measure(job(scanned=True), "full", "cpu").device_bytes
+    assert caught.value.least_bytes <= least and caught.value.held_by["parameters"] == 2 * LAYERS * 4 * WIDTH * WIDTH * 4
+    message = str(caught.value)
+    assert "budget=3145728 (3.0 MiB): no policy of 'perceptrons' fits on cpu. The least" in message and "held up by" in message
+
+
+def test_less_than_the_parameters_is_said_without_compiling(monkeypatch):
+    monkeypatch.setattr(make, "describe", None)
+    with pytest.raises(
+        InfeasibleBudget, match="is less than what a step of 'perceptrons' is given.*parameters 192.0 KiB"
+    ) as caught:
+        rj.plan(job(scanned=True), "300 kB", "cpu")
+    assert caught.value.held_by == {"batch": 2048 * WIDTH * 4, "parameters": 2 * LAYERS * 4 * WIDTH * WIDTH * 4}
+
+
+def test_what_cannot_be_compiled_is_left_out_and_told(monkeypatch, tmp_path):
+    compile_programs = make.compile_programs
+
+    def failing(programs, *rest, **options):
+        if any(one.key.startswith("plan") for one in programs):
+            raise CompileError("the compiler crashed; it said nothing")
+        return compile_programs(programs, *rest, **options)
+
+    monkeypatch.setattr(make, "compile_programs", failing)
+    plan = rj.plan(job(scanned=True), BUDGET, "cpu")
+    assert plan.device_bytes <= BUDGET and [name for name, _ in plan.tried if name == "a plan"] == []
+    assert any("plan 2 could not be compiled: the compiler crashed" in note for note in plan.notes)
+    assert rj.Plan.load(plan.save(tmp_path / "plan.json")) == plan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"budget": 0}, PlanningError, "budget=0: expected more than 0 bytes"),
+        ({"budget": math.nan}, PlanningError, "budget=nan"),
+        ({"budget": "much"}, PlanningError, "budget='much'"),
+        ({"budget": 0.5}, PlanningError, "'cpu' does not say how much memory"),
+        ({"host_budget": -1}, PlanningError, "host_budget=-1"),
+        ({"target": "h2000"}, TargetError, "target='h2000' is not a known target"),
+        ({"target": "8xh100"}, UnsupportedError, "target='8xh100' is 8 devices"),
+        ({"timeout": 0}, ArgumentError, "timeout=0: expected a positive number"),
+        ({"workload": 3}, ArgumentError, "workload=3: expected a remat_jax.Workload"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, error, message):
+    given = {"workload": job(scanned=True), "budget": BUDGET, "target": "cpu", **arguments}
+    with pytest.raises(error, match=message):
+        rj.plan(**given)
+
+
+def test_workloads_that_cannot_be_planned():
+    x = jax.ShapeDtypeStruct((4, WIDTH), jnp.float32)
+    step = rj.Workload.from_step(lambda x: x, x, blocks=MlpLayer)
+    with pytest.raises(UnsupportedError, match="made from a finished step"):
+        rj.plan(step, BUDGET, "cpu")
+    unused = rj.Workload(lambda p, x: jnp.sum(p * x), x, (x,), MlpLayer)
+    with pytest.raises(BlockError, match="MlpLayer"):
+        rj.plan(unused, BUDGET, "cpu")
+
+
+def test_rates_that_are_no_numbers_are_refused():
+    with pytest.raises(RematError, match="hbm_bytes_per_s"):
+        rj.plan(job(scanned=True), BUDGET, replace(target("h200"), hbm_bytes_per_s=math.nan))
+
+
+def test_for_a_gpu_offload_is_planned_where_layers_are_unrolled():
+    """Three layers compiled for an H200: within the budget, with host memory where that is faster than computing again."""
+    work = job(rows=65536, layers=3)
+    plan = rj.plan(work, "150 MiB", "h200")
+    assert plan.device_bytes <= 150 * MIB and len(plan.tried) <= 6
+    assert plan.best_named is None or plan.seconds <= plan.best_named.seconds
+    none = rj.plan(work, "150 MiB", "h200", host_budget=0)
+    assert none.host_bytes == 0 and none.device_bytes <= 150 * MIB and none.seconds >= plan.seconds * 0.999

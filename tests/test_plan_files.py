@@ -1,0 +1,186 @@
+"""Plans as files: what comes back, and that no file, however malformed or hostile, does anything but raise our error."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_jax as rj
+from remat_jax.errors import PlanningError, RematError
+from remat_jax.planning.model import Model, find_block
+from tests.plan_by_hand import PlannedLayer, plan
+
+
+def write(tmp_path, data):
+    path = tmp_path / "plan.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
+
+
+def test_a_plan_comes_back_as_it_was(tmp_path):
+    for one in (
+        plan(),
+        plan(policies={PlannedLayer: rj.Policy.parse("off")}),
+        plan(policies={"layers_*": rj.Policy.parse("full")}),
+    ):
+        path = one.save(tmp_path / "plan.json")
+        again = rj.Plan.load(path)
+        assert again == one and again.to_dict() == one.to_dict() and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_keys_are_the_attribute_names():
+    data = json.loads(json.dumps(plan().to_dict()))
+    names = "device_bytes predicted_bytes host_bytes recompute_flops seconds frontier policies budget named".split()
+    assert {*names, "version"} <= set(data) and data["device_bytes"] == plan().device_bytes
+    assert data["texts"] == {"PlannedLayer": "3 × offload: *up:add#0 | 1 × full"} and data["best_named"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(version=2), "is of version 2, and this release reads version 1 only: make the plan again"),
+        (lambda data: data.update(version="1"), "is of version '1'"),
+        (lambda data: data.update(version=True), "is of version True"),
+        (lambda data: data.pop("version"), "no object with a version"),
+        (lambda data: data.pop("budget"), r"lacks \['budget'\]"),
+        (lambda data: data.update(extra=1), r"has \['extra'\]"),
+        (lambda data: data.update(seconds=-1.0), "seconds=-1.0 is no number of at least 0"),
+        (lambda data: data.update(device_bytes=1.5), "device_bytes=1.5 is no integer"),
+        (lambda data: data.update(device_bytes=10**400), "device_bytes=1000.* is no integer"),
+        (lambda data: data.update(policies=[]), "policies is empty"),
+        (lambda data: data["policies"][0]["block"].__setitem__(0, "module"), "neither a class nor a glob"),
+        (lambda data: data["policies"][0]["runs"].__setitem__(0, [10**9, data["policies"][0]["runs"][0][1]]), "runs"),
+        (lambda data: data["policies"][0]["runs"][0][1].update(rules=[]), "policies: a policy"),
+        (lambda data: data.update(workload="\x1b[2J"), "no text of one line"),
+        (lambda data: data.update(workload="\ud800"), "no text of one line"),
+        (lambda data: data["parts"][0]["rows"][0].update(action="delete"), "'delete' is none of save, offload, recompute"),
+        (lambda data: data["parts"][0].update(rows="all"), "rows=all is no list"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said(tmp_path, change, message):
+    data = json.loads(json.dumps(plan().to_dict()))
+    change(data)
+    with pytest.raises(PlanningError, match=message) as caught:
+        rj.Plan.load(write(tmp_path, data))
+    assert "plan.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "3", "[" * 100_000, '{"version": NaN}', '{"version": 1}', "\x00", '"' * 3]
+)
+def test_what_is_no_plan_is_refused(tmp_path, text):
+    with pytest.raises(PlanningError, match=r"plan\.json"):
+        rj.Plan.load(write(tmp_path, text))
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path):
+    with pytest.raises(PlanningError, match="cannot be read"):
+        rj.Plan.load(tmp_path / "none.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanningError, match="cannot be read"):
+        rj.Plan.load(tmp_path / "binary.json")
+    with pytest.raises(PlanningError, match="cannot be written"):
+        plan().save(tmp_path / "no" / "plan.json")
+
+
+def places(data, at=()):
+    """Every place in plain data."""
+    yield at
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+        yield from places(value, (*at, key))
+
+
+def test_hostile_values_anywhere_raise_our_error_or_load(tmp_path):
+    """A thousand files with one value each replaced by something else."""
+    good = json.loads(json.dumps(plan().to_dict()))
+    everywhere = [place for place in places(good) if place]
+    draw, loaded = random.Random(0), 0
+    strange = [
+        None,
+        True,
+        -1,
+        2**70,
+        1e308,
+        "",
+        "a\nb",
+        "__import__('os')",
+        [],
+        {},
+        [[]],
+        {"version": 1},
+        [None] * 3,
+        "*",
+        "@x",
+    ]
+    for _ in range(1000):
+        data = copy.deepcopy(good)
+        *path, last = draw.choice(everywhere)
+        inside = data
+        for key in path:
+            inside = inside[key]
+        inside[last] = draw.choice(strange)
+        try:
+            found = rj.Plan.load(write(tmp_path, data))
+        except RematError:
+            continue
+        loaded += 1
+        assert str(found) and found.explain() and found.to_html(tmp_path / "plan.html")
+    assert 0 < loaded < 500
+
+
+def test_nothing_that_a_file_names_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "planted.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    data = json.loads(json.dumps(plan().to_dict()))
+    data["policies"][0]["block"] = ["class", "Planted", "planted"]
+    with pytest.raises(
+        PlanningError, match="'Planted' of 'planted', and no class of that name is loaded: import the model first"
+    ):
+        rj.Plan.load(write(tmp_path, data))
+
+
+def test_a_class_is_found_under_another_module_name_unless_there_are_several():
+    assert find_block(("class", "PlannedLayer", "__main__"), None, "it") is PlannedLayer
+    assert find_block(("glob", "layers_*", ""), None, "it") == "layers_*"
+    with pytest.raises(PlanningError, match=r"several modules define one \(.*linen.*nnx"):
+        find_block(("class", "BatchNorm", "nowhere"), None, "it")
+
+
+def workload(width=8, rows=2, block=PlannedLayer):
+    model, x = PlannedLayer(), jax.ShapeDtypeStruct((rows, 4), jnp.float32)
+    params = {"params": {"up": {"kernel": (4, width), "bias": (width,)}}}
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), params, is_leaf=lambda one: isinstance(one, tuple))
+    return rj.Workload(
+        lambda p, x: sum(map(jnp.sum, jax.tree.leaves(p))) + x.sum(), params, (x,), block, name=model.name or "mine"
+    )
+
+
+def test_another_model_is_refused_when_it_is_loaded(tmp_path):
+    mine = workload()
+    made = plan(model=Model.of(mine))
+    path = made.save(tmp_path / "plan.json")
+    assert rj.Plan.load(path, mine) == made
+    with pytest.raises(PlanningError, match=r"another model than 'mine': parameters: the plan has params/up/bias float32\[8\]"):
+        rj.Plan.load(path, workload(width=16))
+    with pytest.raises(
+        PlanningError, match=r"batch: the plan has 0 float32\[2, 4\], the workload 0 float32\[3, 4\]; plan again"
+    ):
+        rj.Plan.load(path, workload(rows=3))
+    with pytest.raises(PlanningError, match=r"for the blocks \['PlannedLayer'\], and 'mine' has \['Planned\*'\]"):
+        rj.Plan.load(path, workload(block="Planned*"))
+
+
+def test_another_model_is_refused_when_it_is_applied():
+    made = plan(policies={PlannedLayer: rj.Policy.parse("off")})
+    loss = made.apply(lambda params, x: jnp.sum(params["kernel"]) + jnp.sum(params["bias"]))
+    params = {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}
+    assert float(loss(params, jnp.ones((2, 4)))) == 40.0
+    with pytest.raises(PlanningError, match=r"'by hand' was made for a model with the parameter params/up/bias of shape \[8\]"):
+        loss({"kernel": jnp.ones((4, 8))}, jnp.ones((2, 4)))
+    with pytest.raises(rj.RematError, match="fn=3: expected a function"):
+        made.apply(3)
