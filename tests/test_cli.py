@@ -92,10 +92,11 @@ def test_help_lists_the_commands_that_work_and_no_other():
         "doctor",
         "measure",
         "parity",
+        "plan",
         "policies",
         "targets",
     ]
-    assert all(f" {name} " in found.stdout for name in ("demo", "doctor", "measure", "policies", "targets"))
+    assert all(f" {name} " in found.stdout for name in ("demo", "doctor", "measure", "plan", "policies", "targets"))
 
 
 def test_help_loads_neither_torch_nor_plotting():

@@ -67,7 +67,7 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
         elif eqn.primitive.name == "scan":
             found = _through_scan(eqn, index, outer + compat.scopes(eqn), here)
             if found.kind != "argument":
-                return replace(found, key=(atom, found.key), scanned=True)
+                return replace(found, key=(atom, found.key), scanned=found.scanned or _is_stacked(eqn, index))
             atom = eqn.invars[found.key[1]]
         else:
             path = "/".join(outer + compat.scopes(eqn))
@@ -82,6 +82,12 @@ def _source(producer: Any, eqn: Any) -> str:
 def _is_unread_slice(eqn: Any) -> bool:
     """Whether an equation cuts a stack for a scan over some layers, whose rows are read in the stack (`rows`): dead code."""
     return eqn.primitive.name == "slice" and compat.layers_of(eqn) is not None
+
+
+def _is_stacked(scan: Any, index: int) -> bool:
+    """Whether an output of a scan has a row for each round: what is carried out of it is that of the last."""
+    _, carry = compat.scan_layout(scan)
+    return index >= carry
 
 
 def _through_call(eqn: Any, index: int, path: tuple[str, ...], layers: range | None) -> Origin:
