@@ -162,6 +162,22 @@ def test_the_least_memory_is_named_with_the_host_budget_that_it_is_for():
         solve_chain(Chain(stages, link=HostLink(1, 1)), 100, 5)
 
 
+@pytest.mark.parametrize("solve", [solve_blocks, solve_counts])
+@pytest.mark.parametrize("unit", [1, 2**30, 2**40])
+def test_arrays_of_any_size_are_planned_alike(solve, unit):
+    """HiGHS drops coefficients below 1e-9, such as that of a byte beside a gibibyte."""
+    residuals = Residual("x", 8 * unit), Residual("up", 32 * unit, 0.5, ("x",)), Residual("act", 32 * unit, 0.25, ("up",))
+    stack = Stack((Block("layer", residuals, 1, 2, working_bytes=16 * unit, repeats=6),), fixed_bytes=100 * unit)
+    with pytest.raises(InfeasibleBudget) as caught:
+        solve(stack, 100 * unit)
+    # Six inputs, and all three of the block whose backward pass runs.
+    assert caught.value.least_bytes == pytest.approx((100 + 6 * 8 + 64 + 16) * unit, rel=1e-6)
+    # The last layer keeps all, which is there anyway when its backward pass runs; of the others three may keep `up`.
+    plan = solve(stack, (100 + 6 * 8 + 64 + 16 + 3 * 32) * unit)
+    assert plan.extra_seconds == pytest.approx(5 * 0.75 - 3 * 0.5)
+    assert plan.peak_bytes == (100 + 6 * 8 + 64 + 16 + 3 * 32) * unit
+
+
 def test_a_frontier_of_any_solver():
     stack = Stack((LAYER,))
     assert [plan.peak_bytes for plan in frontier(lambda budget: solve_blocks(stack, budget), 9)] == [56, 88, 120]

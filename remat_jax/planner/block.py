@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from remat_jax.errors import InfeasibleBudget, SolverError
 from remat_jax.planner.checks import check_budget
-from remat_jax.planner.milp import GAP, ROUNDING, TIME_LIMIT, Model, Solution
+from remat_jax.planner.milp import GAP, ROUNDING, TIME_LIMIT, Model, Solution, unit_beside
 from remat_jax.planner.policies import BlockPolicy, Choice, StackPlan, peak_bytes, stack_plan
 from remat_jax.planner.problem import Block, HostLink, Stack
 
@@ -180,7 +180,8 @@ class _StackModel:
     def __init__(self, stack: Stack, budget: float | None, host_budget: float) -> None:
         self.model = Model()
         weight = 1.0 if budget is not None else 0.0
-        peak = self.model.real(cost=1.0) if budget is None else None
+        self.unit = unit_beside((one.bytes for block in stack.blocks for one in block.residuals), stack.fixed_bytes)
+        peak = self.model.real(cost=1.0, unit=self.unit) if budget is None else None
         self.blocks = [_BlockVariables.add(self.model, one, stack.link, weight=weight) for one in stack.positions()]
         if budget is None or math.isfinite(budget):
             self._memory(stack.fixed_bytes, budget, peak)
@@ -192,7 +193,7 @@ class _StackModel:
         """A variable for what is kept up to each block: the rows stay short, and the matrix sparse."""
         before: int | None = None
         for one in self.blocks:
-            kept = self.model.real()
+            kept = self.model.real(unit=self.unit)
             row = {kept: -1.0, **one.sizes(Choice.SAVE)}
             if before is not None:
                 row[before] = 1.0

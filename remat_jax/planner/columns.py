@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from remat_jax.planner.candidates import candidates, measures
-from remat_jax.planner.milp import Model, Solution
+from remat_jax.planner.milp import Model, Solution, unit_beside
 from remat_jax.planner.policies import BlockPolicy, Choice
 from remat_jax.planner.problem import Block, HostLink, Stack
 
@@ -66,7 +66,8 @@ class Programme:
     ) -> None:
         self.runs, self.columns = runs, sorted(columns)
         self.model = Model()
-        self.peak = self.model.real(cost=1.0) if budget is None else None
+        unit = unit_beside((need for run in runs for _, need, _, _ in run.measures), stack.fixed_bytes)
+        self.peak = self.model.real(cost=1.0, unit=unit) if budget is None else None
         self.variable: dict[Column, int] = {}
         for at, one in self.columns:
             cost = runs[at].measures[one][3] if budget is not None else 0.0

@@ -6,7 +6,7 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +47,15 @@ class Relaxation:
     prices: tuple[float, ...]
 
 
+def unit_beside(sizes: Iterable[float], limit: float) -> float:
+    """A unit for a variable that stands in rows beside ``sizes``, whose limits are as large as ``limit``: that of the largest.
+
+    >>> unit_beside([3.0, 2.0**30], 2.0**40) == 2.0**30
+    True
+    """
+    return max(max(sizes, default=0.0), 1e-12 * limit) or 1.0
+
+
 class Model:
     """Variables, rows and an objective to be made least.
 
@@ -59,6 +68,7 @@ class Model:
     """
 
     def __init__(self) -> None:
+        self._unit: list[float] = []
         self._upper: list[float] = []
         self._cost: list[float] = []
         self._whole: list[int] = []
@@ -68,11 +78,16 @@ class Model:
         """A variable that is an integer from 0 to ``most``; its index."""
         return self._add(most, cost, 1)
 
-    def real(self, most: float = math.inf, cost: float = 0.0) -> int:
-        """A variable from 0 to ``most``; its index."""
-        return self._add(most, cost, 0)
+    def real(self, most: float = math.inf, cost: float = 0.0, unit: float = 1.0) -> int:
+        """A variable from 0 to ``most``; its index.
 
-    def _add(self, most: float, cost: float, whole: int) -> int:
+        HiGHS sees it in ``unit``. Beside other coefficients of its rows its own must not be too small: of a billion bytes and a
+        1 for a variable in bytes, the 1 is dropped.
+        """
+        return self._add(most / unit, cost * unit, 0, unit)
+
+    def _add(self, most: float, cost: float, whole: int, unit: float = 1.0) -> int:
+        self._unit.append(unit)
         self._upper.append(most)
         self._cost.append(cost)
         self._whole.append(whole)
@@ -80,12 +95,14 @@ class Model:
 
     def at_most(self, row: Mapping[int, float], most: float) -> int:
         """Demand that the row's sum is ``most`` or less; the row's index."""
-        self._rows.append((row, -math.inf, most))
-        return len(self._rows) - 1
+        return self._demand(row, -math.inf, most)
 
     def equal(self, row: Mapping[int, float], value: float) -> int:
         """Demand that the row's sum is ``value``; the row's index."""
-        self._rows.append((row, value, value))
+        return self._demand(row, value, value)
+
+    def _demand(self, row: Mapping[int, float], low: float, high: float) -> int:
+        self._rows.append(({index: one * self._unit[index] for index, one in row.items()}, low, high))
         return len(self._rows) - 1
 
     @property
@@ -121,7 +138,7 @@ class Model:
         values = np.where(np.asarray(self._whole) == 1, np.round(found.x), found.x)
         self._check(values)
         bound = found.fun if found.mip_dual_bound is None else min(found.mip_dual_bound, found.fun)
-        return Solution(tuple(map(float, values)), float(cost @ values), float(bound) / scale)
+        return Solution(tuple(map(float, values * np.asarray(self._unit))), float(cost @ values), float(bound) / scale)
 
     def _check(self, values: Any) -> None:
         """HiGHS has been seen to call something optimal that breaks its own rows (scipy/scipy#24141)."""
