@@ -1,11 +1,11 @@
 """Unrolled offload against the same policy under scan, on described GPUs: device temp, bytes on the host, and overlap.
 
-python docs/notes/unrolled_and_scanned.py [h200 h100 a100]
+python docs/notes/unrolled_and_scanned.py [h200 h100 a100] [--model MLP --model decoder --model "decoder, NNX"]
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,10 +86,11 @@ MODELS: dict[str, tuple[Form, str]] = {
 }
 
 
-def rows(targets: list[str]) -> Iterator[str]:
+def rows(targets: list[str], models: list[str]) -> Iterator[str]:
     """The rows of the table, one for each target, model and policy."""
     for target in targets:
-        for name, (model, up) in MODELS.items():
+        for name in models:
+            model, up = MODELS[name]
             for policy in (text.format(up=up) for text in POLICIES):
                 scanned, unrolled = (rj.measure(model(scan), policy, target) for scan in (True, False))
                 block = (unrolled.residual_device_bytes + unrolled.residual_host_bytes) / LAYERS
@@ -102,11 +103,15 @@ def rows(targets: list[str]) -> Iterator[str]:
 
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("targets", nargs="*")
+    parser.add_argument("--model", action="append", choices=MODELS)
+    options = parser.parse_args()
     head = "JAX", "target", "model", "policy", "scanned MB", "unrolled MB", "a block MB", "on host", "offered"
     head += "out %", "back %", "both %"
     print("|", " | ".join(head), "|")
     print("|" + " --- |" * len(head))
-    for row in rows(sys.argv[1:] or ["h200", "h100", "a100"]):
+    for row in rows(options.targets or ["h200", "h100", "a100"], options.model or list(MODELS)):
         print("|", row, "|", flush=True)
 
 
