@@ -265,6 +265,21 @@ def test_blocks_under_vmap_branches_and_checkpoints_inside_the_function() -> Non
     assert [counts[0] - count for count in counts] == [0, 1, 1]
 
 
+@pytest.mark.usefixtures("x64")
+def test_a_block_in_each_branch_of_a_scanned_cond_is_one_layer() -> None:
+    def loss(kernels: Any, x: Any) -> Any:
+        def body(x: Any, kernel: Any) -> Any:
+            twice = functools.partial(block_by_hand, 2 * kernel)
+            return block_by_hand(kernel, jax.lax.cond(x[0, 0] > 0, twice, functools.partial(block_by_hand, kernel), x)), None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(body, x, kernels)[0]))
+
+    args = values(3, 4, 3), values(2, 4, seed=1)
+    expected = jax.jit(jax.grad(loss))(*args)
+    for policies in ("4 x full | 2 x dots", "5 x full | 1 x off"):
+        assert_same(jax.jit(jax.grad(rj.checkpoint_blocks(loss, {Mlp: policies})))(*args), expected)
+
+
 def test_an_inner_call_has_its_own_layers() -> None:
     loss, params, x = make_loss(layers=3)
     inner = rj.checkpoint_blocks(loss, {Mlp: "2 x full | 1 x dots"})

@@ -272,11 +272,12 @@ class _Resolver:
 
     def _keeps_no_rows(self, body: Any, at: Positions) -> bool:
         """Whether the blocks of a round have policies under which a row that is read again is never kept."""
-        places = Counter(at)
-        for marked in (mark.marked for mark in _marks(body) if mark.marked.block in self.blocks):
-            policy = marked.policy[places[marked.block]] if isinstance(marked.policy, LayerPolicies) else marked.policy
-            places[marked.block] += 1
-            if not isinstance(policy, Policy) or is_off(policy):
+        each = _count(body, self.blocks)
+        for marked in {mark.marked for mark in _marks(body) if mark.marked.block in self.blocks}:
+            first, policy = at[marked.block], marked.policy
+            layers = range(first, first + each[marked.block])
+            policies = [policy[layer] for layer in layers] if isinstance(policy, LayerPolicies) else [policy]
+            if not all(isinstance(one, Policy) and not is_off(one) for one in policies):
                 return False
         return True
 
