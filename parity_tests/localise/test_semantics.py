@@ -75,6 +75,7 @@ class Theirs(torch.nn.Module):
         self.drop, self.head = torch.nn.Dropout(0.25), torch.nn.Linear(4, 3)
 
 
+ALGORITHM = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
 CHANGES: dict[str, tuple[dict[str, Any], tuple[str, str, Any, Any] | None]] = {
     "none": ({}, None),
     "padding": ({"padding": "SAME"}, ("conv", "padding", ((1, 1), (1, 1)), "SAME")),
@@ -86,7 +87,7 @@ CHANGES: dict[str, tuple[dict[str, Any], tuple[str, str, Any, Any] | None]] = {
     "precision": ({"precision": "default"}, ("head", "precision", "highest", "default")),
     "full precision": ({"precision": "float32"}, None),
     "precisions": ({"precision": ("high", "highest")}, ("head", "precision", "highest", "high and highest")),
-    "an algorithm": ({"precision": jax.lax.DotAlgorithmPreset.BF16_BF16_F32}, ("head", "precision", "highest", "bf16_bf16_f32")),
+    "an algorithm": ({"precision": ALGORITHM}, ("head", "precision", "highest", "bf16_bf16_f32")),
 }
 
 
