@@ -265,6 +265,43 @@ def test_blocks_under_vmap_branches_and_checkpoints_inside_the_function() -> Non
     assert [counts[0] - count for count in counts] == [0, 1, 1]
 
 
+@pytest.mark.usefixtures("x64")
+def test_a_block_in_each_branch_of_a_scanned_cond_is_one_layer() -> None:
+    def loss(kernels: Any, x: Any) -> Any:
+        def body(x: Any, kernel: Any) -> Any:
+            twice = functools.partial(block_by_hand, 2 * kernel)
+            return block_by_hand(kernel, jax.lax.cond(x[0, 0] > 0, twice, functools.partial(block_by_hand, kernel), x)), None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(body, x, kernels)[0]))
+
+    args = values(3, 4, 3), values(2, 4, seed=1)
+    expected = jax.jit(jax.grad(loss))(*args)
+    for policies in ("4 x full | 2 x dots", "5 x full | 1 x off"):
+        assert_same(jax.jit(jax.grad(rj.checkpoint_blocks(loss, {Mlp: policies})))(*args), expected)
+
+
+class Centred(nn.Module):
+    """A block that speaks to the other examples of its batch."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        y = Linear(4)(x)
+        return x + jnp.tanh(y - jax.lax.pmean(y, "batch"))
+
+
+@pytest.mark.usefixtures("x64")
+def test_collectives_over_the_axis_of_a_vmap() -> None:
+    model, x = Stack(Centred, 3), values(5, 2, 4)
+    params = jax.vmap(model.init, (None, 0), None, axis_name="batch")(jax.random.key(0), x)
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(jax.vmap(model.apply, (None, 0), axis_name="batch")(params, x)))
+
+    for policies in ("1 x full | 2 x dots", "2 x off | 1 x offload_inputs"):
+        fn = rj.checkpoint_blocks(loss, {Centred: policies})
+        assert_same(*(jax.jit(jax.grad(one))(params, x) for one in (fn, loss)))
+
+
 def test_an_inner_call_has_its_own_layers() -> None:
     loss, params, x = make_loss(layers=3)
     inner = rj.checkpoint_blocks(loss, {Mlp: "2 x full | 1 x dots"})

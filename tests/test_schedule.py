@@ -93,6 +93,18 @@ def test_an_array_is_back_before_it_is_read_and_leaves_after_it_is_made() -> Non
     assert overlap(*waiting).covered == 0.0
 
 
+def test_an_array_that_is_fetched_twice_left_once() -> None:
+    fetched = ROUND_TRIP[6:8]
+    again = [(form.replace("%i", "%j"), name) for form, name in fetched]
+    read = "%read = f32[10,10]{{1,0}} add(%i.d, %j.d)"
+    held = [(ROUND_TRIP[4][0].replace("%g", "%made"), ""), ROUND_TRIP[5]]
+    trip = [*ROUND_TRIP[:2], ROUND_TRIP[3], *held, *fetched, *again, (read, "")]
+    found = overlap((START, "a"), (MATMUL, "k"), (MATMUL, "l"), (DONE, "a"), *trip)
+    # 10 + 4 seconds out and 8 back; of one array's way out and either way back nothing can be covered.
+    assert (found.out.seconds, found.back.seconds, found.coverable_seconds) == (14.0, 8.0, 14.0)
+    assert found.covered == pytest.approx(10 / 22)
+
+
 def test_what_the_last_block_offloads_cannot_be_covered() -> None:
     """Two copies of one direction beside much compute, one of them made and read with none between."""
     late = [ROUND_TRIP[place] for place in (0, 1, 3, 4, 5, 6, 7, 8)]

@@ -146,3 +146,14 @@ def test_in_loop_sees_through_every_transformation() -> None:
     note("after")(x)
     expected = dict.fromkeys(("jit", "grad", "vmap", "cond", "after"), False)
     assert seen == expected | dict.fromkeys(("scan", "grad scan", "scan grad", "fori", "while", "map"), True)
+
+
+@pytest.mark.parametrize("policy", OFFLOADS)
+def test_a_gradient_beside_a_value_that_is_differentiated_again(policy: str, x64: None) -> None:
+    """Only the derivative of the gradient itself is refused; what is on the host has no cotangent here."""
+    loss, params, x = make_loss()
+
+    def values_only(fn: Any) -> Any:
+        return jax.jit(jax.grad(lambda params: jax.value_and_grad(fn)(params, x)[0]))(params)
+
+    assert_same(values_only(rj.checkpoint_blocks(loss, {Mlp: policy})), values_only(loss))

@@ -17,7 +17,7 @@ from parity_tests.third_party import ports as p
 from parity_tests.third_party import test_bert, test_gpt2
 from remat_jax.errors import ArgumentError
 from remat_jax.parity.exciting import excite, far_positions, padding_mask, tokens
-from remat_jax.parity.semantics import differences
+from remat_jax.parity.semantics import differences, torch_facts
 
 
 def of_port(port: Any, **changes: Any) -> list[tuple[str, str, Any, Any]]:
@@ -75,6 +75,7 @@ class Theirs(torch.nn.Module):
         self.drop, self.head = torch.nn.Dropout(0.25), torch.nn.Linear(4, 3)
 
 
+ALGORITHM = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
 CHANGES: dict[str, tuple[dict[str, Any], tuple[str, str, Any, Any] | None]] = {
     "none": ({}, None),
     "padding": ({"padding": "SAME"}, ("conv", "padding", ((1, 1), (1, 1)), "SAME")),
@@ -85,6 +86,8 @@ CHANGES: dict[str, tuple[dict[str, Any], tuple[str, str, Any, Any] | None]] = {
     "dtype": ({"dtype": jnp.bfloat16}, ("head", "dtype", "float32", "bfloat16")),
     "precision": ({"precision": "default"}, ("head", "precision", "highest", "default")),
     "full precision": ({"precision": "float32"}, None),
+    "precisions": ({"precision": ("high", "highest")}, ("head", "precision", "highest", "high and highest")),
+    "an algorithm": ({"precision": ALGORITHM}, ("head", "precision", "highest", "bf16_bf16_f32")),
 }
 
 
@@ -101,6 +104,44 @@ def test_running_statistics_and_those_of_the_batch() -> None:
     model, x = Small(), jnp.ones((2, 8, 8, 3))
     [found] = differences(Theirs().train(), model, model.init(jax.random.key(0), x), (x,))
     assert str(found) == "norm: statistics is of the batch in PyTorch and running in Flax"
+
+
+class Upsampling(nn.Module):
+    """Modules that have the names of others and not their attributes."""
+
+    strides: int = 2
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.ConvTranspose(3, (2, 2), strides=(self.strides, self.strides), padding="VALID", name="up")(x)
+        return nn.BatchNorm(True, epsilon=1e-5, name="frozen")(x)
+
+
+class FrozenBatchNorm(torch.nn.Module):
+    """As in torchvision: no momentum, nothing trained."""
+
+    eps = 1e-5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class CausalConv(torch.nn.Module):
+    """As in ports of state-space models: a kernel, and no settings to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+
+def test_modules_without_the_usual_attributes_are_read_as_far_as_they_go() -> None:
+    theirs = torch.nn.ModuleDict({"up": torch.nn.ConvTranspose2d(3, 3, 2, 2), "frozen": FrozenBatchNorm()})
+    x = jax.ShapeDtypeStruct((1, 4, 4, 3), jnp.float32)
+    for strides, expected in ((2, []), (1, ["up: strides is (2, 2) in PyTorch and (1, 1) in Flax"])):
+        model = Upsampling(strides)
+        variables = jax.eval_shape(lambda model=model: model.init(jax.random.key(0), jnp.ones(x.shape)))
+        assert [str(one) for one in differences(theirs, model, variables, (x,))] == expected
+    assert torch_facts(CausalConv()) == {"bias": False, "precision": "highest", "dtype": "float32"}
 
 
 def test_nnx() -> None:

@@ -151,21 +151,23 @@ class _Resolver:
                 run, span = policy.run_of(place)[0], spans.get(mark.marked.block, range(place, place + 1))
             policy = policy[place]
         at[mark.marked.block] += 1
-        body = mark.jaxpr
-        if _count(body, self.blocks):
-            with unlinked():
-                body = retrace(body, lambda *args: self.run(mark.jaxpr, args, at, looped=looped, spans=spans))
-        if is_off(policy):
-            return _batched(compat.jaxpr_function(body), mark, inputs)
-        assert not isinstance(policy, LayerPolicies)
-        block = plan_block(body, policy, mark.path, mark.inputs)
-        self.audit.saw(mark.path, block, whole=mark.made, layers=run, looped=looped)
-        with compat.layers_scope(span):
-            loop = True if looped else None
-            found = {place: rows[id(value)] for place, value in enumerate(inputs) if id(value) in rows}
-            if not mark.batches:
-                return bind_block(block, inputs, looped=loop, rows=found)
-            return _batched(lambda *values: bind_block(block, values, looped=loop), mark, inputs)
+        found = {} if mark.batches else {place: rows[id(value)] for place, value in enumerate(inputs) if id(value) in rows}
+
+        # Inside the `vmap`s around the block, whose axes its collectives name.
+        def run_block(*values: Any) -> list[Any]:
+            body = mark.jaxpr
+            if _count(body, self.blocks):
+                with unlinked():
+                    body = retrace(body, lambda *args: self.run(mark.jaxpr, args, at, looped=looped, spans=spans))
+            if is_off(policy):
+                return compat.jaxpr_function(body)(*values)
+            assert not isinstance(policy, LayerPolicies)
+            block = plan_block(body, policy, mark.path, mark.inputs)
+            self.audit.saw(mark.path, block, whole=mark.made, layers=run, looped=looped)
+            with compat.layers_scope(span):
+                return bind_block(block, values, looped=True if looped else None, rows=found)
+
+        return _batched(run_block, mark, inputs)
 
     def _scan(self, eqn: Any, inputs: list[Any], at: Positions, count: Counter[Block]) -> list[Any]:
         body, rounds = compat.closed(eqn.params["jaxpr"]), eqn.params["length"]
@@ -272,11 +274,12 @@ class _Resolver:
 
     def _keeps_no_rows(self, body: Any, at: Positions) -> bool:
         """Whether the blocks of a round have policies under which a row that is read again is never kept."""
-        places = Counter(at)
-        for marked in (mark.marked for mark in _marks(body) if mark.marked.block in self.blocks):
-            policy = marked.policy[places[marked.block]] if isinstance(marked.policy, LayerPolicies) else marked.policy
-            places[marked.block] += 1
-            if not isinstance(policy, Policy) or is_off(policy):
+        each = _count(body, self.blocks)
+        for marked in {mark.marked for mark in _marks(body) if mark.marked.block in self.blocks}:
+            first, policy = at[marked.block], marked.policy
+            layers = range(first, first + each[marked.block])
+            policies = [policy[layer] for layer in layers] if isinstance(policy, LayerPolicies) else [policy]
+            if not all(isinstance(one, Policy) and not is_off(one) for one in policies):
                 return False
         return True
 

@@ -16,6 +16,7 @@ from jax._src import shard_map as _shard_map
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend import core as jex
+from jax.interpreters import ad, batching, mlir
 
 _OURS = os.path.dirname(os.path.dirname(__file__))
 _LIBRARIES = (
@@ -144,18 +145,36 @@ def hoist_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 
 def optimization_barrier(operands: Any) -> Any:
-    """`jax.lax.optimization_barrier`, one for each kind of varying over mesh axes.
+    """`jax.lax.optimization_barrier`, whose derivative holds nothing back.
 
-    Inside a `shard_map` that checks how its values vary, JAX before 0.12 makes everything behind one barrier vary as the
-    operand that varies most, which is then another type.
+    JAX's own is differentiated as one: where one operand has a cotangent and another, in host memory, has none, zeros are made
+    for that in device memory, which is an error. Inside a `shard_map` that checks how its values vary, JAX before 0.12 makes
+    everything behind one barrier vary as the operand that varies most, which is then another type.
     """
     leaves, treedef = jax.tree.flatten(operands)
+    return jax.tree.unflatten(treedef, _barrier_p.bind(*leaves) if leaves else [])
+
+
+def _barriers(*leaves: Any) -> list[Any]:
+    """One barrier for each kind of varying over mesh axes."""
+    held = list(leaves)
     kinds = [str(getattr(jax.typeof(leaf), "mat", None) or getattr(jax.typeof(leaf), "vma", None)) for leaf in leaves]
     for kind in dict.fromkeys(kinds):
         places = [index for index, other in enumerate(kinds) if other == kind]
         for place, value in zip(places, jax.lax.optimization_barrier([leaves[index] for index in places]), strict=True):
-            leaves[place] = value
-    return jax.tree.unflatten(treedef, leaves)
+            held[place] = value
+    return held
+
+
+# Of JAX's name: it is one to whoever reads a program.
+_barrier_p = jex.Primitive("optimization_barrier")
+_barrier_p.multiple_results = True
+_barrier_p.def_impl(_barriers)
+_barrier_p.to_lojax = _barriers
+_barrier_p.def_abstract_eval(lambda *avals: list(avals))
+mlir.register_lowering(_barrier_p, mlir.lower_fun(_barriers, multiple_results=True))
+ad.primitive_jvps[_barrier_p] = lambda primals, tangents: (_barrier_p.bind(*primals), tangents)
+batching.primitive_batchers[_barrier_p] = lambda args, axes: (_barrier_p.bind(*args), axes)
 
 
 def itemsize(dtype: Any) -> int:

@@ -353,11 +353,13 @@ class _Player:
     def _coverable(self, out: Copies, back: Copies) -> float:
         reachable = sum(min(one.seconds, one.available_seconds) for one in (out, back))
         entry = self.module.computations[self.module.entry]
-        exposed = 0.0
+        # Of an array that is fetched more than once the way out is one, and no less than its longest wait is exposed.
+        exposed: dict[str, float] = {}
         for trip in round_trips(entry, lambda one: (host_copy(self.module, entry, one) or (None,))[0]):
             between = self.before[trip.read] - self.after[trip.made]
-            exposed += max(0.0, self.copying[trip.out] + self.copying[trip.back] - between)
-        return min(reachable, out.seconds + back.seconds - exposed)
+            waits = self.copying[trip.out] + self.copying[trip.back] - between
+            exposed[trip.out] = max(waits, exposed.get(trip.out, 0.0))
+        return min(reachable, out.seconds + back.seconds - sum(exposed.values()))
 
 
 def _branches(module: Module, one: Instruction) -> Iterator[Computation]:

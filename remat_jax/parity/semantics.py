@@ -96,16 +96,17 @@ def torch_facts(module: Any) -> Facts:
     epsilon = getattr(module, "eps", getattr(module, "variance_epsilon", None))
     if sort == "norm" and epsilon is not None:
         facts["epsilon"] = epsilon
-    if sort == "norm" and "Batch" in type(module).__name__ and module.momentum is not None:
+    # Modules of other libraries have such names and not these attributes: a frozen batch norm has no momentum.
+    if sort == "norm" and getattr(module, "momentum", None) is not None:
         facts["momentum"] = 1 - module.momentum
-    if sort == "norm" and "Batch" in type(module).__name__:
+    if sort == "norm" and hasattr(module, "track_running_stats"):
         facts["statistics"] = "of the batch" if module.training or not module.track_running_stats else "running"
-    if sort == "convolution":
+    if sort == "convolution" and hasattr(module, "transposed"):
         facts |= {"strides": tuple(module.stride), "dilation": tuple(module.dilation), "groups": module.groups}
-        text = isinstance(module.padding, str)
-        facts["padding"] = module.padding.upper() if text else tuple((pad, pad) for pad in module.padding)
-        if text:
-            facts["padding"] = _padding(module.padding.upper(), module.kernel_size, module.stride, module.dilation)
+        if not module.transposed:  # there the two count padding from opposite ends
+            text = isinstance(module.padding, str)
+            pads = module.padding.upper() if text else module.padding
+            facts["padding"] = _padding(pads, module.kernel_size, module.stride, module.dilation)
     if sort in ("linear", "convolution") or (sort == "norm" and own):
         facts["bias"] = "bias" in own
     if sort in ("linear", "convolution"):
@@ -131,8 +132,8 @@ def flax_facts(call: Traced) -> Facts:
     if sort in ("linear", "convolution") or (sort == "norm" and call.parameters):
         facts["bias"] = "bias" in call.parameters
     precision = getattr(module, "precision", None)
-    if precision is not None and jax.lax.Precision(precision) != jax.lax.Precision.HIGHEST:
-        facts["precision"] = jax.lax.Precision(precision).name.lower()
+    if precision is not None and (chosen := _precision(precision)) != "highest":
+        facts["precision"] = chosen
     if call.parameters:
         dtype = getattr(module, "dtype", None)
         facts["dtype"] = np.dtype(next(iter(call.parameters.values())).dtype if dtype is None else dtype).name
@@ -147,8 +148,20 @@ def _convolution(module: Any) -> Facts:
         return (value or 1,) * len(size) if value is None or isinstance(value, int) else tuple(value)
 
     strides, dilation = each(module.strides), each(getattr(module, "kernel_dilation", 1))
-    padding = _padding(module.padding, size, strides, dilation)
-    return {"strides": strides, "dilation": dilation, "groups": module.feature_group_count, "padding": padding}
+    facts = {"strides": strides, "dilation": dilation, "groups": getattr(module, "feature_group_count", 1)}
+    if "transpose" in type(module).__name__.lower():
+        return facts
+    return facts | {"padding": _padding(module.padding, size, strides, dilation)}
+
+
+def _precision(precision: Any) -> str:
+    """What JAX calls a precision: of one for each operand both, of an algorithm its name."""
+    if type(precision) is tuple:
+        return " and ".join(dict.fromkeys(map(_precision, precision)))
+    try:
+        return str(jax.lax.Precision(precision).name.lower())
+    except ValueError:
+        return str(getattr(precision, "name", precision)).lower()
 
 
 def _padding(padding: Any, size: Any, strides: Any, dilation: Any) -> Any:

@@ -29,9 +29,10 @@ def torch_peak(side: TorchSide, dtype: str, mode: str) -> tuple[int | None, str]
     try:
         with side.in_mode(model, mode):
             return torch_ref.peak_bytes(build).device_bytes, "tracked on fake tensors"
-    # What PyTorch raises where fake and real tensors meet is an AssertionError.
-    except (torch_ref.TorchRefError, RuntimeError, AssertionError) as error:
-        return None, f"not on fake tensors: {str(error).splitlines()[0][:200]}"
+    # The same step has run on real tensors: whatever is raised here, bare assertions of PyTorch's too, is for their being fake.
+    except Exception as error:
+        said = str(error).splitlines() or [type(error).__name__]
+        return None, f"not on fake tensors: {said[0][:200]}"
 
 
 def _empty_model(model: Any) -> None:
