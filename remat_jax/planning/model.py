@@ -90,7 +90,9 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) 
     """
     kind, name, module = key
     if workload is not None:
-        for block in workload.blocks:
+        # Two modules may each have a class of that name; another module's is taken where a file was run, then imported.
+        found_here = sorted(workload.blocks, key=lambda block: block_key(block) != key)
+        for block in found_here:
             if block_key(block)[:2] == (kind, name):
                 return block
         raise PlanningError(f"{told} puts a policy on {name!r}, which is none of the blocks of {workload.name!r}; plan again")
