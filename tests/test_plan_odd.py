@@ -6,13 +6,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import remat_jax as rj
 from remat_jax.errors import CompileError
 from remat_jax.planning import make
 from remat_jax.planning.explain import named_table
+from remat_jax.planning.model import Model as PlannedModel
 from remat_jax.planning.point import Point
 from remat_jax.report.tables import render
+from remat_jax.workload import Workload
 from tests.plan_by_hand import MIB, plan
 from tests.plan_models import WIDTH, MlpLayer, job
 
@@ -84,3 +87,15 @@ def test_what_could_not_be_compiled_stands_beside_what_was():
     text = render(named_table(plan(named=named)))
     assert text.index("everything") < text.index("off ") < text.index("dots")
     assert "not compiled" in text
+
+
+@pytest.mark.parametrize("is_pytree", [True, False])
+def test_a_plan_is_applied_to_the_nnx_model_that_it_was_made_for(is_pytree):
+    class Model(nnx.Module, pytree=is_pytree):
+        def __init__(self):
+            self.up = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+
+    found = Workload.from_nnx(Model(), lambda model, x: model.up(x).sum(), (jnp.ones((2, 4)),), nnx.Linear)
+    made = plan(policies={nnx.Linear: rj.Policy.parse("off")}, model=PlannedModel.of(found))
+    loss = made.apply(lambda model, x: model.up(x).sum())
+    assert float(loss(Model(), jnp.ones((2, 4)))) == pytest.approx(float(Model().up(jnp.ones((2, 4))).sum()))
