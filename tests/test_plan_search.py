@@ -202,3 +202,10 @@ def test_a_plan_that_cannot_be_compiled_is_not_the_last_one():
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     best = Search(TRUTH, able, 4700, math.inf, lambda choices: own(choices, TRUTH), compile_them).run()
     assert failed and best.candidate.name == "" and best.candidate.seconds < able[3].seconds
+
+
+def test_where_layers_must_do_the_same_the_leanest_plan_does_too():
+    """Keeping all in the last layer would take no more, and saves time: nothing is behind it."""
+    for most_runs, policies in ((None, 2), (1, 1)):
+        search, _ = searched(4000, STACK, most_runs=most_runs)
+        assert len(set(search.frontier(STACK, 1)[0].choices)) == policies

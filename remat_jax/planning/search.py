@@ -314,7 +314,7 @@ class Search:
             able = block if offload else block.without_offload()
             prices = Prices(saved=weight, transient=1.0)
             choices += [cheapest_policy(replace(able, repeats=1), stack.link, prices).choices] * block.repeats
-        if not stack.offload_last:
+        if not stack.offload_last and self._most_runs != 1:
             last = stack.positions()[-1]
             choices[-1] = cheapest_policy(last, stack.link, Prices(saved=1.0, transient=1.0)).choices
         return self.own(tuple(choices))
