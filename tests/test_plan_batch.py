@@ -79,3 +79,9 @@ def test_bad_arguments(compiler):
         rj.largest_batch(lambda rows: None, 100_000, "cpu")
     with pytest.raises(ArgumentError, match="start=0: expected a batch size"):
         rj.largest_batch(job, 100_000, "cpu", start=0)
+
+
+def test_a_jump_in_memory_is_bisected(compiler):
+    """Two batches say that the limit lies close above the smaller one, again and again."""
+    asked = compiler(lambda rows: rows if rows <= 500 else 1_000_000 + rows)
+    assert rj.largest_batch(job, 2000, "cpu").batch == 500 and len(asked) <= 40

@@ -175,6 +175,26 @@ def test_another_model_is_refused_when_it_is_loaded(tmp_path):
         rj.Plan.load(path, workload(block="Planned*"))
 
 
+def test_classes_of_one_name_keep_their_own_policies(tmp_path):
+    other = type("PlannedLayer", (PlannedLayer,), {"__module__": "elsewhere", "__qualname__": "PlannedLayer"})
+    mine = workload(block=(PlannedLayer, other))
+    policies = {PlannedLayer: rj.Policy.parse("full"), other: rj.Policy.parse("dots")}
+    path = plan(model=Model.of(mine), policies=policies).save(tmp_path / "plan.json")
+    assert rj.Plan.load(path, mine).policies == policies
+    data = json.loads(path.read_text())
+    data["policies"][1]["block"] = data["policies"][0]["block"]
+    with pytest.raises(PlanningError, match="policies has a block twice"):
+        rj.Plan.load(write(tmp_path, data), mine)
+
+
+def test_wrong_arguments_are_named(tmp_path):
+    path = plan().save(tmp_path / "plan.json")
+    with pytest.raises(RematError, match="workload=3: expected a remat_jax.Workload"):
+        rj.Plan.load(path, 3)
+    with pytest.raises(PlanningError, match="path='None' cannot be written"):
+        plan().save(None)
+
+
 def test_another_model_is_refused_when_it_is_applied():
     made = plan(policies={PlannedLayer: rj.Policy.parse("off")})
     loss = made.apply(lambda params, x: jnp.sum(params["kernel"]) + jnp.sum(params["bias"]))

@@ -10,7 +10,7 @@ import pytest
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.planner import Block, Choice, HostLink, Residual, Stack, stack_plan
 from remat_jax.planning.fitting import Load, Seen, fitted, predicted
-from remat_jax.planning.search import Candidate, Compiled, Search, block_policies, one_residual_more, runs
+from remat_jax.planning.search import FAILED, Candidate, Compiled, Search, block_policies, one_residual_more, runs
 
 SAVE, OFFLOAD, AGAIN = Choice.SAVE, Choice.OFFLOAD, Choice.RECOMPUTE
 X, UP, ACT = Residual("x", 100.0), Residual("up", 400.0, 0.5, ("x",)), Residual("act", 300.0, 0.05, ("up",))
@@ -158,3 +158,54 @@ def test_the_least_is_no_more_than_any_named_policy_needs():
     full = predicted(stack, own((NAMED["full"],) * 6, stack).loads)
     assert predicted(stack, search.solve(stack, full).loads) <= full
     assert search.run().compiled.device_bytes <= 4000
+
+
+def test_a_host_budget_that_is_never_reached_is_none():
+    """What fits by offloading alone fits with so much host memory as well, and with as much as it needs."""
+    link = HostLink(1000.0, 1000.0)
+    stack = replace(STACK, link=link, blocks=(replace(LAYER, fetched_share=0.0, recomputed_share=0.0),))
+    named = {"full": NAMED["full"]}
+    unlimited = searched(1800, stack, stack=stack, named=named)[0].run()
+    assert unlimited.compiled.device_bytes <= 1800 < predicted(stack, own((NAMED["full"],) * 6, stack).loads)
+    for host in (1e12, unlimited.compiled.host_bytes):
+        assert searched(1800, stack, stack=stack, named=named, host=host)[0].run().compiled.device_bytes <= 1800
+
+
+def test_the_leanest_is_compiled_before_nothing_is_said_to_fit():
+    """Whatever saves a byte needs one byte too many; only what saves nothing fits."""
+    full = own((NAMED["full"],) * 6, name="full")
+
+    def compile_them(candidates):
+        sizes = [round(predicted(STACK, one.loads)) for one in candidates]
+        return [
+            Compiled(size if one.loads == full.loads else max(6001, size), 0)
+            for one, size in zip(candidates, sizes, strict=True)
+        ]
+
+    able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
+    search = Search(STACK, able, 6000, math.inf, own, compile_them)
+    assert search.run().candidate.loads == full.loads and len(search.tried) <= 6
+
+
+def test_a_plan_that_cannot_be_compiled_is_not_the_last_one():
+    failed = []
+
+    def compile_them(candidates):
+        found = [Compiled(round(predicted(TRUTH, one.loads)), 0) for one in candidates]
+        if not failed:
+            failed.extend(one for one in candidates if not one.name)
+            found = [
+                Compiled(FAILED, 0, sound=False) if one in failed else seen for one, seen in zip(candidates, found, strict=True)
+            ]
+        return found
+
+    able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
+    best = Search(TRUTH, able, 4700, math.inf, lambda choices: own(choices, TRUTH), compile_them).run()
+    assert failed and best.candidate.name == "" and best.candidate.seconds < able[3].seconds
+
+
+def test_where_layers_must_do_the_same_the_leanest_plan_does_too():
+    """Keeping all in the last layer would take no more, and saves time: nothing is behind it."""
+    for most_runs, policies in ((None, 2), (1, 1)):
+        search, _ = searched(4000, STACK, most_runs=most_runs)
+        assert len(set(search.frontier(STACK, 1)[0].choices)) == policies

@@ -317,3 +317,70 @@ def test_what_cannot_be_priced():
     other = planner.Block("other", (planner.Residual("x", 1.0),), 1.0, 1.0)
     with pytest.raises(PlanningError, match="the choice is for a block of"):
         policy_of(found.kinds[0], planner.BlockPolicy(other, ("save",)))
+
+
+class Named(nn.Module):
+    """Three arrays of one name, the last computed from the others."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        q, k = (jax.ad_checkpoint.checkpoint_name(nn.Dense(WIDTH, name=name)(x), "mine") for name in "qk")
+        return x + jnp.sin(jax.ad_checkpoint.checkpoint_name(nn.Dense(WIDTH, name="o")(jnp.sin(q) * jnp.cos(k)), "mine"))
+
+
+def of_layers(make: Any) -> Any:
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return make(nn.Dense(WIDTH)(x))
+
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    params = jax.eval_shape(Layers().init, jax.random.key(0), x)
+    return Layers(), params, x
+
+
+def test_arrays_of_one_name_are_decided_on_together():
+    model, params, x = of_layers(lambda x: Named(name="b")(Named(name="a")(x)))
+    job = rj.Workload(lambda p, x: (model.apply(p, x) ** 2).sum(), params, (x,), Named)
+    found = describe(job, "h200")
+    (kind,), (block,) = found.kinds, found.stack.blocks
+    names = [one.name for one in block.residuals]
+    assert len(set(names)) == len(names) and "mine" in names
+    assert next(one for one in block.residuals if one.name == "mine").bytes >= 2 * 4 * ROWS * WIDTH
+    for seed in range(6):
+        policy = policy_of(kind, choices(block, seed))
+        assert recompute_flops(found, policy) == step_flops(job, policy) - step_flops(job, "everything")
+
+
+def test_a_layer_behind_a_scan_of_its_kind_has_its_own_name():
+    def make(x: Any) -> Any:
+        layers = nn.scan(lambda one, x, _: (one(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return Layer(name="last")(layers(Layer(name="layers"), x, None)[0])
+
+    model, params, x = of_layers(make)
+    kinds = describe(rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Layer), "h200").kinds
+    assert [(set(kind.paths), kind.layers, kind.scanned) for kind in kinds] == [
+        ({"layers"}, range(3), True),
+        ({"last"}, range(3, 4), False),
+    ]
+
+
+def test_a_block_under_vmap_is_refused_by_name():
+    model, params, x = of_layers(lambda x: Layer(name="a")(x))
+    batch = jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
+    job = rj.Workload(lambda p, x: jax.vmap(lambda one: model.apply(p, one).sum())(x).sum(), params, (batch,), Layer)
+    with pytest.raises(UnsupportedError, match="vmap"):
+        describe(job, "h200")
+
+
+class Empty(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, cache: Any) -> Any:
+        return x + jnp.sin(nn.Dense(WIDTH)(x)) + jnp.sin(cache).sum()
+
+
+def test_what_is_empty_is_not_offloaded():
+    model, params, x = of_layers(lambda x: Empty(name="a")(x, x[:0]))
+    job = rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Empty)
+    (block,) = describe(job, "h200").stack.blocks
+    assert [one.name for one in block.residuals if one.may_offload and not one.bytes] == []

@@ -120,6 +120,7 @@ class _Probes:
         self._make, self._budget, self._target, self._host = make, budget, target, host_budget
         self._timeout, self._progress = timeout, progress
         self.tried: list[tuple[int, int | None]] = []
+        self._open = 2 * MOST
 
     def workload(self, batch: int) -> Workload:
         """The workload of a batch, which is one."""
@@ -153,15 +154,24 @@ class _Probes:
 
     def _next(self, fits: int, fails: int | None) -> int:
         """Where two batches say that the limit is, else the double, or the middle."""
-        doubled = 2 * fits if fails is None else (fits + fails) // 2
         known = sorted((batch, size) for batch, size in self.tried if size is not None)
-        if len(known) >= 2:
-            (first, small), (last, large) = known[-2:]
-            slope = (large - small) / (last - first)
-            aim = math.floor(last + (self._budget - large) / slope) if slope > 0 else doubled
+        aim = _limit(known, self._budget)
+        if fails is None:
             # Once it fits where it should, the next one up decides.
-            guess = aim if aim > fits else fits + 1
-            if fails is None:
-                return max(fits + 1, min(guess, 16 * fits))
-            return min(max(guess, fits + 1), fails - 1)
-        return max(doubled, 1)
+            return 2 * fits if aim is None else max(fits + 1, min(aim, 16 * fits))
+        before, self._open = self._open, fails - fits
+        last = [batch for batch, _ in self.tried[-2:]]
+        crept = len(last) == 2 and abs(last[1] - last[0]) == 1
+        # Where memory jumps or bends, what two batches say leads on in small steps: then the middle is asked.
+        slow = crept if aim is not None and aim <= fits else 2 * self._open > before
+        if aim is None or slow:
+            return max(1, (fits + fails) // 2)
+        return min(max(aim, fits + 1), fails - 1)
+
+
+def _limit(known: list[tuple[int, int]], budget: int) -> int | None:
+    """Where the two largest batches say that the limit is; None where they do not."""
+    if len(known) < 2:
+        return None
+    (first, small), (last, large) = known[-2:]
+    return math.floor(last + (budget - large) * (last - first) / (large - small)) if large > small else None

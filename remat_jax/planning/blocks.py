@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ class Call:
       same: for each input, whether it is the same in all rounds.
       rounds: how often it runs: the length of the scan around it.
       scanned: whether there is one.
+      nested: whether there are several, one in another, so that its calls cannot have policies of their own.
       position: where it comes first among all calls of its key; `stride` further for each round.
     """
 
@@ -49,6 +50,7 @@ class Call:
     scanned: bool = False
     position: int = 0
     stride: int = 1
+    nested: bool = False
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -120,11 +122,11 @@ class _Source:
 
     argument: bool = False
     shared: bool = False
-    readers: list[Any] = field(default_factory=list)
+    readers: int = 0
 
     @property
     def free(self) -> bool:
-        return self.argument or self.shared or len(self.readers) > 1
+        return self.argument or self.shared or self.readers > 1
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def _walk(jaxpr: Any, known: Sequence[bool], sources: Sequence[_Source], place: 
         if compat.is_block(eqn):
             found = _Found(eqn, tuple(not flag for flag in flags), tuple(inputs), place)
             for source in inputs:
-                source.readers.append(eqn)
+                source.readers += 1
             yield found
         elif _holds_block(eqn):
             yield from _inside(eqn, flags, inputs, place)
@@ -223,13 +225,21 @@ def _matched(found: Sequence[_Found], seen: Sequence[tuple[type | str, str, Plan
                 "blocks inside blocks: a plan is made for blocks that follow each other; name the outer or the inner"
             )
         if id(body.jaxpr) not in of:
-            queue = left[_kind(body)]
-            of[id(body.jaxpr)] = queue.pop(0) if len(queue) > 1 else queue[0]
+            queue = left.get(_kind(body))
+            if queue is None:
+                raise UnsupportedError(
+                    "a block that vmap maps over, or that is differentiated inside the loss, cannot be planned for: what it "
+                    "computes there is not what was traced. Give the blocks the whole batch."
+                )
+            # A scan's body is traced several times: what was left over of it is not taken for a block elsewhere.
+            first = next((at for at, (_, _, block) in enumerate(queue) if _scopes(block.jaxpr) == _scopes(body)), 0)
+            of[id(body.jaxpr)] = queue.pop(first) if len(queue) > 1 else queue[0]
         key, path, block = of[id(body.jaxpr)]
         smooth = tuple(live and is_smooth(aval) for live, aval in zip(one.live, block.jaxpr.in_avals, strict=True))
         free = tuple(source.free for source in one.sources)
         same = tuple(source.shared for source in one.sources)
         call = Call(key, path, block, smooth, free, same, one.place.rounds, bool(one.place.loops))
+        call = replace(call, nested=len(one.place.loops) > 1)
         result.append((call, one.place.loops))
     return _strided(result)
 
@@ -239,6 +249,11 @@ def _kind(jaxpr: Any) -> tuple[Any, ...]:
     return tuple(map(str, jaxpr.in_avals)), tuple(
         (eqn.primitive.name, str(eqn.outvars[0].aval)) for eqn in jaxpr.jaxpr.eqns if eqn.outvars
     )
+
+
+def _scopes(jaxpr: Any) -> list[tuple[str, ...]]:
+    """The module paths in a program; none where no one said."""
+    return [compat.scopes(eqn) for eqn in jaxpr.jaxpr.eqns]
 
 
 def _strided(found: Sequence[tuple[Call, tuple[int, ...]]]) -> list[Call]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ def plan_table(plan: Plan) -> Any:
 def named_table(plan: Plan) -> Any:
     """What the named policies would take beside the plan, as a table."""
     rows = [_named_row("this plan", plan.device_bytes, True, plan.host_bytes, plan.seconds, plan, "fits")]
-    for one in sorted(plan.named, key=lambda point: (point.seconds is None, point.seconds, point.device_bytes)):
+    for one in sorted(plan.named, key=_by_time):
         rows.append(
             _named_row(one.name, one.device_bytes, one.compiled, one.host_bytes, one.seconds, plan, _verdict(plan, one))
         )
@@ -159,12 +160,18 @@ def _verdict(plan: Plan, point: Point) -> str:
     if point.remark:
         return point.remark
     if point.device_bytes is None:
-        return "not asked"
+        return "not compiled"
     if point.device_bytes > plan.budget:
         return "too large"
     if plan.host_budget is not None and point.host_bytes > plan.host_budget:
         return "too much on the host"
     return "fits"
+
+
+def _by_time(point: Point) -> tuple[float, float]:
+    """The fastest first, of equal ones the smallest; what is not known comes last."""
+    seconds, size = point.seconds, point.device_bytes
+    return math.inf if seconds is None else seconds, math.inf if size is None else size
 
 
 def _named_row(

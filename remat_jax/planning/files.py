@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remat_jax.errors import PlanningError, RematError
+from remat_jax.errors import ArgumentError, PlanningError, RematError
 from remat_jax.planning.model import Model, block_key, find_block
 from remat_jax.planning.point import Part, Point, Row
 from remat_jax.policy import LayerPolicies, Policy
@@ -48,12 +48,12 @@ def write(path: str | os.PathLike[str], text: str, argument: str) -> Path:
     Raises:
       PlanningError: it cannot be written.
     """
-    where = Path(path)
     try:
+        where = Path(path)
         new = where.with_name(where.name + ".new")
         new.write_text(text, encoding="utf-8")
         new.replace(where)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise PlanningError(f"{argument}={str(path)!r} cannot be written ({error}); give another file") from None
     return where
 
@@ -65,6 +65,8 @@ def read(path: str | os.PathLike[str], workload: Workload | None) -> dict[str, A
       PlanningError: the file cannot be read, is malformed or of another version, or is for another model.
     """
     told = f"the plan file {str(path)!r}"
+    if workload is not None and not isinstance(workload, Workload):
+        raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload, or nothing")
     try:
         with Path(path).open("rb") as file:
             content = file.read(MOST_BYTES + 1)
@@ -77,6 +79,8 @@ def read(path: str | os.PathLike[str], workload: Workload | None) -> dict[str, A
         return _checked(data, workload, told)
     except _Malformed as error:
         raise PlanningError(f"{told} is malformed: {error}; give what Plan.save wrote") from None
+    except RecursionError:
+        raise PlanningError(f"{told} is malformed: it is nested too deep; give what Plan.save wrote") from None
 
 
 _Checks = dict[str, Callable[[Any, str], Any]]
@@ -103,11 +107,7 @@ def _checked(data: Any, workload: Workload | None, told: str) -> dict[str, Any]:
     if workload is not None:
         model.check_workload(workload, told)
     values["model"] = model
-    values["policies"] = {
-        find_block(_key(one), workload, told): _policy(one) for one in values["policies"] if _has(one, "block", "runs")
-    }
-    if not values["policies"]:
-        raise _Malformed("policies is empty")
+    values["policies"] = _policies(values["policies"], workload, told)
     for name in ("frontier", "named"):
         values[name] = tuple(_point(one) for one in values[name])
     values["parts"] = _parts(values["parts"])
@@ -132,6 +132,15 @@ def _key(data: dict[str, Any]) -> tuple[str, str, str]:
     if kind not in ("class", "glob") or not name:
         raise _Malformed(f"block={data['block']!r} is neither a class nor a glob")
     return kind, name, module
+
+
+def _policies(data: list[Any], workload: Workload | None, told: str) -> dict[type | str, Any]:
+    found = [(find_block(_key(one), workload, told), _policy(one)) for one in data if _has(one, "block", "runs")]
+    if not found:
+        raise _Malformed("policies is empty")
+    if len(dict(found)) < len(found):
+        raise _Malformed("policies has a block twice")
+    return dict(found)
 
 
 def _policy(data: dict[str, Any]) -> Any:

@@ -63,7 +63,7 @@ def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
     """What is on the device where a compiled step needs most, in bytes by what it is, the largest first."""
     if not sizes.live:
         return _without_text(workload, sizes)
-    params = {_xla_shape(leaf) for leaf in jax.tree.leaves(workload.params)}
+    params = {_xla_shape(leaf) for leaf in jax.tree.leaves(workload.params) if _sized(leaf)}
     paths = dict.fromkeys(one.module for one in sizes.live)
     short = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))
     found: Counter[str] = Counter()

@@ -11,7 +11,15 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.errors import ArgumentError, CompileError, InfeasibleBudget, PolicyError, RematError, UnsupportedError
+from remat_jax.errors import (
+    ArgumentError,
+    BlockError,
+    CompileError,
+    InfeasibleBudget,
+    PolicyError,
+    RematError,
+    UnsupportedError,
+)
 from remat_jax.graph.count import flops
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
@@ -25,10 +33,13 @@ from remat_jax.planning.outcome import outcome
 from remat_jax.planning.plan import Plan
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import Described, describe
-from remat_jax.planning.search import FAILED, MOST_COMPILED, Candidate, Choices, Compiled, Search
+from remat_jax.planning.search import FAILED, MOST_COMPILED, MOST_RUNS, Candidate, Choices, Compiled, Search
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of
 from remat_jax.policy import NAMED
 from remat_jax.workload import Workload
+
+# What keeps one step from being compiled, and says nothing of another: layers in nested scans cannot differ, say.
+_OF_ONE_STEP = (CompileError, PolicyError, BlockError, UnsupportedError)
 
 Progress = Callable[[str, int, int], None]
 """What is being done, how many parts are behind, of how many."""
@@ -148,7 +159,10 @@ class _Making:
         self.described = self._described()
         named, self.remarks = self._named()
         host = math.inf if self.host_budget is None else float(self.host_budget)
-        self.search = Search(self.described.stack, named, float(self.budget), host, self._own, self._compile)
+        most_runs = 1 if any(kind.program.call.nested for kind in self.described.kinds) else MOST_RUNS
+        self.search = Search(
+            self.described.stack, named, float(self.budget), host, self._own, self._compile, most_runs=most_runs
+        )
 
     def leanest(self) -> tuple[int, InfeasibleBudget | None]:
         fits = self.search.probe()
@@ -168,7 +182,7 @@ class _Making:
         return Plan(
             policies=policies,
             recompute_flops=self._recompute_flops(policies),
-            workload=" ".join(self.workload.name.split()),
+            workload=_one_line(self.workload.name),
             target=self.target.name,
             budget=self.budget,
             host_budget=self.host_budget,
@@ -184,7 +198,13 @@ class _Making:
         stack = found.stack
         self._no_offload = ""
         if self.target.kind == "cpu" or self.host_budget == 0 or stack.link is None:
-            self._no_offload = "a CPU has one memory" if self.target.kind == "cpu" else "no host memory is allowed"
+            self._no_offload = (
+                "a CPU has one memory"
+                if self.target.kind == "cpu"
+                else "no host memory is allowed"
+                if self.host_budget == 0
+                else f"the target {self.target.name} has no link to host memory"
+            )
             return replace(found, stack=replace(stack, link=None))
         scanned = [kind.scanned for kind in found.kinds]
         if not any(scanned) or not compat.miscompiles_scanned_offload():
@@ -220,21 +240,28 @@ class _Making:
 
     def _compile(self, candidates: Sequence[Candidate]) -> list[Compiled]:
         done = len(self.search.tried)
+        if self.search.best and time.monotonic() > self.deadline:
+            self.notes.append(f"The search ended after timeout={self.timeout:g} s; with a longer one a plan may be faster")
+            return [Compiled(FAILED, 0, sound=False) for _ in candidates]
         keys = [one.name or f"plan {done + index + 1}" for index, one in enumerate(candidates)]
         self._tell(keys, done)
         try:
             return self._compiled(dict(zip(keys, candidates, strict=True)))
-        except (CompileError, PolicyError):
+        except _OF_ONE_STEP as error:
             if len(candidates) == 1 and not self.search.tried:
                 raise
+            first = error
         # One that the compiler cannot compile must not take the other with it.
-        return [self._alone(key, one) for key, one in zip(keys, candidates, strict=True)]
+        found = [self._alone(key, one) for key, one in zip(keys, candidates, strict=True)]
+        if not self.search.tried and all(one.device_bytes == FAILED for one in found):
+            raise first
+        return found
 
     def _alone(self, key: str, candidate: Candidate) -> Compiled:
         try:
             return self._compiled({key: candidate})[0]
-        except (CompileError, PolicyError) as error:
-            if time.monotonic() > self.deadline:
+        except _OF_ONE_STEP as error:
+            if time.monotonic() > self.deadline and not self.search.best:
                 raise
             self.notes.append(f"Left out: {key} could not be compiled: {_first_sentence(error)}")
             return Compiled(FAILED, 0, sound=False)
@@ -268,7 +295,12 @@ class _Making:
 
 
 def _first_sentence(error: RematError) -> str:
-    return str(error).split("\n")[0].split("; ")[0]
+    return _one_line(str(error).split("\n")[0].split("; ")[0])
+
+
+def _one_line(text: str) -> str:
+    """What a plan's file takes: nothing that a terminal would not print as it is."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def _mib(size: int) -> str:

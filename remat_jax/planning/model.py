@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
+from remat_jax.apply.nnx import is_node
 from remat_jax.errors import PlanningError
 from remat_jax.workload import Workload
 
@@ -58,7 +59,8 @@ class Model:
         Raises:
           PlanningError: naming a parameter that is missing.
         """
-        there = Counter((tuple(leaf.shape), str(leaf.dtype)) for leaf in jax.tree.leaves(arguments) if hasattr(leaf, "dtype"))
+        leaves = jax.tree.leaves(jax.tree.map(_state, arguments, is_leaf=is_node))
+        there = Counter((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves if hasattr(leaf, "dtype"))
         for path, shape, dtype in self.parameters:
             there[shape, dtype] -= 1
             if there[shape, dtype] < 0:
@@ -90,7 +92,9 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) 
     """
     kind, name, module = key
     if workload is not None:
-        for block in workload.blocks:
+        # Two modules may each have a class of that name; another module's is taken where a file was run, then imported.
+        found_here = sorted(workload.blocks, key=lambda block: block_key(block) != key)
+        for block in found_here:
             if block_key(block)[:2] == (kind, name):
                 return block
         raise PlanningError(f"{told} puts a policy on {name!r}, which is none of the blocks of {workload.name!r}; plan again")
@@ -114,6 +118,11 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) 
 def _subclasses(base: type) -> list[type]:
     direct: list[type] = list(base.__subclasses__())
     return [below for one in direct for below in (one, *_subclasses(one))]
+
+
+def _state(leaf: Any) -> Any:
+    """An NNX object as its state: it need not be a pytree."""
+    return nnx.state(leaf) if is_node(leaf) and not isinstance(leaf, nnx.Variable) else leaf
 
 
 def _leaves(tree: Any) -> tuple[Leaf, ...]:

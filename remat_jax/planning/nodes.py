@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ class Node:
       parents: the nodes that they are computed from.
       is_input: whether it is an input of the block.
       only_again: whether keeping it gains nothing over keeping others.
+      others: how many nodes before it have the name of its largest member, which a user gave to all of them.
     """
 
     members: list[Array]
@@ -35,6 +37,7 @@ class Node:
     parents: set[Node]
     is_input: bool = False
     only_again: bool = False
+    others: int = 0
 
     @property
     def bytes(self) -> int:
@@ -45,6 +48,11 @@ class Node:
     def names(self) -> tuple[str, ...]:
         """The residual names of the members, the largest member's first."""
         return tuple(array.names[0] for array in sorted(self.members, key=lambda array: -array.bytes))
+
+    @property
+    def name(self) -> str:
+        """The name of the largest member, told apart from other nodes of that name."""
+        return f"{self.names[0]} ({self.others + 1})" if self.others else self.names[0]
 
 
 def nodes(program: Program) -> list[Node]:
@@ -62,6 +70,7 @@ def nodes(program: Program) -> list[Node]:
     is below `SMALL` of the largest, with what it is made with or from.
     """
     found = _all_nodes(program)
+    _of_one_name(found)
     _leave_out(program, found)
     _together(program, found)
     _leave_out(program, found)
@@ -90,6 +99,24 @@ def _all_nodes(program: Program) -> list[Node]:
         else:
             reach.update((array, parents) for array in one.outputs if array not in free)
     return found
+
+
+def _of_one_name(found: list[Node]) -> None:
+    """Join what a user gave one name: a policy decides on all of it. What cannot be joined is kept where the first one is."""
+    first: dict[str, Node] = {}
+    others: Counter[str] = Counter()
+    for node in list(found):
+        name = node.names[0]
+        into = first.setdefault(name, node)
+        if into is not node and not _join(node, into, found):
+            others[name] += 1
+            node.others, node.only_again = others[name], True
+    waiting = list(found)
+    found.clear()
+    while waiting:
+        # What was joined to an earlier one may be computed from others between the two: parents first.
+        found.append(next(node for node in waiting if node.parents.isdisjoint(waiting)))
+        waiting.remove(found[-1])
 
 
 def _children(found: Sequence[Node]) -> dict[Node, list[Node]]:
@@ -223,13 +250,14 @@ def residual(program: Program, node: Node, found: Sequence[Node], rates: HasSeco
     seconds = None
     if not node.is_input:
         seconds = sum(map(program.seconds(rates).__getitem__, _between(program, node, found)))
-    movable = any(getattr(array.aval, "shape", ()) for array in node.members)
+    # Scalars and empty arrays are not copied, whatever a policy says.
+    movable = any(getattr(array.aval, "shape", ()) and array.bytes for array in node.members)
     largest = max(one.bytes for one in found)
     return planner.Residual(
-        node.names[0],
+        node.name,
         float(node.bytes),
         seconds,
-        tuple(parent.names[0] for parent in found if parent in node.parents),
+        tuple(parent.name for parent in found if parent in node.parents),
         may_save=not node.only_again,
         # A copy of a small array costs more than the bytes it moves.
         may_offload=movable and not node.only_again and (node.is_input or node.bytes >= SMALL * largest),

@@ -134,7 +134,7 @@ def _kind(number: int, same: Sequence[Call], program: Program, chosen: Sequence[
         layers,
         same[0].scanned,
         tuple(path[layer] for layer in layers),
-        tuple(node.names[0] for node in chosen),
+        tuple(node.name for node in chosen),
         tuple(node.names for node in chosen),
         program,
     )

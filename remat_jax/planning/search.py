@@ -27,6 +27,8 @@ MOST_RUNS = 3
 _GAP, _TIME_LIMIT = 1e-3, 10.0
 _HOPE = 1.1
 """How much over the budget a prediction may be for the step to be compiled all the same."""
+_FAR = 0.05
+"""The share of the budget by which a plan is made smaller where the last one could not be compiled."""
 _WORTH = 1e-3
 """The share of a step by which a plan must be faster for its compilation to be worth while."""
 
@@ -201,7 +203,7 @@ class Search:
             if best is None or len(self.tried) < self._most - 1:
                 found += self._own(stack, best)
             if best is None:
-                found += [self._least(stack)]
+                found = self._with_leanest(stack, found)
             elif not found:
                 # The last compilation is kept for it.
                 found = self._one_more(best)
@@ -219,6 +221,12 @@ class Search:
             return [*off, *(self._own(stack, None) if _HOPE * needs > self.budget else [])]
         full = [one for one in self.named if one.name == "full"]
         return [*full, *self._own(stack, None)] or [self._least(stack)]
+
+    def _with_leanest(self, stack: Stack, found: list[Candidate]) -> list[Candidate]:
+        """The leanest too, while nothing fits: behind the others, and before them where no more can be compiled after these."""
+        full = [one for one in self.named if one.name == "full"]
+        lean = [one for one in (self._least(stack), *full) if self.known(one) is None]
+        return [*lean, *found] if len(self.tried) >= self._most - SIDE_BY_SIDE else [*found, *lean]
 
     def _hopeful(self, stack: Stack, best: Tried | None) -> list[Candidate]:
         """Named policies that would be faster than the best, and may fit: the fastest of them."""
@@ -261,7 +269,8 @@ class Search:
                 return found
             if self._fits(known):
                 return None
-            budget -= max(known.compiled.device_bytes - self.budget, 1e-3 * self.budget)
+            failed = known.compiled.device_bytes == FAILED
+            budget -= _FAR * self.budget if failed else max(known.compiled.device_bytes - self.budget, 1e-3 * self.budget)
             if budget <= 0:
                 return None
         return None
@@ -269,14 +278,16 @@ class Search:
     def solve(self, stack: Stack, budget: float) -> Candidate | None:
         """The planner's fastest within `budget`; None where nothing fits."""
         least = self._least(stack)
-        if predicted(stack, least.loads) > budget:
+        fits = predicted(stack, least.loads) <= budget
+        # With a limit on the host, the leanest may be one that offloads a part of what it could: the solver knows.
+        if not fits and (stack.link is None or math.isinf(self.host_budget)):
             return None
         try:
             plan = solve_counts(
                 stack, budget, self.host_budget, most_policies=self._most_runs, gap=_GAP, time_limit=_TIME_LIMIT
             )
         except (InfeasibleBudget, SolverError):
-            return least
+            return least if fits else None
         return self.own(together(stack, plan))
 
     def frontier(self, stack: Stack, points: int) -> list[Candidate]:
@@ -291,16 +302,19 @@ class Search:
         """A plan that needs as little as can be told: what is kept counts in every block behind, the rest where it runs."""
         count = len(singles(stack))
         # A byte that is kept is there with the working sets of all blocks behind; how much that weighs depends on the shares.
-        plans = [self._lean(stack, weight) for weight in {1.0, math.sqrt(count), float(count)}]
-        return min(plans, key=lambda one: (predicted(stack, one.loads), one.seconds))
+        offloads = (False,) if stack.link is None else (True,) if math.isinf(self.host_budget) else (True, False)
+        weights = dict.fromkeys((1.0, math.sqrt(count), float(count)))
+        plans = [self._lean(stack, weight, offload=offload) for weight in weights for offload in offloads]
+        able = [one for one in plans if one.host_bytes <= self.host_budget]
+        return min(able, key=lambda one: (predicted(stack, one.loads), one.seconds))
 
-    def _lean(self, stack: Stack, weight: float) -> Candidate:
+    def _lean(self, stack: Stack, weight: float, *, offload: bool) -> Candidate:
         choices: list[tuple[Choice, ...]] = []
         for block in stack.blocks:
-            able = block if stack.link is not None and self.host_budget == math.inf else block.without_offload()
+            able = block if offload else block.without_offload()
             prices = Prices(saved=weight, transient=1.0)
             choices += [cheapest_policy(replace(able, repeats=1), stack.link, prices).choices] * block.repeats
-        if not stack.offload_last:
+        if not stack.offload_last and self._most_runs != 1:
             last = stack.positions()[-1]
             choices[-1] = cheapest_policy(last, stack.link, Prices(saved=1.0, transient=1.0)).choices
         return self.own(tuple(choices))

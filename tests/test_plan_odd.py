@@ -1,0 +1,101 @@
+"""`rj.plan` where things are unusual: workloads that are legal and rare, compilers that fail, time that runs out."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import remat_jax as rj
+from remat_jax.errors import CompileError
+from remat_jax.planning import make
+from remat_jax.planning.explain import named_table
+from remat_jax.planning.model import Model as PlannedModel
+from remat_jax.planning.point import Point
+from remat_jax.report.tables import render
+from remat_jax.workload import Workload
+from tests.plan_by_hand import MIB, plan
+from tests.plan_models import WIDTH, MlpLayer, job
+
+BUDGET = 9 * MIB
+
+
+class Rounds(nn.Module):
+    """A scan of layers in a scan."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        layers = nn.scan(lambda one, x, _: (one(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return layers(MlpLayer(name="layers"), x, None)[0], None
+
+
+class Nested(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        rounds = nn.scan(Rounds, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return rounds(name="rounds")(x, None)[0]
+
+
+def nested():
+    model, x = Nested(), jax.ShapeDtypeStruct((2048, WIDTH), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return rj.Workload(lambda p, x: jnp.mean(model.apply(p, x) ** 2), params, (x,), MlpLayer, name="nested")
+
+
+def test_layers_in_nested_scans_are_planned_alike():
+    """They cannot have policies of their own; what each of them may keep is chosen all the same."""
+    work = nested()
+    full, most = (rj.measure(work, policy, "cpu").device_bytes for policy in ("full", "off"))
+    found = rj.plan(work, (full + most) // 2, "cpu")
+    assert found.device_bytes <= (full + most) // 2
+    assert isinstance(found.policies[MlpLayer], rj.Policy)
+    assert not found.notes
+
+
+def test_a_compiler_that_compiles_nothing_is_no_lack_of_memory(monkeypatch):
+    def failing(programs, *rest, **options):
+        raise CompileError(f"the compiler crashed at {programs[0].key}")
+
+    monkeypatch.setattr(make, "compile_programs", failing)
+    with pytest.raises(CompileError, match="crashed at full"):
+        rj.plan(job(scanned=True), BUDGET, "cpu")
+
+
+def test_a_plan_that_fits_is_kept_when_time_is_up(monkeypatch):
+    compile_programs, now = make.compile_programs, [0.0]
+
+    def slow(programs, *rest, **options):
+        now[0] += 40.0
+        return compile_programs(programs, *rest, **options)
+
+    monkeypatch.setattr(make, "compile_programs", slow)
+    monkeypatch.setattr(make.time, "monotonic", lambda: now[0])
+    found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30)
+    assert found.device_bytes <= BUDGET and now[0] == 40.0
+    assert any("The search ended after timeout=30 s" in note for note in found.notes)
+
+
+def test_what_could_not_be_compiled_stands_beside_what_was():
+    """`off` and `everything` take the same time by the estimate; of one of them the size is not known."""
+    named = (
+        Point("off", None, 0, 0.012, True),
+        Point("everything", 120 * MIB, 0, 0.012, True),
+        Point("dots", None, 0, None, False),
+    )
+    text = render(named_table(plan(named=named)))
+    assert text.index("everything") < text.index("off ") < text.index("dots")
+    assert "not compiled" in text
+
+
+@pytest.mark.parametrize("is_pytree", [True, False])
+def test_a_plan_is_applied_to_the_nnx_model_that_it_was_made_for(is_pytree):
+    class Model(nnx.Module, pytree=is_pytree):
+        def __init__(self):
+            self.up = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+
+    found = Workload.from_nnx(Model(), lambda model, x: model.up(x).sum(), (jnp.ones((2, 4)),), nnx.Linear)
+    made = plan(policies={nnx.Linear: rj.Policy.parse("off")}, model=PlannedModel.of(found))
+    loss = made.apply(lambda model, x: model.up(x).sum())
+    assert float(loss(Model(), jnp.ones((2, 4)))) == pytest.approx(float(Model().up(jnp.ones((2, 4))).sum()))
