@@ -29,7 +29,7 @@ from jax.interpreters import ad, batching, mlir
 from remat_jax import compat
 from remat_jax.apply.ties import can_be_handed, ghost, host_zeros, tied, tied_linear_p
 from remat_jax.graph import PlannedBlock, is_smooth
-from remat_jax.graph.walk import bodies
+from remat_jax.graph.walk import bodies, of_some
 
 Block = Callable[..., list[Any]]
 
@@ -206,10 +206,8 @@ def _jvp(
         return results, [_zero(result) for result in results]
 
     def of_live(*changed: Any) -> list[Any]:
-        operands = list(primals)
-        for index, value in zip(live, changed, strict=True):
-            operands[index] = value
-        return _evaluate(*operands, jaxpr=jaxpr, before=before, handed=handed)[:size]
+        run = functools.partial(_evaluate, jaxpr=jaxpr, before=before, handed=handed)
+        return of_some(run, primals, live)(*changed)[:size]
 
     outputs, linear = jax.linearize(of_live, *(primals[index] for index in live))
     residuals, treedef = jax.tree.flatten(linear)

@@ -21,6 +21,7 @@ from remat_jax import compat
 from remat_jax.apply.gradient_ties import in_program_order
 from remat_jax.graph import is_live, is_smooth, zero_tangent
 from remat_jax.graph.once import transposed_no_more
+from remat_jax.graph.walk import of_some
 
 Block = Callable[..., list[Any]]
 
@@ -44,13 +45,7 @@ def tied(block: Block) -> Block:
             outputs = block(*primals)
             return outputs, [zero_tangent(out) for out in outputs]
 
-        def of_live(*changed: Any) -> list[Any]:
-            arguments = list(primals)
-            for index, value in zip(live, changed, strict=True):
-                arguments[index] = value
-            return block(*arguments)
-
-        outputs, linear = jax.linearize(of_live, *(primals[index] for index in live))
+        outputs, linear = jax.linearize(of_some(block, primals, live), *(primals[index] for index in live))
         residuals, treedef = jax.tree.flatten(linear)
         outputs, residuals = compat.optimization_barrier((outputs, residuals))
         smooth = [index for index, out in enumerate(outputs) if is_smooth(out)]

@@ -21,7 +21,7 @@ from remat_jax.graph.count import count, eqn_flops
 from remat_jax.graph.flow import CALLS, flagged, has, inner_flags
 from remat_jax.graph.origins import is_on_host, origin
 from remat_jax.graph.rewrite import region_body
-from remat_jax.graph.walk import bodies, inner_jaxprs
+from remat_jax.graph.walk import bodies, inner_jaxprs, of_some
 from remat_jax.memory import ResidualTable, residuals
 from remat_jax.policy import JaxPolicy, Policy
 from remat_jax.workload import Workload
@@ -116,10 +116,7 @@ def _traced(run: Callable[..., Any], jaxpr: Any, last: Callable[[Any, list[Any]]
 
     def of(*primals: Any) -> Any:
         def of_smooth(*changed: Any) -> list[Any]:
-            arguments = list(primals)
-            for index, value in zip(smooth, changed, strict=True):
-                arguments[index] = value
-            return [out for out in run(*arguments) if is_smooth(out)]
+            return [out for out in of_some(run, primals, smooth)(*changed) if is_smooth(out)]
 
         outputs, pullback = jax.vjp(of_smooth, *(primals[index] for index in smooth))
         return last(pullback, outputs)

@@ -18,6 +18,7 @@ from remat_jax.graph.naming import Named, name_linearised, name_residuals
 from remat_jax.graph.once import transposed_once
 from remat_jax.graph.origins import is_on_host
 from remat_jax.graph.rows import read_row
+from remat_jax.graph.walk import of_some
 from remat_jax.policy import Action, Candidate, JaxPolicy, Policy
 
 Function = Callable[..., list[Any]]
@@ -82,10 +83,7 @@ class PlannedBlock:
 
         def linear(*primals: Any) -> Any:
             def of_live(*changed: Any) -> list[Any]:
-                arguments = list(primals)
-                for index, value in zip(live, changed, strict=True):
-                    arguments[index] = value
-                return [out for out in block(*arguments) if is_smooth(out)]
+                return [out for out in of_some(block, primals, live)(*changed) if is_smooth(out)]
 
             return jax.linearize(of_live, *(primals[index] for index in live))[1]
 
@@ -228,12 +226,7 @@ def _linearise(named: Named, live: Sequence[int], primals: list[Any], directions
     function = compat.jaxpr_function(named.jaxpr)
 
     def push(primals: list[Any], directions: list[Any]) -> list[Any]:
-        def of_live(*changed: Any) -> list[Any]:
-            arguments = list(primals)
-            for index, value in zip(live, changed, strict=True):
-                arguments[index] = value
-            return function(*arguments)
-
+        of_live = of_some(function, primals, live)
         outputs, changes = jax.jvp(of_live, tuple(primals[index] for index in live), tuple(directions))
         return [*outputs, *(change for out, change in zip(outputs, changes, strict=True) if is_smooth(out))]
 

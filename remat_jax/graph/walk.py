@@ -34,6 +34,22 @@ def retrace(jaxpr: Any, function: Callable[..., Any]) -> Any:
     return jax.make_jaxpr(function)(*jaxpr.in_avals)
 
 
+def of_some(function: Callable[..., Any], arguments: Sequence[Any], places: Sequence[int]) -> Callable[..., Any]:
+    """`function` of the arguments at `places`, to be differentiated along these; the others stay as they are.
+
+    >>> of_some(lambda *numbers: numbers, [1, 2, 3], [0, 2])(7, 8)
+    (7, 2, 8)
+    """
+
+    def function_of_some(*changed: Any) -> Any:
+        filled = list(arguments)
+        for place, value in zip(places, changed, strict=True):
+            filled[place] = value
+        return function(*filled)
+
+    return function_of_some
+
+
 def inner_jaxprs(eqn: Any) -> dict[str, Any]:
     """The parameters of `eqn` that are jaxprs, or tuples of jaxprs (the branches of a `cond`)."""
     found = {}

@@ -15,6 +15,7 @@ from remat_jax.graph.block import decide
 from remat_jax.graph.cost import Cost, HasSeconds, is_view, jaxpr_cost, shares
 from remat_jax.graph.count import eqn_flops
 from remat_jax.graph.flat import Array, Flat, FlatEqn, flatten, region
+from remat_jax.graph.walk import of_some
 from remat_jax.planning.blocks import Call
 from remat_jax.policy import Policy
 
@@ -216,10 +217,7 @@ def _passes(block: PlannedBlock, live: tuple[bool, ...]) -> tuple[Any, Any]:
 
     def forward(*primals: Any) -> Any:
         def of_live(*changed: Any) -> list[Any]:
-            arguments = list(primals)
-            for index, value in zip(places, changed, strict=True):
-                arguments[index] = value
-            return [out for out in run(*arguments) if is_smooth(out)]
+            return [out for out in of_some(run, primals, places)(*changed) if is_smooth(out)]
 
         _, pullback = jax.vjp(of_live, *(primals[index] for index in places))
         leaves, structure = jax.tree.flatten(pullback)
