@@ -58,8 +58,8 @@ def plan(
 
     The residuals of each block, their bytes and what computing them again takes make a problem, whose exact solution is
     compiled; what the compiler says corrects the problem, which is solved again, six compilations at most. The answer was
-    compiled and fits, and by the estimate no named policy that was compiled and fits is faster; named policies are compiled where
-    the estimate says that they might be. The mathematics is in `docs/planning.md`.
+    compiled and fits, and by the estimate no named policy that was compiled and fits is faster; named policies are compiled
+    where the estimate says that they might be. The mathematics is in `docs/planning.md`.
 
     Args:
       workload: with a loss; a finished step has taken its gradient already.
