@@ -69,6 +69,7 @@ bench: $(STAMP)  ## measure on this machine's processor
 .PHONY: bench-gpu
 bench-gpu: $(STAMP)  ## measure on this machine's GPU
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m benchmarks.gpu.plans)
 
 .PHONY: docs
 docs: $(STAMP)  ## write the reference of all public names to build/docs

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,10 @@ import pytest
 from benchmarks import cpu
 from benchmarks.__main__ import main as cpu_main
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import child
+from benchmarks.gpu import child, plan_make, plan_run, plans
 from benchmarks.gpu.gradients import compare, compare_and_keep
 from benchmarks.gpu.job import SMALL, Job, Size, load_arrays, make_weights, parameter_shapes, save_arrays
+from benchmarks.gpu.plan_jobs import TINY, PlanJob
 from benchmarks.gpu.rows import JAX_REFERENCE, ORDER, TORCH_REFERENCE, Case, Row, relate, table
 from benchmarks.record import write_json
 from examples.models import linen, weights
@@ -243,3 +245,38 @@ def test_more_flops_or_more_memory_than_by_hand_is_a_problem_and_time_is_not() -
 def test_unstacked_gradients_are_compared_layer_by_layer() -> None:
     stacked = {"layers": {"kernel": np.arange(6.0).reshape(2, 3)}}
     assert weights.flatten(weights.unstack_layers(stacked)).keys() == {"layers_0/kernel", "layers_1/kernel"}
+
+
+# Plans on a GPU: estimated, run, judged.
+
+
+def test_the_planner_tells_of_named_policies_and_of_plans_and_each_of_them_runs() -> None:
+    model = "scanned"
+    lines: list[dict[str, Any]] = []
+    plan_make.make(model, TINY[model], {"nominal": "h200", "calibrated": "cpu"}, [1.0], lines.append, ["off", "full"])
+    assert [line["policy"] for line in lines] == ["off", "full", "plan at 1"]
+    by_name = {line["policy"]: line for line in lines}
+    extra = {
+        key: by_name["full"]["estimated_seconds"][key] - by_name["off"]["estimated_seconds"][key]
+        for key in ("nominal", "calibrated")
+    }
+    assert 0 < extra["nominal"] < extra["calibrated"], "an H200 computes again faster than a CPU"
+    assert by_name["plan at 1"]["budget"] == by_name["off"]["device_bytes"] >= by_name["plan at 1"]["device_bytes"]
+
+    ran = [
+        plan_run.run(PlanJob(model, TINY[model], line["policies"], 1, 2)) for line in (by_name["full"], by_name["plan at 1"])
+    ]
+    assert [len(one["seconds"]) for one in ran] == [2, 2] and ran[0]["loss"] == pytest.approx(ran[1]["loss"], rel=1e-2)
+    assert ran[0]["compiled_device_bytes"] == by_name["full"]["device_bytes"]
+
+
+def test_a_plan_that_loses_or_needs_more_than_its_budget_is_told() -> None:
+    named = {"kind": "named", "policy": "dots", "device_bytes": 10, "step_seconds": 1.0, "estimated_seconds": {"nominal": 1.0}}
+    plan = named | {"kind": "plan", "policy": "plan at 0.3", "budget": 12, "step_seconds": 1.01, "measured_peak_bytes": 12}
+    other = named | {"policy": "full", "step_seconds": 3.0, "estimated_seconds": {"nominal": 0.5}}
+    found = plans.judged([named, other, plan])
+    assert found["slower"] == found["over_budget"] == [] and found["rank_correlation"]["nominal"] < 0
+
+    lost = plans.judged([named, plan | {"step_seconds": 1.03, "measured_peak_bytes": 13}])
+    assert lost["slower"] == ["plan at 0.3: dots is faster"] and lost["over_budget"] == ["plan at 0.3"]
+    assert plans.judged([named | {"device_bytes": 13}, plan | {"step_seconds": 1.03}])["slower"] == [], "it does not fit"

@@ -11,10 +11,16 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.gpu.job import Job
 from benchmarks.record import ROOT
+
+
+class Told(Protocol):
+    """What a child is told on its command line."""
+
+    def to_json(self) -> str: ...
 
 
 def environment(extra: dict[str, str]) -> dict[str, str]:
@@ -23,7 +29,7 @@ def environment(extra: dict[str, str]) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **extra}
 
 
-def run_child(module: str, job: Job, seconds: float, env: dict[str, str]) -> dict[str, Any]:
+def run_child(module: str, job: Told, seconds: float, env: dict[str, str]) -> dict[str, Any]:
     """What `python -m module JOB` prints as its last line, or `{"error": …}`: it never raises for what the child does."""
     command = [sys.executable, "-m", module, job.to_json()]
     with tempfile.TemporaryFile("w+", errors="replace") as said:
@@ -73,10 +79,10 @@ def stop(child: subprocess.Popen[Any], patience: float = 10.0) -> None:
         return
 
 
-def answer_with(run: Callable[[Job], dict[str, Any]]) -> None:
+def answer_with(run: Callable[[Any], dict[str, Any]], read: Callable[[str], Any] = Job.from_json) -> None:
     """The body of a child: run the job on the command line and print one line of JSON, an exception included."""
     try:
-        answer = run(Job.from_json(sys.argv[1]))
+        answer = run(read(sys.argv[1]))
     except Exception as error:
         # Out of memory, a compiler that refuses: each is a result.
         traceback.print_exc()

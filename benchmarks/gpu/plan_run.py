@@ -1,0 +1,58 @@
+"""One policy on the device: `python -m benchmarks.gpu.plan_run JOB` runs training steps and prints one line of JSON."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.gpu.child import answer_with
+from benchmarks.gpu.jax_run import compiled_bytes
+from benchmarks.gpu.plan_jobs import PlanJob
+
+
+def run(job: PlanJob) -> dict[str, Any]:
+    """Compile, run and measure; time and memory do not depend on what the numbers are, as long as they are finite."""
+    step = job.step()
+    # Compiled before anything is on the device: what autotuning allocates then stays below the step's own peak.
+    compiled = jax.jit(step.function, donate_argnums=step.donate_argnums).lower(*step.arguments).compile()
+    trained, state, frozen, *batch = filled(step.arguments)
+    seconds = []
+    jax.block_until_ready((trained, state, batch))
+    for _ in range(job.warm_up + job.steps):
+        started = time.perf_counter()
+        trained, state, loss = jax.block_until_ready(compiled(trained, state, frozen, *batch))
+        seconds.append(time.perf_counter() - started)
+    memory = jax.local_devices()[0].memory_stats() or {}
+    timed = seconds[job.warm_up :]
+    return compiled_bytes(compiled) | {
+        "measured_peak_bytes": memory.get("peak_bytes_in_use"),
+        "step_seconds": statistics.median(timed),
+        "seconds": timed,
+        "loss": float(loss),
+    }
+
+
+def filled(arguments: Any) -> Any:
+    """Arrays of the arguments' types, made where they are used: small normal numbers for what has two axes or more, bytes for
+    integers, ones for other parameters; an optimizer's state is zero."""
+    trained, state, *others = arguments
+    made = jax.tree.map(_random, (trained, *others))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
+    return (made[0], zeros, *made[1:])
+
+
+def _random(leaf: Any) -> jax.Array:
+    key = jax.random.key(0)
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        return jax.random.randint(key, leaf.shape, 0, 256, leaf.dtype)
+    if len(leaf.shape) < 2:
+        return jnp.ones(leaf.shape, leaf.dtype)
+    return 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)
+
+
+if __name__ == "__main__":
+    answer_with(run, PlanJob.from_json)
