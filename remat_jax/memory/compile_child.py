@@ -14,18 +14,21 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 from jax import export
 from jax.experimental import topologies
 
 jax.config.update("jax_platforms", "cpu")  # the process itself computes on the CPU; the GPU is only described
 
 
-def sharding(request: dict[str, Any]) -> Any:
-    """Where the program runs: a described device, or the CPU of this process."""
+def devices(request: dict[str, Any]) -> list[Any]:
+    """Where the programs run: described devices, or the CPUs of this process."""
     if request["compiler_description"] is None:
-        return jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
-    topology = topologies.get_topology_desc(platform="cuda", target_config=request["compiler_description"], topology="1x1x1")
-    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+        return list(jax.devices("cpu"))
+    hosts = request["hosts"]
+    topology = f"1x{hosts}x{request['devices'] // hosts}"
+    described = topologies.get_topology_desc(platform="cuda", target_config=request["compiler_description"], topology=topology)
+    return list(described.devices)
 
 
 class PinnedHost(jax.sharding.SingleDeviceSharding):
@@ -37,18 +40,25 @@ class PinnedHost(jax.sharding.SingleDeviceSharding):
         return "pinned_host"
 
 
-def placed(aval: Any, where: Any) -> Any:
-    """Where an argument lives; a CPU has one memory."""
-    (device,) = where.device_set
-    on_host = aval.memory_space is jax.memory.Space.Host and device.platform != "cpu"
-    return PinnedHost(device) if on_host else where
+def shardings(exported: Any, program: dict[str, Any], where: list[Any]) -> list[Any]:
+    """Where each argument lives: on the mesh as it was exported, or in a memory of the one device; a CPU has one memory."""
+    if program["mesh"]:
+        names, sizes = zip(*program["mesh"], strict=True)
+        mesh = jax.sharding.Mesh(np.array(where).reshape(sizes), names)
+        return list(exported.in_shardings_jax(mesh))
+    on_host = [aval.memory_space is jax.memory.Space.Host and where[0].platform != "cpu" for aval in exported.in_avals]
+    return [PinnedHost(where[0]) if away else jax.sharding.SingleDeviceSharding(where[0]) for away in on_host]
 
 
-def compiled(program: dict[str, Any], where: Any) -> dict[str, int]:
+def compiled(program: dict[str, Any], where: list[Any]) -> dict[str, int]:
     """The sizes in bytes that the compiler reports for one program."""
     with open(program["path"], "rb") as file:
         exported = export.deserialize(bytearray(file.read()))
-    arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=placed(aval, where)) for aval in exported.in_avals]
+    places = shardings(exported, program, where)
+    arguments = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place)
+        for aval, place in zip(exported.in_avals, places, strict=True)
+    ]
     jitted = jax.jit(exported.call, donate_argnums=tuple(program["donated"]))
     lowered = jitted.lower(*arguments)
     executable = lowered.compile(compiler_options=program["compiler_options"] or None)
@@ -74,7 +84,7 @@ def main() -> None:
     """Answer the request on standard input."""
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     request = json.load(sys.stdin)
-    where = sharding(request)
+    where = devices(request)
     for program in request["programs"]:
         answer: dict[str, Any]
         try:

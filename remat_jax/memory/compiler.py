@@ -135,6 +135,7 @@ def _entry(folder: Path, program: Program, target: Target, options: dict[str, An
     path = folder / "program.jaxexport"
     path.write_bytes(program.blob)
     entry = {"key": program.key, "path": str(path), "donated": program.donated, "compiler_options": options}
+    entry["mesh"] = program.mesh
     if target.kind == "gpu":
         # Having XLA write down what it decided costs no time that could be measured.
         entry["compiler_options"] = options | {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
@@ -151,7 +152,8 @@ def _answers(
 
     def run(number: int) -> dict[str, dict[str, Any]]:
         part = entries[number::side_by_side]
-        request = {"programs": part, "compiler_description": target.compiler_description}
+        request = {"programs": part, "compiler_description": target.compiler_description, "devices": target.devices}
+        request["hosts"] = target.hosts
         keys, log = [entry["key"] for entry in part], folder / f"stderr_{number}"
         return ask(Question(CHILD, request, keys, f"compiling for target={target.name!r}", environment, timeout, log), tell)
 

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.attached import measured_peak
 from remat_jax.memory.compiler import Sizes, compile_programs, export_step
+from remat_jax.memory.devices import check_devices
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, Rule, as_block_policy
@@ -67,11 +68,7 @@ def measure_many(
 ) -> list[MemoryReport]:
     """`measure` of several policies, compiled side by side; `on_done` is told of each policy as it is compiled."""
     described = target if isinstance(target, Target) else target_named(target)
-    if described.devices > 1:
-        raise UnsupportedError(
-            f"target={described.name!r} is {described.devices} devices, which a workload without a mesh does not use: ask for "
-            "one of them. Workloads with a mesh are not served yet."
-        )
+    check_devices(workload, described)
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
         raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds")
     known = _known.setdefault(workload, {})
