@@ -223,6 +223,30 @@ class Workload:
         donated = (0, 1) if self.donate else ()
         return self._placed(Step(update, (trained, state, frozen, *self.batch), donated, names), (0, 1, None))
 
+    def step_with_residuals(self, policy: Any) -> tuple[Step, Callable[..., Any]]:
+        """A step on the mesh whose first results are the arrays that its backward pass reads, and a function that gives these.
+
+        Its other results are the gradients. Both take the same arguments.
+        """
+        loss, trained, frozen = self.split_loss(policy)
+        of_trained, of_frozen = self._parted(self.shardings[0])
+
+        def pullback(trained: Any, frozen: Any, *batch: Any) -> tuple[Any, Any]:
+            value, pullback, *_ = jax.vjp(lambda p: loss(p, frozen, *batch), trained, has_aux=self.has_aux)
+            return value, pullback
+
+        def kept(*arguments: Any) -> list[Any]:
+            return list(jax.tree.leaves(pullback(*arguments)[1]))
+
+        def function(*arguments: Any) -> tuple[list[Any], Any]:
+            value, back = pullback(*arguments)
+            (gradients,) = back(jnp.ones_like(value))
+            return jax.tree.leaves(back), pinned(gradients, of_trained)
+
+        places = (of_trained, of_frozen, *self.shardings[1:])
+        step = Step(under(self.mesh, function), (trained, frozen, *self.batch), (), (), self.mesh, places)
+        return step, under(self.mesh, kept)
+
     def _placed(self, step: Step, like: tuple[int | None, ...]) -> Step:
         """`step` on the mesh, each of its results where the argument lies that `like` numbers; a loss is everywhere."""
         if self.mesh is None:
@@ -232,7 +256,7 @@ class Workload:
         if self.optimizer is None:
             places: tuple[Any, ...] = (trained, frozen, *batch)
         else:
-            places = (trained, state_shardings(self.optimizer, *step.arguments[1::-1], trained), frozen, *batch)
+            places = (trained, state_shardings(self.optimizer, step.arguments[1], step.arguments[0], trained), frozen, *batch)
 
         def function(*arguments: Any) -> Any:
             results = step.function(*arguments)

@@ -50,8 +50,8 @@ def shardings(exported: Any, program: dict[str, Any], where: list[Any]) -> list[
     return [PinnedHost(where[0]) if away else jax.sharding.SingleDeviceSharding(where[0]) for away in on_host]
 
 
-def compiled(program: dict[str, Any], where: list[Any]) -> dict[str, int]:
-    """The sizes in bytes that the compiler reports for one program."""
+def compiled(program: dict[str, Any], where: list[Any]) -> dict[str, Any]:
+    """The sizes in bytes that the compiler reports for one program, and the shapes of what each device has of its results."""
     with open(program["path"], "rb") as file:
         exported = export.deserialize(bytearray(file.read()))
     places = shardings(exported, program, where)
@@ -70,7 +70,8 @@ def compiled(program: dict[str, Any], where: list[Any]) -> dict[str, int]:
         # What XLA dumps by itself is older: a loop's copies to and from the host are not set yet.
         with open(program["text"], "w", encoding="utf-8") as file:
             file.write(executable.as_text())
-    return sizes
+    results = zip(exported.out_avals, executable.output_shardings, strict=True) if program["mesh"] else ()
+    return {"sizes": sizes, "results": [place.shard_shape(aval.shape) for aval, place in results]}
 
 
 def end_with(parent: int) -> None:
@@ -88,7 +89,7 @@ def main() -> None:
     for program in request["programs"]:
         answer: dict[str, Any]
         try:
-            answer = {"sizes": compiled(program, where)}
+            answer = compiled(program, where)
         except Exception as error:
             # Whatever the compiler raises is the answer; the other programs may still compile.
             answer = {"error": f"{type(error).__name__}: {error}"}

@@ -119,6 +119,37 @@ def compile_programs(
     return {key: found[digest] for key, digest in digests.items()}
 
 
+def result_shapes(program: Program, target: Target, *, timeout: float) -> list[tuple[int, ...]]:
+    """The shapes of what each device of a mesh has of the results of `program`, as the compiler divides them.
+
+    Raises:
+      CompileError, UnsupportedError: as for `compile_programs`.
+    """
+    if target.kind == "gpu":
+        compat.require_gpu_compiler()
+    digest = cache.digest(program, target, {"results": True}, CHILD)
+    found = cache.read(digest, target, _Shapes.from_dict)
+    if found is None:
+        with tempfile.TemporaryDirectory(prefix="remat_jax_") as temporary:
+            entry = _entry(Path(temporary, "0"), program, target, {})
+            answer = _answers([entry], target, timeout, Path(temporary), lambda key: None)[program.key]
+        found = _Shapes(tuple(map(tuple, answer["results"])))
+        cache.write(digest, target, found)
+    return list(found.shapes)
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    shapes: tuple[tuple[int, ...], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"shapes": self.shapes}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> _Shapes:
+        return cls(tuple(map(tuple, data["shapes"])))
+
+
 def _compiled(
     programs: Sequence[Program], target: Target, timeout: float, options: dict[str, Any], tell: Callable[[str], None]
 ) -> dict[str, Sizes]:

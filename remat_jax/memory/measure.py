@@ -216,8 +216,9 @@ def _receipt(found: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
     if target.kind == "cpu":
         warnings.append("a CPU has one memory: what is offloaded stays in temp, and host_bytes is 0; ask a GPU target")
     else:
-        if offered is not None and found.host_temp < offered:
-            warnings.append(f"of {offered} bytes offered only {found.host_temp} are in host memory")
+        there = found.host_temp * target.devices
+        if offered is not None and there < offered:
+            warnings.append(f"of {offered} bytes offered only {there} are in host memory")
         if returned is not None and returned <= 0:
             warnings.append(
                 f"the device gives back nothing: it needs {-returned} bytes more than with the offloaded arrays left there"

@@ -1,0 +1,75 @@
+"""A block's program as one device of a mesh runs it: its share of each array, and of the work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from remat_jax import compat
+from remat_jax.graph.cost import Cost, flat_cost
+from remat_jax.graph.flat import Array, FlatEqn
+from remat_jax.memory.shares import Shares
+from remat_jax.planning.program import Program
+
+
+def divided(program: Program, shares: Shares) -> Program:
+    """`program` with the bytes and the work of one device.
+
+    What the compiler said of residuals holds for them; what lies between is divided as what is made from it or what it is made
+    from, and parameters are taken whole: they are gathered where they are read. An equation is divided as that of its arrays
+    which is divided most. The two passes are, as the forward pass up to the residuals is.
+    """
+    before = flat_cost(program.flat.eqns, program.flat.outputs)
+    known = {array: share for array in program.arrays if (share := _said(array, shares)) is not None}
+    parameters = set(program.flat.inputs) - set(program.inputs.values())
+    known |= dict.fromkeys((array for array in parameters if array not in known), 1.0)
+    _divide(program.flat.inputs, program.flat.eqns, known, parameters, shares.mean)
+    after = flat_cost(program.flat.eqns, program.flat.outputs)
+    work, traffic = _ratio(after.flops, before.flops), _ratio(after.bytes, before.bytes)
+    backward = program.backward_program
+    given = dict(zip(backward.inputs, program.flat.outputs, strict=False))
+    shapes = {array.aval.shape for array in parameters}
+    # A gradient is there whole before the devices add theirs up.
+    whole = {array for array in backward.outputs if array.aval.shape in shapes}
+    seen = {array: of.share for array, of in given.items()} | dict.fromkeys(whole - given.keys(), 1.0)
+    _divide(backward.inputs, backward.eqns, seen, {array for array, of in given.items() if of in parameters}, shares.mean)
+    return replace(program, forward=_scaled(program.forward, work, traffic), backward=_scaled(program.backward, work, traffic))
+
+
+def gathered_bytes(program: Program) -> int:
+    """The parameters that one block reads, whole."""
+    parameters = set(program.flat.inputs) - set(program.inputs.values())
+    return sum(math.prod(one.aval.shape) * compat.itemsize(one.aval.dtype) for one in parameters if hasattr(one.aval, "dtype"))
+
+
+def _said(array: Array, shares: Shares) -> float | None:
+    return next((shares.by_name[name] for name in array.names if name in shares.by_name), None)
+
+
+def _divide(
+    inputs: Iterable[Array], eqns: Iterable[FlatEqn], known: Mapping[Array, float], whole: set[Array], otherwise: float
+) -> None:
+    """Give every array its share: what is known, else that of a neighbour of its size, else of the largest it is made from."""
+    found, eqns = dict(known), list(eqns)
+    for one in reversed(eqns):
+        for array in one.inputs:
+            like = next((out for out in one.outputs if out in found and out.size == array.size), None)
+            if array not in found and like is not None:
+                found[array] = found[like]
+    for one in eqns:
+        sources = [array for array in one.inputs if array in found and array not in whole and not array.literal]
+        for array in one.outputs:
+            alike = [source for source in sources if source.size == array.size] or sources
+            if array not in found and alike:
+                found[array] = found[max(alike, key=lambda source: source.size)]
+    for array in (*inputs, *(array for one in eqns for array in one.outputs)):
+        array.share = found.get(array, otherwise)
+
+
+def _ratio(after: float, before: float) -> float:
+    return after / before if before else 1.0
+
+
+def _scaled(cost: Cost, work: float, traffic: float) -> Cost:
+    return replace(cost, kernels=tuple((kernel.scaled(work, traffic), times) for kernel, times in cost.kernels))
