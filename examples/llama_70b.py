@@ -41,7 +41,7 @@ def tensor_job() -> Workload:
     >>> tensor_job().mesh.axis_names
     ('fsdp', 'tensor')
     """
-    return _workload({"fsdp": 8, "tensor": 8}, _by_features, P("fsdp"), "Llama 3 70B, tensor parallel")
+    return _workload({"fsdp": 8, "tensor": 8}, by_features, P("fsdp"), "Llama 3 70B, tensor parallel")
 
 
 def _workload(mesh: dict[str, int], of_params: Callable[[str, Any], P], of_batch: P, name: str) -> Workload:
@@ -70,7 +70,7 @@ def _last(leaf: Any, axes: Any) -> P:
     return P(*[None] * (len(leaf.shape) - 1), axes)
 
 
-def _by_features(path: str, leaf: Any) -> P:
+def by_features(path: str, leaf: Any) -> P:
     """What a projection makes is split over `tensor`, or what it sums over; the other side over `fsdp`."""
     if len(leaf.shape) < 2 or "norm" in path:
         return P()

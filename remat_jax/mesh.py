@@ -125,10 +125,10 @@ def _checked(mesh: AbstractMesh, given: Any, shape: tuple[int, ...], where: str)
                 f"shardings: {spec} for {where} divides dimension {dimension} of {list(shape)} into {parts} parts, and "
                 f"{shape[dimension]} is no multiple of that; divide another dimension, or pad it"
             )
-    try:
-        return NamedSharding(mesh, spec)
-    except ValueError as error:
-        raise ArgumentError(f"shardings: {spec} for {where}: {error}") from error
+    named = [axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())]
+    if len(set(named)) < len(named):
+        raise ArgumentError(f"shardings: {spec} for {where} names an axis twice; each divides one dimension")
+    return NamedSharding(mesh, spec)
 
 
 def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) -> Any:

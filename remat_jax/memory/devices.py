@@ -17,8 +17,8 @@ def check_devices(workload: Workload, target: Target) -> None:
     if workload.mesh is None:
         if target.devices > 1:
             raise UnsupportedError(
-                f"target={target.name!r} is {target.devices} devices, and {workload.name!r} has no mesh to use them by: ask for one "
-                "of them, or say how it is divided: Workload(…, mesh={'data': …}, shardings=(…))"
+                f"target={target.name!r} is {target.devices} devices, and {workload.name!r} has no mesh to use them by: ask "
+                "for one of them, or say how it is divided: Workload(…, mesh={'data': …}, shardings=(…))"
             )
         return
     if target.attached:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from remat_jax import compat
 from remat_jax.graph.cost import Cost, flat_cost
 from remat_jax.graph.flat import Array, FlatEqn
+from remat_jax.graph.kernels import Work
 from remat_jax.memory.shares import Shares
 from remat_jax.planning.program import Program
 
@@ -26,7 +28,7 @@ def divided(program: Program, shares: Shares) -> Program:
     known |= dict.fromkeys((array for array in parameters if array not in known), 1.0)
     _divide(program.flat.inputs, program.flat.eqns, known, parameters, shares.mean)
     after = flat_cost(program.flat.eqns, program.flat.outputs)
-    work, traffic = _ratio(after.flops, before.flops), _ratio(after.bytes, before.bytes)
+    work, traffic = _ratios(after, before), _ratio(after.bytes, before.bytes)
     backward = program.backward_program
     given = dict(zip(backward.inputs, program.flat.outputs, strict=False))
     shapes = {array.aval.shape for array in parameters}
@@ -67,9 +69,26 @@ def _divide(
         array.share = found.get(array, otherwise)
 
 
+def _ratios(after: Cost, before: Cost) -> dict[str, float]:
+    """What is left of the operations, by dtype."""
+    left, whole = _operations(after), _operations(before)
+    return {dtype: _ratio(left[dtype], count) for dtype, count in whole.items()}
+
+
+def _operations(cost: Cost) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for kernel, times in cost.kernels:
+        found.update({dtype: times * count for dtype, count in kernel.flops.items()})
+    return found
+
+
 def _ratio(after: float, before: float) -> float:
     return after / before if before else 1.0
 
 
-def _scaled(cost: Cost, work: float, traffic: float) -> Cost:
-    return replace(cost, kernels=tuple((kernel.scaled(work, traffic), times) for kernel, times in cost.kernels))
+def _scaled(cost: Cost, work: Mapping[str, float], traffic: float) -> Cost:
+    def scaled(kernel: Work) -> Work:
+        flops = {dtype: work.get(dtype, traffic) * count for dtype, count in kernel.flops.items()}
+        return replace(kernel, flops=flops, bytes=traffic * kernel.bytes)
+
+    return replace(cost, kernels=tuple((scaled(kernel), times) for kernel, times in cost.kernels))
