@@ -33,6 +33,8 @@ def measure(workload: Workload, policy: Any, target: str | Target = "cpu", timeo
     beside it, so that the receipt can say what the device gave back. The same question of the same workload object is
     answered from memory, and what was compiled for a GPU before, from disk (`remat_jax.memory.cache`).
 
+    A workload with a mesh is compiled for a target of as many devices (`"8x8xh200"`); what is told is what one of them needs.
+
     On the target `"attached"`, the GPU of this machine, the step is also run once, on random numbers, in a process of its own:
     `measured_peak_bytes` is what that took.
 
@@ -43,7 +45,8 @@ def measure(workload: Workload, policy: Any, target: str | Target = "cpu", timeo
 
     Raises:
       TargetError: an unknown target, or no GPU is attached.
-      UnsupportedError: a target of several devices.
+      ArgumentError: the target has another number of devices than the workload's mesh.
+      UnsupportedError: a target of several devices, and a workload without a mesh.
       CompileError: the compiler failed, aborted, hung or ran out of memory.
       UnsupportedError: the target's compiler is not installed.
       PolicyError, BlockError, NoEffectError: the policy is none, or has no effect on this workload.
@@ -192,6 +195,7 @@ def _report(workload: Workload, asked: _Asked, target: Target, sizes: dict[Any, 
         measured_peak_bytes=None,
         jax_version=jax.__version__,
         overlap=found.overlap,
+        devices=target.devices,
     )
     offers = asked.without_offload is not None or (kept is not None and kept.host_bytes > 0)
     if not offers and not is_miscompiled(found):

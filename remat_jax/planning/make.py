@@ -64,11 +64,14 @@ def plan(
 
     Args:
       workload: with a loss; a finished step has taken its gradient already.
-      budget: device memory: bytes, a text (`"40GiB"`, `"38 GB"`, `"80%"`), or a share of the target's memory (0.8).
+      budget: memory of one device: bytes, a text (`"40GiB"`, `"38 GB"`, `"80%"`), or a share of the target's memory (0.8).
       target: the name of a target (`"h200"`), or a `Target`.
-      host_budget: host memory for offloading: bytes or a text; None for no limit, 0 for no offload.
+      host_budget: host memory for offloading from one device: bytes or a text; None for no limit, 0 for no offload.
       timeout: seconds that compiling may take in all.
       progress: told what is being done, how many steps are compiled, and how many may be.
+
+    On a mesh every figure is that of one device, but for `recompute_flops`; how the compiler divides the residuals is asked
+    with one compilation more (`docs/planning.md`, "On a mesh").
 
     Raises:
       InfeasibleBudget: nothing fits; the message says the least that was reached, and what takes it.
