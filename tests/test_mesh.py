@@ -21,6 +21,7 @@ import remat_jax as rj
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.rates import Rates
+from remat_jax.memory.predict import Predictor
 from remat_jax.memory.shares import residual_shares
 from remat_jax.planning import problem
 from tests.mesh_models import BATCH, CONFIG, LAYERS, LENGTH, MESH, POLICIES, small_llama
@@ -70,6 +71,10 @@ def test_the_target_has_as_many_devices_as_the_mesh():
             ask(divided, "full", "4xcpu")
         with pytest.raises(UnsupportedError, match="'2xcpu' is 2 devices, and '<lambda>' has no mesh"):
             ask(mlp(), "full", "2xcpu")
+    with pytest.raises(ArgumentError, match="'h200' is 1 device, and the mesh"):
+        rj.doctor(divided, "full", "h200")
+    with pytest.raises(UnsupportedError, match="a Predictor serves one device"):
+        Predictor(divided, "8xcpu", ["full", "everything"])
     with pytest.raises(UnsupportedError, match="an offloaded optimizer on a mesh is not served"):
         mlp(mesh={"data": 8}, shardings=(P(),), optimizer=rj.offload_optimizer(optax.adam(1e-3)))
 
