@@ -49,14 +49,23 @@ def _said(array: Array, shares: Shares) -> float | None:
     return next((shares.by_name[name] for name in array.names if name in shares.by_name), None)
 
 
+# Makes parts of an array, or one of its parts: whatever the compiler divides of one, it divides of the other.
+_PARTS = frozenset({"concatenate", "dynamic_slice", "pad", "slice", "split"})
+
+
 def _divide(
     inputs: Iterable[Array], eqns: Iterable[FlatEqn], known: Mapping[Array, float], whole: set[Array], otherwise: float
 ) -> None:
-    """Give every array its share: what is known, else that of a neighbour of its size, else of the largest it is made from."""
+    """Give every array its share.
+
+    It is what is known; else that of what is made of it, of the same size or its parts or with it as a part; else that of the
+    largest that it is made from.
+    """
     found, eqns = dict(known), list(eqns)
     for one in reversed(eqns):
         for array in one.inputs:
-            like = next((out for out in one.outputs if out in found and out.size == array.size), None)
+            in_parts = one.primitive in _PARTS
+            like = next((out for out in one.outputs if out in found and (in_parts or out.size == array.size)), None)
             if array not in found and like is not None:
                 found[array] = found[like]
     for one in eqns:
