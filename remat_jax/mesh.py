@@ -27,7 +27,8 @@ def as_mesh(mesh: Any) -> AbstractMesh:
         wrong = {name: size for name, size in mesh.items() if not isinstance(name, str) or not _is_size(size)}
         if wrong or not mesh:
             raise ArgumentError(f"mesh={mesh!r}: expected sizes by axis name, such as {{'data': 8, 'fsdp': 8}}")
-        return AbstractMesh(tuple(mesh.values()), tuple(mesh))
+        # What they are by default depends on JAX's version.
+        return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
     found = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     if not isinstance(found, AbstractMesh) or not found.axis_names:
         raise ArgumentError(

@@ -23,6 +23,7 @@ from remat_jax.hardware import target
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.predict import Predictor
 from remat_jax.memory.shares import residual_shares
+from remat_jax.mesh import as_mesh
 from remat_jax.planning import problem
 from tests.mesh_models import BATCH, CONFIG, LAYERS, LENGTH, MESH, POLICIES, small_llama
 from tests.small_models import Mlp
@@ -56,7 +57,12 @@ def mlp(**options):
         ),
         (ArgumentError, "shardings for params are no pytree prefix of it", {"data": 8}, ({"weights": P()},)),
         (ArgumentError, r"for batch\[0\] names an axis twice", {"data": 2}, (P(), P("data", "data"))),
-        (UnsupportedError, "axes data are not of type Auto", AbstractMesh((8,), ("data",), (AxisType.Explicit,)), (P(),)),
+        (
+            UnsupportedError,
+            "axes data are not of type Auto",
+            AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,)),
+            (P(),),
+        ),
     ],
 )
 def test_a_mesh_that_does_not_go_with_the_arguments_is_an_error(error, told, mesh, shardings):
@@ -95,8 +101,8 @@ def test_the_state_of_an_optimizer_lies_as_its_parameters_do():
 def test_an_nnx_model_and_a_mesh_given_in_other_forms():
     model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
     shardings = (lambda path, leaf: P("data") if "kernel" in path else None, P("data"))
-    for mesh in (AbstractMesh((8,), ("data",)), {"data": 8}):
-        given = (shardings[0], NamedSharding(AbstractMesh((8,), ("data",)), P("data")))
+    for mesh in (as_mesh({"data": 8}), {"data": 8}):
+        given = (shardings[0], NamedSharding(as_mesh({"data": 8}), P("data")))
         job = rj.Workload.from_nnx(model, lambda m, x: m(x).sum(), (X,), nnx.Linear, mesh=mesh, shardings=given)
         shapes = sorted(leaf.shape for leaf in jax.tree.leaves(job.step("full").local_arguments))
         assert shapes == [(1, 16), (2, 16), (16,)]
@@ -181,7 +187,7 @@ class Layer(nn.Module):
 
 def test_a_plan_fits_on_each_device_and_keeps_what_it_may():
     model, x = nn.Sequential([Layer(), Layer()]), jax.ShapeDtypeStruct((8192, 128), jnp.bfloat16)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("data",))):
+    with jax.sharding.use_abstract_mesh(as_mesh({"data": 2})):
         params = jax.eval_shape(model.init, jax.random.key(0), x)
     job = rj.Workload(
         lambda p, x: (model.apply(p, x) ** 2).mean(dtype=jnp.float32),
