@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from jax.sharding import AbstractMesh
 
 from remat_jax import compat
 from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.apply.nnx import known_paths
 from remat_jax.apply.switch import repeated_modules
 from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.mesh import argument_shardings, as_mesh, local_struct, pinned, state_shardings, under
 from remat_jax.policy import as_block_policy, is_off
 from remat_jax.train import OffloadedOptimizer
 from remat_jax.train.structs import result_structs, struct
@@ -32,12 +34,23 @@ class Step:
       arguments: the flat leaves' shapes and dtypes in their pytrees; nothing is allocated.
       donate_argnums: the arguments whose buffers the step may reuse.
       names: what each argument is called in reports; empty for their positions.
+      mesh: the devices that it is divided among; None for a single one.
+      shardings: how each argument lies on the mesh, in its pytree; empty without one.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donate_argnums: tuple[int, ...]
     names: tuple[str, ...] = ()
+    mesh: AbstractMesh | None = None
+    shardings: tuple[Any, ...] = ()
+
+    @property
+    def local_arguments(self) -> tuple[Any, ...]:
+        """What of the arguments one device holds: the arguments themselves, without a mesh."""
+        if self.mesh is None:
+            return self.arguments
+        return jax.tree.map(local_struct, self.arguments, self.shardings)
 
 
 class Workload:
@@ -54,7 +67,11 @@ class Workload:
       has_aux: the loss returns `(scalar, aux)`; aux is an output of the step.
       donate: the step may reuse the buffers of parameters and optimizer state. Without an optimizer nothing is updated, and
         nothing is donated.
-      mesh, shardings: for several devices; not served yet.
+      mesh: for several devices: a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis name, `{"data": 8, "fsdp": 8}`; the
+        devices need not be here. The loss is traced under it, so that its own constraints may name the axes.
+      shardings: how the arguments lie on the mesh: `(for params, for batch[0], …)`, each a `PartitionSpec`, a pytree prefix of
+        them, or a function of an array's path and the leaf that gives one; None and what is left out mean replicated. An
+        optimizer's state lies as its parameters do.
       name: what reports call it.
 
     Raises:
@@ -90,12 +107,12 @@ class Workload:
             raise ArgumentError(f"loss={loss!r}: expected a function loss(params, *batch)")
         if not isinstance(batch, tuple):
             raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
-        if mesh is not None or shardings is not None:
-            raise UnsupportedError("mesh/shardings: workloads on several devices are not served yet; leave both out")
         if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(f"optimizer={optimizer!r}: expected an optax optimizer, with init and update")
-        self.loss, self.batch, self.optimizer = loss, _structs(batch, "batch"), optimizer
+        self.batch, self.optimizer = _structs(batch, "batch"), optimizer
         self.params = _structs(params, "params")
+        self.mesh, self.shardings = _on_mesh(mesh, shardings, self.params, self.batch, optimizer)
+        self.loss = under(self.mesh, loss)
         self.blocks = _checked_blocks(blocks)
         self.trainable, self.has_aux, self.donate = trainable, has_aux, donate
         _check_trained(_split(self.params, trainable)[0])
@@ -119,7 +136,7 @@ class Workload:
         self = cls.__new__(cls)
         if not callable(step):
             raise ArgumentError(f"step={step!r}: expected a function, the training step")
-        self.loss, self.optimizer, self.trainable = step, None, None
+        self.loss, self.optimizer, self.trainable, self.mesh, self.shardings = step, None, None, None, ()
         self.params, self.batch, self.has_aux, self.donate = None, (), False, bool(donate_argnums)
         self.blocks, self.name = _checked_blocks(blocks), name or str(getattr(step, "__name__", "step"))
         donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
@@ -155,6 +172,10 @@ class Workload:
         of_params.__name__ = getattr(loss, "__name__", "loss")
         if not isinstance(batch, tuple):
             raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
+        if isinstance(options.get("shardings"), tuple):
+            # What is no parameter is on every device.
+            first, *others = options["shardings"]
+            options["shardings"] = (first, None, *others)
         return cls(of_params, params, (rest, *batch), blocks, **options)
 
     # --- what is measured ---------------------------------------------------------------------------------------------
@@ -187,7 +208,8 @@ class Workload:
         gradient = jax.value_and_grad(loss, has_aux=self.has_aux)
         batch_names = tuple(f"batch[{index}]" for index in range(len(self.batch)))
         if self.optimizer is None:
-            return Step(gradient, (trained, frozen, *self.batch), (), ("parameters", "frozen parameters", *batch_names))
+            names = ("parameters", "frozen parameters", *batch_names)
+            return self._placed(Step(gradient, (trained, frozen, *self.batch), (), names), (None, 0))
         state = result_structs(self.optimizer.init, trained)
 
         def update(trained: Any, state: Any, frozen: Any, *batch: Any) -> Any:
@@ -198,7 +220,57 @@ class Workload:
             return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), trained, updates), state, value
 
         names = ("parameters", "optimizer state", "frozen parameters", *batch_names)
-        return Step(update, (trained, state, frozen, *self.batch), (0, 1) if self.donate else (), names)
+        donated = (0, 1) if self.donate else ()
+        return self._placed(Step(update, (trained, state, frozen, *self.batch), donated, names), (0, 1, None))
+
+    def step_with_residuals(self, policy: Any) -> tuple[Step, Callable[..., Any]]:
+        """A step on the mesh whose first results are the arrays that its backward pass reads, and a function that gives these.
+
+        Its other results are the gradients. Both take the same arguments.
+        """
+        loss, trained, frozen = self.split_loss(policy)
+        of_trained, of_frozen = self._parted(self.shardings[0])
+
+        def pullback(trained: Any, frozen: Any, *batch: Any) -> tuple[Any, Any]:
+            value, pullback, *_ = jax.vjp(lambda p: loss(p, frozen, *batch), trained, has_aux=self.has_aux)
+            return value, pullback
+
+        def kept(*arguments: Any) -> list[Any]:
+            return list(jax.tree.leaves(pullback(*arguments)[1]))
+
+        def function(*arguments: Any) -> tuple[list[Any], Any]:
+            value, back = pullback(*arguments)
+            (gradients,) = back(jnp.ones_like(value))
+            return jax.tree.leaves(back), pinned(gradients, of_trained)
+
+        places = (of_trained, of_frozen, *self.shardings[1:])
+        step = Step(under(self.mesh, function), (trained, frozen, *self.batch), (), (), self.mesh, places)
+        return step, under(self.mesh, kept)
+
+    def _placed(self, step: Step, like: tuple[int | None, ...]) -> Step:
+        """`step` on the mesh, each of its results where the argument lies that `like` numbers; a loss is everywhere."""
+        if self.mesh is None:
+            return step
+        params, *batch = self.shardings
+        trained, frozen = self._parted(params)
+        if self.optimizer is None:
+            places: tuple[Any, ...] = (trained, frozen, *batch)
+        else:
+            places = (trained, state_shardings(self.optimizer, step.arguments[1], step.arguments[0], trained), frozen, *batch)
+
+        def function(*arguments: Any) -> Any:
+            results = step.function(*arguments)
+            return tuple(one if place is None else pinned(one, places[place]) for one, place in zip(results, like, strict=True))
+
+        return dataclasses.replace(step, function=under(self.mesh, function), mesh=self.mesh, shardings=places)
+
+    def _parted(self, of_params: Any) -> tuple[Any, Any]:
+        """The part for the trained parameters and that for the frozen ones of a pytree like `params`."""
+        trained, frozen, _ = _split(self.params, self.trainable)
+        if self.trainable is None:
+            return of_params, {}
+        by_path = {_path(path): leaf for path, leaf in jax.tree.leaves_with_path(of_params)}
+        return {path: by_path[path] for path in trained}, {path: by_path[path] for path in frozen}
 
     def _check_loss(self) -> None:
         out = jax.eval_shape(self.loss, self.params, *self.batch)
@@ -245,7 +317,7 @@ def _split(params: Any, trainable: Any) -> tuple[Any, Any, Callable[[Any, Any], 
     if trainable is None:
         return params, {}, lambda trained, _: trained
     leaves, treedef = jax.tree.flatten_with_path(params)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    paths = [_path(path) for path, _ in leaves]
     chosen = [_is_trainable(trainable, path, leaf) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     if not any(chosen):
         raise ArgumentError(f"trainable={trainable!r} selects no parameter; the first paths are: {', '.join(paths[:5])}")
@@ -258,10 +330,30 @@ def _split(params: Any, trainable: Any) -> tuple[Any, Any, Callable[[Any, Any], 
     return trained, frozen, join
 
 
+def _path(keys: Any) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def _on_mesh(
+    mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...], optimizer: Any
+) -> tuple[AbstractMesh | None, tuple[Any, ...]]:
+    """The mesh, and how parameters and batch lie on it."""
+    if mesh is None and shardings is None:
+        return None, ()
+    if mesh is None or shardings is None:
+        given, lacking = ("shardings", "mesh") if mesh is None else ("mesh", "shardings")
+        raise ArgumentError(f"{given} without {lacking}: they belong together; give both, or neither for a single device")
+    if isinstance(optimizer, OffloadedOptimizer):
+        raise UnsupportedError("optimizer: an offloaded optimizer on a mesh is not served; give the optimizer itself")
+    found = as_mesh(mesh)
+    of_params, of_batch = argument_shardings(found, shardings, params, batch)
+    return found, (of_params, *of_batch)
+
+
 def _check_trained(trained: Any) -> None:
     for path, leaf in jax.tree.flatten_with_path(trained)[0]:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            name = _path(path)
             raise ArgumentError(
                 f"params: {name!r} is {leaf.dtype} and has no gradient; pass it in batch, or select the others with trainable"
             )

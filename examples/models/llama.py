@@ -11,6 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from .transformer import (
     RopeScaling,
@@ -59,6 +60,10 @@ class LlamaConfig:
     @classmethod
     def llama3_8b(cls) -> LlamaConfig:
         return cls(128256, 4096, 14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
+
+    @classmethod
+    def llama3_70b(cls) -> LlamaConfig:
+        return cls(128256, 8192, 28672, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128)
 
     @classmethod
     def llama3_1_8b(cls) -> LlamaConfig:
@@ -137,13 +142,19 @@ class GatedFeedForward(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """One layer, (B, T, E) → the same: the class to checkpoint."""
+    """One layer, (B, T, E) → the same: the class to checkpoint.
+
+    `activations` says how its input lies on the mesh that it is traced under; None leaves that to the compiler.
+    """
 
     config: LlamaConfig
     param_dtype: Any = jnp.float32
+    activations: PartitionSpec | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], bias: jax.Array) -> jax.Array:
+        if self.activations is not None:
+            x = jax.lax.with_sharding_constraint(x, self.activations)
         attend = SelfAttention(self.config, self.param_dtype, name="self_attn")
         x = x + attend(self._norm("input_norm")(x), rotation, bias)
         return x + GatedFeedForward(self.config, self.param_dtype, name="mlp")(self._norm("post_attention_norm")(x))
@@ -156,7 +167,8 @@ class Llama(nn.Module):
     """A causal language model: tokens (B, T) → logits (B, T, vocab_size).
 
     `mask` (B, T) is 1 for tokens and 0 for padding, without one nothing is padding; `positions` (B, T), by default
-    0 … T − 1, are those of the rotations. `scan` stacks the layers' parameters on axis 0.
+    0 … T − 1, are those of the rotations. `scan` stacks the layers' parameters on axis 0. `activations` says how what goes from
+    layer to layer lies on a mesh.
 
     >>> model = Llama(LlamaConfig())
     >>> tokens = jnp.zeros((2, 5), jnp.int32)
@@ -167,6 +179,7 @@ class Llama(nn.Module):
     config: LlamaConfig
     scan: bool = False
     param_dtype: Any = jnp.float32
+    activations: PartitionSpec | None = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array, mask: jax.Array | None = None, positions: jax.Array | None = None) -> jax.Array:
@@ -178,7 +191,7 @@ class Llama(nn.Module):
         bias = attention_bias(mask, length, x.dtype, causal=True)
 
         def block(name: str) -> LlamaBlock:
-            return LlamaBlock(config, self.param_dtype, name=name)
+            return LlamaBlock(config, self.param_dtype, self.activations, name=name)
 
         x = run_blocks(block, config.num_layers, x, rotation, bias, scan=self.scan)
         x = RMSNorm(config.rms_norm_eps, self.param_dtype, name="norm")(x)

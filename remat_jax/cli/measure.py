@@ -143,6 +143,10 @@ def _cells(report: MemoryReport) -> tuple[Any, ...]:
 def _caption(target: Target, reports: Sequence[MemoryReport]) -> str:
     memory = target.memory_bytes
     said = "device: arguments + outputs − aliased + temp. kept: residuals, from the forward to the backward pass."
+    if target.devices > 1:
+        said = (
+            f"device: of each of the {target.devices}, arguments + outputs − aliased + temp; host too. kept: residuals, of all."
+        )
     if any(report.receipt for report in reports):
         said += " gave back: against saving on the device what is offloaded."
     if memory is None:

@@ -14,6 +14,7 @@ from remat_jax.diagnosis.watch import observe
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
+from remat_jax.memory.devices import check_devices
 from remat_jax.memory.measure import DEFAULT_TIMEOUT
 from remat_jax.policy import LayerPolicies, Policy, as_block_policy, is_off
 from remat_jax.workload import Workload
@@ -93,6 +94,8 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
         raise ArgumentError(
             f"target={described.name!r} is no GPU: the traps that compiling shows are those of GPUs; leave it out"
         )
+    if described is not None:
+        check_devices(workload, described)
     none = _is_none(workload, policy)
     if none:
         return Diagnosis(workload.name, "None", _name(described), merged(none), 0)

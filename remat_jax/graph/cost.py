@@ -198,7 +198,14 @@ def materialised(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> tuple[set
 
 
 def _structured(one: FlatEqn) -> Cost | None:
-    """The cost of a loop or a branch; None for anything else."""
+    """The cost of a loop or a branch, on one device; None for anything else."""
+    found, share = _whole_structured(one), one.share
+    if found is None or share == 1.0:
+        return found
+    return replace(found, kernels=tuple((work.scaled(share, share), times) for work, times in found.kernels))
+
+
+def _whole_structured(one: FlatEqn) -> Cost | None:
     if one.primitive == "scan":
         return replace(jaxpr_cost(compat.closed(one.eqn.params["jaxpr"])).times(one.eqn.params["length"]), of=one)
     if one.primitive == "cond":
@@ -288,8 +295,8 @@ def _operations(one: FlatEqn) -> int:
     if one.primitive in _MOVES:
         return 0
     if one.primitive in _REDUCTIONS:
-        return one.inputs[0].size
-    return sum(array.size for array in one.outputs)
+        return round(one.share * one.inputs[0].size)
+    return round(one.share * sum(array.size for array in one.outputs))
 
 
 def _vector_dtype(one: FlatEqn) -> str:

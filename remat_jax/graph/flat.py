@@ -40,21 +40,24 @@ class Array:
       aval: its type.
       names: the residual names that it has, the first one first.
       literal: whether it is written in the program.
+      share: how much of it one device has, of those among which the program is divided.
     """
 
     aval: Any
     names: list[str] = field(default_factory=list)
     literal: bool = False
+    share: float = 1.0
 
     @property
     def bytes(self) -> int:
-        """What it takes in memory; 0 for what has no storage (tokens)."""
+        """What it takes in the memory of a device; 0 for what has no storage (tokens)."""
         shape, dtype = getattr(self.aval, "shape", None), getattr(self.aval, "dtype", None)
-        return 0 if shape is None or dtype is None else math.prod(shape) * compat.itemsize(dtype)
+        whole = 0 if shape is None or dtype is None else math.prod(shape) * compat.itemsize(dtype)
+        return whole if self.share == 1.0 else round(self.share * whole)
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """How many elements it has, on all devices together."""
         return math.prod(getattr(self.aval, "shape", ()))
 
 
@@ -70,6 +73,11 @@ class FlatEqn:
     def primitive(self) -> str:
         """The primitive's name."""
         return str(self.eqn.primitive.name)
+
+    @property
+    def share(self) -> float:
+        """How much of its work one device does: as of that of its arrays which is divided most."""
+        return min((array.share for array in (*self.inputs, *self.outputs) if not array.literal), default=1.0)
 
 
 @dataclass(frozen=True, eq=False)

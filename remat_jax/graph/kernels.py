@@ -26,9 +26,18 @@ class Work:
     bytes: float = 0.0
     unknown: frozenset[str] = frozenset()
 
+    def scaled(self, work: float, traffic: float) -> Work:
+        """So many times the operations, and so many times the bytes."""
+        return Work({dtype: work * count for dtype, count in self.flops.items()}, traffic * self.bytes, self.unknown)
+
 
 def own_kernel(one: FlatEqn) -> Work:
-    """The work of an equation that is fused with no other."""
+    """The work of an equation that is fused with no other, on one device."""
+    # The bytes are those of the arrays, each of which knows its share.
+    return _own_kernel(one).scaled(one.share, 1.0)
+
+
+def _own_kernel(one: FlatEqn) -> Work:
     special = _SPECIAL.get(one.primitive)
     if special is not None:
         return special(one)

@@ -44,6 +44,7 @@ def digest(program: Program, target: Target, options: dict[str, Any], child: Pat
     content = {
         "donated": program.donated,
         "arguments": program.arguments,
+        "mesh": program.mesh,
         "options": options,
         "target": target.to_dict() | {"name": "", "attached": False},
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)},

@@ -14,18 +14,21 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 from jax import export
 from jax.experimental import topologies
 
 jax.config.update("jax_platforms", "cpu")  # the process itself computes on the CPU; the GPU is only described
 
 
-def sharding(request: dict[str, Any]) -> Any:
-    """Where the program runs: a described device, or the CPU of this process."""
+def devices(request: dict[str, Any]) -> list[Any]:
+    """Where the programs run: described devices, or the CPUs of this process."""
     if request["compiler_description"] is None:
-        return jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
-    topology = topologies.get_topology_desc(platform="cuda", target_config=request["compiler_description"], topology="1x1x1")
-    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+        return list(jax.devices("cpu"))
+    hosts = request["hosts"]
+    topology = f"1x{hosts}x{request['devices'] // hosts}"
+    described = topologies.get_topology_desc(platform="cuda", target_config=request["compiler_description"], topology=topology)
+    return list(described.devices)
 
 
 class PinnedHost(jax.sharding.SingleDeviceSharding):
@@ -37,18 +40,25 @@ class PinnedHost(jax.sharding.SingleDeviceSharding):
         return "pinned_host"
 
 
-def placed(aval: Any, where: Any) -> Any:
-    """Where an argument lives; a CPU has one memory."""
-    (device,) = where.device_set
-    on_host = aval.memory_space is jax.memory.Space.Host and device.platform != "cpu"
-    return PinnedHost(device) if on_host else where
+def shardings(exported: Any, program: dict[str, Any], where: list[Any]) -> list[Any]:
+    """Where each argument lives: on the mesh as it was exported, or in a memory of the one device; a CPU has one memory."""
+    if program["mesh"]:
+        names, sizes = zip(*program["mesh"], strict=True)
+        mesh = jax.sharding.Mesh(np.array(where).reshape(sizes), names)
+        return list(exported.in_shardings_jax(mesh))
+    on_host = [aval.memory_space is jax.memory.Space.Host and where[0].platform != "cpu" for aval in exported.in_avals]
+    return [PinnedHost(where[0]) if away else jax.sharding.SingleDeviceSharding(where[0]) for away in on_host]
 
 
-def compiled(program: dict[str, Any], where: Any) -> dict[str, int]:
-    """The sizes in bytes that the compiler reports for one program."""
+def compiled(program: dict[str, Any], where: list[Any]) -> dict[str, Any]:
+    """The sizes in bytes that the compiler reports for one program, and the shapes of what each device has of its results."""
     with open(program["path"], "rb") as file:
         exported = export.deserialize(bytearray(file.read()))
-    arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=placed(aval, where)) for aval in exported.in_avals]
+    places = shardings(exported, program, where)
+    arguments = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place)
+        for aval, place in zip(exported.in_avals, places, strict=True)
+    ]
     jitted = jax.jit(exported.call, donate_argnums=tuple(program["donated"]))
     lowered = jitted.lower(*arguments)
     executable = lowered.compile(compiler_options=program["compiler_options"] or None)
@@ -60,7 +70,8 @@ def compiled(program: dict[str, Any], where: Any) -> dict[str, int]:
         # What XLA dumps by itself is older: a loop's copies to and from the host are not set yet.
         with open(program["text"], "w", encoding="utf-8") as file:
             file.write(executable.as_text())
-    return sizes
+    results = zip(exported.out_avals, executable.output_shardings, strict=True) if program["mesh"] else ()
+    return {"sizes": sizes, "results": [place.shard_shape(aval.shape) for aval, place in results]}
 
 
 def end_with(parent: int) -> None:
@@ -74,11 +85,11 @@ def main() -> None:
     """Answer the request on standard input."""
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     request = json.load(sys.stdin)
-    where = sharding(request)
+    where = devices(request)
     for program in request["programs"]:
         answer: dict[str, Any]
         try:
-            answer = {"sizes": compiled(program, where)}
+            answer = compiled(program, where)
         except Exception as error:
             # Whatever the compiler raises is the answer; the other programs may still compile.
             answer = {"error": f"{type(error).__name__}: {error}"}

@@ -119,6 +119,37 @@ def compile_programs(
     return {key: found[digest] for key, digest in digests.items()}
 
 
+def result_shapes(program: Program, target: Target, *, timeout: float) -> list[tuple[int, ...]]:
+    """The shapes of what each device of a mesh has of the results of `program`, as the compiler divides them.
+
+    Raises:
+      CompileError, UnsupportedError: as for `compile_programs`.
+    """
+    if target.kind == "gpu":
+        compat.require_gpu_compiler()
+    digest = cache.digest(program, target, {"results": True}, CHILD)
+    found = cache.read(digest, target, _Shapes.from_dict)
+    if found is None:
+        with tempfile.TemporaryDirectory(prefix="remat_jax_") as temporary:
+            entry = _entry(Path(temporary, "0"), program, target, {})
+            answer = _answers([entry], target, timeout, Path(temporary), lambda key: None)[program.key]
+        found = _Shapes(tuple(map(tuple, answer["results"])))
+        cache.write(digest, target, found)
+    return list(found.shapes)
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    shapes: tuple[tuple[int, ...], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"shapes": self.shapes}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> _Shapes:
+        return cls(tuple(map(tuple, data["shapes"])))
+
+
 def _compiled(
     programs: Sequence[Program], target: Target, timeout: float, options: dict[str, Any], tell: Callable[[str], None]
 ) -> dict[str, Sizes]:
@@ -135,6 +166,7 @@ def _entry(folder: Path, program: Program, target: Target, options: dict[str, An
     path = folder / "program.jaxexport"
     path.write_bytes(program.blob)
     entry = {"key": program.key, "path": str(path), "donated": program.donated, "compiler_options": options}
+    entry["mesh"] = program.mesh
     if target.kind == "gpu":
         # Having XLA write down what it decided costs no time that could be measured.
         entry["compiler_options"] = options | {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
@@ -151,7 +183,8 @@ def _answers(
 
     def run(number: int) -> dict[str, dict[str, Any]]:
         part = entries[number::side_by_side]
-        request = {"programs": part, "compiler_description": target.compiler_description}
+        request = {"programs": part, "compiler_description": target.compiler_description, "devices": target.devices}
+        request["hosts"] = target.hosts
         keys, log = [entry["key"] for entry in part], folder / f"stderr_{number}"
         return ask(Question(CHILD, request, keys, f"compiling for target={target.name!r}", environment, timeout, log), tell)
 

@@ -30,12 +30,14 @@ class Program:
       blob: the serialised program.
       donated: the flat arguments whose buffers it may reuse.
       arguments: what each flat argument is called.
+      mesh: the axes of the mesh that it is divided over, with their sizes; empty for a single device.
     """
 
     key: str
     blob: bytes
     donated: tuple[int, ...]
     arguments: tuple[str, ...]
+    mesh: tuple[tuple[str, int], ...] = ()
 
 
 def export_step(key: str, step: Step, target: Target) -> Program:
@@ -57,16 +59,18 @@ def export_step(key: str, step: Step, target: Target) -> Program:
         return jax.tree.leaves(step.function(*jax.tree.unflatten(treedef, values)))
 
     with compat.cudnn_explained(), compat.without_source_lines():
-        exported = _exported(flat, leaves, target)
-    return Program(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)))
+        exported = _exported(flat, leaves, target, jax.tree.leaves(step.shardings))
+    mesh = tuple(zip(step.mesh.axis_names, step.mesh.axis_sizes, strict=True)) if step.mesh is not None else ()
+    return Program(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)), mesh)
 
 
-def _exported(flat: Callable[..., Any], leaves: Sequence[Any], target: Target) -> Any:
+def _exported(flat: Callable[..., Any], leaves: Sequence[Any], target: Target, shardings: Sequence[Any]) -> Any:
     """`flat` exported; kernels whose form JAX does not promise to keep are let pass: they are compiled at once."""
     platform = "cuda" if target.kind == "gpu" else "cpu"
     described: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     allowed: tuple[str, ...] = _CUSTOM_CALLS
-    jitted: Any = jax.jit(flat, keep_unused=True)
+    places = {"in_shardings": tuple(shardings)} if shardings else {}
+    jitted: Any = jax.jit(flat, keep_unused=True, **places)
     for _ in range(3):
         checks = [export.DisabledSafetyCheck.custom_call(name) for name in allowed]
         try:

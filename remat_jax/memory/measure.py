@@ -12,11 +12,12 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.attached import measured_peak
 from remat_jax.memory.compiler import Sizes, compile_programs, export_step
+from remat_jax.memory.devices import check_devices
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, Rule, as_block_policy
@@ -32,6 +33,8 @@ def measure(workload: Workload, policy: Any, target: str | Target = "cpu", timeo
     beside it, so that the receipt can say what the device gave back. The same question of the same workload object is
     answered from memory, and what was compiled for a GPU before, from disk (`remat_jax.memory.cache`).
 
+    A workload with a mesh is compiled for a target of as many devices (`"8x8xh200"`); what is told is what one of them needs.
+
     On the target `"attached"`, the GPU of this machine, the step is also run once, on random numbers, in a process of its own:
     `measured_peak_bytes` is what that took.
 
@@ -42,7 +45,8 @@ def measure(workload: Workload, policy: Any, target: str | Target = "cpu", timeo
 
     Raises:
       TargetError: an unknown target, or no GPU is attached.
-      UnsupportedError: a target of several devices.
+      ArgumentError: the target has another number of devices than the workload's mesh.
+      UnsupportedError: a target of several devices, and a workload without a mesh.
       CompileError: the compiler failed, aborted, hung or ran out of memory.
       UnsupportedError: the target's compiler is not installed.
       PolicyError, BlockError, NoEffectError: the policy is none, or has no effect on this workload.
@@ -67,11 +71,7 @@ def measure_many(
 ) -> list[MemoryReport]:
     """`measure` of several policies, compiled side by side; `on_done` is told of each policy as it is compiled."""
     described = target if isinstance(target, Target) else target_named(target)
-    if described.devices > 1:
-        raise UnsupportedError(
-            f"target={described.name!r} is {described.devices} devices, which a workload without a mesh does not use: ask for "
-            "one of them. Workloads with a mesh are not served yet."
-        )
+    check_devices(workload, described)
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
         raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds")
     known = _known.setdefault(workload, {})
@@ -195,6 +195,7 @@ def _report(workload: Workload, asked: _Asked, target: Target, sizes: dict[Any, 
         measured_peak_bytes=None,
         jax_version=jax.__version__,
         overlap=found.overlap,
+        devices=target.devices,
     )
     offers = asked.without_offload is not None or (kept is not None and kept.host_bytes > 0)
     if not offers and not is_miscompiled(found):
@@ -219,8 +220,9 @@ def _receipt(found: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
     if target.kind == "cpu":
         warnings.append("a CPU has one memory: what is offloaded stays in temp, and host_bytes is 0; ask a GPU target")
     else:
-        if offered is not None and found.host_temp < offered:
-            warnings.append(f"of {offered} bytes offered only {found.host_temp} are in host memory")
+        there = found.host_temp * target.devices
+        if offered is not None and there < offered:
+            warnings.append(f"of {offered} bytes offered only {there} are in host memory")
         if returned is not None and returned <= 0:
             warnings.append(
                 f"the device gives back nothing: it needs {-returned} bytes more than with the offloaded arrays left there"

@@ -65,7 +65,7 @@ class Predictor:
 
     Raises:
       ArgumentError: too few policies to calibrate with.
-      UnsupportedError: the workload was made by `Workload.from_step`.
+      UnsupportedError: the workload was made by `Workload.from_step`, or has a mesh.
       TargetError, CompileError, PolicyError, BlockError, NoEffectError: as `measure` raises them.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
@@ -89,6 +89,11 @@ class Predictor:
     ) -> None:
         self.workload = workload
         self.target = target if isinstance(target, Target) else target_named(target)
+        if workload.mesh is not None:
+            raise UnsupportedError(
+                f"workload={workload.name!r} has a mesh, and residuals are told of all its devices together: a Predictor "
+                "serves one device. Ask rj.measure, or rj.plan"
+            )
         self._known: dict[tuple[Any, ...], int] = {}
         self._points: list[tuple[tuple[float, ...], float]] = []
         policies = _calibration(workload, calibration, seed)

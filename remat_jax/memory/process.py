@@ -193,4 +193,7 @@ def compiler_environment(target: Target) -> dict[str, str]:
         environment |= compat.GPU_COMPILER_ENVIRONMENT
         flags = environment.get("XLA_FLAGS", "")
         environment["XLA_FLAGS"] = f"{flags} {compat.GPU_COMPILER_FLAGS}".strip()
+    elif target.devices > 1:
+        flags = environment.get("XLA_FLAGS", "")
+        environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={target.devices}".strip()
     return environment

@@ -15,7 +15,7 @@ class Receipt:
     """What an offload really did.
 
     Attributes:
-      offered_bytes: the residuals that the policy hands to the host, from the linearisation.
+      offered_bytes: the residuals that the policy hands to the host, from the linearisation; of all devices together.
       host_bytes: what the compiled step keeps in host memory.
       returned_bytes: how much less device memory it needs than under the same policy with `save` for `offload`
         (an offloaded input: kept where it is); None where that was not compiled.
@@ -32,6 +32,9 @@ class Receipt:
 class MemoryReport:
     """The memory of one training step under one policy, as compiled for one target, in bytes.
 
+    Where the workload has a mesh, all figures are those of one device; but for the residuals, and what of them was offered for
+    offload, which are counted in the traced program and are those of all devices together.
+
     Attributes:
       workload, policy, target: what was asked.
       device_bytes: device memory needed: arguments + outputs − aliased + temp. Host memory is never part of it.
@@ -45,6 +48,7 @@ class MemoryReport:
       jax_version: what compiled it.
       overlap: what compute covers of the copies to and from the host, in the compiled schedule at the target's nominal rates;
         None where nothing is copied, or the target does not say its rates.
+      devices: how many devices the step is divided among.
     """
 
     workload: str
@@ -63,6 +67,7 @@ class MemoryReport:
     measured_peak_bytes: int | None
     jax_version: str
     overlap: Overlap | None = None
+    devices: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names."""
@@ -106,7 +111,8 @@ class MemoryReport:
             step, compute = self.overlap.step_seconds * 1e3, self.overlap.compute_seconds * 1e3
             rows.append(("modelled step", "", f"{step:.3g} ms, {compute:.3g} ms of it compute"))
         caption = "\n".join(f"warning: {one}" for one in self.receipt.warnings) if self.receipt else None
-        title = f"{self.workload} under {self.policy} on {self.target} (JAX {self.jax_version})"
+        each = f", each of {self.devices} devices; residuals of all" if self.devices > 1 else ""
+        title = f"{self.workload} under {self.policy} on {self.target}{each} (JAX {self.jax_version})"
         return table(title, ("memory", "bytes", ""), rows, caption=caption or None)
 
     def __str__(self) -> str:

@@ -127,7 +127,7 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
 
     Read from the linearisation that JAX itself makes under the policy: saved and offloaded rows are exactly the arrays that
     leave its forward pass for its backward pass, each array once. Recomputed rows are the residuals that would be kept
-    if every named array were. Nothing is allocated or run.
+    if every named array were. Nothing is allocated or run. On a mesh, shapes and bytes are those of all devices together.
 
     Args:
       workload: with a loss; a finished step has taken its gradient already.

@@ -9,9 +9,10 @@ from typing import Any
 
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
+from remat_jax.hardware import target as target_named
 from remat_jax.memory.measure import DEFAULT_TIMEOUT
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
-from remat_jax.planning.make import Progress, leanest, one_device, plan
+from remat_jax.planning.make import Progress, leanest, plan
 from remat_jax.planning.plan import Plan
 from remat_jax.report.tables import format_bytes, render, table
 from remat_jax.workload import Workload
@@ -96,7 +97,7 @@ def largest_batch(
         raise ArgumentError(f"make_workload={make_workload!r}: expected a function from a batch size to a workload")
     if isinstance(start, bool) or not isinstance(start, int) or not 1 <= start <= MOST:
         raise ArgumentError(f"start={start!r}: expected a batch size, a whole number from 1 to {MOST}")
-    described = one_device(target)
+    described = target if isinstance(target, Target) else target_named(target)
     device, host = budget_bytes(budget, described), host_budget_bytes(host_budget, described)
     probes = _Probes(make_workload, device, described, host, timeout, progress or (lambda what, done, of: None))
     batch = probes.largest(start)

@@ -31,7 +31,7 @@ def check_arguments_fit(workload: Workload, budget: int) -> None:
     """
     step = workload.step("off")
     sizes: Counter[str] = Counter()
-    for name, argument in zip(step.names, step.arguments, strict=True):
+    for name, argument in zip(step.names, step.local_arguments, strict=True):
         if name != "optimizer state" or not isinstance(workload.optimizer, OffloadedOptimizer):
             sizes[_argument(name) or name] += _bytes(argument)
     if sizes.total() > budget:
@@ -63,7 +63,10 @@ def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
     """What is on the device where a compiled step needs most, in bytes by what it is, the largest first."""
     if not sizes.live:
         return _without_text(workload, sizes)
-    params = {_xla_shape(leaf) for leaf in jax.tree.leaves(workload.params) if _sized(leaf)}
+    # The first argument and the frozen parameters.
+    step = workload.step("off")
+    there = [one for name, one in zip(step.names, step.local_arguments, strict=True) if "parameters" in name]
+    params = {_xla_shape(leaf) for leaf in jax.tree.leaves(there) if _sized(leaf)}
     paths = dict.fromkeys(one.module for one in sizes.live)
     short = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))
     found: Counter[str] = Counter()
@@ -96,7 +99,7 @@ def _without_text(workload: Workload, sizes: Sizes) -> dict[str, int]:
     """The same where the compiler tells of no single buffers: what the step is given, and all the rest together."""
     step = workload.step("off")
     found: Counter[str] = Counter()
-    for name, argument in zip(step.names, step.arguments, strict=True):
+    for name, argument in zip(step.names, step.local_arguments, strict=True):
         found[_argument(name) or name] += _bytes(argument)
     found["working set and what is kept between the passes"] = sizes.temp
     found["outputs: gradients, or what is updated"] = max(0, sizes.output - sizes.alias)

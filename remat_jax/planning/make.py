@@ -24,6 +24,7 @@ from remat_jax.graph.count import flops
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compiler import Sizes, compile_programs
+from remat_jax.memory.devices import check_devices
 from remat_jax.memory.exporting import export_step
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, is_miscompiled
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
@@ -63,11 +64,14 @@ def plan(
 
     Args:
       workload: with a loss; a finished step has taken its gradient already.
-      budget: device memory: bytes, a text (`"40GiB"`, `"38 GB"`, `"80%"`), or a share of the target's memory (0.8).
+      budget: memory of one device: bytes, a text (`"40GiB"`, `"38 GB"`, `"80%"`), or a share of the target's memory (0.8).
       target: the name of a target (`"h200"`), or a `Target`.
-      host_budget: host memory for offloading: bytes or a text; None for no limit, 0 for no offload.
+      host_budget: host memory for offloading from one device: bytes or a text; None for no limit, 0 for no offload.
       timeout: seconds that compiling may take in all.
       progress: told what is being done, how many steps are compiled, and how many may be.
+
+    On a mesh every figure is that of one device, but for `recompute_flops`; how the compiler divides the residuals is asked
+    with one compilation more (`docs/planning.md`, "On a mesh").
 
     Raises:
       InfeasibleBudget: nothing fits; the message says the least that was reached, and what takes it.
@@ -88,9 +92,10 @@ def plan(
     >>> found.device_bytes <= 8_000_000, found.host_bytes
     (True, 0)
     """
-    described_target = one_device(target)
+    described_target = target if isinstance(target, Target) else target_named(target)
     device, host = budget_bytes(budget, described_target), host_budget_bytes(host_budget, described_target)
     _check(workload, timeout)
+    check_devices(workload, described_target)
     check_arguments_fit(workload, device)
     return _Making(workload, device, described_target, host, timeout, progress or _silent).plan()
 
@@ -103,6 +108,7 @@ def leanest(
     None where what the step is given is too large already, and nothing was compiled.
     """
     _check(workload, timeout)
+    check_devices(workload, target)
     try:
         check_arguments_fit(workload, budget)
     except InfeasibleBudget as error:
@@ -124,22 +130,6 @@ def _check(workload: Any, timeout: Any) -> None:
         )
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
         raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds")
-
-
-def one_device(target: str | Target) -> Target:
-    """The target, which is one device.
-
-    Raises:
-      TargetError: an unknown name.
-      UnsupportedError: several devices.
-    """
-    described = target if isinstance(target, Target) else target_named(target)
-    if described.devices > 1:
-        raise UnsupportedError(
-            f"target={described.name!r} is {described.devices} devices, which a workload without a mesh does not use: ask for "
-            "one of them. Workloads with a mesh are not served yet."
-        )
-    return described
 
 
 @dataclass

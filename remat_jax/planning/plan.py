@@ -29,7 +29,7 @@ class Plan:
       policies: block → a policy, or one for each of its layers; `off` where no checkpointing at all fits.
       device_bytes, host_bytes: of one training step, as the compiler lays it out.
       predicted_bytes: what was expected before it was compiled.
-      recompute_flops: what a step computes again, in FLOPs, counted in its jaxpr.
+      recompute_flops: what a step computes again, in FLOPs, counted in its jaxpr; of all devices of a mesh together.
       seconds: of a step, estimated; `base_seconds` of one that keeps everything.
       frontier: the unbeaten ways to run the step, smallest first, some compiled and some predicted.
       named: what the named policies take, the same way.

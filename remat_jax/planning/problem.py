@@ -14,14 +14,17 @@ from remat_jax.errors import PlanningError
 from remat_jax.graph.cost import jaxpr_cost
 from remat_jax.hardware.rates import Rates
 from remat_jax.hardware.target import Target
+from remat_jax.hardware.target import target as target_named
 from remat_jax.memory.residuals import residuals
+from remat_jax.memory.shares import Shares, residual_shares
 from remat_jax.planning.blocks import Call, calls
+from remat_jax.planning.division import divided, gathered_bytes
 from remat_jax.planning.nodes import Node, nodes, residual
 from remat_jax.planning.program import Price, Program, block_program
 from remat_jax.planning.selectors import selectors
 from remat_jax.planning.working_set import working_bytes
-from remat_jax.policy import LayerPolicies, Policy, as_block_policy
-from remat_jax.workload import Workload
+from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy
+from remat_jax.workload import Step, Workload
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ def describe(
 ) -> Described:
     """The planning problem of `workload` on `target`: nothing is compiled, nothing runs.
 
+    On a mesh, bytes and times are those of one device, and one step is compiled to see how the compiler divides the residuals.
+
     Equal blocks that follow each other are one kind, and so are the rounds of a scan. The times are estimates by the cost model
     (`docs/planning.md`), the bytes those of the residuals. Kinds that take turns in one scan stand one after the other.
 
@@ -104,23 +109,35 @@ def describe(
     [(range(0, 2), ('layers_0:input#0', 'layers_0/up:add#0', 'layers_0:sin#0'))]
     """
     rates = Rates.of(target) if rates is None else rates
+    shares = (
+        residual_shares(workload, target if isinstance(target, Target) else target_named(target))
+        if workload.mesh is not None
+        else None
+    )
     found, _ = calls(workload)
-    kinds, blocks = [], []
+    kinds, blocks, alone = [], [], 0.0
     for number, (_, alike) in enumerate(groupby(found, key=lambda call: call.signature)):
         same = list(alike)
         program = block_program(same[0])
+        count = sum(len(call.layers()) for call in same)
+        alone += count * (program.forward.seconds(rates) + program.backward.seconds(rates))
+        if shares is not None:
+            program = divided(program, shares)
         chosen = nodes(program)
         kind = _kind(number, same, program, chosen)
         kinds.append(kind)
-        blocks.append(_block(kind, program, chosen, rates, working))
+        gathered = gathered_bytes(program) if shares is not None else 0
+        blocks.append(_block(kind, program, chosen, rates, working, gathered))
     link = None
     if rates.out_bytes_per_s is not None and rates.in_bytes_per_s is not None:
         link = planner.HostLink(rates.out_bytes_per_s, rates.in_bytes_per_s, rates.hidden_share)
     inside = sum(block.repeats * (block.forward_seconds + block.backward_seconds) for block in blocks)
     step = workload.step("off")
     whole = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(rates)
-    stack = planner.Stack(tuple(blocks), link, _fixed_bytes(workload, step.arguments, kinds))
-    return Described(stack, tuple(kinds), max(0.0, whole - inside), rates)
+    stack = planner.Stack(tuple(blocks), link, _fixed_bytes(workload, step, kinds, shares))
+    # What runs outside of the blocks is divided as these are.
+    outside = max(0.0, whole - alone) * (inside / alone if alone else 1.0)
+    return Described(stack, tuple(kinds), outside, rates)
 
 
 def _kind(number: int, same: Sequence[Call], program: Program, chosen: Sequence[Node]) -> Kind:
@@ -140,8 +157,10 @@ def _kind(number: int, same: Sequence[Call], program: Program, chosen: Sequence[
     )
 
 
-def _block(kind: Kind, program: Program, chosen: Sequence[Node], rates: Rates, working: Working | None) -> planner.Block:
-    needs = working_bytes(program) if working is None else working
+def _block(
+    kind: Kind, program: Program, chosen: Sequence[Node], rates: Rates, working: Working | None, gathered: int
+) -> planner.Block:
+    needs = working_bytes(program) + gathered if working is None else working
     if callable(needs):
         needs = needs(kind)
     elif isinstance(needs, Mapping):
@@ -156,14 +175,16 @@ def _block(kind: Kind, program: Program, chosen: Sequence[Node], rates: Rates, w
     )
 
 
-def _fixed_bytes(workload: Workload, arguments: Any, kinds: Sequence[Kind]) -> float:
+def _fixed_bytes(workload: Workload, step: Step, kinds: Sequence[Kind], shares: Shares | None) -> float:
     """Arguments, gradients, and what is kept outside of the blocks: all that is kept, less what the blocks keep."""
     inside = 0
     for kind in kinds:
-        kept, constant = kind.program.saved_bytes, kind.program.constant_bytes
-        inside += len(kind.layers) * kept + (1 if kind.scanned else len(kind.layers)) * constant
-    trained = workload.split_loss("off")[1]
-    return float(_bytes(arguments) + _bytes(trained) + max(0, residuals(workload, "off").device_bytes - inside))
+        saved, constant = kind.program.saved_bytes, kind.program.constant_bytes
+        inside += len(kind.layers) * saved + (1 if kind.scanned else len(kind.layers)) * constant
+    rows = [row for row in residuals(workload, "off") if row.action == Action.SAVE.value]
+    kept = sum(row.bytes * (shares.of(row.name) if shares else 1.0) for row in rows)
+    # The first argument is what is trained, and its gradients are as large.
+    return float(_bytes(step.local_arguments) + _bytes(step.local_arguments[0]) + max(0, kept - inside))
 
 
 def _bytes(tree: Any) -> int:

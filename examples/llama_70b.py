@@ -1,0 +1,78 @@
+"""Llama 3 of 70 billion parameters over eight hosts with eight H200 each: what does one device need?
+
+    remat-jax measure examples/llama_70b.py:job --target 8x8xh200 --policy full
+    remat-jax plan    examples/llama_70b.py:job --target 8x8xh200 --budget 100GiB
+
+`job` divides parameters, optimizer state and batch over all 64 (FSDP); `tensor_job` divides the batch over the hosts, and the
+heads and the hidden layer of the feed-forward over the GPUs of each (tensor parallelism). Nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from remat_jax import Workload
+
+from .models import llama
+from .models.functions import cross_entropy
+
+BATCH, LENGTH = 64, 4096
+EVERYWHERE = ("data", "fsdp")
+
+
+def job() -> Workload:
+    """Return the workload: 64 sequences of 4096 tokens, Adam, bfloat16, all of it divided by 64.
+
+    >>> sum(leaf.size for leaf in jax.tree.leaves(job().params)) // 10**9
+    70
+    """
+    return _workload({"data": 8, "fsdp": 8}, lambda path, leaf: _last(leaf, EVERYWHERE), P(EVERYWHERE), "Llama 3 70B, FSDP")
+
+
+def tensor_job() -> Workload:
+    """Return the same over a mesh of 8 × 8, the layers' matrices split by their heads and hidden features.
+
+    >>> tensor_job().mesh.axis_names
+    ('fsdp', 'tensor')
+    """
+    return _workload({"fsdp": 8, "tensor": 8}, by_features, P("fsdp"), "Llama 3 70B, tensor parallel")
+
+
+def _workload(mesh: dict[str, int], of_params: Callable[[str, Any], P], of_batch: P, name: str) -> Workload:
+    config = llama.LlamaConfig.llama3_70b()
+    model = llama.Llama(config, scan=True, param_dtype=jnp.bfloat16, activations=of_batch)
+    tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
+    alone = llama.Llama(config, scan=True, param_dtype=jnp.bfloat16)
+    params = jax.eval_shape(alone.init, jax.random.key(0), tokens)["params"]
+
+    def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        return cross_entropy(model.apply({"params": params}, tokens), targets)
+
+    return Workload(
+        loss,
+        params,
+        (tokens, tokens),
+        llama.LlamaBlock,
+        optimizer=optax.adam(1e-4),
+        mesh=mesh,
+        shardings=(of_params, of_batch, of_batch),
+        name=name,
+    )
+
+
+def _last(leaf: Any, axes: Any) -> P:
+    return P(*[None] * (len(leaf.shape) - 1), axes)
+
+
+def by_features(path: str, leaf: Any) -> P:
+    """What a projection makes is split over `tensor`, or what it sums over; the other side over `fsdp`."""
+    if len(leaf.shape) < 2 or "norm" in path:
+        return P()
+    sums = any(name in path for name in ("o_proj", "down_proj", "embed"))
+    return P(*[None] * (len(leaf.shape) - 2), *(("tensor", "fsdp") if sums else ("fsdp", "tensor")))

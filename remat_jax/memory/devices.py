@@ -1,0 +1,35 @@
+"""Whether a workload and a target are of as many devices."""
+
+from __future__ import annotations
+
+from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.hardware import Target
+from remat_jax.workload import Workload
+
+
+def check_devices(workload: Workload, target: Target) -> None:
+    """Refuse a target of more or fewer devices than the workload's mesh has; without a mesh it is one.
+
+    Raises:
+      ArgumentError: the mesh is of another size.
+      UnsupportedError: a workload without a mesh on several devices, or one with a mesh on the attached device.
+    """
+    if workload.mesh is None:
+        if target.devices > 1:
+            raise UnsupportedError(
+                f"target={target.name!r} is {target.devices} devices, and {workload.name!r} has no mesh to use them by: ask "
+                "for one of them, or say how it is divided: Workload(…, mesh={'data': …}, shardings=(…))"
+            )
+        return
+    if target.attached:
+        raise UnsupportedError(
+            f"target={target.name!r} is one device to run on, and {workload.name!r} has a mesh: name the hardware instead, "
+            f"such as '{workload.mesh.size}xh200'"
+        )
+    if workload.mesh.size != target.devices:
+        axes = ", ".join(f"{name}={size}" for name, size in workload.mesh.shape.items())
+        raise ArgumentError(
+            f"target={target.name!r} is {target.devices} device{'s' * (target.devices > 1)}, and the mesh of {workload.name!r} "
+            f"({axes}) has {workload.mesh.size}: ask for as many, such as '{workload.mesh.size}xh200' in one host or "
+            "'8x8xh200' in eight, or change the mesh"
+        )

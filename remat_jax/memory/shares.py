@@ -1,0 +1,75 @@
+"""What share of each residual one device of a mesh has, as the compiler divides it.
+
+How the arguments lie on a mesh is given; how what is computed from them does, XLA's propagation decides. It is asked once: the
+training step under `everything` is compiled with its residuals as results, and their shardings are read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.graph.origins import origin
+from remat_jax.hardware import Target
+from remat_jax.memory.compiler import result_shapes
+from remat_jax.memory.devices import check_devices
+from remat_jax.memory.exporting import export_step
+from remat_jax.workload import Workload
+
+DEFAULT_TIMEOUT = 300.0
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What of each residual one device has.
+
+    Attributes:
+      by_name: residual name → share, from 1 / devices to 1; what is made outside the blocks by its place in the program.
+      mean: of all of them together, by their bytes.
+    """
+
+    by_name: Mapping[str, float]
+    mean: float
+
+    def of(self, name: str) -> float:
+        """The share of the residual `name`; the mean where it is not known."""
+        return self.by_name.get(name, self.mean)
+
+
+def residual_shares(workload: Workload, target: Target, *, timeout: float = DEFAULT_TIMEOUT) -> Shares:
+    """The share of each residual that one device of the workload's mesh has; one step is compiled for `target`.
+
+    Raises:
+      ArgumentError: the target is of another number of devices than the mesh.
+      CompileError, UnsupportedError: as `measure` raises them.
+    """
+    check_devices(workload, target)
+    step, function = workload.step_with_residuals("everything")
+    names = _names(function, step.arguments)
+    shapes = result_shapes(export_step("everything, its residuals as results", step, target), target, timeout=timeout)
+    shares: dict[str, float] = {}
+    local = whole = 0.0
+    for (of_name, aval), shape in zip(names, shapes, strict=False):
+        size = math.prod(aval.shape)
+        if of_name and size:
+            share = math.prod(shape) / size
+            shares.update((name, share) for name in of_name if name not in shares)
+            size *= compat.itemsize(aval.dtype)
+            local, whole = local + share * size, whole + size
+    return Shares(shares, local / whole if whole else 1.0)
+
+
+def _names(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[tuple[str, ...], Any]]:
+    """For each array that `function` keeps, its names and its type; no names for arguments and constants."""
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    found: list[tuple[tuple[str, ...], Any]] = []
+    for atom in jaxpr.outvars:
+        made = None if hasattr(atom, "val") else origin(jaxpr, atom)
+        is_residual = made is not None and made.kind not in ("argument", "constant")
+        found.append(((made.name, *made.aliases) if made is not None and is_residual else (), atom.aval))
+    return found

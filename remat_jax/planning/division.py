@@ -1,0 +1,103 @@
+"""A block's program as one device of a mesh runs it: its share of each array, and of the work."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from remat_jax import compat
+from remat_jax.graph.cost import Cost, flat_cost
+from remat_jax.graph.flat import Array, FlatEqn
+from remat_jax.graph.kernels import Work
+from remat_jax.memory.shares import Shares
+from remat_jax.planning.program import Program
+
+
+def divided(program: Program, shares: Shares) -> Program:
+    """`program` with the bytes and the work of one device.
+
+    What the compiler said of residuals holds for them; what lies between is divided as what is made from it or what it is made
+    from, and parameters are taken whole: they are gathered where they are read. An equation is divided as that of its arrays
+    which is divided most. The two passes are, as the forward pass up to the residuals is.
+    """
+    before = flat_cost(program.flat.eqns, program.flat.outputs)
+    known = {array: share for array in program.arrays if (share := _said(array, shares)) is not None}
+    parameters = set(program.flat.inputs) - set(program.inputs.values())
+    known |= dict.fromkeys((array for array in parameters if array not in known), 1.0)
+    _divide(program.flat.inputs, program.flat.eqns, known, parameters, shares.mean)
+    after = flat_cost(program.flat.eqns, program.flat.outputs)
+    work, traffic = _ratios(after, before), _ratio(after.bytes, before.bytes)
+    backward = program.backward_program
+    given = dict(zip(backward.inputs, program.flat.outputs, strict=False))
+    shapes = {array.aval.shape for array in parameters}
+    # A gradient is there whole before the devices add theirs up.
+    whole = {array for array in backward.outputs if array.aval.shape in shapes}
+    seen = {array: of.share for array, of in given.items()} | dict.fromkeys(whole - given.keys(), 1.0)
+    _divide(backward.inputs, backward.eqns, seen, {array for array, of in given.items() if of in parameters}, shares.mean)
+    return replace(program, forward=_scaled(program.forward, work, traffic), backward=_scaled(program.backward, work, traffic))
+
+
+def gathered_bytes(program: Program) -> int:
+    """The parameters that one block reads, whole."""
+    parameters = set(program.flat.inputs) - set(program.inputs.values())
+    return sum(math.prod(one.aval.shape) * compat.itemsize(one.aval.dtype) for one in parameters if hasattr(one.aval, "dtype"))
+
+
+def _said(array: Array, shares: Shares) -> float | None:
+    return next((shares.by_name[name] for name in array.names if name in shares.by_name), None)
+
+
+# Makes parts of an array, or one of its parts: whatever the compiler divides of one, it divides of the other.
+_PARTS = frozenset({"concatenate", "dynamic_slice", "pad", "slice", "split"})
+
+
+def _divide(
+    inputs: Iterable[Array], eqns: Iterable[FlatEqn], known: Mapping[Array, float], whole: set[Array], otherwise: float
+) -> None:
+    """Give every array its share.
+
+    It is what is known; else that of what is made of it, of the same size or its parts or with it as a part; else that of the
+    largest that it is made from.
+    """
+    found, eqns = dict(known), list(eqns)
+    for one in reversed(eqns):
+        for array in one.inputs:
+            in_parts = one.primitive in _PARTS
+            like = next((out for out in one.outputs if out in found and (in_parts or out.size == array.size)), None)
+            if array not in found and like is not None:
+                found[array] = found[like]
+    for one in eqns:
+        sources = [array for array in one.inputs if array in found and array not in whole and not array.literal]
+        for array in one.outputs:
+            alike = [source for source in sources if source.size == array.size] or sources
+            if array not in found and alike:
+                found[array] = found[max(alike, key=lambda source: source.size)]
+    for array in (*inputs, *(array for one in eqns for array in one.outputs)):
+        array.share = found.get(array, otherwise)
+
+
+def _ratios(after: Cost, before: Cost) -> dict[str, float]:
+    """What is left of the operations, by dtype."""
+    left, whole = _operations(after), _operations(before)
+    return {dtype: _ratio(left[dtype], count) for dtype, count in whole.items()}
+
+
+def _operations(cost: Cost) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for kernel, times in cost.kernels:
+        found.update({dtype: times * count for dtype, count in kernel.flops.items()})
+    return found
+
+
+def _ratio(after: float, before: float) -> float:
+    return after / before if before else 1.0
+
+
+def _scaled(cost: Cost, work: Mapping[str, float], traffic: float) -> Cost:
+    def scaled(kernel: Work) -> Work:
+        flops = {dtype: work.get(dtype, traffic) * count for dtype, count in kernel.flops.items()}
+        return replace(kernel, flops=flops, bytes=traffic * kernel.bytes)
+
+    return replace(cost, kernels=tuple((scaled(kernel), times) for kernel, times in cost.kernels))

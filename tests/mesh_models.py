@@ -1,0 +1,78 @@
+"""A small Llama on a mesh of 4 × 2, and the same on one device; run as a script, its gradients on eight devices and on one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import remat_jax as rj
+from examples.llama_70b import by_features
+from examples.models import llama
+from examples.models.functions import cross_entropy
+
+BATCH, LENGTH, LAYERS = 8, 16, 2
+CONFIG = llama.LlamaConfig(96, 32, 64, num_layers=LAYERS)
+MESH = {"fsdp": 4, "tensor": 2}
+POLICIES: dict[str, Any] = {
+    "full": "full",
+    "dots": "dots",
+    "layers": rj.LayerPolicies.of(["full", "save: *mlp*"]),
+}
+
+
+def small_llama(mesh: Any = None, *, dtype: Any = jnp.float32, scan: bool = True, **options: Any) -> rj.Workload:
+    """The workload; without a mesh for one device."""
+    model = llama.Llama(CONFIG, scan, dtype, P("fsdp") if mesh is not None else None)
+    tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
+    params = jax.eval_shape(llama.Llama(CONFIG, scan, dtype).init, jax.random.key(0), tokens)["params"]
+
+    def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        return cross_entropy(model.apply({"params": params}, tokens), targets)
+
+    if mesh is not None:
+        options |= {"mesh": mesh, "shardings": (by_features, P("fsdp"), P("fsdp"))}
+    return rj.Workload(loss, params, (tokens, tokens), llama.LlamaBlock, **options)
+
+
+def numbers(job: rj.Workload) -> tuple[Any, ...]:
+    """Arguments of a step: random weights, tokens."""
+    random = np.random.default_rng(0)
+
+    def one(leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return random.integers(0, CONFIG.vocab_size if leaf.shape else 1, leaf.shape).astype(leaf.dtype)
+        # The second moments of Adam are not negative.
+        return np.abs(random.normal(size=leaf.shape) * 0.1).astype(leaf.dtype)
+
+    return jax.tree.map(one, job.step("off").arguments)
+
+
+def main(path: str) -> None:
+    """Write the updated parameters of a step on one device and on eight, for each policy; of each gradient where it lies."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), tuple(MESH))
+    found: dict[str, Any] = {}
+    alone = small_llama(dtype=jnp.float64, optimizer=optax.sgd(1.0))
+    given = numbers(alone)
+    for place, leaf in enumerate(jax.tree.leaves(jax.jit(alone.step("off").function)(*given))):
+        found[f"alone/{place}"] = leaf
+    for name, policy in POLICIES.items():
+        step = small_llama(mesh, dtype=jnp.float64, optimizer=optax.sgd(1.0)).step(policy)
+        places = jax.tree.map(lambda one: NamedSharding(mesh, one.spec), step.shardings)
+        results = jax.jit(step.function)(*jax.device_put(given, places))
+        kept = jax.tree.map(lambda new, old: new.sharding.is_equivalent_to(old, new.ndim), results[0], places[0])
+        assert all(jax.tree.leaves(kept)), "new parameters lie where the old ones did"
+        for place, leaf in enumerate(jax.tree.leaves(results)):
+            found[f"{name}/{place}"] = np.asarray(leaf)
+    np.savez(Path(path), **found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

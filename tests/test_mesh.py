@@ -1,0 +1,205 @@
+"""Workloads on a mesh: what each device has, measured and planned; the gradients are those of one device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import remat_jax as rj
+from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.hardware import target
+from remat_jax.hardware.rates import Rates
+from remat_jax.memory.predict import Predictor
+from remat_jax.memory.shares import residual_shares
+from remat_jax.mesh import as_mesh
+from remat_jax.planning import problem
+from tests.mesh_models import BATCH, CONFIG, LAYERS, LENGTH, MESH, POLICIES, small_llama
+from tests.small_models import Mlp
+
+X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+FLOAT, TOKEN = 4, 4
+
+
+def mlp(**options):
+    params = jax.eval_shape(Mlp().init, jax.random.key(0), X)
+    return rj.Workload(lambda p, x: (Mlp().apply(p, x) ** 2).sum(), params, (X,), Mlp, **options)
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "mesh", "shardings"),
+    [
+        (ArgumentError, "mesh without shardings", {"data": 8}, None),
+        (ArgumentError, "shardings without mesh", None, (P(), P())),
+        (ArgumentError, "mesh={'data': 0}: expected sizes by axis name", {"data": 0}, (P(),)),
+        (ArgumentError, "mesh=8: expected a jax.sharding.Mesh or AbstractMesh", 8, (P(),)),
+        (ArgumentError, "expected a tuple: for params, then for each argument of batch", {"data": 8}, P("data")),
+        (ArgumentError, "3 entries for params and 1 arguments of batch", {"data": 8}, (P(), P(), P())),
+        (ArgumentError, r"for batch\[0\] names the axis 'fsdp', and the mesh has data", {"data": 8}, (P(), P("fsdp"))),
+        (ArgumentError, r"divides dimension 1 of \[16, 3\] into 8 parts, and 3 is no", {"data": 8}, (P(None, "data"),)),
+        (ArgumentError, r"has 3 entries, and its shape \[8, 16\] 2 dimensions", {"data": 8}, (P(), P(None, None, "data"))),
+        (
+            ArgumentError,
+            "'data' for params/params/Linear_0/kernel: expected a PartitionSpec",
+            {"data": 8},
+            (lambda *_: "data",),
+        ),
+        (ArgumentError, "shardings for params are no pytree prefix of it", {"data": 8}, ({"weights": P()},)),
+        (ArgumentError, r"for batch\[0\] names an axis twice", {"data": 2}, (P(), P("data", "data"))),
+        (
+            UnsupportedError,
+            "axes data are not of type Auto",
+            AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,)),
+            (P(),),
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_go_with_the_arguments_is_an_error(error, told, mesh, shardings):
+    with pytest.raises(error, match=told):
+        mlp(mesh=mesh, shardings=shardings)
+
+
+def test_the_target_has_as_many_devices_as_the_mesh():
+    divided = mlp(mesh={"data": 4, "fsdp": 2}, shardings=(P(),))
+    for ask in (rj.measure, lambda job, policy, name: rj.plan(job, "1GiB", name)):
+        with pytest.raises(ArgumentError, match=r"'4xcpu' is 4 devices, and the mesh of '<lambda>' \(data=4, fsdp=2\) has 8"):
+            ask(divided, "full", "4xcpu")
+        with pytest.raises(UnsupportedError, match="'2xcpu' is 2 devices, and '<lambda>' has no mesh"):
+            ask(mlp(), "full", "2xcpu")
+    with pytest.raises(ArgumentError, match="'h200' is 1 device, and the mesh"):
+        rj.doctor(divided, "full", "h200")
+    with pytest.raises(UnsupportedError, match="a Predictor serves one device"):
+        Predictor(divided, "8xcpu", ["full", "everything"])
+    with pytest.raises(UnsupportedError, match="an offloaded optimizer on a mesh is not served"):
+        mlp(mesh={"data": 8}, shardings=(P(),), optimizer=rj.offload_optimizer(optax.adam(1e-3)))
+
+
+def test_the_state_of_an_optimizer_lies_as_its_parameters_do():
+    rows = (lambda path, leaf: P("data") if "Linear_1" in path else None, P("data"))
+    step = mlp(mesh={"data": 8}, shardings=rows, optimizer=optax.adam(1e-3), trainable="*Linear_1*").step("full")
+    assert step.names == ("parameters", "optimizer state", "frozen parameters", "batch[0]")
+    trained, state, frozen, batch = step.local_arguments
+    of_state = {leaf.shape for leaf in jax.tree.leaves(state)}
+    assert [leaf.shape for leaf in jax.tree.leaves(trained)] == [(2, 3)] and of_state == {(2, 3), ()}
+    assert [leaf.shape for leaf in jax.tree.leaves(frozen)] == [(3, 16)] and batch.shape == (1, 16)
+    # A factored second moment is not of its parameter's shape, and is on every device.
+    factored = mlp(mesh={"data": 8}, shardings=(P(),), optimizer=optax.adafactor(1e-3, min_dim_size_to_factor=2)).step("full")
+    assert {one.spec for one in jax.tree.leaves(factored.shardings[1])} == {P()}
+
+
+def test_an_nnx_model_and_a_mesh_given_in_other_forms():
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    shardings = (lambda path, leaf: P("data") if "kernel" in path else None, P("data"))
+    for mesh in (as_mesh({"data": 8}), {"data": 8}):
+        given = (shardings[0], NamedSharding(as_mesh({"data": 8}), P("data")))
+        job = rj.Workload.from_nnx(model, lambda m, x: m(x).sum(), (X,), nnx.Linear, mesh=mesh, shardings=given)
+        shapes = sorted(leaf.shape for leaf in jax.tree.leaves(job.step("full").local_arguments))
+        assert shapes == [(1, 16), (2, 16), (16,)]
+
+
+def test_a_device_is_given_its_part_and_hands_back_as_much():
+    job = small_llama(MESH, optimizer=optax.adam(1e-3))
+    alone = small_llama(optimizer=optax.adam(1e-3))
+    norms = (2 * LAYERS + 1) * CONFIG.hidden_size
+    matrices = sum(leaf.size for leaf in jax.tree.leaves(alone.params)) - norms
+    on_eight, on_one = rj.measure(job, "full", "8xcpu"), rj.measure(alone, "full", "cpu")
+    # Parameters and two moments, Adam's count, tokens and targets.
+    assert on_one.argument_bytes == 3 * FLOAT * (matrices + norms) + 4 + 2 * TOKEN * BATCH * LENGTH
+    assert on_eight.argument_bytes == 3 * FLOAT * (matrices // 8 + norms) + 4 + 2 * TOKEN * BATCH * LENGTH // 4
+    assert on_eight.alias_bytes == 3 * FLOAT * (matrices // 8 + norms) + 4, "nothing that is donated is lost"
+    assert on_eight.temp_bytes < on_one.temp_bytes / 3
+
+
+@pytest.fixture(scope="module")
+def shares():
+    return residual_shares(small_llama(MESH), target("8xcpu"))
+
+
+def test_residuals_are_divided_as_what_they_are_made_from(shares):
+    by_batch = ("layers:add#0", "layers:add#1", "layers/input_norm:rsqrt#0", "layers/post_attention_norm:mul#3")
+    by_features = ("layers/mlp/gate_proj:dot_general#0", "layers/mlp:mul#1", "layers/self_attn/softmax:exp#0")
+    assert {shares.of(name) for name in by_batch} == {1 / 4}
+    assert {shares.of(name) for name in by_features} == {1 / 8}
+    assert shares.of("Llama:cos") == 1.0, "the rotations are everywhere"
+    assert shares.of("unheard of") == shares.mean and 1 / 8 < shares.mean < 1 / 4
+
+
+def test_a_problem_is_that_of_one_device(shares, monkeypatch):
+    monkeypatch.setattr(problem, "residual_shares", lambda *_: shares)
+    rates = Rates({"tensorfloat32": 1e9, "float32": 1e30}, 1e30, 1e9, 1e9)
+    on_eight, on_one = (
+        problem.describe(small_llama(mesh), name, rates=rates) for mesh, name in ((MESH, "8xcpu"), (None, "cpu"))
+    )
+    (block,), (whole,) = on_eight.stack.blocks, on_one.stack.blocks
+    # Every product is divided by batch and by features: those of attention by heads, the others by what they make or sum over.
+    assert block.forward_seconds == pytest.approx(whole.forward_seconds / 8, rel=1e-6)
+    assert block.backward_seconds == pytest.approx(whole.backward_seconds / 8, rel=1e-6)
+    sizes, before = ({one.name: one.bytes for one in of.residuals} for of in (block, whole))
+    assert sizes.keys() <= before.keys() and len(sizes) > 20
+    assert sizes["layers:input#0"] == before["layers:input#0"] / 4 == BATCH * LENGTH * CONFIG.hidden_size * FLOAT / 4
+    gate = next(name for name in sizes if "gate_proj" in name)
+    assert sizes[gate] == before[gate] / 8
+    seconds = problem.extra_seconds(on_eight, "full")
+    assert seconds == pytest.approx(problem.extra_seconds(on_one, "full") / 8, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mesh") / "results.npz"
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_X64": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    command = [sys.executable, "-m", "tests.mesh_models", str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    return dict(np.load(path))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_on_eight_devices_is_that_on_one(results, policy):
+    of_policy = {name: value for name, value in results.items() if name.startswith(f"{policy}/")}
+    assert len(of_policy) > 10
+    for name, value in of_policy.items():
+        expected = results[f"alone/{name.partition('/')[2]}"]
+        assert value.dtype == expected.dtype
+        np.testing.assert_allclose(value, expected, rtol=1e-12, atol=1e-12 * np.abs(expected).max())
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = jax.lax.with_sharding_constraint(x, P("data"))
+        return x + nn.Dense(128, use_bias=False)(nn.gelu(nn.Dense(512, use_bias=False)(x)))
+
+
+def test_a_plan_fits_on_each_device_and_keeps_what_it_may():
+    model, x = nn.Sequential([Layer(), Layer()]), jax.ShapeDtypeStruct((8192, 128), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(as_mesh({"data": 2})):
+        params = jax.eval_shape(model.init, jax.random.key(0), x)
+    job = rj.Workload(
+        lambda p, x: (model.apply(p, x) ** 2).mean(dtype=jnp.float32),
+        params,
+        (x,),
+        Layer,
+        optimizer=optax.adam(1e-3),
+        mesh={"data": 2},
+        shardings=(P(None, "data"), P("data")),
+    )
+    full, off = (rj.measure(job, policy, "2xh200").device_bytes for policy in ("full", "off"))
+    budget = (full + off) // 2
+    found = rj.plan(job, budget, "2xh200", host_budget=0)
+    assert full <= found.device_bytes <= budget < off
+    assert rj.measure(job, dict(found.policies), "2xh200").device_bytes == found.device_bytes
