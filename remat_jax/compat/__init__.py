@@ -28,6 +28,7 @@ from remat_jax.compat.jaxprs import (
     hoist_consts,
     inner_context,
     is_jaxpr,
+    is_plain_jit,
     itemsize,
     jaxpr_function,
     layers_of,
@@ -53,6 +54,7 @@ from remat_jax.compat.rematerialisation import (
     require_named_policies,
 )
 from remat_jax.compat.tracing import (
+    bound_axes,
     in_loop,
     is_array,
     is_on_host,
@@ -80,6 +82,7 @@ __all__ = [
     "OFFLOAD",
     "SCANNED_OFFLOAD_MISCOMPILED",
     "bind",
+    "bound_axes",
     "checkpoint_parts",
     "classic_rematerialisation",
     "closed",
@@ -99,6 +102,7 @@ __all__ = [
     "is_checkpoint",
     "is_jaxpr",
     "is_on_host",
+    "is_plain_jit",
     "is_staged",
     "is_traced",
     "itemsize",

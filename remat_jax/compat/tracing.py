@@ -71,6 +71,21 @@ def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
     return None if place is None else (place, parent, getattr(leaf, "val", None))
 
 
+def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """A context that binds the axes that are bound now (of `vmap`, of a mesh) where they are no more.
+
+    A derivative rule is traced when what it belongs to is differentiated: a scan's or a `jit`'s body after the `vmap` whose axis
+    a collective in it names.
+    """
+    axes = _core.get_axis_env().axis_sizes
+
+    def bound() -> contextlib.AbstractContextManager[Any]:
+        here = _core.get_axis_env()
+        return _core.extend_axis_env_nd([(name, size) for name, size in axes.items() if not here.axis_exists(name)])
+
+    return bound
+
+
 def trace_context(default: Any) -> Callable[[Any], contextlib.AbstractContextManager[Any]]:
     """A context whose value is part of JAX's trace caches: another value, another trace of every `jit` inside."""
     return jax.make_user_context(default)
