@@ -185,14 +185,15 @@ def test_collectives_over_the_axis_of_a_vmap_around_a_scan(policies: str, scanne
 @pytest.mark.parametrize("wrapped", ["call", "nested", "sharded"])
 def test_stacked_parameters_behind_a_jit_are_read_in_place(wrapped: str) -> None:
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    layer = jax.jit(block_by_hand, out_shardings=here if wrapped == "sharded" else None)
-    layer = jax.jit(lambda kernel, x: layer_again(kernel, x)) if wrapped == "nested" else layer
-    layer_again = jax.jit(block_by_hand)
+    layer = jax.jit(Mlp().apply, out_shardings=here if wrapped == "sharded" else None)
+    again = jax.jit(lambda params, x: layer(params, x)) if wrapped == "nested" else layer
 
-    def loss(kernels: Any, x: Any) -> Any:
-        return jnp.sum(jnp.sin(jax.lax.scan(lambda x, kernel: (layer(kernel, x), None), x, kernels)[0]))
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(jax.lax.scan(lambda x, params: (again(params, x), None), x, params)[0]))
 
-    args = values(4, 4, 3), values(2, 4, seed=1)
+    x = values(2, 4, seed=1)
+    shapes = jax.eval_shape(Mlp().init, jax.random.key(0), x)
+    args = jax.tree.map(lambda leaf: values(4, *leaf.shape), shapes), x
     fn = rj.checkpoint_blocks(loss, {Mlp: "3 x full | 1 x dots"})
     assert_same(*(jax.jit(jax.grad(one))(*args) for one in (fn, loss)))
     reads = sum(eqn.primitive.name == "read_row" for eqn, _ in equations(jax.grad(fn), *args))
