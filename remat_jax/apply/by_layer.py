@@ -10,7 +10,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from remat_jax import compat
-from remat_jax.apply import layered
+from remat_jax.apply import kept_programs
 from remat_jax.apply.nnx import is_node, refuse_nodes
 from remat_jax.apply.nnx_state import Changes, Snapshot
 from remat_jax.apply.scope import Block, Record
@@ -64,7 +64,7 @@ def run(
         jaxpr, shape = jax.make_jaxpr(pure, return_shape=True)(*operands)
     except TraceContextError as error:
         raise UnsupportedError(_CLOSED_OVER) from error
-    flat, counts = layered.evaluate(jaxpr, jax.tree.leaves(operands), blocks, found.audit)
+    flat, counts = kept_programs.evaluate(jaxpr, jax.tree.leaves(operands), blocks, found.audit)
     found.reached = (found.reached - blocks) | set(counts)
     found.is_whole = True
     computed, written = jax.tree.unflatten(jax.tree.structure(shape), flat)

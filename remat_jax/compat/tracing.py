@@ -28,6 +28,16 @@ def in_loop(*, around_gradient: bool = True) -> bool:
     return False
 
 
+def is_staging() -> bool:
+    """Whether what is called now becomes part of a program, under whatever transformations; False op by op."""
+    trace = _core.trace_ctx.trace
+    while trace is not None:
+        if isinstance(trace, _pe.DynamicJaxprTrace):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is an array or a tracer (Python scalars, strings, None and objects are not)."""
     return isinstance(leaf, jax.Array | _core.Tracer) or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
