@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from remat_jax import compat
 from remat_jax.apply import layered
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.layer_marks import Block
 from remat_jax.graph.alike import Original, holds_arrays
-from remat_jax.graph.walk import retrace
+from remat_jax.graph.walk import interpret, retrace
 
 _MOST = 32
 
@@ -74,7 +76,15 @@ def _made(jaxpr: Any, blocks: frozenset[Block]) -> _Program:
         return outputs
 
     resolved = retrace(jaxpr, resolve)
-    return _Program(_settings(blocks), Original(jaxpr), resolved, counts[-1], audit)
+    whole = retrace(resolved, lambda *args: interpret(resolved, args, _loops_in_jit))
+    return _Program(_settings(blocks), Original(jaxpr), whole, counts[-1], audit)
+
+
+def _loops_in_jit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+    """Loops are compiled as a whole anyway; of one in a `jit` JAX keeps what it is differentiated and compiled to as well."""
+    if eqn.primitive.name not in ("scan", "while", "cond"):
+        return None
+    return list(jax.jit(lambda *values: compat.bind(eqn, values))(*inputs))
 
 
 def _keep(program: _Program) -> None:
