@@ -116,7 +116,9 @@ def test_what_the_function_reads_from_outside_is_never_that_of_an_earlier_call()
     signs = []
     for scale in (0.0, -0.0):
         outside["scale"] = scale
-        signs.append(np.signbit(rj.checkpoint_blocks(lambda p, x: outside["scale"] * jnp.exp(loss(p, x)), {Mlp: MIXED})(params, x)))
+        signs.append(
+            np.signbit(rj.checkpoint_blocks(lambda p, x: outside["scale"] * jnp.exp(loss(p, x)), {Mlp: MIXED})(params, x))
+        )
     assert signs == [False, True]
 
 
@@ -168,7 +170,10 @@ def test_eager_gradients_of_gradients_and_vmap_take_the_same_programs() -> None:
     fn, batch = rj.checkpoint_blocks(loss, {Mlp: MIXED}), jnp.stack([x, x / 2])
     for one, plain in (
         (jax.vmap(jax.grad(fn), (None, 0)), jax.vmap(jax.grad(loss), (None, 0))),
-        (lambda p, x: jax.jvp(jax.grad(fn), (p, x[0]), (p, x[1]))[1], lambda p, x: jax.jvp(jax.grad(loss), (p, x[0]), (p, x[1]))[1]),
+        (
+            lambda p, x: jax.jvp(jax.grad(fn), (p, x[0]), (p, x[1]))[1],
+            lambda p, x: jax.jvp(jax.grad(loss), (p, x[0]), (p, x[1]))[1],
+        ),
     ):
         for _ in range(2):
             assert_same(one(params, batch), plain(params, batch), 1e-5)

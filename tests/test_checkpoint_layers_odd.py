@@ -121,7 +121,9 @@ def test_remat_scan_with_policies_of_its_layers() -> None:
 def test_the_layers_of_a_residual_in_nested_scans_are_those_of_all_rounds() -> None:
     args = values(3, 2, 4, 3), values(2, 4, seed=1)
     job = rj.Workload(lambda kernels, x: nested(kernels, x), args[0], args[1:], blocks=Mlp)
-    saved = {row.layers for row in rj.residuals(job, "2 x full | 4 x save: *tanh*") if "tanh" in row.name and row.action == "save"}
+    saved = {
+        row.layers for row in rj.residuals(job, "2 x full | 4 x save: *tanh*") if "tanh" in row.name and row.action == "save"
+    }
     assert saved == {(2, 6)}
 
 
@@ -144,9 +146,9 @@ def test_a_scan_of_no_rounds_has_no_layers() -> None:
     fn = rj.checkpoint_blocks(loss, {Mlp: "2 x full | 1 x dots"})
     assert_same(*(jax.jit(jax.grad(one, argnums=(0, 1, 2)))(*args) for one in (fn, loss)))
     with pytest.raises(BlockError, match="the block is called 0 times"):
-        rj.checkpoint_blocks(lambda x: jax.lax.scan(lambda x, k: (block_by_hand(k, x), None), x, args[1])[0], {Mlp: "1 x full"})(
-            args[2]
-        )
+        rj.checkpoint_blocks(
+            lambda x: jax.lax.scan(lambda x, k: (block_by_hand(k, x), None), x, args[1])[0], {Mlp: "1 x full"}
+        )(args[2])
 
 
 # --- axes ---------------------------------------------------------------------------------------------------------------

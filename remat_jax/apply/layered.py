@@ -86,7 +86,11 @@ class _Resolver:
         place = at.get(mark.marked.block, 0)
         if ours:
             at[mark.marked.block] += 1
-        rows = {} if mark.batches else {nth: around.rows[id(value)] for nth, value in enumerate(inputs) if id(value) in around.rows}
+        rows = (
+            {}
+            if mark.batches
+            else {nth: around.rows[id(value)] for nth, value in enumerate(inputs) if id(value) in around.rows}
+        )
 
         # Inside the `vmap`s around the block, whose axes its collectives name.
         def run_mark(*values: Any) -> list[Any]:
@@ -123,7 +127,9 @@ class _Resolver:
         cut = Cut(eqn, self.blocks, None if around.idle else at)
         if len(cut.segments) > 1:
             with compat.eqn_context(eqn):
-                return cut.run(inputs, around.spans, lambda values, at, rows, spans: self._round(cut.body, values, at, rows, spans))
+                return cut.run(
+                    inputs, around.spans, lambda values, at, rows, spans: self._round(cut.body, values, at, rows, spans)
+                )
         spans = cut.spans(cut.segments[0], around.spans) if cut.segments else {}
         inside = _Surroundings(looped=True, spans=spans, idle=not cut.segments)
         body = retrace(cut.body, lambda *args: self.run(cut.body, args, dict(at), inside))

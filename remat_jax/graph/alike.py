@@ -12,6 +12,10 @@ from remat_jax import compat
 from remat_jax.graph.walk import equations
 
 
+# How many rules may stand in each other.
+_DEEPEST = 3
+
+
 class Original:
     """A program that others are compared with.
 
@@ -41,11 +45,11 @@ class _Comparison:
 
     Attributes:
       rules: what the derivative rules of the first one were traced to, by their equations.
-      inside: how many rules are being compared: that of a rule may be itself.
+      around: the functions whose rules are being compared: a rule may call its own function (that of a softmax does).
     """
 
-    def __init__(self, rules: dict[int, Any], inside: int = 0) -> None:
-        self.rules, self.inside = rules, inside
+    def __init__(self, rules: dict[int, Any], around: tuple[Any, ...] = ()) -> None:
+        self.rules, self.around = rules, around
 
     def programs(self, one: Any, other: Any) -> bool:
         """Whether the closed or open jaxprs are alike."""
@@ -91,12 +95,16 @@ class _Comparison:
         return (one == other) is True
 
     def _rules_alike(self, one: Any, other: Any) -> bool:
-        if self.inside:
+        function = one.params["call_jaxpr"]
+        if any(self.programs(outer, function) for outer in self.around):
+            return True
+        if len(self.around) == _DEEPEST:
             return False
         if id(one) not in self.rules:
             self.rules[id(one)] = _rule(one)
         known, traced = self.rules[id(one)], _rule(other)
-        return known is not None and traced is not None and _Comparison(self.rules, self.inside + 1).programs(known, traced)
+        inner = _Comparison(self.rules, (*self.around, function))
+        return known is not None and traced is not None and inner.programs(known, traced)
 
 
 def _rule(eqn: Any) -> Any:
