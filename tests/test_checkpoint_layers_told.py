@@ -14,7 +14,7 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import BlockError, NoEffectError, UnsupportedError
 from remat_jax.memory.live import module_path
-from tests.small_models import Attention, Linear, Mlp, Stack, assert_same, block_by_hand, equations, make_loss, to_host, values
+from tests.small_models import Attention, Linear, Mlp, Stack, block_by_hand, equations, make_loss, to_host, values
 
 # --- offload ------------------------------------------------------------------------------------------------------------
 

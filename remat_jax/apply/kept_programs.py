@@ -1,8 +1,8 @@
-"""Programs under policies by layer that are kept, so that a call that is not under `jit` compiles nothing that one before it did.
+"""Programs under policies by layer that are kept, so that calls that are not under `jit` are not compiled every time.
 
-The function itself is traced in every call: what it reads from outside (a model that it closes over, a random number of NumPy's,
-the time) must not be that of an earlier call. Only where this gives the same program as before is the one with policies taken from
-there, and with it what JAX has compiled of it. What is kept are programs without arrays.
+The function itself is traced in every call: what it reads from outside (a model that it closes over, a random number of
+NumPy's, the time) must not be that of an earlier call. Only where this gives the same program as before is the one with
+policies taken from there, and with it what JAX has compiled of it. What is kept are programs without arrays.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from remat_jax.apply.region import bind_block
 from remat_jax.apply.segments import Cut, Spans, is_opened
 from remat_jax.graph import Row, plan_block
 from remat_jax.graph.walk import bodies, inner_jaxprs, interpret, retrace
-from remat_jax.policy import LayerPolicies, Policy, is_off
+from remat_jax.policy import LayerPolicies, is_off
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: Audit) -> tuple[list[Any], Counter[Block]]:

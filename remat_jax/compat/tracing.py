@@ -84,8 +84,8 @@ def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
 def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """A context that binds the axes that are bound now (of `vmap`, of a mesh) where they are no more.
 
-    A derivative rule is traced when what it belongs to is differentiated: a scan's or a `jit`'s body after the `vmap` whose axis
-    a collective in it names.
+    A derivative rule is traced when what it belongs to is differentiated: a scan's or a `jit`'s body after the `vmap` whose
+    axis a collective in it names.
     """
     axes = _core.get_axis_env().axis_sizes
 

@@ -11,7 +11,6 @@ import numpy as np
 from remat_jax import compat
 from remat_jax.graph.walk import equations
 
-
 # How many rules may stand in each other.
 _DEEPEST = 3
 
@@ -19,9 +18,9 @@ _DEEPEST = 3
 class Original:
     """A program that others are compared with.
 
-    Two programs are alike if they have the same equations, in the same order, with the same parameters, types, module paths and
-    contexts; source lines do not count. A function among the parameters is only like itself, but for the rule of a `custom_jvp`,
-    which is like one that is traced to the same program.
+    Two programs are alike if they have the same equations, in the same order, with the same parameters, types, module paths
+    and contexts; source lines do not count. A function among the parameters is only like itself, but for the rule of a
+    `custom_jvp`, which is like one that is traced to the same program.
     """
 
     def __init__(self, jaxpr: Any) -> None:
