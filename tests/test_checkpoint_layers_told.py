@@ -14,7 +14,7 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import BlockError, NoEffectError, UnsupportedError
 from remat_jax.memory.live import module_path
-from tests.small_models import Attention, Linear, Mlp, Stack, assert_same, block_by_hand, equations, make_loss, to_host, values
+from tests.small_models import Attention, Linear, Mlp, Stack, block_by_hand, equations, make_loss, to_host, values
 
 # --- offload ------------------------------------------------------------------------------------------------------------
 
@@ -109,25 +109,9 @@ def test_what_has_no_layers_to_tell_apart_is_refused() -> None:
     def while_loop(kernel: Any, x: Any) -> Any:
         return jax.lax.while_loop(lambda x: jnp.sum(x) < 3, lambda x: block_by_hand(kernel, x), x).sum()
 
-    def nested(kernel: Any, x: Any) -> Any:
-        def two(x: Any, _: Any) -> Any:
-            return jax.lax.scan(lambda x, _: (block_by_hand(kernel, x), None), x, None, length=2)[0], None
-
-        return jax.lax.scan(two, x, None, length=2)[0].sum()
-
     args = values(4, 3), values(2, 4, seed=1)
     with pytest.raises(UnsupportedError, match="in a while loop"):
         rj.checkpoint_blocks(while_loop, {Mlp: "1 x full"})(*args)
-    with pytest.raises(UnsupportedError, match="in a scan inside a scan"):
-        rj.checkpoint_blocks(nested, {Mlp: "2 x full | 2 x dots"})(*args)
-    with pytest.raises(UnsupportedError, match="in a scan inside a scan"):
-        rj.checkpoint_blocks(nested, {Mlp: "1 x full | 3 x dots"})(*args)
-    once = rj.checkpoint_blocks(nested, {Mlp: "4 x full"})
-    assert_same(*(jax.jit(jax.grad(one))(*args) for one in (once, nested)), 1e-6)
-    model, x = nn.remat_scan(Mlp, lengths=(2, 2))(), values(2, 4)
-    params = model.init(jax.random.key(0), x)
-    with pytest.raises(UnsupportedError, match=r"nn\.scan for nn\.remat_scan"):
-        rj.checkpoint_blocks(lambda params, x: model.apply(params, x).sum(), {Mlp: "3 x full | 1 x dots"})(params, x)
 
 
 @pytest.mark.parametrize("scanned", [False, True])

@@ -22,15 +22,16 @@ def checkpoint_blocks(fn: Callable[..., Any], policies: Mapping[Block, Any]) -> 
       policies: a Linen or NNX module class (subclasses count), or a glob on module paths, → a policy, its name or text, or
         `LayerPolicies` (or their text): the i-th call of the block, in forward order, then runs under the i-th policy. A scan
         over the blocks is cut into one for each run of equal policies; parameters and results stay what they are. `fn` must
-        then be a function that can be traced, and that takes no gradient of the blocks itself.
+        then be a function that can be traced, and that takes no gradient of the blocks itself. A call that is not under `jit`
+        traces it every time, and compiles what no earlier call did.
 
     Raises:
       ArgumentError, PolicyError: at once, for what is no function, a wrong key or value.
       BlockError: when called, if a block is never called, or not as often as there are policies by layer.
       NoEffectError: when called, if a selector matches no residual, or there is nothing to offload; of policies by layer, in
         any run.
-      UnsupportedError: when called, if policies by layer meet blocks in a `while` loop, in nested scans, or under a gradient
-        that `fn` takes.
+      UnsupportedError: when called, if policies by layer meet blocks in a `while` loop or under a gradient that `fn` takes, or
+        `fn` writes to an NNX object that is no argument of its.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp
     >>> from remat_jax.graph.count import matmuls

@@ -7,12 +7,20 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from remat_jax import compat
-from remat_jax.apply import layered
+from remat_jax.apply import kept_programs
 from remat_jax.apply.nnx import is_node, refuse_nodes
 from remat_jax.apply.nnx_state import Changes, Snapshot
 from remat_jax.apply.scope import Block, Record
+from remat_jax.errors import UnsupportedError
+
+_CLOSED_OVER = (
+    "fn writes to an NNX object that is not among its arguments (a model, an nnx.Rngs, a statistic): policies by layer are set "
+    "on a traced function, and what is written there cannot get out to an object that is closed over. Make the object an "
+    "argument of fn and pass it in the call, as in checkpoint_blocks(lambda model, x: model(x), policies)(model, x)."
+)
 
 
 def run(
@@ -29,7 +37,8 @@ def run(
 
     Raises:
       BlockError: there are not as many blocks as layers.
-      UnsupportedError: the function takes a gradient of the blocks itself, or layers cannot be told apart.
+      UnsupportedError: the function takes a gradient of the blocks itself, layers cannot be told apart, or the function writes
+        to an NNX object that is no argument.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = {str(index): leaf for index, leaf in enumerate(leaves) if is_node(leaf)}
@@ -51,8 +60,11 @@ def run(
         return [out for out in outputs if compat.is_array(out)], changes.values
 
     operands = (state, *(leaves[index] for index in arrays))
-    jaxpr, shape = jax.make_jaxpr(pure, return_shape=True)(*operands)
-    flat, counts = layered.evaluate(jaxpr, jax.tree.leaves(operands), blocks, found.audit)
+    try:
+        jaxpr, shape = jax.make_jaxpr(pure, return_shape=True)(*operands)
+    except TraceContextError as error:
+        raise UnsupportedError(_CLOSED_OVER) from error
+    flat, counts = kept_programs.evaluate(jaxpr, jax.tree.leaves(operands), blocks, found.audit)
     found.reached = (found.reached - blocks) | set(counts)
     found.is_whole = True
     computed, written = jax.tree.unflatten(jax.tree.structure(shape), flat)

@@ -126,6 +126,16 @@ def scan_layout(eqn: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def is_plain_jit(eqn: Any) -> bool:
+    """Whether `eqn` is a `jit` without shardings, layouts and donated operands: its body could stand in its place."""
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return False
+    asked = (one for key in ("in_shardings", "out_shardings") for one in eqn.params[key])
+    laid_out = any(one is not None for key in ("in_layouts", "out_layouts") for one in eqn.params[key])
+    unspecified = all(type(one).__name__ == "UnspecifiedValue" for one in asked)
+    return unspecified and not laid_out and not any(eqn.params["donated_invars"])
+
+
 def jaxpr_function(jaxpr: Any) -> Callable[..., list[Any]]:
     """The closed `jaxpr` as a function of its flat inputs."""
     return jex.jaxpr_as_fun(jaxpr)

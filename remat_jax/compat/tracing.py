@@ -28,6 +28,16 @@ def in_loop(*, around_gradient: bool = True) -> bool:
     return False
 
 
+def is_staging() -> bool:
+    """Whether what is called now becomes part of a program, under whatever transformations; False op by op."""
+    trace = _core.trace_ctx.trace
+    while trace is not None:
+        if isinstance(trace, _pe.DynamicJaxprTrace):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is an array or a tracer (Python scalars, strings, None and objects are not)."""
     return isinstance(leaf, jax.Array | _core.Tracer) or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
@@ -69,6 +79,21 @@ def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
     eqns = (eqn() if callable(eqn) else eqn for eqn in frame.tracing_eqns)
     place = next((place for place, eqn in enumerate(eqns) if eqn is parent), None)
     return None if place is None else (place, parent, getattr(leaf, "val", None))
+
+
+def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """A context that binds the axes that are bound now (of `vmap`, of a mesh) where they are no more.
+
+    A derivative rule is traced when what it belongs to is differentiated: a scan's or a `jit`'s body after the `vmap` whose
+    axis a collective in it names.
+    """
+    axes = _core.get_axis_env().axis_sizes
+
+    def bound() -> contextlib.AbstractContextManager[Any]:
+        here = _core.get_axis_env()
+        return _core.extend_axis_env_nd([(name, size) for name, size in axes.items() if not here.axis_exists(name)])
+
+    return bound
 
 
 def trace_context(default: Any) -> Callable[[Any], contextlib.AbstractContextManager[Any]]:

@@ -194,7 +194,7 @@ def _differentiated_by_name(
 
     `jax.checkpoint` around the block would be linearised by JAX itself, after the names were given.
     """
-    size = len(jaxpr.in_avals)
+    size, bound = len(jaxpr.in_avals), compat.bound_axes()
 
     def run(*primals: Any) -> list[Any]:
         return _reading(compat.jaxpr_function(jaxpr), size, rows)(*primals)
@@ -204,6 +204,10 @@ def _differentiated_by_name(
     block = jax.custom_jvp(run)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        with bound():
+            return differentiated(primals, tangents)
+
+    def differentiated(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
         if not live:
             outputs = run(*primals)

@@ -1,0 +1,162 @@
+"""Cutting a scan over blocks into consecutive scans, one for each run of rounds that are under the same policies.
+
+Each hands its carry to the next; what was scanned is sliced, what comes out is joined. Compiled as it stands, the slices of the
+stacked parameters would be copies that live through the whole step. So a block reads its parameters from the whole stack, by
+the index of the round and inside its own checkpoint (`graph.block`); of the slices only the derivatives are used, and never
+their values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from remat_jax import compat
+from remat_jax.apply.layer_marks import Block, Positions, count, count_in, marks
+from remat_jax.apply.marking import mark_of
+from remat_jax.graph import Row
+from remat_jax.graph.walk import bodies
+from remat_jax.policy import LayerPolicies, Policy, is_off
+
+Spans = Mapping[Block, range]
+RunRound = Callable[[list[Any], Positions, Mapping[int, Row], Spans], list[Any]]
+"""`run(inputs, at, rows, spans)`: one round of a scan, whose first blocks have the positions `at`."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive rounds of a scan under the same policies: the first, the one after the last, the positions in the first."""
+
+    first: int
+    end: int
+    at: Positions
+
+
+class Cut:
+    """A scan over blocks, and how it is cut.
+
+    Attributes:
+      body: what it scans, as a closed jaxpr.
+      segments: what it is cut into, in forward order; nothing where it has no rounds, or never runs (`at` is None).
+    """
+
+    def __init__(self, eqn: Any, blocks: frozenset[Block], at: Positions | None) -> None:
+        self.eqn, self.blocks = eqn, blocks
+        self.body = compat.closed(eqn.params["jaxpr"])
+        self.each = count(self.body, blocks)
+        self.segments = [] if at is None else self._segments(at)
+
+    def _segments(self, at: Positions) -> list[Segment]:
+        policies = {mark.marked.block: mark.marked.policy for mark in marks(self.body)}
+
+        def under(index: int) -> list[Any]:
+            return [
+                [policy[at[block] + index * self.each[block] + nth] for nth in range(self.each[block])]
+                for block, policy in policies.items()
+                if block in self.each and isinstance(policy, LayerPolicies)
+            ]
+
+        segments = []
+        for _, alike in itertools.groupby(range(self.eqn.params["length"]), key=under):
+            members = list(alike)
+            start = {block: position + members[0] * self.each[block] for block, position in at.items()}
+            segments.append(Segment(members[0], members[-1] + 1, start))
+        return segments
+
+    def spans(self, segment: Segment, around: Spans) -> dict[Block, range]:
+        """By block, the layers of all rounds of a segment; inside another scan (`around`), those of all its rounds."""
+        rounds = segment.end - segment.first
+        own = {block: range(segment.at[block], segment.at[block] + number * rounds) for block, number in self.each.items()}
+        return own | {block: layers for block, layers in around.items() if block in own}
+
+    def run(self, inputs: Sequence[Any], around: Spans, run_round: RunRound) -> list[Any]:
+        """The outputs of the scan, its segments run one after the other."""
+        consts, carried = compat.scan_layout(self.eqn)
+        fixed, carry, stacks = inputs[:consts], list(inputs[consts : consts + carried]), inputs[consts + carried :]
+        read_again = only_in_blocks(self.body, self.blocks)[consts + carried :]
+        whole = [jax.lax.stop_gradient(stack) if yes else None for stack, yes in zip(stacks, read_again, strict=True)]
+        results = []
+        for segment in self.segments:
+            read = whole if self._keeps_no_rows(segment) else [None] * len(stacks)
+            spans = self.spans(segment, around)
+
+            def step(carry: list[Any], slices: list[Any], rows: Mapping[int, Row], at: Any = segment.at, s: Any = spans) -> Any:
+                outputs = run_round([*fixed, *carry, *slices], dict(at), rows, s)
+                return outputs[: len(carry)], outputs[len(carry) :]
+
+            carry, out = self._scan(segment, spans, step, carry, list(zip(stacks, read, strict=True)))
+            results.append(out)
+        ordered = results[::-1] if self.eqn.params["reverse"] else results
+        return [*carry, *(jax.lax.concatenate(parts, 0) for parts in zip(*ordered, strict=True))]
+
+    def _scan(
+        self, segment: Segment, spans: Spans, step: Any, carry: list[Any], stacks: list[tuple[Any, Any]]
+    ) -> tuple[list[Any], list[Any]]:
+        """One segment: its carry, and its stacked outputs.
+
+        Args:
+          stacks: what is scanned, each with the stack that blocks read its rows from, or None where they do not.
+        """
+        rounds, reverse = self.eqn.params["length"], self.eqn.params["reverse"]
+        low, high = (rounds - segment.end, rounds - segment.first) if reverse else (segment.first, segment.end)
+
+        def one_round(carry: list[Any], row: Any) -> tuple[list[Any], list[Any]]:
+            index, slices = row
+            rows = {id(one): Row(stack, index) for one, (_, stack) in zip(slices, stacks, strict=True) if stack is not None}
+            result: tuple[list[Any], list[Any]] = step(carry, slices, rows)
+            return result
+
+        def cut(stack: Any) -> Any:
+            return jax.lax.slice_in_dim(stack, low, high)
+
+        plain = [cut(stack) if read is None else None for stack, read in stacks]
+        # A slice in this scope is one that nobody reads (`graph.origins`).
+        with compat.layers_scope(next(iter(spans.values()))):
+            index = cut(jax.lax.iota(jnp.int32, rounds))
+            slices = [cut(stack) if one is None else one for (stack, _), one in zip(stacks, plain, strict=True)]
+            unroll = min(self.eqn.params["unroll"], high - low)
+            result: tuple[list[Any], list[Any]] = jax.lax.scan(
+                one_round, carry, (index, slices), length=high - low, reverse=reverse, unroll=unroll
+            )
+        return result
+
+    def _keeps_no_rows(self, segment: Segment) -> bool:
+        """Whether the blocks of a round have policies under which a row that is read again is never kept."""
+        for marked in {mark.marked for mark in marks(self.body) if mark.marked.block in self.blocks}:
+            first, policy = segment.at[marked.block], marked.policy
+            layers = range(first, first + self.each[marked.block])
+            policies = [policy[layer] for layer in layers] if isinstance(policy, LayerPolicies) else [policy]
+            if not all(isinstance(one, Policy) and not is_off(one) for one in policies):
+                return False
+        return True
+
+
+def only_in_blocks(body: Any, blocks: frozenset[Block]) -> list[bool]:
+    """For each input of the closed `body`, whether it is read by blocks and nothing else, and can be read again anywhere."""
+    read = {atom for atom in body.jaxpr.outvars if not hasattr(atom, "val")}
+    in_blocks: set[Any] = set()
+    for eqn in body.jaxpr.eqns:
+        for atom, ours in zip(eqn.invars, _by_blocks(eqn, blocks), strict=True):
+            if not hasattr(atom, "val"):
+                (in_blocks if ours else read).add(atom)
+    return [var in in_blocks - read and bool(jnp.issubdtype(var.aval.dtype, jnp.number)) for var in body.jaxpr.invars]
+
+
+def _by_blocks(eqn: Any, blocks: frozenset[Block]) -> list[bool]:
+    """For each operand of `eqn`, whether blocks and nothing else read it."""
+    mark = mark_of(eqn)
+    if mark is not None:
+        return [mark.marked.block in blocks and not mark.batches] * len(eqn.invars)
+    if is_opened(eqn, blocks):
+        return only_in_blocks(bodies(eqn)[0], blocks)
+    return [False] * len(eqn.invars)
+
+
+def is_opened(eqn: Any, blocks: frozenset[Block]) -> bool:
+    """Whether `eqn` is a `jit` around blocks that asks for nothing but a call, so that in a scan its body can stand for it."""
+    return compat.is_plain_jit(eqn) and bool(count_in(eqn, blocks))

@@ -1,0 +1,227 @@
+"""Policies by layer in calls that are not under `jit`: nothing is compiled twice, and nothing of an earlier call comes back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import remat_jax as rj
+from remat_jax.apply import kept_programs
+from tests.small_models import Linear, Mlp, Stack, assert_bit_equal, assert_same, equations, make_loss, values
+
+MIXED = "1 x full | 2 x dots"
+_compiled: list[str] = []
+
+
+def _heard(event: str, _: float, **__: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_heard)
+
+
+def compiled(call: Callable[[], Any]) -> int:
+    """How many programs XLA compiles during a call."""
+    before = len(_compiled)
+    jax.block_until_ready(call())
+    return len(_compiled) - before
+
+
+class Gated(nn.Module):
+    """What has a derivative rule of its own (`relu`), a softmax, dropout, and a `jit`."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        y = jax.jit(lambda x: jnp.where(x > 0, x, -x))(jax.nn.relu(Linear(3)(x)))
+        return x + nn.Dropout(0.5, deterministic=False)(Linear(x.shape[-1])(jax.nn.softmax(y)))
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("block", [Mlp, Gated])
+def test_a_second_call_compiles_nothing(block: Any, scanned: bool) -> None:
+    loss, params, x = _with_keys(block, scanned)
+    fn = rj.checkpoint_blocks(loss, {block: MIXED})
+    xs, seeds = [x, 2 * x, 3 * x], list(jnp.arange(3))
+
+    def call(at: int) -> Any:
+        return jax.value_and_grad(fn)(params, xs[at], seeds[at])
+
+    assert compiled(lambda: call(0)) > 0
+    assert compiled(lambda: call(1)) == 0
+    # Other values and other random numbers are others.
+    assert_same(call(2), jax.jit(jax.value_and_grad(loss))(params, xs[2], seeds[2]), 1e-5)
+    if block is Gated:
+        assert float(fn(params, x, seeds[0])) != float(fn(params, x, seeds[1]))
+    if scanned:
+        kept_programs._programs = ()
+        assert compiled(lambda: call(0)) > 0, "what is kept is why"
+
+
+def _with_keys(block: Any, scanned: bool) -> Any:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            if not scanned:
+                return Stack(block, 3)(x)
+            split = {"params": True, "dropout": True}
+            scan = nn.scan(lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs=split, length=3)
+            return scan(block(), x, None)[0]
+
+    x = values(2, 3, 4)
+    params = Model().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+
+    def loss(params: Any, x: Any, seed: Any) -> Any:
+        return jnp.sum(jnp.sin(Model().apply(params, x, rngs={"dropout": jax.random.key(seed)})))
+
+    return loss, params, x
+
+
+def test_a_jit_around_the_loss_is_compiled_once() -> None:
+    loss, params, x = make_loss(layers=3, scanned=True)
+    fn = rj.checkpoint_blocks(jax.jit(loss), {Mlp: MIXED})
+    assert [compiled(lambda: jax.value_and_grad(fn)(params, x)) > 0 for _ in range(2)] == [True, False]
+
+
+def test_what_the_function_reads_from_outside_is_never_that_of_an_earlier_call() -> None:
+    loss, params, x = make_loss(layers=3, scanned=True)
+    outside = {"scale": 1.0, "shift": jnp.float32(0), "sign": "plus", "calls": 0}
+
+    def reads(params: Any, x: Any) -> Any:
+        outside["calls"] += 1
+        value = outside["scale"] * loss(params, x) + outside["shift"]
+        return -value if outside["sign"] == "minus" else value
+
+    fn = rj.checkpoint_blocks(reads, {Mlp: MIXED})
+    first = float(fn(params, x))
+    for change, wanted in (
+        ({"scale": 2.0}, 2 * first),
+        ({"scale": -0.0, "shift": jnp.float32(7)}, 7),
+        ({"scale": 1.0, "shift": jnp.float32(0), "sign": "minus"}, -first),
+        ({"sign": "plus"}, first),
+    ):
+        outside.update(change)
+        assert float(fn(params, x)) == pytest.approx(wanted, rel=1e-6)
+    assert outside["calls"] == 5
+    # A zero is not its negative.
+    signs = []
+    for scale in (0.0, -0.0):
+        outside["scale"] = scale
+        signs.append(
+            np.signbit(rj.checkpoint_blocks(lambda p, x: outside["scale"] * jnp.exp(loss(p, x)), {Mlp: MIXED})(params, x))
+        )
+    assert signs == [False, True]
+
+
+def test_another_policy_type_or_setting_is_another_program() -> None:
+    loss, params, x = make_loss(layers=3, scanned=True)
+    for policies in (MIXED, "2 x full | 1 x dots"):
+        fn = rj.checkpoint_blocks(loss, {Mlp: policies})
+        assert compiled(lambda fn=fn: jax.grad(fn)(params, x)) > 0
+        assert compiled(lambda fn=fn: jax.grad(fn)(params, x)) == 0
+    fn = rj.checkpoint_blocks(loss, {Mlp: MIXED})
+    with jax.default_matmul_precision("highest"):
+        assert compiled(lambda: fn(params, x)) > 0
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, x))
+    assert fn(*half).dtype == jnp.bfloat16
+    with jax.enable_x64(True):
+        double = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64), (params, x))
+        assert_same(jax.grad(fn)(*double), jax.grad(loss)(*double))
+
+
+def test_no_argument_is_kept_alive_and_programs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held:
+        """What can be referred to weakly."""
+
+    loss, params, x = make_loss(layers=3, scanned=True)
+    big = jnp.ones((50, 50))
+    held = Held()
+    gone = [weakref.ref(big), weakref.ref(held)]
+
+    def closes(params: Any, x: Any, other: Any, *, held: Any, big: Any = big) -> Any:
+        return loss(params, x) + jnp.sum(jax.jit(lambda: big)()) + jnp.sum(other)
+
+    fn = rj.checkpoint_blocks(closes, {Mlp: MIXED})
+    other = jnp.ones((40, 40))
+    gone.append(weakref.ref(other))
+    fn(params, x, other, held=held)
+    jax.grad(fn)(params, x, other, held=held)
+    del closes, fn, big, other, held
+    jax.clear_caches()
+    gc.collect()
+    assert [one() for one in gone] == [None] * 3
+    monkeypatch.setattr(kept_programs, "_MOST", 2)
+    for size in range(1, 5):
+        rj.checkpoint_blocks(loss, {Mlp: "3 x full"})(params, jnp.ones((1, size, 4)))
+    assert len(kept_programs._programs) == 2
+
+
+def test_eager_gradients_of_gradients_and_vmap_take_the_same_programs() -> None:
+    loss, params, x = make_loss(layers=3, scanned=True)
+    fn, batch = rj.checkpoint_blocks(loss, {Mlp: MIXED}), jnp.stack([x, x / 2])
+    for one, plain in (
+        (jax.vmap(jax.grad(fn), (None, 0)), jax.vmap(jax.grad(loss), (None, 0))),
+        (
+            lambda p, x: jax.jvp(jax.grad(fn), (p, x[0]), (p, x[1]))[1],
+            lambda p, x: jax.jvp(jax.grad(loss), (p, x[0]), (p, x[1]))[1],
+        ),
+    ):
+        for _ in range(2):
+            assert_same(one(params, batch), plain(params, batch), 1e-5)
+
+
+class Counter(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls[...] += 1
+        return x + self.dropout(jnp.tanh(self.linear(x)))
+
+
+def test_nnx_state_moves_on_from_call_to_call() -> None:
+    models = [nnx.List([Counter(nnx.Rngs(index)) for index in range(3)]) for _ in range(2)]
+
+    def loss(model: Any, x: Any) -> Any:
+        for layer in model:
+            x = layer(x)
+        return jnp.sum(x**2)
+
+    fn, x = rj.checkpoint_blocks(loss, {Counter: MIXED}), values(2, 4)
+    found = []
+    for _ in range(3):
+        grads = [nnx.grad(one)(model, x) for one, model in zip((fn, loss), models, strict=True)]
+        assert_same(*(nnx.state(grad) for grad in grads), 1e-5)
+        found.append(float(fn(models[0], x)))
+        assert found[-1] == pytest.approx(float(loss(models[1], x)), rel=1e-6)
+    assert len(set(found)) == 3, "every call draws numbers of its own"
+    assert [float(layer.calls[...]) for layer in models[0]] == [6.0] * 3
+    assert_bit_equal(*(nnx.state(model, nnx.RngCount) for model in models))
+    # A model that is only read, and closed over, is read as it is now.
+    model = models[0]
+    for layer in model:
+        layer.dropout.deterministic = True
+    reads = rj.checkpoint_blocks(lambda graph, x: loss(graph, x) + jnp.sum(model[0].linear.bias[...]), {Counter: MIXED})
+    before = float(reads(models[1], x * 0))
+    models[1][0].dropout.deterministic = True
+    model[0].linear.bias[...] += 1
+    assert float(reads(models[1], x * 0)) - before == pytest.approx(4.0)
+
+
+def test_programs_that_are_kept_offload_what_they_say() -> None:
+    loss, params, x = make_loss(layers=3, scanned=True)
+    fn = rj.checkpoint_blocks(loss, {Mlp: "1 x full | 2 x offload_inputs"})
+    for _ in range(2):
+        assert_same(jax.grad(fn)(params, x), jax.grad(loss)(params, x), 1e-5)
+    assert any(eqn.primitive.name == "device_put" for eqn, _ in equations(jax.grad(fn), params, x))

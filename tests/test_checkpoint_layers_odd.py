@@ -1,0 +1,244 @@
+"""Policies by layer where blocks stand in odd places: calls in calls, scans in scans, under axes, behind a `jit`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import remat_jax as rj
+from remat_jax.errors import BlockError, UnsupportedError
+from remat_jax.graph.count import matmuls
+from tests.small_models import Attention, Linear, Mlp, Stack, assert_same, block_by_hand, equations, make_loss, values
+
+
+def lengths(fn: Any, *args: Any) -> list[int]:
+    """The rounds of every scan of `fn`, in the order of the program."""
+    return [eqn.params["length"] for eqn, _ in equations(fn, *args) if eqn.primitive.name == "scan"]
+
+
+# --- calls in calls -----------------------------------------------------------------------------------------------------
+
+
+class Outer(nn.Module):
+    """A block around a block."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return Mlp()(jnp.sin(Linear(4)(x)))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_call_inside_sets_blocks_that_stand_in_the_blocks_of_the_call_around(scanned: bool) -> None:
+    loss, params, x = make_loss(Outer, layers=3, scanned=scanned)
+    expected = jax.jit(jax.grad(loss))(params, x)
+
+    def products(inner: str, outer: str) -> int:
+        fn = rj.checkpoint_blocks(rj.checkpoint_blocks(loss, {Mlp: inner}), {Outer: outer})
+        assert_same(jax.jit(jax.grad(fn))(params, x), expected)
+        return matmuls(jax.grad(fn), params, x)
+
+    def together(inner: str, outer: str) -> int:
+        return matmuls(jax.grad(rj.checkpoint_blocks(loss, {Mlp: inner, Outer: outer})), params, x)
+
+    for inner, outer in (("2 x full | 1 x dots", "1 x full | 2 x dots"), ("full", "2 x full | 1 x dots"), ("3 x dots", "full")):
+        assert products(inner, outer) == together(inner, outer)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_call_inside_a_block_under_vmap() -> None:
+    class Rows(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return x - jax.lax.pmean(Mlp()(x), "rows")
+
+    model, x = Stack(Rows, 2), values(3, 2, 4)
+    params = jax.vmap(model.init, (None, 0), None, axis_name="rows")(jax.random.key(0), x)
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(jax.vmap(model.apply, (None, 0), axis_name="rows")(params, x)))
+
+    inner = rj.checkpoint_blocks(loss, {Mlp: "1 x full | 1 x dots"})
+    fn = rj.checkpoint_blocks(inner, {Rows: "1 x dots | 1 x full"})
+    assert_same(*(jax.jit(jax.grad(one))(params, x) for one in (fn, loss)))
+
+
+# --- scans in scans -----------------------------------------------------------------------------------------------------
+
+
+def nested(kernels: Any, x: Any) -> Any:
+    """Three rounds of two layers, with a row for each round and another for each layer."""
+
+    def pair(x: Any, rows: Any) -> Any:
+        def layer(x: Any, kernel: Any) -> Any:
+            return block_by_hand(kernel, x), x.sum()
+
+        return jax.lax.scan(layer, x, rows)
+
+    x, sums = jax.lax.scan(pair, x, kernels)
+    return jnp.sum(jnp.sin(x)) + jnp.sum(sums * jnp.arange(6.0).reshape(3, 2))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("policies", "rounds", "kept"),
+    [
+        ("6 x full", [3, 2], 0),
+        ("2 x full | 4 x dots", [1, 2, 2, 2], 4),
+        ("3 x full | 3 x dots", [1, 2, 1, 1, 1, 1, 2], 3),
+        ("1 x full | 1 x dots | 1 x full | 1 x dots | 1 x full | 1 x dots", [3, 1, 1], 3),
+        ("1 x off | 5 x offload_inputs", [1, 1, 1, 2, 2], 1),
+    ],
+)
+def test_scans_in_scans_are_cut_where_policies_change(policies: str, rounds: list[int], kept: int) -> None:
+    args = values(3, 2, 4, 3), values(2, 4, seed=1)
+    fn = rj.checkpoint_blocks(nested, {Mlp: policies})
+    assert_same(*(jax.jit(jax.grad(one, argnums=(0, 1)))(*args) for one in (fn, nested)))
+    assert lengths(fn, *args) == rounds
+    full = rj.checkpoint_blocks(nested, {Mlp: "full"})
+    assert matmuls(jax.grad(full), *args) - matmuls(jax.grad(fn), *args) == kept
+
+
+@pytest.mark.usefixtures("x64")
+def test_remat_scan_with_policies_of_its_layers() -> None:
+    model, x = nn.remat_scan(Mlp, lengths=(2, 2))(), values(2, 4)
+    params = model.init(jax.random.key(0), x)
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(model.apply(params, x)))
+
+    fn = rj.checkpoint_blocks(loss, {Mlp: "3 x full | 1 x dots"})
+    assert_same(*(jax.jit(jax.grad(one))(params, x) for one in (fn, loss)))
+
+
+def test_the_layers_of_a_residual_in_nested_scans_are_those_of_all_rounds() -> None:
+    args = values(3, 2, 4, 3), values(2, 4, seed=1)
+    job = rj.Workload(lambda kernels, x: nested(kernels, x), args[0], args[1:], blocks=Mlp)
+    saved = {
+        row.layers for row in rj.residuals(job, "2 x full | 4 x save: *tanh*") if "tanh" in row.name and row.action == "save"
+    }
+    assert saved == {(2, 6)}
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_scan_of_no_rounds_has_no_layers() -> None:
+    def loss(kernels: Any, empty: Any, x: Any) -> Any:
+        def layer(x: Any, kernel: Any) -> Any:
+            return block_by_hand(kernel, x), x
+
+        def pair(x: Any, kernels: Any) -> Any:
+            return jax.lax.scan(layer, x, kernels)
+
+        x, _ = jax.lax.scan(layer, x, empty)
+        x, _ = jax.lax.scan(layer, x, kernels)
+        x, none = jax.lax.scan(pair, x, jnp.broadcast_to(kernels, (0, *kernels.shape)))
+        x, nothing = jax.lax.scan(layer, x, empty)
+        return jnp.sum(jnp.sin(x)) + jnp.sum(none) + jnp.sum(nothing)
+
+    args = values(3, 4, 3), values(0, 4, 3), values(2, 4, seed=1)
+    fn = rj.checkpoint_blocks(loss, {Mlp: "2 x full | 1 x dots"})
+    assert_same(*(jax.jit(jax.grad(one, argnums=(0, 1, 2)))(*args) for one in (fn, loss)))
+    with pytest.raises(BlockError, match="the block is called 0 times"):
+        rj.checkpoint_blocks(
+            lambda x: jax.lax.scan(lambda x, k: (block_by_hand(k, x), None), x, args[1])[0], {Mlp: "1 x full"}
+        )(args[2])
+
+
+# --- axes ---------------------------------------------------------------------------------------------------------------
+
+
+class Centred(nn.Module):
+    """A block that speaks to the other examples of its batch."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        y = Linear(4)(x)
+        return x + jnp.tanh(y - jax.lax.pmean(y, "batch"))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("policies", ["full", "3 x full", "1 x full | 2 x dots", "2 x off | 1 x offload_inputs"])
+def test_collectives_over_the_axis_of_a_vmap_around_a_scan(policies: str, scanned: bool) -> None:
+    model, x = Stack(Centred, 3, scanned), values(5, 2, 4)
+    params = jax.vmap(model.init, (None, 0), None, axis_name="batch")(jax.random.key(0), x)
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(jax.vmap(model.apply, (None, 0), axis_name="batch")(params, x)))
+
+    fn = rj.checkpoint_blocks(loss, {Centred: policies})
+    expected = jax.jit(jax.grad(loss))(params, x)
+    assert_same(jax.jit(jax.grad(fn))(params, x), expected)
+    # Where it is differentiated after it was traced, the axis is bound no more.
+    assert_same(jax.grad(jax.jit(fn))(params, x), expected)
+
+
+# --- what stands between --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("wrapped", ["call", "nested", "sharded"])
+def test_stacked_parameters_behind_a_jit_are_read_in_place(wrapped: str) -> None:
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    layer = jax.jit(Mlp().apply, out_shardings=here if wrapped == "sharded" else None)
+    again = jax.jit(lambda params, x: layer(params, x)) if wrapped == "nested" else layer
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(jax.lax.scan(lambda x, params: (again(params, x), None), x, params)[0]))
+
+    x = values(2, 4, seed=1)
+    shapes = jax.eval_shape(Mlp().init, jax.random.key(0), x)
+    args = jax.tree.map(lambda leaf: values(4, *leaf.shape), shapes), x
+    fn = rj.checkpoint_blocks(loss, {Mlp: "3 x full | 1 x dots"})
+    assert_same(*(jax.jit(jax.grad(one))(*args) for one in (fn, loss)))
+    reads = sum(eqn.primitive.name == "read_row" for eqn, _ in equations(jax.grad(fn), *args))
+    assert (reads > 0) == (wrapped != "sharded"), "what a jit asks for of its own is kept"
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_cond_whose_branches_call_different_blocks() -> None:
+    other = Attention()
+    variables = jax.tree.map(lambda leaf: values(*leaf.shape), jax.eval_shape(other.init, jax.random.key(0), values(2, 3, 4)))
+
+    def loss(kernels: Any, variables: Any, x: Any, turn: Any) -> Any:
+        def layer(x: Any, row: Any) -> Any:
+            kernel, index = row
+            one, two = functools.partial(block_by_hand, kernel), functools.partial(other.apply, variables)
+            return jax.lax.cond(index % 2 == turn, one, two, x), None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(layer, x, (kernels, jnp.arange(4)))[0]))
+
+    args = values(4, 4, 3), variables, values(2, 3, 4, seed=1)
+    fn = rj.checkpoint_blocks(loss, {Mlp: "3 x full | 1 x dots", Attention: "1 x dots | 3 x full"})
+    for turn in (0, 1):
+        assert_same(*(jax.jit(jax.grad(one, argnums=(0, 1, 2)))(*args, turn) for one in (fn, loss)))
+
+
+# --- NNX ------------------------------------------------------------------------------------------------------------------
+
+
+class Counted(nnx.Module):
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls[...] += 1
+        return x + jnp.tanh(self.linear(x))
+
+
+def test_an_nnx_model_that_is_closed_over_and_written_to_is_refused_with_the_remedy() -> None:
+    model, x = Counted(), values(2, 4)
+    with pytest.raises(UnsupportedError, match=r"not among its arguments .* pass it in the call"):
+        rj.checkpoint_blocks(lambda x: model(model(x)).sum(), {Counted: "1 x full | 1 x dots"})(x)
+    as_argument = rj.checkpoint_blocks(lambda model, x: model(model(x)).sum(), {Counted: "1 x full | 1 x dots"})
+    np.testing.assert_allclose(as_argument(model, x), Counted()(Counted()(x)).sum(), rtol=1e-5)
+    assert model.calls[...] == 2
+    assert Counted()(x).shape == x.shape, "nothing stays intercepted"
