@@ -5,7 +5,7 @@ prefix as well. Each stream has weights of its own and a layer has one attention
 velocity from actions to noise (flow matching).
 
 Black et al., "π0: A Vision-Language-Action Flow Model for General Robot Control", 2024; π0.5, 2025.
-`torch_ref.faithful.FaithfulPi0` checkpoints this model as OpenPI does.
+`torch_ref.faithful.PI0Pytorch` checkpoints this model as OpenPI does.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Pi0(nn.Module):
         suffix, condition = self.with_time(actions, self.time_embedding(time, prefix.dtype))
         if not self.config.adaptive:
             suffix = torch.cat([self.state_proj(observation.state.to(prefix.dtype))[:, None], suffix], dim=1)
-        shared = self.shared(observation, condition, prefix.dtype)
+        shared = share(self.config, *self.see(observation, prefix.dtype), condition)
         streams = [prefix, suffix]
         for layer in self.layers:
             streams = gradient_checkpoint_forward(layer, *flags, streams, shared)
@@ -173,9 +173,8 @@ class Pi0(nn.Module):
 
     def loss(self, observation: Observation, actions: torch.Tensor, noise: torch.Tensor, time: torch.Tensor, **flags: bool):
         """The flow-matching loss, a scalar: the squared error of the velocity at time · noise + (1 − time) · actions."""
-        at = time[:, None, None]
-        velocity = self(observation, at * noise + (1 - at) * actions, time, **flags)
-        return (velocity.to(actions.dtype) - (noise - actions)).square().mean()
+        noisy, velocity = flow(actions, noise, time)
+        return (self(observation, noisy, time, **flags).to(actions.dtype) - velocity).square().mean()
 
     def embed_image(self, images: torch.Tensor, *flags: bool) -> torch.Tensor:
         """Images (batch, 3, size, size) → tokens (batch, patches, width of the language model)."""
@@ -203,23 +202,41 @@ class Pi0(nn.Module):
         both = torch.cat([actions, time[:, None].expand_as(actions)], dim=-1)
         return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both))), None
 
-    def shared(self, observation: Observation, condition: torch.Tensor | None, dtype: torch.dtype) -> Shared:
-        """Positions count what is no padding; a token sees its own block and the blocks before it, padding nothing."""
+    def see(self, observation: Observation, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions (batch, time), which count what is no padding, and what is added to scores (batch, 1, time, time).
+
+        A token sees its own block and the blocks before it; padding sees nothing and is not seen. The prefix is a block,
+        the state one, the actions one.
+        """
         config, present = self.config, observation.image_mask
         images = present.repeat_interleave(config.image_tokens // config.num_images, dim=1)
         suffix = config.horizon + (not config.adaptive)
         valid = torch.cat([images, observation.prompt_mask, images.new_ones(len(images), suffix)], dim=1).bool()
         starts = torch.zeros(valid.shape[1], dtype=torch.long, device=valid.device)
-        # A block starts at the first token of the suffix, and at the first action, which is the same in π0.5.
-        starts[[-suffix, -config.horizon]] = 1
+        starts[[-suffix, -config.horizon]] = 1  # in π0.5 the same place twice
         blocks = starts.cumsum(0)
         visible = (blocks[None, :] <= blocks[:, None]) & valid[:, None, :] & valid[:, :, None]
         bias = torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
-        return Shared(rotations(valid.cumsum(1) - 1, config.head_dim, dtype), bias[:, None], condition)
+        return valid.cumsum(1) - 1, bias[:, None]
 
     def final_norms(self, streams: Sequence[torch.Tensor], condition: torch.Tensor | None) -> list[torch.Tensor]:
         """Norm both streams; only the suffix is read afterwards."""
         return [self.prefix_norm(streams[0])[0], self.suffix_norm(streams[1], condition)[0]]
+
+
+def share(config: Pi0Config, positions: torch.Tensor, bias: torch.Tensor, condition: torch.Tensor | None) -> Shared:
+    """What all layers read, made of what `Pi0.see` gives."""
+    return Shared(rotations(positions, config.head_dim, bias.dtype), bias, condition)
+
+
+def flow(actions: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The noisy actions at a time between 0, the actions, and 1, the noise; and the velocity, which is noise − actions.
+
+    >>> [float(x) for x in flow(torch.tensor(1.0)[None, None, None], torch.tensor(5.0)[None, None, None], torch.tensor([0.25]))]
+    [2.0, 4.0]
+    """
+    at = time[:, None, None]
+    return at * noise + (1 - at) * actions, noise - actions
 
 
 def condition_width(config: Pi0Config, index: int) -> int | None:
