@@ -11,7 +11,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-NEEDED = {"torch": "pip install 'remat_jax[torch]'", "sklearn": "pip install 'remat_jax[photographs]'"}
+NEEDED = {"torch": "pip install 'remat_jax[torch]'", "sklearn": "pip install scikit-learn"}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -171,7 +171,9 @@ class Pi0(nn.Module):
             streams = gradient_checkpoint_forward(layer, *flags, streams, shared)
         return self.action_out_proj(self.final_norms(streams, condition)[1][:, -self.config.horizon :])
 
-    def loss(self, observation: Observation, actions: torch.Tensor, noise: torch.Tensor, time: torch.Tensor, **flags: bool):
+    def loss(
+        self, observation: Observation, actions: torch.Tensor, noise: torch.Tensor, time: torch.Tensor, **flags: bool
+    ) -> torch.Tensor:
         """The flow-matching loss, a scalar: the squared error of the velocity at time · noise + (1 − time) · actions."""
         noisy, velocity = flow(actions, noise, time)
         return (self(observation, noisy, time, **flags).to(actions.dtype) - velocity).square().mean()
