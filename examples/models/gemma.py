@@ -54,9 +54,14 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.param("scale", nn.initializers.zeros, (x.shape[-1],), self.param_dtype)
-        exact = x.astype(wide(x.dtype))
-        normed = exact * jax.lax.rsqrt(jnp.mean(jnp.square(exact), axis=-1, keepdims=True) + self.epsilon)
-        return (normed * (1 + scale.astype(exact.dtype))).astype(x.dtype)
+        normed = root_mean_square(x, self.epsilon)
+        return (normed * (1 + scale.astype(normed.dtype))).astype(x.dtype)
+
+
+def root_mean_square(x: jax.Array, epsilon: float) -> jax.Array:
+    """Return x / sqrt(mean(x²) + epsilon) over the last axis, in float32 at least."""
+    exact = x.astype(wide(x.dtype))
+    return exact * jax.lax.rsqrt(jnp.mean(jnp.square(exact), axis=-1, keepdims=True) + epsilon)
 
 
 class SelfAttention(nn.Module):
@@ -70,12 +75,12 @@ class SelfAttention(nn.Module):
         config = self.config
 
         def project(name: str, heads: int) -> jax.Array:
-            return split_heads(_dense(heads * config.head_dim, name, self.param_dtype)(x), heads)
+            return split_heads(dense(heads * config.head_dim, name, self.param_dtype)(x), heads)
 
         query, key = project("q_proj", config.num_heads), project("k_proj", config.num_kv_heads)
         value = project("v_proj", config.num_kv_heads)
         mixed = attention(rotate(query, rotation), rotate(key, rotation), value, bias)
-        return _dense(config.hidden_size, "o_proj", self.param_dtype)(mixed)
+        return dense(config.hidden_size, "o_proj", self.param_dtype)(mixed)
 
 
 class GatedFeedForward(nn.Module):
@@ -86,9 +91,9 @@ class GatedFeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate = nn.gelu(_dense(self.config.intermediate_size, "gate_proj", self.param_dtype)(x), approximate=True)
-        up = _dense(self.config.intermediate_size, "up_proj", self.param_dtype)(x)
-        return _dense(self.config.hidden_size, "down_proj", self.param_dtype)(gate * up)
+        gate = nn.gelu(dense(self.config.intermediate_size, "gate_proj", self.param_dtype)(x), approximate=True)
+        up = dense(self.config.intermediate_size, "up_proj", self.param_dtype)(x)
+        return dense(self.config.hidden_size, "down_proj", self.param_dtype)(gate * up)
 
 
 class GemmaBlock(nn.Module):
@@ -141,5 +146,6 @@ class Gemma(nn.Module):
         return unembed(table, RMSNorm(config.rms_norm_eps, self.param_dtype, name="norm")(x))
 
 
-def _dense(features: int, name: str, param_dtype: Any) -> nn.Dense:
+def dense(features: int, name: str | None, param_dtype: Any) -> nn.Dense:
+    """Return a linear layer without biases."""
     return nn.Dense(features, use_bias=False, param_dtype=param_dtype, name=name)

@@ -108,23 +108,30 @@ class SiglipVision(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array) -> tuple[jax.Array, jax.Array]:
-        config, expected = self.config, (self.config.image_size, self.config.image_size, self.config.num_channels)
-        if images.shape[1:] != expected:
-            raise ValueError(
-                f"images have shape {images.shape}, expected (batch, {', '.join(map(str, expected))}): resize them"
-            )
-        patch = (config.patch_size, config.patch_size)
-        cut = nn.Conv(config.hidden_size, patch, strides=patch, padding="VALID", param_dtype=self.param_dtype, name="patches")
-        x = cut(images).reshape(images.shape[0], config.num_patches, config.hidden_size)
-        places = nn.Embed(config.num_patches, config.hidden_size, param_dtype=self.param_dtype, name="positions")
-        x = x + places(jnp.arange(config.num_patches)[None])
+        x = encode(images, self.config, self.param_dtype, scan=self.scan)
+        return x, PoolingHead(self.config, self.param_dtype, name="head")(x)
 
-        def block(name: str) -> SiglipBlock:
-            return SiglipBlock(config, self.param_dtype, name=name)
 
-        x = run_blocks(block, config.num_layers, x, scan=self.scan)
-        x = layer_norm(config, self.param_dtype, "post_norm")(x)
-        return x, PoolingHead(config, self.param_dtype, name="head")(x)
+def encode(images: jax.Array, config: SiglipConfig, param_dtype: Any, *, scan: bool) -> jax.Array:
+    """Return the states of the patches of images, inside a compact method: its parameters are that module's.
+
+    Raises:
+        ValueError: when an image is not square or not of the configured size.
+    """
+    expected = (config.image_size, config.image_size, config.num_channels)
+    if images.shape[1:] != expected:
+        raise ValueError(f"images have shape {images.shape}, expected (batch, {', '.join(map(str, expected))}): resize them")
+    patch = (config.patch_size, config.patch_size)
+    cut = nn.Conv(config.hidden_size, patch, strides=patch, padding="VALID", param_dtype=param_dtype, name="patches")
+    x = cut(images).reshape(images.shape[0], config.num_patches, config.hidden_size)
+    places = nn.Embed(config.num_patches, config.hidden_size, param_dtype=param_dtype, name="positions")
+    x = x + places(jnp.arange(config.num_patches)[None])
+
+    def block(name: str) -> SiglipBlock:
+        return SiglipBlock(config, param_dtype, name=name)
+
+    x = run_blocks(block, config.num_layers, x, scan=scan)
+    return layer_norm(config, param_dtype, "post_norm")(x)
 
 
 def layer_norm(config: SiglipConfig, param_dtype: Any, name: str) -> nn.LayerNorm:

@@ -27,10 +27,11 @@ def wide(dtype: Dtype) -> Dtype:
     return jnp.promote_types(dtype, jnp.float32).type
 
 
-def run_blocks(make: Callable[..., nn.Module], num_layers: int, x: jax.Array, *shared: Any, scan: bool = False) -> jax.Array:
+def run_blocks(make: Callable[..., nn.Module], num_layers: int, x: Any, *shared: Any, scan: bool = False) -> Any:
     """Apply `num_layers` blocks inside a compact method, unrolled or under `nn.scan`.
 
-    `make(name=…)` gives a block, called as `block(x, *shared)`; `shared` is what all of them read: a mask, tables.
+    `make(name=…)` gives a block, called as `block(x, *shared)`; `shared` is what all of them read: a mask, tables. `x` is an
+    array, or a tuple of them.
     Unrolled, the parameters are `layers_0/…`, `layers_1/…`; scanned, `layers/…` with the layers stacked on axis 0.
     """
     if not scan:
@@ -38,7 +39,7 @@ def run_blocks(make: Callable[..., nn.Module], num_layers: int, x: jax.Array, *s
             x = make(name=f"layers_{index}")(x, *shared)
         return x
 
-    def body(block: nn.Module, carry: jax.Array, *shared: Any) -> tuple[jax.Array, None]:
+    def body(block: nn.Module, carry: Any, *shared: Any) -> tuple[Any, None]:
         return block(carry, *shared), None
 
     scanned = nn.scan(

@@ -129,6 +129,7 @@ def test_disabling_does_not_disable(caplog):
         "Forcing gradient checkpointing to be enabled for Gemma expert model",
         "Gemma expert model gradient checkpointing: True",
         "Model training mode: True",
+        "Gemma expert model has gradient_checkpointing attr: True",
         "Gemma expert model gradient_checkpointing value: True",
     ]
     # What was never enabled is checkpointed too. The right switch is off when it is off.

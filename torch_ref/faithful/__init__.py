@@ -1,8 +1,8 @@
 """What other projects' code does, quirks included: one module for each of them, to compare a port with.
 
-`diffsynth`: DiffSynth-Studio's `gradient_checkpoint_forward`. `openpi`: OpenPI's switch. `offload_function`: the
-`OffloadFunction` of tutorials. `deep_mlp`: a tutorial's experiment on a deep perceptron. `accumulate`: a tutorial's
-accumulation loop.
+`diffsynth`: DiffSynth-Studio's `gradient_checkpoint_forward`. `openpi`: OpenPI's switch, `pi0`: the whole of its π0
+under that switch. `offload_function`: the `OffloadFunction` of tutorials. `deep_mlp`: a tutorial's experiment on a deep
+perceptron. `accumulate`: a tutorial's accumulation loop.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from torch_ref.faithful import accumulate, deep_mlp
 from torch_ref.faithful.diffsynth import gradient_checkpoint_forward
 from torch_ref.faithful.offload_function import OffloadDecoder, OffloadFunction
 from torch_ref.faithful.openpi import Pi0, prepare_for_training
+from torch_ref.faithful.pi0 import PI0Pytorch
 
 __all__ = [
     "OffloadDecoder",
     "OffloadFunction",
+    "PI0Pytorch",
     "Pi0",
     "accumulate",
     "deep_mlp",

@@ -44,14 +44,14 @@ class Flagged(nn.Module):
 class TransformerWithExpert(nn.Module):
     """The inner model: runs the joint layers and the final norms, each checkpointed when the expert's flag says so."""
 
-    def __init__(self, decoder: JointDecoder) -> None:
+    def __init__(self, layers: nn.ModuleList, norms: nn.ModuleList) -> None:
         super().__init__()
-        self.layers, self.norms = decoder.layers, decoder.norms
+        self.layers, self.norms = layers, norms
         self.language_model, self.vision_tower, self.expert = Flagged(), Flagged(), Flagged()
         self._has_logged = False
 
-    def forward(self, streams: list[torch.Tensor], mask: torch.Tensor) -> list[torch.Tensor]:
-        """Run all layers on the list of two streams."""
+    def forward(self, streams: list[torch.Tensor], *shared: Any, for_norms: tuple[Any, ...] = ()) -> list[torch.Tensor]:
+        """Run all layers on the list of two streams; each reads `shared`, the final norms read `for_norms`."""
         use_checkpointing = self.expert.gradient_checkpointing and self.training
         if self.training:
             if not self.expert.gradient_checkpointing:
@@ -61,15 +61,15 @@ class TransformerWithExpert(nn.Module):
         self._log(use_checkpointing)
         for index in range(len(self.layers)):
             if use_checkpointing:
-                streams = _checkpoint(self._layer, index, streams, mask)
+                streams = checkpointed(self._layer, index, streams, *shared)
             else:
-                streams = self._layer(index, streams, mask)
-        return _checkpoint(self._norms, streams) if use_checkpointing else self._norms(streams)
+                streams = self._layer(index, streams, *shared)
+        return checkpointed(self._norms, streams, *for_norms) if use_checkpointing else self._norms(streams, *for_norms)
 
-    def _layer(self, index: int, streams: list[torch.Tensor], mask: torch.Tensor) -> list[torch.Tensor]:
-        return self.layers[index](streams, mask)
+    def _layer(self, index: int, streams: list[torch.Tensor], *shared: Any) -> list[torch.Tensor]:
+        return self.layers[index](streams, *shared)
 
-    def _norms(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _norms(self, streams: Sequence[torch.Tensor], *for_norms: Any) -> list[torch.Tensor]:
         return [norm(x) for norm, x in zip(self.norms, streams, strict=True)]
 
     def _log(self, use_checkpointing: bool) -> None:
@@ -78,22 +78,16 @@ class TransformerWithExpert(nn.Module):
         self._has_logged = True
         logger.info("Gemma expert model gradient checkpointing: %s", use_checkpointing)
         logger.info("Model training mode: %s", self.training)
+        logger.info("Gemma expert model has gradient_checkpointing attr: %s", hasattr(self.expert, "gradient_checkpointing"))
         logger.info("Gemma expert model gradient_checkpointing value: %s", self.expert.gradient_checkpointing)
 
 
-class Pi0(nn.Module):
-    """The outer model; its parameters are those of the `JointDecoder` that it is made from.
+class Switched(nn.Module):
+    """An outer model with OpenPI's switch, which sets four flags: its own, and those of three submodels."""
 
-    >>> model = Pi0(JointDecoder(num_layers=1, widths=(8, 4), patch=12, action_dim=3))
-    >>> model.gradient_checkpointing_enable()
-    >>> model.transformer.vision_tower.gradient_checkpointing, model(torch.zeros(2, 5, 12), torch.zeros(2, 4, 3)).shape
-    (True, torch.Size([2, 4, 3]))
-    """
-
-    def __init__(self, decoder: JointDecoder) -> None:
+    def __init__(self, transformer: TransformerWithExpert) -> None:
         super().__init__()
-        self.decoder = decoder
-        self.transformer = TransformerWithExpert(decoder)
+        self.transformer = transformer
         self.gradient_checkpointing_enabled = False
 
     def gradient_checkpointing_enable(self) -> None:
@@ -111,6 +105,27 @@ class Pi0(nn.Module):
         for submodel in (self.transformer.language_model, self.transformer.vision_tower, self.transformer.expert):
             submodel.gradient_checkpointing = value
 
+    def _apply_checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self.gradient_checkpointing_enabled and self.training:
+            return checkpointed(function, *args)
+        return function(*args)
+
+
+class Pi0(Switched):
+    """The outer model; its parameters are those of the `JointDecoder` that it is made from.
+
+    `PI0Pytorch` is the same around the whole of π0.
+
+    >>> model = Pi0(JointDecoder(num_layers=1, widths=(8, 4), patch=12, action_dim=3))
+    >>> model.gradient_checkpointing_enable()
+    >>> model.transformer.vision_tower.gradient_checkpointing, model(torch.zeros(2, 5, 12), torch.zeros(2, 4, 3)).shape
+    (True, torch.Size([2, 4, 3]))
+    """
+
+    def __init__(self, decoder: JointDecoder) -> None:
+        super().__init__(TransformerWithExpert(decoder.layers, decoder.norms))
+        self.decoder = decoder
+
     def forward(self, patches: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Predict actions as `JointDecoder` does."""
         streams = [
@@ -126,11 +141,6 @@ class Pi0(nn.Module):
         suffix = self._apply_checkpoint(whole, *streams, mask)
         return self._apply_checkpoint(self.decoder.action_out, suffix)
 
-    def _apply_checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        if self.gradient_checkpointing_enabled and self.training:
-            return _checkpoint(function, *args)
-        return function(*args)
-
 
 def prepare_for_training(model: nn.Module) -> bool:
     """Switch checkpointing on if the model has the method, as the training script does; says whether it had."""
@@ -142,5 +152,6 @@ def prepare_for_training(model: nn.Module) -> bool:
     return False
 
 
-def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+def checkpointed(function: Callable[..., Any], *args: Any) -> Any:
+    """Checkpoint as OpenPI does, the random state not restored."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

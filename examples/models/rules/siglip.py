@@ -6,7 +6,7 @@ from remat_jax.porting import Rules
 
 from ..siglip import SiglipConfig
 
-TEXT = """
+ENCODER = """
     embeddings.patch_embedding.weight -> params/patches/kernel | conv2d
     embeddings.patch_embedding.bias -> params/patches/bias
     embeddings.position_embedding.weight -> params/positions/embedding
@@ -24,6 +24,9 @@ TEXT = """
     encoder.layers.{i}.mlp.{name}.bias -> params/layers_{i}/mlp/{name}/bias
     post_layernorm.weight -> params/post_norm/scale
     post_layernorm.bias -> params/post_norm/bias
+"""
+
+HEAD = """
     head.probe -> params/head/probe
     head.attention.in_proj_weight -> params/head/attention/{query,key,value}/kernel | split(0) | o i -> i o
     head.attention.in_proj_bias -> params/head/attention/{query,key,value}/bias | split(0)
@@ -42,5 +45,5 @@ def rules(config: SiglipConfig, scan: bool = False) -> Rules:
     >>> len(rules(SiglipConfig()).rules[-8].flax)
     3
     """
-    found = Rules.parse(TEXT)
+    found = Rules.parse(ENCODER + HEAD)
     return found.stacked("layers_{i}", "layers") if scan else found

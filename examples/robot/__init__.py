@@ -1,0 +1,3 @@
+"""π0 trained on photographs: what `examples/pi0.py` runs."""
+
+from __future__ import annotations

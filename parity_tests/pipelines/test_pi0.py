@@ -1,0 +1,145 @@
+"""π0 and π0.5: PyTorch, OpenPI's own flow and Flax compute one loss and one gradient, in every mode."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import torch_ref
+from examples.models import pi0
+from examples.models.pi0_config import Observation, Pi0Config
+from examples.models.rules.pi0 import rules
+from parity_tests import support as s
+from parity_tests.pipelines import pi0 as p
+from remat_jax.graph.count import matmuls
+from remat_jax.parity import float64_error, judge
+from remat_jax.porting.links import fit
+
+variants = pytest.mark.parametrize("variant", p.CONFIGS)
+FORMS = [("unrolled", mode) for mode in p.POLICIES] + [("scan", "offload")]
+
+
+def error(config: Pi0Config, found: p.Step) -> float:
+    """The largest relative error of the loss or of a gradient against plain PyTorch."""
+    exact = p.torch_step(config)
+    worst, _ = float64_error(exact.gradients, found.gradients)
+    return max(worst, abs(float(found.loss / exact.loss) - 1))
+
+
+@variants
+@pytest.mark.parametrize("form", ["checkpoint", "offload", *p.FAITHFUL])
+def test_pytorch_computes_one_gradient_in_every_form(variant: str, form: str) -> None:
+    assert error(p.CONFIGS[variant], p.torch_step(p.CONFIGS[variant], form)) <= s.LIMIT
+
+
+@variants
+@pytest.mark.parametrize(("form", "mode"), FORMS)
+def test_flax_computes_that_of_pytorch(variant: str, form: str, mode: str) -> None:
+    config = p.CONFIGS[variant]
+    assert error(config, p.jax_step(config, mode, form == "scan")) <= s.LIMIT
+
+
+def test_only_what_the_actions_do_not_read_has_no_gradient() -> None:
+    """The last layer of the prefix makes keys and values; what follows them nothing reads."""
+    config = p.CONFIGS["pi05"]
+    unused = {name for name, gradient in p.torch_step(config).gradients.items() if not gradient.any()}
+    last = f"layers.{config.depth - 1}.experts.0"
+    names = ("self_attn.q_proj", "self_attn.o_proj", "post_attention_layernorm")
+    names += tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
+    assert unused == {f"{last}.{name}.weight" for name in names} | {"prefix_norm.weight"}
+
+
+def test_float32_by_the_parity_rule() -> None:
+    config = p.CONFIGS["pi0"]
+    exact, plain, found = (
+        p.torch_step(config),
+        p.torch_step(config, "off", "float32"),
+        p.jax_step(config, "checkpoint", True, "float32"),
+    )
+    assert [row for row in judge(exact.gradients, found.gradients, plain.gradients, "float32") if not row.passed] == []
+
+
+@variants
+def test_a_checkpoint_runs_each_layer_once_more(variant: str) -> None:
+    """A joint layer multiplies 16 times, two of them for outputs that no derivative reads: 14 run again. A layer of the
+    tower does so 8 times, and 7 run again. In π0.5 the expert's gates read its last product, and two norms have one."""
+    config, per_layer = p.CONFIGS[variant], {"pi0": 14, "pi05": 14 + 1 + 2}[variant]
+    with jax.enable_x64(True):
+        counts = {}
+        for mode in p.POLICIES:
+            model, params = p.make_flax(config, mode, scan=True)
+            step = jax.value_and_grad(functools.partial(pi0.flow_matching_loss, model))
+            counts[mode] = matmuls(step, params, *p.batch(config))
+    again = config.depth * per_layer + config.vision_depth * 7
+    assert counts["checkpoint"] - counts["off"] == counts["offload"] - counts["off"] == again
+
+
+@pytest.mark.parametrize(("config", "millions"), [(Pi0Config.pi0(), 3_238), (Pi0Config.pi05(), 3_353)], ids=["pi0", "pi05"])
+def test_published_sizes(config: Pi0Config, millions: int) -> None:
+    """The same parameters on paper: as many in both frameworks, each with a place in the map."""
+    with torch.device("meta"):
+        original = {name: tuple(x.shape) for name, x in torch_ref.Pi0(_torch_config(config)).named_parameters()}
+    observation, actions, time, _ = config.shapes(1)
+    empty = jax.eval_shape(pi0.Pi0(config, scan=True).init, jax.random.key(0), observation, actions, time)
+    flat = {"/".join(key.key for key in path): x.shape for path, x in jax.tree.leaves_with_path(empty)}
+    assert fit(rules(config, scan=True), original, flat)[1] == []
+    assert sum(int(np.prod(shape)) for shape in flat.values()) // 10**6 == millions
+
+
+def test_who_sees_whom() -> None:
+    """Cameras and prompt see each other, the state them and itself, the actions everything; padding nobody."""
+    config = Pi0Config(image_size=14, num_images=2, prompt_length=2, horizon=2)
+    seen = Observation(None, np.array([[True, False]]), None, np.array([[True, False]]), None)
+    valid, visible = pi0.see(config, seen)
+    expected = ["1010000", "0000000", "1010000", "0000000", "1010100", "1010111", "1010111"]
+    assert ["".join(str(int(one)) for one in row) for row in visible[0]] == expected
+    assert valid[0].tolist() == [True, False, True, False, True, True, True]
+    adaptive = pi0.see(dataclasses.replace(config, adaptive=True), seen)[1]
+    assert ["".join(str(int(one)) for one in row) for row in adaptive[0]][-2:] == ["101011"] * 2
+    positions, bias = torch_ref.Pi0(_torch_config(config)).see(
+        torch_ref.Observation(*(None if one is None else torch.tensor(one) for one in seen)), torch.float64
+    )
+    assert np.array_equal(bias[0, 0].numpy() == 0, visible[0]) and positions[0].tolist() == [0, 0, 1, 1, 2, 3, 4]
+
+
+BAD = [
+    ({"num_kv_heads": 3}, "num_kv_heads.*3.*8"),
+    ({"patch_size": 13}, "patch_size.*13.*28"),
+    ({"vision_heads": 5}, "vision_heads.*5.*32"),
+    ({"head_dim": 15}, "head_dim.*15.*even"),
+    ({"vision_depth": 0}, "vision_depth.*0.*at least 1"),
+    ({"widths": (64,)}, r"widths.*\(64,\).*two"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD, ids=[next(iter(changes)) for changes, _ in BAD])
+def test_a_configuration_that_does_not_fit_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Pi0Config(**changes)
+    with pytest.raises(torch_ref.InvalidArgumentError, match=message):
+        torch_ref.Pi0Config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "shape"), [("images", (3, 3, 28, 27, 3)), ("image_mask", (3, 2)), ("prompt", (3, 15)), ("state", (3, 9))]
+)
+def test_inputs_of_the_wrong_shape_are_named(field: str, shape: tuple[int, ...]) -> None:
+    config = p.CONFIGS["pi0"]
+    observation, actions, _, time = p.batch(config)
+    wrong = observation._replace(**{field: np.zeros(shape, getattr(observation, field).dtype)})
+    with pytest.raises(ValueError, match=rf"^{field} has shape \(.*\), expected \(.*pad prompts"):
+        jax.eval_shape(pi0.Pi0(config).init, jax.random.key(0), wrong, actions, time)
+    seen, actions, _, time = p.as_torch((wrong, actions, actions, time))
+    model = p.make_torch(config)
+    for either in (model, p.faithful(model, "enabled")):
+        with pytest.raises(torch_ref.InvalidArgumentError, match=rf"^{field} has shape \(.*\), expected \(.*pad prompts"):
+            either(seen, actions, time)
+
+
+def _torch_config(config: Pi0Config) -> torch_ref.Pi0Config:
+    return torch_ref.Pi0Config(**dataclasses.asdict(config))

@@ -1,0 +1,93 @@
+"""`examples/pi0.py`: photographs that tell where to go, every form of both frameworks, the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from examples.models.pi0_config import Pi0Config
+from examples.robot import command, training
+from examples.robot.data import LEVELS, PROMPTS, Batch, batches, goals, photographs
+
+SMALL = Pi0Config(depth=1, vision_depth=1)
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[tuple[str, str], training.Row]:
+    data = batches(SMALL, 0, 8, 12)
+    found = training.run_all(SMALL, data, batches(SMALL, 1, 16, 1)[0], lambda line: None)
+    return {(row.framework, row.form): row for row in found}
+
+
+def test_every_form_trains_the_same(rows: dict[tuple[str, str], training.Row]) -> None:
+    assert len(rows) == 7 and max(row.difference for row in rows.values()) <= command.TOLERANCES["float64_step"].value
+    plain = rows["PyTorch", "off"]
+    assert plain.held_out[1] < plain.held_out[0] * 0.9
+    for row in rows.values():
+        assert row.held_out == pytest.approx(plain.held_out, rel=1e-9)
+
+
+def test_what_they_keep_and_execute(rows: dict[tuple[str, str], training.Row]) -> None:
+    runs = {form: row.layer_runs for (framework, form), row in rows.items() if framework == "PyTorch"}
+    assert runs == {"off": (1, 1), "checkpoint": (2, 2), "offload": (2, 2), training.FAITHFUL: (2, 6)}
+    for framework in ("PyTorch", "Flax"):
+        off, kept, away = (rows[framework, mode] for mode in ("off", "checkpoint", "offload"))
+        assert away.device_bytes < kept.device_bytes < off.device_bytes
+        assert off.host_bytes == kept.host_bytes == 0 < away.host_bytes
+        assert off.matmuls < kept.matmuls == away.matmuls
+
+
+def test_a_form_that_is_off_or_learns_nothing_fails(rows: dict[tuple[str, str], training.Row]) -> None:
+    row = dataclasses.replace(rows["Flax", "off"], held_out=(1.0, 0.5), difference=0.0)
+    assert command.problems([row]) == []
+    assert command.problems([dataclasses.replace(row, difference=1e-9)]) == ["Flax off is 1.0e-09 off"]
+    assert command.problems([dataclasses.replace(row, difference=float("nan"))]) == ["Flax off is nan off"]
+    assert "the loss goes from 1.000 to 0.700 only" in command.problems([dataclasses.replace(row, held_out=(1.0, 0.7))])[0]
+
+
+def test_actions_follow_from_what_is_seen_and_told() -> None:
+    (batch,) = batches(dataclasses.replace(SMALL, adaptive=True), 3, 32, 1)
+    signs = [_sign(batch, row) for row in range(32)]
+    colours = batch.observation.images[:, 0].mean((1, 2))
+    assert np.allclose(batch.actions[:, -1], np.array(signs)[:, None] * (colours @ goals(8)), atol=1e-14)
+    step = batch.actions[:, 1] - batch.actions[:, 0]
+    assert np.allclose(batch.actions[:, 0] - step, batch.observation.state, atol=1e-14)
+    assert {1.0, -1.0} == set(signs) and 0 < batch.observation.image_mask[:, 2].mean() < 1
+    assert batch.observation.image_mask[:, :2].all() and abs(photographs()[0]).max() <= 1
+    assert ((batch.time >= 0.001) & (batch.time <= 1)).all()
+
+
+def _sign(batch: Batch, row: int) -> float:
+    """What the prompt says; for π0.5 the state follows, one token for each of its numbers."""
+    prompt = batch.observation.prompt[row][batch.observation.prompt_mask[row]]
+    levels = (prompt[-8:] - 201 + 0.5) / LEVELS * 2 - 1
+    assert np.abs(levels - batch.observation.state[row]).max() <= 1 / LEVELS
+    return PROMPTS[bytes((prompt[:-8] - 1).astype(np.uint8)).decode()]
+
+
+def test_batches_follow_their_seed_and_need_room_for_their_prompts() -> None:
+    one, same, other = (batches(SMALL, seed, 2, 1)[0] for seed in (5, 5, 6))
+    assert np.array_equal(one.observation.images, same.observation.images)
+    assert not np.array_equal(one.observation.images, other.observation.images)
+    with pytest.raises(ValueError, match="prompt_length=15, vocab_size=257: expected at least 16 and 217"):
+        batches(Pi0Config(prompt_length=15, adaptive=True), 0, 1, 1)
+
+
+def test_bad_usage() -> None:
+    done = subprocess.run([sys.executable, "examples/pi0.py", "--steps", "0"], capture_output=True, text=True)
+    assert done.returncode == 2 and "--steps 0: expected at least 1" in done.stderr
+
+
+def test_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, rows: dict) -> None:
+    monkeypatch.setattr(training, "run_all", lambda *args: list(rows.values()))
+    status = command.main(["--steps", "1", "--batch", "2", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert status == int(bool(said["failed"])) and [len(row["losses"]) for row in said["rows"]] == [12] * 7
+    assert command.main(["--steps", "1", "--batch", "2"]) == status
+    printed = capsys.readouterr().out
+    assert "PyTorch" in printed and f"{training.FAITHFUL}: nested_container" in printed and "checkpoint: 2 checkp" in printed

@@ -1,0 +1,127 @@
+"""The sizes of π0 and π0.5, what they are given, and the check that the one fits the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from torch_ref.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class Pi0Config:
+    """The hyperparameters; without arguments OpenPI's `dummy` transformers behind a small vision tower.
+
+    Attributes:
+        widths, mlp_dims: of the language model and of the action expert.
+        depth, num_heads, num_kv_heads, head_dim: what the two have in common.
+        num_images: cameras, each of `image_size` × `image_size` pixels.
+        horizon: actions that are predicted at once.
+        adaptive: π0.5: the time sets the expert's norms, and there is no state token (the state is in the prompt).
+
+    Raises:
+        InvalidArgumentError: if sizes do not divide, or something is missing.
+
+    >>> Pi0Config.pi05().prompt_length
+    200
+    """
+
+    widths: tuple[int, int] = (64, 64)
+    mlp_dims: tuple[int, int] = (128, 128)
+    depth: int = 4
+    num_heads: int = 8
+    num_kv_heads: int = 1
+    head_dim: int = 16
+    vision_width: int = 32
+    vision_mlp_dim: int = 56
+    vision_depth: int = 2
+    vision_heads: int = 4
+    image_size: int = 28
+    patch_size: int = 14
+    num_images: int = 3
+    vocab_size: int = 257
+    prompt_length: int = 16
+    action_dim: int = 8
+    horizon: int = 10
+    adaptive: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.widths) != 2 or len(self.mlp_dims) != 2:
+            raise InvalidArgumentError(
+                f"widths is {self.widths} and mlp_dims is {self.mlp_dims}, expected two numbers each: the language model's"
+                " and the action expert's."
+            )
+        for name in ("depth", "vision_depth", "num_images", "horizon", "action_dim"):
+            if getattr(self, name) < 1:
+                raise InvalidArgumentError(
+                    f"{name} is {getattr(self, name)}, expected at least 1: the model has all its parts."
+                )
+        divisions = (("num_kv_heads", self.num_heads), ("vision_heads", self.vision_width), ("patch_size", self.image_size))
+        for name, whole in divisions:
+            if getattr(self, name) < 1 or whole % getattr(self, name):
+                raise InvalidArgumentError(f"{name} is {getattr(self, name)}, expected a divisor of {whole}.")
+        for name, value in (("head_dim", self.head_dim), ("widths[1]", self.widths[1])):
+            if value % 2:
+                raise InvalidArgumentError(f"{name} is {value}, expected an even number: it is made of sines and cosines.")
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of all images."""
+        return self.num_images * (self.image_size // self.patch_size) ** 2
+
+    @classmethod
+    def pi0(cls) -> Pi0Config:
+        """The published π0: 3.2 billion parameters."""
+        return cls((2048, 1024), (16384, 4096), 18, 8, 1, 256, 1152, 4304, 27, 16, 224, 14, 3, 257152, 48, 32, 50)
+
+    @classmethod
+    def pi05(cls) -> Pi0Config:
+        """The published π0.5."""
+        return replace(cls.pi0(), prompt_length=200, adaptive=True)
+
+
+class Observation(NamedTuple):
+    """What the robot sees and is told.
+
+    Attributes:
+        images: (batch, cameras, 3, image_size, image_size).
+        image_mask: (batch, cameras), false where a camera is not there.
+        prompt: token numbers (batch, prompt_length).
+        prompt_mask: (batch, prompt_length), false for padding.
+        state: (batch, action_dim); π0.5 does not read it.
+    """
+
+    images: torch.Tensor
+    image_mask: torch.Tensor
+    prompt: torch.Tensor
+    prompt_mask: torch.Tensor
+    state: torch.Tensor
+
+
+def check_shapes(config: Pi0Config, observation: Observation, actions: torch.Tensor, time: torch.Tensor) -> None:
+    """Refuse arguments of other shapes than the configuration says.
+
+    Raises:
+        InvalidArgumentError: naming every argument that has one.
+    """
+    batch = len(actions)
+    cameras, size, prompt = (batch, config.num_images), config.image_size, (batch, config.prompt_length)
+    expected = {
+        "images": (*cameras, 3, size, size),
+        "image_mask": cameras,
+        "prompt": prompt,
+        "prompt_mask": prompt,
+        "state": (batch, config.action_dim),
+        "actions": (batch, config.horizon, config.action_dim),
+        "time": (batch,),
+    }
+    given = observation._asdict() | {"actions": actions, "time": time}
+    wrong = [
+        f"{name} has shape {tuple(given[name].shape)}, expected {shape}"
+        for name, shape in expected.items()
+        if tuple(given[name].shape) != shape
+    ]
+    if wrong:
+        raise InvalidArgumentError("; ".join(wrong) + ". Resize images to image_size and pad prompts to prompt_length.")
