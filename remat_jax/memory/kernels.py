@@ -22,7 +22,7 @@ _OF_THE_FILE = "kernel_reuse_cache"
 class Kernels:
     """Files of kernels, in a folder that is the caller's to remove.
 
-    A process takes one for itself and gives it back; two files cannot be made one, for XLA refuses a kernel that is in it twice.
+    A process takes one for itself and gives it back. Two files cannot be made one: XLA refuses a kernel that is there twice.
     """
 
     def __init__(self, folder: Path) -> None:

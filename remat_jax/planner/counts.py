@@ -47,7 +47,7 @@ def solve_counts(
         most_policies: how many different policies blocks of one kind may have; layers that are scanned become as many scans.
         gap: how much the extra time may be above the least, relatively.
         time_limit: of one run of the solver, in seconds.
-        node_limit: of one run of the solver, in nodes of its tree: the same on every machine, however loaded. None for no limit.
+        node_limit: of one run of the solver, in nodes of its tree: the same on every machine. None for no limit.
         say_least: whether the error where nothing fits says the least that does, which takes as long as a plan.
 
     Raises:

@@ -145,8 +145,8 @@ class Model:
             return None
         if found.x is None:
             raise SolverError(
-                f"HiGHS found no solution within time_limit={time_limit!r} seconds and node_limit={node_limit!r}: {found.message} "
-                "Allow it more."
+                f"HiGHS found no solution within time_limit={time_limit!r} seconds and node_limit={node_limit!r}: "
+                f"{found.message} Allow it more."
             )
         values = np.where(np.asarray(self._whole) == 1, np.round(found.x), found.x)
         self._check(values)

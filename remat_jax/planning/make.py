@@ -29,6 +29,7 @@ from remat_jax.memory.exporting import Program, export_step
 from remat_jax.memory.kernels import Kernels
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, is_miscompiled
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
+from remat_jax.planning.choices import Choices
 from remat_jax.planning.holders import argument_bytes, check_arguments_fit, infeasible
 from remat_jax.planning.model import Model
 from remat_jax.planning.outcome import outcome
@@ -41,7 +42,6 @@ from remat_jax.planning.search import (
     MOST_RUNS,
     SIDE_BY_SIDE,
     Candidate,
-    Choices,
     Compiled,
     Search,
     Tried,

@@ -106,9 +106,9 @@ class Plan:
 
     @property
     def is_maximal(self) -> bool:
-        """Whether compiling showed that no residual more can be saved in a run of equal layers, and save time, within the budget.
+        """Whether compiling showed that no residual more can be saved in a run of equal layers within the budget.
 
-        It is one residual in all layers of one run, the runs being kept as they are (`docs/planning.md`).
+        Of those that would save time. It is one residual in all layers of one run, the runs being kept as they are (`docs/planning.md`).
         """
         return NOT_MAXIMAL not in self.notes
 
