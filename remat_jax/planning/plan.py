@@ -108,7 +108,8 @@ class Plan:
     def is_maximal(self) -> bool:
         """Whether compiling showed that no residual more can be saved in a run of equal layers within the budget.
 
-        Of those that would save time. It is one residual in all layers of one run, the runs being kept as they are (`docs/planning.md`).
+        Of those that would save time. It is one residual in all layers of one run, and the runs stay as they are
+        (`docs/planning.md`).
         """
         return NOT_MAXIMAL not in self.notes
 
