@@ -9,8 +9,9 @@ import pytest
 
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.planner import Block, Choice, HostLink, Residual, Stack, stack_plan
+from remat_jax.planning.choices import block_policies, one_residual_more, runs
 from remat_jax.planning.fitting import Load, Seen, fitted, predicted
-from remat_jax.planning.search import FAILED, Candidate, Compiled, Search, block_policies, one_residual_more, runs
+from remat_jax.planning.search import FAILED, Candidate, Compiled, Search
 
 SAVE, OFFLOAD, AGAIN = Choice.SAVE, Choice.OFFLOAD, Choice.RECOMPUTE
 X, UP, ACT = Residual("x", 100.0), Residual("up", 400.0, 0.5, ("x",)), Residual("act", 300.0, 0.05, ("up",))
@@ -142,6 +143,53 @@ def test_a_named_policy_that_needs_less_than_predicted_is_not_passed_over():
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Search(STACK, able, 0.95 * needs, math.inf, own, compile_them)
     assert search.run().candidate.seconds <= dots.seconds
+
+
+@pytest.mark.parametrize(("shrinks", "returned"), [(0.6, "dots"), (1.0, "")])
+def test_a_named_policy_that_might_fit_is_compiled_however_large_it_is_predicted(shrinks, returned):
+    """What it keeps fits, and the working set may turn out smaller than for any plan before: only compiling tells."""
+    dots = own((NAMED["dots"],) * 6, name="dots")
+    budget = predicted(TRUTH, dots.loads) / 1.15
+    assert sum(load.saved for load in dots.loads) < budget < predicted(STACK, dots.loads)
+
+    def compile_them(candidates):
+        return [Compiled(round(predicted(TRUTH, one.loads) * (shrinks if one.name == "dots" else 1)), 0) for one in candidates]
+
+    able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
+    search = Search(STACK, able, budget, math.inf, own, compile_them, most_compiled=8)
+    assert search.run().candidate.name == returned
+    assert search.known(dots) is not None and search.unknown(search.best) == []
+
+
+def test_what_cannot_fit_by_what_it_keeps_is_not_compiled():
+    search, _ = searched(3200, TRUTH, arguments=900.0)
+    best = search.run()
+    assert {one.candidate.name for one in search.tried}.isdisjoint({"off", "everything", "dots"})
+    assert search.unknown(best) == []
+
+
+def test_what_was_not_shown_is_known():
+    search, _ = searched(4700, TRUTH)
+    best = search.run()
+    assert search.is_maximal(best)
+    short, _ = searched(4700, TRUTH, most_compiled=2)
+    best = short.run()
+    assert not short.is_maximal(best) and [one.name for one in short.unknown(best)] == ["dots"]
+
+
+def test_an_optimizers_state_on_the_host_counts_against_its_budget():
+    """500 bytes are there whatever the plan: of 1400, 900 are left for activations."""
+    link = HostLink(1000.0, 1000.0)
+    stack = replace(STACK, link=link, blocks=(replace(LAYER, fetched_share=0.0),))
+
+    def compile_them(candidates):
+        return [Compiled(round(predicted(stack, one.loads)), one.host_bytes + 500) for one in candidates]
+
+    search = Search(stack, [own((NAMED["full"],) * 6, stack, "full")], 3000, 1400.0, lambda one: own(one, stack), compile_them)
+    best = search.run()
+    assert best.compiled.host_bytes <= 1400 and search.host_left == 900 and 0 < best.candidate.host_bytes <= 900
+    alone = searched(3000, stack, stack=stack, named={"full": NAMED["full"]}, host=900.0)[0].run()
+    assert best.candidate.seconds == alone.candidate.seconds
 
 
 def test_runs_are_of_one_block_and_one_policy():

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from remat_jax import compat
-from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.errors import ArgumentError, CompileError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory import cache
 from remat_jax.memory.exporting import Program as Program
 from remat_jax.memory.exporting import export_step as export_step
+from remat_jax.memory.kernels import Kernels, is_of_kernels, kernel_options
 from remat_jax.memory.live import LiveBuffer, live_at_peak, named_arguments
 from remat_jax.memory.process import Question, ask, compiler_environment
 from remat_jax.memory.schedule import Copies, Overlap, read_overlap
@@ -81,6 +82,7 @@ def compile_programs(
     timeout: float,
     compiler_options: dict[str, Any] | None = None,
     on_done: Callable[[str], None] | None = None,
+    kernels: Kernels | None = None,
 ) -> dict[str, Sizes]:
     """The compiler's sizes of each program on `target`, by key; several are compiled side by side, one process for each core.
 
@@ -89,6 +91,7 @@ def compile_programs(
     Args:
       timeout: seconds for all of them together.
       on_done: told each key as its program is compiled.
+      kernels: what an earlier call has made for the same target with the same options; None where nothing is known.
 
     Raises:
       CompileError: the compiler failed, aborted, hung or ran out of memory, with what it said last.
@@ -109,7 +112,7 @@ def compile_programs(
         if digest in found:
             tell(key)
     if new:
-        compiled = _compiled(list(new.values()), target, timeout, options, tell)
+        compiled = _compiled(list(new.values()), target, timeout, options, tell, kernels)
         for digest, program in new.items():
             found[digest] = compiled[program.key]
             cache.write(digest, target, found[digest])
@@ -132,7 +135,8 @@ def result_shapes(program: Program, target: Target, *, timeout: float) -> list[t
     if found is None:
         with tempfile.TemporaryDirectory(prefix="remat_jax_") as temporary:
             entry = _entry(Path(temporary, "0"), program, target, {})
-            answer = _answers([entry], target, timeout, Path(temporary), lambda key: None)[program.key]
+            folder = Path(temporary)
+            answer = _answers([entry], target, timeout, folder, lambda key: None, Kernels(folder))[program.key]
         found = _Shapes(tuple(map(tuple, answer["results"])))
         cache.write(digest, target, found)
     return list(found.shapes)
@@ -151,12 +155,17 @@ class _Shapes:
 
 
 def _compiled(
-    programs: Sequence[Program], target: Target, timeout: float, options: dict[str, Any], tell: Callable[[str], None]
+    programs: Sequence[Program],
+    target: Target,
+    timeout: float,
+    options: dict[str, Any],
+    tell: Callable[[str], None],
+    kernels: Kernels | None,
 ) -> dict[str, Sizes]:
     with tempfile.TemporaryDirectory(prefix="remat_jax_") as temporary:
         folder = Path(temporary)
         entries = [_entry(folder / str(index), one, target, options) for index, one in enumerate(programs)]
-        answers = _answers(entries, target, timeout, folder, tell)
+        answers = _answers(entries, target, timeout, folder, tell, kernels or Kernels(folder))
         return {one.key: _sizes(answers[one.key], folder / str(index), one, target) for index, one in enumerate(programs)}
 
 
@@ -175,24 +184,46 @@ def _entry(folder: Path, program: Program, target: Target, options: dict[str, An
 
 
 def _answers(
-    entries: Sequence[dict[str, Any]], target: Target, timeout: float, folder: Path, tell: Callable[[str], None]
+    entries: Sequence[dict[str, Any]],
+    target: Target,
+    timeout: float,
+    folder: Path,
+    tell: Callable[[str], None],
+    kernels: Kernels,
 ) -> dict[str, dict[str, Any]]:
     """What the compiling processes answer together; the first failure is raised once all have ended."""
     side_by_side = max(1, min(len(entries), os.cpu_count() or 1, MOST_CHILDREN))
     environment = compiler_environment(target)
 
-    def run(number: int) -> dict[str, dict[str, Any]]:
-        part = entries[number::side_by_side]
+    def asked(part: Sequence[dict[str, Any]], number: int) -> dict[str, dict[str, Any]]:
         request = {"programs": part, "compiler_description": target.compiler_description, "devices": target.devices}
         request["hosts"] = target.hosts
         keys, log = [entry["key"] for entry in part], folder / f"stderr_{number}"
         return ask(Question(CHILD, request, keys, f"compiling for target={target.name!r}", environment, timeout, log), tell)
+
+    def run(number: int) -> dict[str, dict[str, Any]]:
+        part = entries[number::side_by_side]
+        if target.kind != "gpu":
+            return asked(part, number)
+        file = kernels.take()
+        try:
+            found = asked([_with(one, kernel_options(file)) for one in part], number)
+        except CompileError as error:
+            if not is_of_kernels(error):
+                raise
+            return asked(part, number)
+        kernels.give_back(file)
+        return found
 
     if side_by_side == 1:
         return run(0)
     with ThreadPoolExecutor(side_by_side) as pool:
         found = [pool.submit(run, number) for number in range(side_by_side)]
     return {key: answer for one in found for key, answer in one.result().items()}
+
+
+def _with(entry: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"compiler_options": options | entry["compiler_options"]}
 
 
 def _sizes(answer: dict[str, Any], folder: Path, program: Program, target: Target) -> Sizes:

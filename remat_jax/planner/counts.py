@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from remat_jax.errors import SolverError
+from remat_jax.errors import InfeasibleBudget, SolverError
 from remat_jax.planner.block import infeasible, solve_blocks
 from remat_jax.planner.checks import check_budget, check_count
 from remat_jax.planner.columns import Column, Programme, Run
@@ -33,6 +33,8 @@ def solve_counts(
     most_policies: int | None = None,
     gap: float = GAP,
     time_limit: float = TIME_LIMIT,
+    node_limit: int | None = None,
+    say_least: bool = True,
 ) -> StackPlan:
     """The fastest plan within both budgets, as counts of policies for each kind of block.
 
@@ -45,9 +47,11 @@ def solve_counts(
         most_policies: how many different policies blocks of one kind may have; layers that are scanned become as many scans.
         gap: how much the extra time may be above the least, relatively.
         time_limit: of one run of the solver, in seconds.
+        node_limit: of one run of the solver, in nodes of its tree: the same on every machine. None for no limit.
+        say_least: whether the error where nothing fits says the least that does, which takes as long as a plan.
 
     Raises:
-        InfeasibleBudget: nothing fits; the message says the least device memory that does.
+        InfeasibleBudget: nothing fits; the message says the least device memory that does, if it was asked for.
         PlanningError: an argument is wrong.
         SolverError: nothing was found within the time limit.
 
@@ -66,15 +70,18 @@ def solve_counts(
     least = -math.inf
     if not exact:
         runs, least = with_priced(stack, runs, budget, host_budget)
-    solver = _Counting(stack, runs, host_budget, most_policies, gap, time_limit)
+    solver = _Counting(stack, runs, host_budget, most_policies, gap, time_limit, node_limit)
     found = solver.fastest(budget)
     plan = None
     if found is not None:
         policies, bound, variables = found
         plan = stack_plan(stack, policies, bound=bound if exact else max(0.0, least), variables=variables)
+        plan = replace(plan, timed_out=solver.timed_out)
     if not exact and most_policies is None and _may_be_far(stack, plan):
         return _single(stack, plan, budget, host_budget, gap, time_limit)
     if plan is None:
+        if not say_least:
+            raise InfeasibleBudget(f"budget={budget!r}, host_budget={host_budget!r}: nothing fits.")
         raise infeasible(budget, host_budget, solver.least())
     return plan
 
@@ -98,10 +105,17 @@ def _single(
 
 class _Counting:
     def __init__(
-        self, stack: Stack, runs: Sequence[Run], host_budget: float, most_policies: int | None, gap: float, time_limit: float
+        self,
+        stack: Stack,
+        runs: Sequence[Run],
+        host_budget: float,
+        most_policies: int | None,
+        gap: float,
+        time_limit: float,
+        node_limit: int | None,
     ) -> None:
         self.stack, self.runs, self.host_budget, self.most_policies = stack, runs, host_budget, most_policies
-        self.gap, self.time_limit = gap, time_limit
+        self.gap, self.time_limit, self.node_limit, self.timed_out = gap, time_limit, node_limit, False
         self.columns: list[Column] = [(at, one) for at, run in enumerate(runs) for one in range(len(run.policies))]
 
     def fastest(self, budget: float) -> tuple[list[BlockPolicy], float, int] | None:
@@ -141,9 +155,10 @@ class _Counting:
         guarded = set[Column]()
         while allowed > 0 and allowed_host >= 0:
             programme = self._programme(columns, allowed, guarded, allowed_host)
-            solution = programme.model.solve(self.gap, self.time_limit)
+            solution = programme.model.solve(self.gap, self.time_limit, self.node_limit)
             if solution is None:
                 return None
+            self.timed_out |= solution.timed_out
             chosen = programme.chosen(solution)
             policies = [self.runs[at].policies[one] for (at, one), count in chosen for _ in range(count)]
             over = peak_bytes(self.stack, policies) - budget

@@ -25,17 +25,24 @@ ROUNDING = 1e-12
 _BROKEN = 1e-4
 """How far an answer may be from its rows; HiGHS's own tolerance is 1e-6 for each variable that is rounded."""
 
+_TIMED_OUT = "Time limit reached"
+"""In what HiGHS says; for another limit it says another."""
+
 _LARGEST_COST = 1e3
 """HiGHS ends at an absolute gap of 1e-6 too: costs are scaled, so that this is less than any relative gap asked for."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What was found: the variables, the objective, and a bound that the objective of no solution is below."""
+    """What was found: the variables, the objective, and a bound that the objective of no solution is below.
+
+    ``timed_out`` says whether the time limit ended it: then the same programme may have another answer on another day.
+    """
 
     values: tuple[float, ...]
     objective: float
     bound: float
+    timed_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,11 @@ class Relaxation:
     objective: float
     reduced_costs: tuple[float, ...]
     prices: tuple[float, ...]
+
+
+def is_out_of_time(error: SolverError) -> bool:
+    """Whether the time limit ended it before any solution was found."""
+    return _TIMED_OUT in str(error)
 
 
 def unit_beside(sizes: Iterable[float], limit: float) -> float:
@@ -110,11 +122,11 @@ class Model:
         """How many variables are integers."""
         return sum(self._whole)
 
-    def solve(self, gap: float = GAP, time_limit: float = TIME_LIMIT) -> Solution | None:
-        """The solution, or None where there is none.
+    def solve(self, gap: float = GAP, time_limit: float = TIME_LIMIT, node_limit: int | None = None) -> Solution | None:
+        """The solution, or None where there is none. A limit of nodes ends it at the same place on every machine.
 
         Raises:
-            SolverError: the time limit was reached before any solution was found, or HiGHS failed.
+            SolverError: a limit was reached before any solution was found, or HiGHS failed.
         """
         import numpy as np
         from scipy.optimize import Bounds, milp
@@ -127,18 +139,20 @@ class Model:
                 integrality=np.asarray(self._whole),
                 bounds=Bounds(0.0, np.asarray(self._upper)),
                 constraints=self._constraints(),
-                options={"mip_rel_gap": gap, "time_limit": time_limit},
+                options={"mip_rel_gap": gap, "time_limit": time_limit} | ({"node_limit": node_limit} if node_limit else {}),
             )
         if found.status == 2:
             return None
         if found.x is None:
             raise SolverError(
-                f"HiGHS found no solution within time_limit={time_limit!r} seconds: {found.message} Allow it more."
+                f"HiGHS found no solution within time_limit={time_limit!r} seconds and node_limit={node_limit!r}: "
+                f"{found.message} Allow it more."
             )
         values = np.where(np.asarray(self._whole) == 1, np.round(found.x), found.x)
         self._check(values)
         bound = found.fun if found.mip_dual_bound is None else min(found.mip_dual_bound, found.fun)
-        return Solution(tuple(map(float, values * np.asarray(self._unit))), float(cost @ values), float(bound) / scale)
+        own = tuple(map(float, values * np.asarray(self._unit)))
+        return Solution(own, float(cost @ values), float(bound) / scale, _TIMED_OUT in found.message)
 
     def _check(self, values: Any) -> None:
         """HiGHS has been seen to call something optimal that breaks its own rows (scipy/scipy#24141)."""

@@ -126,11 +126,13 @@ class StackPlan(Plan):
         ranges: what each block does, in the order of the forward pass.
         extra_seconds: over saving everything; ``lower_bound`` is on ``seconds``, which has the rest too.
         variables: how many integer variables the solver had.
+        timed_out: whether its time limit ended the search, so that another run may find another plan.
     """
 
     ranges: tuple[Range, ...] = ()
     extra_seconds: float = 0.0
     variables: int = 0
+    timed_out: bool = False
 
 
 def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy]) -> float:

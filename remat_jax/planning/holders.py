@@ -29,11 +29,7 @@ def check_arguments_fit(workload: Workload, budget: int) -> None:
     Raises:
       InfeasibleBudget: with what these take; nothing was compiled.
     """
-    step = workload.step("off")
-    sizes: Counter[str] = Counter()
-    for name, argument in zip(step.names, step.local_arguments, strict=True):
-        if name != "optimizer state" or not isinstance(workload.optimizer, OffloadedOptimizer):
-            sizes[_argument(name) or name] += _bytes(argument)
+    sizes = _arguments(workload)
     if sizes.total() > budget:
         held = {name: size for name, size in sizes.most_common() if size}
         raise InfeasibleBudget(
@@ -42,6 +38,20 @@ def check_arguments_fit(workload: Workload, budget: int) -> None:
             sizes.total(),
             held,
         )
+
+
+def argument_bytes(workload: Workload) -> int:
+    """What a step is given on the device, whatever the policy."""
+    return _arguments(workload).total()
+
+
+def _arguments(workload: Workload) -> Counter[str]:
+    step = workload.step("off")
+    sizes: Counter[str] = Counter()
+    for name, argument in zip(step.names, step.local_arguments, strict=True):
+        if name != "optimizer state" or not isinstance(workload.optimizer, OffloadedOptimizer):
+            sizes[_argument(name) or name] += _bytes(argument)
+    return sizes
 
 
 def infeasible(workload: Workload, search: Search, budget: int, host_budget: int | None, target: Target) -> InfeasibleBudget:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +19,6 @@ from remat_jax.errors import (
     CompileError,
     InfeasibleBudget,
     PolicyError,
-    RematError,
     UnsupportedError,
 )
 from remat_jax.graph.count import flops
@@ -25,16 +26,27 @@ from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compiler import Sizes, compile_programs
 from remat_jax.memory.devices import check_devices
-from remat_jax.memory.exporting import export_step
+from remat_jax.memory.exporting import Program, export_step
+from remat_jax.memory.kernels import Kernels
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, is_miscompiled
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
-from remat_jax.planning.holders import check_arguments_fit, infeasible
+from remat_jax.planning.choices import Choices
+from remat_jax.planning.holders import argument_bytes, check_arguments_fit, infeasible
 from remat_jax.planning.model import Model
 from remat_jax.planning.outcome import outcome
-from remat_jax.planning.plan import Plan
+from remat_jax.planning.plan import NOT_MAXIMAL, Plan
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import Described, describe
-from remat_jax.planning.search import FAILED, MOST_COMPILED, MOST_RUNS, Candidate, Choices, Compiled, Search
+from remat_jax.planning.search import (
+    FAILED,
+    MOST_COMPILED,
+    MOST_RUNS,
+    SIDE_BY_SIDE,
+    Candidate,
+    Compiled,
+    Search,
+    Tried,
+)
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of
 from remat_jax.policy import NAMED
 from remat_jax.workload import Workload
@@ -60,13 +72,14 @@ def plan(
     The residuals of each block, their bytes and what computing them again takes make a problem, whose exact solution is
     compiled; what the compiler says corrects the problem, which is solved again, six compilations at most. The answer was
     compiled and fits, and by the estimate no named policy that was compiled and fits is faster; named policies are compiled
-    where the estimate says that they might be. The mathematics is in `docs/planning.md`.
+    where the estimate says that they might be. What exactly is promised, and the mathematics, is in `docs/planning.md`.
 
     Args:
       workload: with a loss; a finished step has taken its gradient already.
       budget: memory of one device: bytes, a text (`"40GiB"`, `"38 GB"`, `"80%"`), or a share of the target's memory (0.8).
       target: the name of a target (`"h200"`), or a `Target`.
-      host_budget: host memory for offloading from one device: bytes or a text; None for no limit, 0 for no offload.
+      host_budget: of all that the step has in host memory for one device, the state of an optimizer that is offloaded too: bytes
+        or a text; None for no limit, 0 for no offload.
       timeout: seconds that compiling may take in all.
       progress: told what is being done, how many steps are compiled, and how many may be.
 
@@ -97,7 +110,8 @@ def plan(
     _check(workload, timeout)
     check_devices(workload, described_target)
     check_arguments_fit(workload, device)
-    return _Making(workload, device, described_target, host, timeout, progress or _silent).plan()
+    with Kernels.temporary() as kernels:
+        return _Making(workload, device, described_target, host, timeout, progress or _silent, kernels).plan()
 
 
 def leanest(
@@ -113,7 +127,8 @@ def leanest(
         check_arguments_fit(workload, budget)
     except InfeasibleBudget as error:
         return None, error
-    return _Making(workload, budget, target, host_budget, timeout, _silent).leanest()
+    with Kernels.temporary() as kernels:
+        return _Making(workload, budget, target, host_budget, timeout, _silent, kernels).leanest()
 
 
 def _silent(what: str, done: int, of: int) -> None:
@@ -142,6 +157,7 @@ class _Making:
     host_budget: int | None
     timeout: float
     progress: Progress
+    kernels: Kernels
 
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + self.timeout
@@ -152,7 +168,14 @@ class _Making:
         host = math.inf if self.host_budget is None else float(self.host_budget)
         most_runs = 1 if any(kind.program.call.nested for kind in self.described.kinds) else MOST_RUNS
         self.search = Search(
-            self.described.stack, named, float(self.budget), host, self._own, self._compile, most_runs=most_runs
+            self.described.stack,
+            named,
+            float(self.budget),
+            host,
+            self._own,
+            self._compile,
+            arguments=argument_bytes(self.workload),
+            most_runs=most_runs,
         )
 
     def leanest(self) -> tuple[int, InfeasibleBudget | None]:
@@ -170,6 +193,7 @@ class _Making:
         self.progress("reading the frontier", len(self.search.tried), len(self.search.tried))
         policies = policies_of(self.described, best.candidate)
         found = outcome(self.described, self.search, best, self.remarks)
+        self._note(best)
         return Plan(
             policies=policies,
             recompute_flops=self._recompute_flops(policies),
@@ -182,6 +206,18 @@ class _Making:
             jax_version=jax.__version__,
             **found,
         )
+
+    def _note(self, best: Tried) -> None:
+        """What could not be shown."""
+        unknown = [one.name for one in self.search.unknown(best)]
+        if unknown:
+            self.notes.append(
+                f"Not shown: whether {' and '.join(unknown)}, faster by the estimate, would fit; the compilations were used up"
+            )
+        if not self.search.is_maximal(best):
+            self.notes.append(NOT_MAXIMAL)
+        if self.search.timed_out:
+            self.notes.append("The solver's time limit was met: on another run the plan may be another one")
 
     def _described(self) -> Described:
         """The problem; where offload cannot be run, nothing may be offloaded."""
@@ -219,7 +255,7 @@ class _Making:
                 remarks.append(Point(name, None, 0, None, False, remark=self._no_offload))
                 continue
             try:
-                able.append(named_candidate(self.described, self.workload, name))
+                able.append(named_candidate(self.described, name))
             except (PolicyError, UnsupportedError) as error:
                 remarks.append(Point(name, None, 0, None, False, remark=_first_sentence(error)))
         return able, remarks
@@ -236,32 +272,40 @@ class _Making:
             return [Compiled(FAILED, 0, sound=False) for _ in candidates]
         keys = [one.name or f"plan {done + index + 1}" for index, one in enumerate(candidates)]
         self._tell(keys, done)
-        try:
-            return self._compiled(dict(zip(keys, candidates, strict=True)))
-        except _OF_ONE_STEP as error:
-            if len(candidates) == 1 and not self.search.tried:
-                raise
-            first = error
-        # One that the compiler cannot compile must not take the other with it.
-        found = [self._alone(key, one) for key, one in zip(keys, candidates, strict=True)]
-        if not self.search.tried and all(one.device_bytes == FAILED for one in found):
-            raise first
-        return found
-
-    def _alone(self, key: str, candidate: Candidate) -> Compiled:
-        try:
-            return self._compiled({key: candidate})[0]
-        except _OF_ONE_STEP as error:
-            if time.monotonic() > self.deadline and not self.search.best:
-                raise
+        with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool:
+            # Each by itself, so that one that cannot be compiled does not take the other with it; and while the first is
+            # compiled the next is traced.
+            asked = [self._asked(pool, key, one) for key, one in zip(keys, candidates, strict=True)]
+        errors = {key: error for key, one in zip(keys, asked, strict=True) if (error := one.exception()) is not None}
+        self._judge(list(errors.values()), all_failed=len(errors) == len(keys))
+        for key, error in errors.items():
             self.notes.append(f"Left out: {key} could not be compiled: {_first_sentence(error)}")
-            return Compiled(FAILED, 0, sound=False)
+        return [
+            Compiled(FAILED, 0, sound=False) if key in errors else self._seen(one, told.result())
+            for key, one, told in zip(keys, candidates, asked, strict=True)
+        ]
 
-    def _compiled(self, candidates: Mapping[str, Candidate]) -> list[Compiled]:
-        programs = [export_step(key, self._step(one), self.target) for key, one in candidates.items()]
+    def _judge(self, errors: Sequence[BaseException], *, all_failed: bool) -> None:
+        """Raise the first error where it ends the search: nothing else is known, no time is left, or it is none of one step."""
+        fatal = [error for error in errors if not isinstance(error, _OF_ONE_STEP)]
+        if all_failed and (not self.search.tried or (time.monotonic() > self.deadline and not self.search.best)):
+            fatal += errors
+        if fatal:
+            raise fatal[0]
+
+    def _asked(self, pool: ThreadPoolExecutor, key: str, candidate: Candidate) -> Future[Sizes]:
+        """The sizes of a candidate's step, once it is compiled; it is traced here."""
+        try:
+            program = export_step(key, self._step(candidate), self.target)
+        except _OF_ONE_STEP as error:
+            refused: Future[Sizes] = Future()
+            refused.set_exception(error)
+            return refused
+        return pool.submit(self._sizes, program)
+
+    def _sizes(self, program: Program) -> Sizes:
         left = max(1.0, self.deadline - time.monotonic())
-        sizes = compile_programs(programs, self.target, timeout=left)
-        return [self._seen(one, sizes[key]) for key, one in candidates.items()]
+        return compile_programs([program], self.target, timeout=left, kernels=self.kernels)[program.key]
 
     def _step(self, candidate: Candidate) -> Any:
         return self.workload.step("off" if candidate.name == "off" else policies_of(self.described, candidate))
@@ -285,7 +329,7 @@ class _Making:
         return max(0, counted[0] - counted[1])
 
 
-def _first_sentence(error: RematError) -> str:
+def _first_sentence(error: BaseException) -> str:
     return _one_line(str(error).split("\n")[0].split("; ")[0])
 
 

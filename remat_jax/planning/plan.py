@@ -20,6 +20,9 @@ from remat_jax.policy import Policy
 from remat_jax.report.tables import render
 from remat_jax.workload import Workload
 
+NOT_MAXIMAL = "Not shown: that no residual more can be saved in a run of layers; the compilations were used up"
+"""A note; `Plan.is_maximal` goes by it."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -100,6 +103,15 @@ class Plan:
     def is_off(self) -> bool:
         """Whether the plan is to checkpoint nothing."""
         return all(isinstance(one, Policy) and not one.checkpoint for one in self.policies.values())
+
+    @property
+    def is_maximal(self) -> bool:
+        """Whether compiling showed that no residual more can be saved in a run of equal layers within the budget.
+
+        Of those that would save time. It is one residual in all layers of one run, and the runs stay as they are
+        (`docs/planning.md`).
+        """
+        return NOT_MAXIMAL not in self.notes
 
     @property
     def _told(self) -> str:

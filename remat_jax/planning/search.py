@@ -12,19 +12,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remat_jax.errors import InfeasibleBudget, SolverError
-from remat_jax.planner import BlockPolicy, Choice, Stack, StackPlan, cheapest_policy, solve_counts, stack_plan
+from remat_jax.planner import Choice, Stack, cheapest_policy, solve_counts
 from remat_jax.planner.block import Prices
+from remat_jax.planner.milp import is_out_of_time
+from remat_jax.planning.choices import Choices, one_residual_more, together
 from remat_jax.planning.fitting import Loads, Seen, fitted, predicted, singles
-
-Choices = tuple[tuple[Choice, ...], ...]
-"""Of every single block in forward order, what it does with its residuals."""
 
 MOST_COMPILED = 6
 SIDE_BY_SIDE = 2
 MOST_RUNS = 3
 """Different policies among the layers of one kind: layers that are scanned become as many scans, each compiled by itself."""
 
-_GAP, _TIME_LIMIT = 1e-3, 10.0
+_GAP, _NODE_LIMIT = 1e-3, 2000
+_TIME_LIMIT = 60.0
+"""Far beyond what so many nodes take: a plan must not depend on what else the machine does. That it was met is noted."""
 _HOPE = 1.1
 """How much over the budget a prediction may be for the step to be compiled all the same."""
 _FAR = 0.05
@@ -96,6 +97,7 @@ class Search:
       budget, host_budget: in bytes; the host's may be infinite.
       own: makes a candidate of choices, with its price.
       compile_them: compiles candidates side by side.
+      arguments: the bytes that the step is given, and that are on the device whatever the policy.
       most_compiled: how many steps may be compiled in all.
       most_runs: see `MOST_RUNS`.
     """
@@ -109,11 +111,14 @@ class Search:
         own: Own,
         compile_them: Compile,
         *,
+        arguments: float = 0.0,
         most_compiled: int = MOST_COMPILED,
         most_runs: int | None = MOST_RUNS,
     ) -> None:
         self.guess, self.named, self.budget, self.host_budget = stack, tuple(named), budget, host_budget
         self.own, self._compile_them, self._most, self._most_runs = own, compile_them, most_compiled, most_runs
+        self.arguments = arguments
+        self.timed_out = False
         self.tried: list[Tried] = []
         self._worth = _WORTH * stack.base_seconds
 
@@ -149,6 +154,48 @@ class Search:
     def _fits(self, tried: Tried) -> bool:
         found = tried.compiled
         return found.sound and found.device_bytes <= self.budget and found.host_bytes <= self.host_budget
+
+    def unknown(self, best: Tried) -> list[Candidate]:
+        """Named policies that were not compiled, would be faster than `best`, and might fit.
+
+        A step is given its arguments and keeps what its policy says; what that alone puts over the budget is not among them.
+        """
+        stack = self.stack
+        able = [
+            one
+            for one in self.named
+            if one.seconds < best.candidate.seconds and not math.isclose(one.seconds, best.candidate.seconds)
+            if self.known(one) is None and one.host_bytes <= self.host_left
+            if self.arguments + sum(load.saved for load in one.loads) <= self.budget
+        ]
+        return sorted(able, key=lambda one: predicted(stack, one.loads))
+
+    def is_maximal(self, best: Tried) -> bool:
+        """Whether it was shown that no single residual more can be saved in a run of its layers that would save time.
+
+        The one that takes least memory, as the compiled steps tell, was compiled as well and does not fit.
+        """
+        if best.candidate.seconds <= 0:
+            return True
+        if best.candidate.choices is None:
+            return False
+        faster = self._one_residual_more(best.candidate)
+        if not faster:
+            return True
+        stack = self._fitted(best.compiled.device_bytes)
+        known = self.known(min(faster, key=lambda one: predicted(stack, one.loads)))
+        return known is not None and not self._fits(known)
+
+    def _one_residual_more(self, found: Candidate) -> list[Candidate]:
+        assert found.choices is not None, "it was made of choices"
+        options = [self.own(one) for one in one_residual_more(self.guess, found.choices)]
+        return [one for one in options if one.seconds < found.seconds]
+
+    @property
+    def host_left(self) -> float:
+        """What of the host budget is left for activations: an optimizer's state that is there as well counts against it."""
+        seen = [one.compiled.host_bytes - one.candidate.host_bytes for one in self.tried if one.compiled.device_bytes < FAILED]
+        return self.host_budget - max(0, min(seen, default=0))
 
     def expected(self, candidate: Candidate, stack: Stack | None = None) -> int:
         """The device bytes of a candidate: compiled where it was, else predicted."""
@@ -207,6 +254,7 @@ class Search:
             elif not found:
                 # The last compilation is kept for it.
                 found = self._one_more(best)
+                found = [*found, *self.unknown(best)] if len(self.tried) < self._most - 1 else found
         new: list[Candidate] = []
         for one in found:
             if self.known(one) is None and not any(one.is_same(other) for other in new):
@@ -234,7 +282,7 @@ class Search:
         able = [
             one
             for one in self.named
-            if one.seconds < bound and not math.isclose(one.seconds, bound) and one.host_bytes <= self.host_budget
+            if one.seconds < bound and not math.isclose(one.seconds, bound) and one.host_bytes <= self.host_left
             if self.known(one) is None and self.expected(one, stack) <= _HOPE * self.budget
         ]
         return sorted(able, key=lambda one: one.seconds)[:1]
@@ -284,10 +332,21 @@ class Search:
             return None
         try:
             plan = solve_counts(
-                stack, budget, self.host_budget, most_policies=self._most_runs, gap=_GAP, time_limit=_TIME_LIMIT
+                stack,
+                budget,
+                self.host_left,
+                most_policies=self._most_runs,
+                gap=_GAP,
+                time_limit=_TIME_LIMIT,
+                node_limit=_NODE_LIMIT,
+                say_least=False,
             )
-        except (InfeasibleBudget, SolverError):
+        except InfeasibleBudget:
             return least if fits else None
+        except SolverError as error:
+            self.timed_out |= is_out_of_time(error)
+            return least if fits else None
+        self.timed_out |= plan.timed_out
         return self.own(together(stack, plan))
 
     def frontier(self, stack: Stack, points: int) -> list[Candidate]:
@@ -305,7 +364,7 @@ class Search:
         offloads = (False,) if stack.link is None else (True,) if math.isinf(self.host_budget) else (True, False)
         weights = dict.fromkeys((1.0, math.sqrt(count), float(count)))
         plans = [self._lean(stack, weight, offload=offload) for weight in weights for offload in offloads]
-        able = [one for one in plans if one.host_bytes <= self.host_budget]
+        able = [one for one in plans if one.host_bytes <= self.host_left] or plans
         return min(able, key=lambda one: (predicted(stack, one.loads), one.seconds))
 
     def _lean(self, stack: Stack, weight: float, *, offload: bool) -> Candidate:
@@ -327,61 +386,13 @@ class Search:
         if best.candidate.choices is None:
             return []
         stack, room = self._fitted(best.compiled.device_bytes), self._within(self._share)
-        choices, found = best.candidate.choices, best.candidate
+        found = best.candidate
         while True:
-            options = [self.own(one) for one in one_residual_more(self.guess, choices)]
-            faster = [one for one in options if one.seconds < found.seconds]
+            faster = self._one_residual_more(found)
             able = [one for one in faster if predicted(stack, one.loads) <= room]
             if not able:
                 break
             found = min(able, key=lambda one: one.seconds)
-            assert found.choices is not None, "it was made of choices"
-            choices = found.choices
         if found is best.candidate:
             return sorted(faster, key=lambda one: predicted(stack, one.loads))[:1]
         return [found]
-
-
-def together(stack: Stack, plan: StackPlan) -> Choices:
-    """What the blocks of a plan do, those of a kind that do the same brought together where that needs no more."""
-    choices = tuple(one.policy.choices for one in plan.ranges for _ in range(one.count))
-    alike: list[tuple[Choice, ...]] = []
-    for block in stack.blocks:
-        of_kind = choices[len(alike) : len(alike) + block.repeats]
-        # The last one, nearest the loss, decides what comes last.
-        order = list(dict.fromkeys(of_kind))
-        alike += sorted(of_kind, key=lambda one: (one == of_kind[-1], order.index(one)))
-    if tuple(alike) == choices:
-        return choices
-    changed = stack_plan(stack, block_policies(stack, tuple(alike)))
-    good = changed.peak_bytes <= plan.peak_bytes and changed.extra_seconds <= plan.extra_seconds
-    return tuple(alike) if good else choices
-
-
-def block_policies(stack: Stack, choices: Choices) -> list[BlockPolicy]:
-    """What every single block of a stack does."""
-    return [BlockPolicy(block, chosen) for block, chosen in zip(singles(stack), choices, strict=True)]
-
-
-def one_residual_more(stack: Stack, choices: Choices) -> list[Choices]:
-    """Every way to save one residual more in a run of equal blocks that do the same."""
-    found = []
-    blocks = singles(stack)
-    for start, stop in runs(stack, choices):
-        for index, (residual, choice) in enumerate(zip(blocks[start].residuals, choices[start], strict=True)):
-            if choice in (Choice.RECOMPUTE, Choice.UNUSED) and residual.may_save:
-                changed = (*choices[start][:index], Choice.SAVE, *choices[start][index + 1 :])
-                found.append((*choices[:start], *[changed] * (stop - start), *choices[stop:]))
-    return found
-
-
-def runs(stack: Stack, what: Sequence[Any]) -> list[tuple[int, int]]:
-    """Where runs of equal blocks that do the same begin and end, in forward order."""
-    found: list[tuple[int, int]] = []
-    blocks = singles(stack)
-    for index, (block, chosen) in enumerate(zip(blocks, what, strict=True)):
-        if found and blocks[found[-1][0]].name == block.name and what[found[-1][0]] == chosen:
-            found[-1] = (found[-1][0], index + 1)
-        else:
-            found.append((index, index + 1))
-    return found

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from remat_jax.apply.audit import Audit
 from remat_jax.errors import PlanningError
-from remat_jax.memory.residuals import residuals
 from remat_jax.planner import Block, BlockPolicy, Choice
+from remat_jax.planning.choices import Choices, block_policies
 from remat_jax.planning.fitting import Load
 from remat_jax.planning.model import block_name
 from remat_jax.planning.point import Row
 from remat_jax.planning.problem import Described, Kind, extra_seconds, policy_of
-from remat_jax.planning.search import Candidate, Choices, block_policies
+from remat_jax.planning.search import Candidate
 from remat_jax.policy import LayerPolicies, Policy
-from remat_jax.workload import Workload
 
 Policies = dict[type | str, Any]
 
@@ -28,15 +29,18 @@ def own_candidate(described: Described, choices: Choices) -> Candidate:
     return Candidate("", loads, extra_seconds(described, _of_choices(described, choices)), choices)
 
 
-def named_candidate(described: Described, workload: Workload, name: str) -> Candidate:
+def named_candidate(described: Described, name: str) -> Candidate:
     """A named policy; `off` as one that keeps everything.
 
     Raises:
       PolicyError: the policy has no effect on this workload.
     """
-    if name != "off":
-        residuals(workload, name)
     meant = Policy.parse("everything" if name == "off" else name)
+    audit = Audit()
+    for kind in described.kinds:
+        # What tracing the loss under the policy would meet in each of its layers.
+        audit.saw(kind.paths[0], replace(kind.program.call.block, policy=meant))
+    audit.check()
     loads = []
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
         price = kind.program.price(meant, described.rates)

@@ -1,0 +1,187 @@
+"""`python -m benchmarks.plan_cpu`: plans against the best named policy that fits, in real time, on this machine's processor.
+
+The demo model under scan, the processor calibrated first. Steps run in turns; the plan's own step is run a second time in
+each round, and what that differs from the first is the noise of the machine. Let nothing else run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import remat_jax as rj
+from benchmarks.record import ROOT, provenance, text_table, write_json
+from examples.models import linen
+from remat_jax.hardware import Target
+from remat_jax.hardware import target as target_named
+from remat_jax.planning.calibrate import calibrate
+from remat_jax.report.tables import format_bytes
+
+NAMED = ("off", "full", "dots", "dots_with_no_batch_dims", "everything")
+"""On a processor nothing can be offloaded."""
+SHARES = (0.15, 0.4, 0.65, 0.9)
+SLOWER = 1.02
+"""How much slower than a named policy a plan may be; more is a failure where the noise is less than that."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_cpu", description=__doc__)
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "benchmarks", help="folder for plan_cpu.json")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=9, help="steps of each policy, at least 7 for figures to be kept")
+    parser.add_argument("--calibrate", type=float, default=20.0, help="seconds for measuring the processor's rates")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of what lies between full and off")
+    options = parser.parse_args(arguments)
+    if min(options.layers, options.width // 8, options.batch, options.length, options.rounds) < 1:
+        parser.error("--layers, --batch, --length and --rounds must be 1 or more, --width 8 or more")
+    if not all(0 < share <= 1 for share in options.shares):
+        parser.error("--shares must be above 0 and at most 1")
+    return options
+
+
+def job(options: argparse.Namespace) -> rj.Workload:
+    """The byte-level decoder, scanned, with its parameters and a batch; a step is the gradient."""
+    model = linen.ByteDecoder(
+        d_model=options.width, nhead=8, num_layers=options.layers, max_len=options.length, scan=True, param_dtype=jnp.float32
+    )
+    tokens = jax.random.randint(jax.random.key(0), (options.batch, options.length), 0, 256)
+    params = model.init(jax.random.key(1), tokens)["params"]
+
+    def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        found: jax.Array = model.apply({"params": params}, tokens, targets, method="loss")
+        return found
+
+    return rj.Workload(loss, params, (tokens, tokens), linen.DecoderLayer, name="demo decoder, scanned")
+
+
+def calibrated(seconds: float) -> Target:
+    """This machine's processor with the rates that it reaches now."""
+    return replace(target_named("cpu"), measured=calibrate(seconds=seconds).measured())
+
+
+def runner(work: rj.Workload, policy: Any) -> Callable[[], float]:
+    """The step under `policy`, compiled as plans are: a function that runs it on random numbers and gives its seconds."""
+    step = work.step(policy)
+    keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(step.arguments))))
+
+    def filled(leaf: Any) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jax.random.randint(next(keys), leaf.shape, 0, 256).astype(leaf.dtype)
+        return 0.05 * jax.random.normal(next(keys), leaf.shape, leaf.dtype)
+
+    arguments = jax.tree.map(filled, step.arguments)
+    compiled = jax.jit(step.function).lower(*arguments).compile()
+    jax.block_until_ready(compiled(*arguments))
+
+    def run() -> float:
+        begin = time.perf_counter()
+        jax.block_until_ready(compiled(*arguments))
+        return time.perf_counter() - begin
+
+    return run
+
+
+def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The seconds of each, one after the other in every round, in the other direction every second time."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name in list(runs)[:: 1 if number % 2 == 0 else -1]:
+            found[name].append(runs[name]())
+    return found
+
+
+def ratio(mine: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """The median of the ratios of the rounds, and their quartiles.
+
+    >>> ratio([1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 1.0, 1.0, 1.0, 1.0])
+    (3.0, 2.0, 4.0)
+    """
+    found = sorted(one / other for one, other in zip(mine, theirs, strict=True))
+    low, middle, high = statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
+    return middle, low, high
+
+
+def row(work: rj.Workload, target: Target, budget: int, sizes: Mapping[str, int], rounds: int) -> dict[str, Any]:
+    """One plan and all named policies that fit, run in turns; `slower` is what the plan must not be."""
+    plan = rj.plan(work, budget, target, timeout=600)
+    fits = [name for name, size in sizes.items() if size <= budget]
+    policy = "off" if plan.is_off else dict(plan.policies)
+    mine = runner(work, policy)
+    runs = {"plan": mine, **{name: runner(work, name) for name in fits}, "plan again": mine}
+    seconds = in_turns(runs, rounds)
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    best = min(fits, key=lambda name: medians[name])
+    middle, low, high = ratio(seconds["plan"], seconds[best])
+    noise = ratio(seconds["plan"], seconds["plan again"])
+    return {
+        "budget": budget,
+        "device_bytes": plan.device_bytes,
+        "policies": plan.texts,
+        "best_named": best,
+        "seconds": medians,
+        "estimated": plan.seconds,
+        "estimated_named": next(one.seconds for one in plan.named if one.name == best),
+        "ratio": middle,
+        "ratio_quartiles": [low, high],
+        "noise_quartiles": list(noise[1:]),
+        # The whole of the inner half must be above what is allowed: one busy round is no slower plan.
+        "slower": low > SLOWER,
+        "rounds": seconds,
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows in plain text."""
+    lines = [
+        (
+            format_bytes(one["budget"]),
+            f"{1e3 * one['seconds']['plan']:.1f}",
+            one["best_named"],
+            f"{1e3 * one['seconds'][one['best_named']]:.1f}",
+            f"{one['ratio']:.3f}",
+            "{:.3f}–{:.3f}".format(*one["ratio_quartiles"]),
+            "{:.3f}–{:.3f}".format(*one["noise_quartiles"]),
+            f"{one['estimated'] / one['estimated_named']:.3f}",
+            "SLOWER" if one["slower"] else "yes",
+        )
+        for one in rows
+    ]
+    columns = ("budget", "plan ms", "best named", "its ms", "ratio", "inner half", "noise", "estimated", "holds")
+    return text_table(columns, lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Calibrate, plan, run, print the table; 1 where a plan is slower than a named policy that fits."""
+    options = parse(arguments)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
+    target, work = calibrated(options.calibrate), job(options)
+    sizes = {name: rj.measure(work, name, target).device_bytes for name in NAMED}
+    rows: list[dict[str, Any]] = []
+    for share in options.shares:
+        budget = sizes["full"] + round(share * (sizes["off"] - sizes["full"]))
+        rows.append(row(work, target, budget, sizes, options.rounds))
+        print(f"{format_bytes(budget)}: × {rows[-1]['ratio']:.3f}", file=sys.stderr, flush=True)
+        settings = vars(options) | {"output": str(options.output)}
+        figures = {"measured": dict(target.measured), "sizes": sizes, "rows": rows}
+        write_json(options.output / "plan_cpu.json", {"provenance": provenance(), "options": settings, **figures})
+    print(f"Plans run on this processor, medians of {options.rounds} rounds, JAX {jax.__version__}:")
+    print(table(rows))
+    return 1 if any(one["slower"] for one in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

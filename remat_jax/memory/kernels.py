@@ -1,0 +1,64 @@
+"""The kernels that XLA's GPU compiler made, kept for the next programs: steps under different policies share most of them.
+
+What a step needs is decided before a kernel is made, so that sizes are the same with and without what is kept
+(`docs/memory.md`); making kernels is most of the time that compiling takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from remat_jax.errors import CompileError
+
+_OF_THE_FILE = "kernel_reuse_cache"
+"""XLA's own source file, which it names where it cannot use what is kept."""
+
+
+class Kernels:
+    """Files of kernels, in a folder that is the caller's to remove.
+
+    A process takes one for itself and gives it back. Two files cannot be made one: XLA refuses a kernel that is there twice.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._lock, self._made = folder, threading.Lock(), 0
+        self._free: list[Path] = []
+
+    @classmethod
+    @contextlib.contextmanager
+    def temporary(cls) -> Iterator[Kernels]:
+        """In a folder that is gone afterwards."""
+        with tempfile.TemporaryDirectory(prefix="remat_jax_") as folder:
+            yield cls(Path(folder))
+
+    def take(self) -> Path:
+        """A file that no other process has: that with most in it, or a new one."""
+        with self._lock:
+            if self._free:
+                found = max(self._free, key=lambda file: file.stat().st_size)
+                self._free.remove(found)
+                return found
+            self._made += 1
+            return self._folder / f"kernels_{self._made}"
+
+    def give_back(self, file: Path) -> None:
+        """Only where the process ended well: another may have left half a file."""
+        with self._lock:
+            if file.exists():
+                self._free.append(file)
+
+
+def kernel_options(file: Path) -> dict[str, Any]:
+    """The compiler options by which XLA takes kernels from `file` and puts those that it makes into it."""
+    # Without the second the first does nothing: a kernel must be an object of its own to be linked again.
+    return {"xla_gpu_kernel_cache_file": str(file), "xla_gpu_enable_llvm_module_compilation_parallelism": True}
+
+
+def is_of_kernels(error: CompileError) -> bool:
+    """Whether the compiler refused the file of kernels, and not the program."""
+    return _OF_THE_FILE in str(error)

@@ -1,0 +1,57 @@
+"""What the blocks of a stack do, one by one: runs of equal ones, and the plans beside one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from remat_jax.planner import BlockPolicy, Choice, Stack, StackPlan, stack_plan
+from remat_jax.planning.fitting import singles
+
+Choices = tuple[tuple[Choice, ...], ...]
+"""Of every single block in forward order, what it does with its residuals."""
+
+
+def together(stack: Stack, plan: StackPlan) -> Choices:
+    """What the blocks of a plan do, those of a kind that do the same brought together where that needs no more."""
+    choices = tuple(one.policy.choices for one in plan.ranges for _ in range(one.count))
+    alike: list[tuple[Choice, ...]] = []
+    for block in stack.blocks:
+        of_kind = choices[len(alike) : len(alike) + block.repeats]
+        # The last one, nearest the loss, decides what comes last.
+        order = list(dict.fromkeys(of_kind))
+        alike += sorted(of_kind, key=lambda one: (one == of_kind[-1], order.index(one)))
+    if tuple(alike) == choices:
+        return choices
+    changed = stack_plan(stack, block_policies(stack, tuple(alike)))
+    good = changed.peak_bytes <= plan.peak_bytes and changed.extra_seconds <= plan.extra_seconds
+    return tuple(alike) if good else choices
+
+
+def block_policies(stack: Stack, choices: Choices) -> list[BlockPolicy]:
+    """What every single block of a stack does."""
+    return [BlockPolicy(block, chosen) for block, chosen in zip(singles(stack), choices, strict=True)]
+
+
+def one_residual_more(stack: Stack, choices: Choices) -> list[Choices]:
+    """Every way to save one residual more in a run of equal blocks that do the same."""
+    found = []
+    blocks = singles(stack)
+    for start, stop in runs(stack, choices):
+        for index, (residual, choice) in enumerate(zip(blocks[start].residuals, choices[start], strict=True)):
+            if choice in (Choice.RECOMPUTE, Choice.UNUSED) and residual.may_save:
+                changed = (*choices[start][:index], Choice.SAVE, *choices[start][index + 1 :])
+                found.append((*choices[:start], *[changed] * (stop - start), *choices[stop:]))
+    return found
+
+
+def runs(stack: Stack, what: Sequence[Any]) -> list[tuple[int, int]]:
+    """Where runs of equal blocks that do the same begin and end, in forward order."""
+    found: list[tuple[int, int]] = []
+    blocks = singles(stack)
+    for index, (block, chosen) in enumerate(zip(blocks, what, strict=True)):
+        if found and blocks[found[-1][0]].name == block.name and what[found[-1][0]] == chosen:
+            found[-1] = (found[-1][0], index + 1)
+        else:
+            found.append((index, index + 1))
+    return found

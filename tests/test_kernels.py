@@ -1,0 +1,69 @@
+"""Kernels that are kept from one compilation to the next: who has which file, and that sizes are the same with them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_jax import compat
+from remat_jax.hardware import target
+from remat_jax.memory import cache, compiler
+from remat_jax.memory.compiler import compile_programs, export_step
+from remat_jax.memory.kernels import Kernels
+from remat_jax.workload import Step
+
+needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+
+
+def test_a_file_is_of_one_process_at_a_time_and_the_fullest_is_taken_first(tmp_path):
+    kernels = Kernels(tmp_path)
+    first, second = kernels.take(), kernels.take()
+    assert first != second
+    first.write_bytes(b"1")
+    second.write_bytes(b"22")
+    kernels.give_back(first)
+    kernels.give_back(second)
+    assert [kernels.take(), kernels.take()] == [second, first] and kernels.take() not in (first, second)
+
+
+def test_a_file_that_nobody_wrote_is_not_kept(tmp_path):
+    kernels = Kernels(tmp_path)
+    kernels.give_back(kernels.take())
+    assert kernels.take().name == "kernels_2"
+
+
+@needs_gpu_compiler
+def test_sizes_are_the_same_with_the_kernels_of_another_step_and_with_a_file_that_xla_refuses(monkeypatch):
+    monkeypatch.setenv(cache.VARIABLE, "off")
+    monkeypatch.setattr(cache, "_memory", {})
+    h200 = target("h200")
+
+    def program(times):
+        def step(x):
+            for _ in range(times):
+                x = jnp.sin(x @ x) + x
+            return x
+
+        return export_step(str(times), Step(step, (jax.ShapeDtypeStruct((256, 256), jnp.float32),), ()), h200)
+
+    def sizes(times, kernels):
+        cache.forget()
+        return compile_programs([program(times)], h200, timeout=400, kernels=kernels)[str(times)]
+
+    alone = sizes(3, None)
+    with Kernels.temporary() as kernels:
+        sizes(2, kernels)
+        file = kernels.take()
+        before = file.read_bytes()
+        assert before
+        kernels.give_back(file)
+        assert sizes(3, kernels) == alone
+        taken = kernels.take()
+        assert taken == file and len(taken.read_bytes()) >= len(before)
+        # The same kernel under two names, as two files put together would have it.
+        taken.write_bytes(before + before.replace(b"fusion", b"nofusi"))
+        kernels.give_back(taken)
+        asked = []
+        monkeypatch.setattr(compiler, "ask", lambda *given, real=compiler.ask: asked.append(given) or real(*given))
+        assert sizes(3, kernels) == alone and len(asked) == 2
