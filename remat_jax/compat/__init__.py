@@ -37,6 +37,7 @@ from remat_jax.compat.jaxprs import (
     scan_layout,
     scopes,
     source_line,
+    tree_bytes,
     uses_references,
 )
 from remat_jax.compat.rematerialisation import (
@@ -124,6 +125,7 @@ __all__ = [
     "trace_context",
     "trace_context_value",
     "trace_settings",
+    "tree_bytes",
     "uses_references",
     "wants_cudnn",
     "without_source_lines",

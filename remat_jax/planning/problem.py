@@ -163,11 +163,7 @@ def _fixed_bytes(workload: Workload, arguments: Any, kinds: Sequence[Kind]) -> f
         kept, constant = kind.program.saved_bytes, kind.program.constant_bytes
         inside += len(kind.layers) * kept + (1 if kind.scanned else len(kind.layers)) * constant
     trained = workload.split_loss("off")[1]
-    return float(_bytes(arguments) + _bytes(trained) + max(0, residuals(workload, "off").device_bytes - inside))
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * compat.itemsize(leaf.dtype) for leaf in jax.tree.leaves(tree))
+    return float(compat.tree_bytes((arguments, trained)) + max(0, residuals(workload, "off").device_bytes - inside))
 
 
 def policy_of(kind: Kind, choice: planner.BlockPolicy) -> Policy:
