@@ -125,7 +125,9 @@ def test_a_target_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="cannot be read"):
         target(f"{path}:toy")
     path.write_text("x = 3", encoding="utf-8")
-    with pytest.raises(TargetError, match=r"target file '.*gpus.toml': target table \[x\]: 3 is no table; write its keys below"):
+    with pytest.raises(
+        TargetError, match=r"target file '.*gpus.toml': target table \[x\]: 3 is no table; write its keys below"
+    ):
         target(f"{path}:x")
 
 

@@ -205,7 +205,10 @@ def test_every_tolerance_has_its_reason_and_the_table_is_read_only() -> None:
 
 def test_an_array_of_no_bytes_is_kept_by_nobody() -> None:
     """A scan of no rounds stacks its residuals 0 times."""
-    rows = [Residual("layers:sin", (0, 3), "float32", 0, "save", "", scanned=True), Residual("x", (3,), "float32", 12, "save", "")]
+    rows = [
+        Residual("layers:sin", (0, 3), "float32", 0, "save", "", scanned=True),
+        Residual("x", (3,), "float32", 12, "save", ""),
+    ]
     [found] = kept_alone("off", SimpleNamespace(entries=[]), rows)
     assert (found.name, found.count, found.bytes) == ("x", 1, 12)
 

@@ -82,7 +82,9 @@ def test_a_search_that_fails_ends_no_comparison(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(explain, "capture_torch", refuse)
     options = {**c.QUICK, "modes": ("off", "checkpoint"), "torch_blocks": Block, "flax_blocks": nn.Dense}
-    report = run({**case, "rules": "0.weight -> params/layer/kernel | linear\n0.bias -> params/layer/bias"}, torch_call=call, **options)
+    report = run(
+        {**case, "rules": "0.weight -> params/layer/kernel | linear\n0.bias -> params/layer/bias"}, torch_call=call, **options
+    )
     found = next(check.found for check in report.checks if check.name == "PyTorch, checkpoint")
     assert "; whether a module computes something else again could not be seen: torch_module cannot be run on" in found
     assert found.endswith("RuntimeError: not to be looked into")
@@ -108,17 +110,21 @@ class Looping(nn.Module):
 
 def test_modules_that_cannot_be_looked_into_are_told_in_the_report(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    inner = torch.nn.Linear(3, 3)
-    pair = torch.nn.ModuleDict({"inner": inner, "layer": torch.nn.Linear(3, 3)})
 
-    def call(model: Any, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = model["layer"](x)
-        return found
+    class Outside(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.layer = torch.nn.Linear(3, 3).requires_grad_(False), torch.nn.Linear(3, 3)
 
-    inner.requires_grad_(False)
-    rules = "".join(f"{name}.weight -> params/{name}/kernel | linear\n{name}.bias -> params/{name}/bias\n" for name in pair)
-    case = {"torch_module": pair, "flax_module": Looping(), "inputs": np.random.default_rng(0).normal(size=(4, 3))}
-    report = run({**case, "rules": rules, "torch_call": call}, **c.QUICK)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.layer(x)
+            return found
+
+    rules = "".join(
+        f"{name}.weight -> params/{name}/kernel | linear\n{name}.bias -> params/{name}/bias\n" for name in ("inner", "layer")
+    )
+    case = {"torch_module": Outside(), "flax_module": Looping(), "inputs": np.random.default_rng(0).normal(size=(4, 3))}
+    report = run({**case, "rules": rules}, **c.QUICK)
     assert not report.passed and report.hidden == ("inner",) and report.to_dict()["hidden"] == ["inner"]
     said = "not looked into, because nothing can be captured where they run (such as in a while loop): inner"
     assert said in " ".join(str(report).split()) and said in report.to_html(tmp_path / "page.html").read_text()

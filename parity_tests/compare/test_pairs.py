@@ -96,7 +96,9 @@ def test_both_frameworks_peaks_are_told_in_every_mode(stack: ParityReport) -> No
     floor = sum(int(np.prod(x.shape)) * 4 for x in c.original("stack").parameters())
     assert set(peaks) == set(itertools.product(stack.modes, ("PyTorch", "JAX")))
     assert all(peak is not None and peak > floor for peak in peaks.values())
-    assert {row.peak_from for row in stack.memory} == {f"{how}, without an optimizer" for how in ("tracked on fake tensors", "compiled for cpu")}
+    assert {row.peak_from for row in stack.memory} == {
+        f"{how}, without an optimizer" for how in ("tracked on fake tensors", "compiled for cpu")
+    }
     model, x = c.original("stack"), c.stack()["inputs"][0]
 
     def build() -> torch_ref.TrainingStep:

@@ -47,7 +47,7 @@ def first_difference(
 
 
 def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
-    """Which PyTorch modules' recomputation, under a mode, gives something else than their forward pass; or why that is not known."""
+    """Which PyTorch modules give something else when a mode computes them again; or why that is not known."""
     try:
         model = torch.make("float64")
         with keep_float64(), torch.in_mode(model, mode), running("torch_module"):

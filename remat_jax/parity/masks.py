@@ -40,7 +40,7 @@ _SOFTMAXES = frozenset({"exp", "_softmax", "_safe_softmax"})
 class Fact:
     """What is known of an array: how it grows with each mask, and its value where it is one number.
 
-    `added`: it is a mask that is to be added, 0 where it shows and far below where it hides, so that all but 0 is taken for true.
+    `added`: it is a mask that is to be added, 0 where it shows and far below where it hides. All but 0 is taken for true.
     """
 
     signs: Mapping[str, int] = field(default_factory=dict)

@@ -84,8 +84,9 @@ class Check:
 class MemoryRow:
     """What one framework keeps between the passes in a mode, parameters and inputs excluded, in bytes; and its peak.
 
-    `peak_bytes` is the most that the forward and backward pass need on the device, parameters, inputs and gradients included, and
-    no optimizer's state or update in either framework; `peak_from` says how that is known, or why it is None; docs/memory.md says what may be compared.
+    `peak_bytes` is the most that the forward and backward pass need on the device, parameters, inputs and gradients included,
+    and no optimizer's state or update in either framework. `peak_from` says how that is known, or why it is None;
+    docs/memory.md says what may be compared.
     """
 
     mode: str
@@ -106,8 +107,8 @@ class ParityReport:
         memory: residual bytes and peak memory of both frameworks in every mode.
         kept_alone: the arrays that only one of them keeps; without these both keep the same bytes.
         divergences: `forward` and `backward` → the first module that differs, or None; empty where nothing differs.
-        hidden: Flax modules that ran where nothing can be captured, such as in a `while` loop, so that none of them can be named as
-            the first that differs; empty where nothing differs.
+        hidden: Flax modules that ran where nothing can be captured, such as in a `while` loop, so that none of them can be
+            named as the first that differs; empty where nothing differs.
         differences: the settings of both models that differ, such as an epsilon, by module, read before either was run; those
             that do no harm to the values fail nothing.
         torch, flax: what was compared.
@@ -290,7 +291,10 @@ def _memory_table(report: ParityReport) -> Any:
         (row.mode, row.framework, row.device_bytes, row.host_bytes, row.peak_bytes, row.peak_from) for row in report.memory
     ]
     return table(
-        "Memory: kept between the passes, and the peak of both passes", columns, cells, formats=dict.fromkeys(columns[2:5], format_bytes)
+        "Memory: kept between the passes, and the peak of both passes",
+        columns,
+        cells,
+        formats=dict.fromkeys(columns[2:5], format_bytes),
     )
 
 

@@ -100,7 +100,9 @@ class Comparison:
         self.say("where the two first differ")
         with _precision("float64"):
             model, variables = self.torch.make("float64"), self.flax.tree(self.before)
-            divergences, self.hidden, checks = first_difference(self.case, model, variables, self.flax.rules, self.flax.applied(mode))
+            divergences, self.hidden, checks = first_difference(
+                self.case, model, variables, self.flax.rules, self.flax.applied(mode)
+            )
             self.checks += checks
             # In the modes before it nothing differs.
             only = f"only in {mode}" if mode != self.case.modes[0] else ""
