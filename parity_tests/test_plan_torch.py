@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from benchmarks import plan_torch
-from benchmarks.plan_torch import Plans, Sizes, Training, holds, main, table
-from benchmarks.torch_budgets import at_budgets
+from benchmarks.plan_torch import Plans, Sizes, Training, holds, main, of_torch, table
 from examples.models import linen
 from remat_jax.errors import InfeasibleBudget
 
@@ -21,7 +19,7 @@ FORWARD = SIZES.layers * LAYER + 2 * TOKENS * SIZES.d_model * 256
 
 @pytest.fixture(scope="module")
 def theirs() -> list[dict[str, Any]]:
-    return at_budgets(dataclasses.asdict(SIZES), (0.0, 0.5, 1.0))
+    return of_torch(SIZES, (0.0, 0.5, 1.0))
 
 
 @pytest.fixture(scope="module")
