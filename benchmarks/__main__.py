@@ -1,9 +1,10 @@
-"""`python -m benchmarks`: what the wrapper costs against Flax's and JAX's own, on this machine's processor."""
+"""`python -m benchmarks`: what the wrapper costs against Flax's and JAX's own, and plans against PyTorch's, on a processor."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -14,13 +15,17 @@ from benchmarks.record import ROOT, provenance, write_json
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--output", type=Path, default=ROOT / "build" / "benchmarks", help="folder for cpu.json")
-    parser.add_argument("--only", default="", metavar="TEXT", help="settings with this in their name, such as scan")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "build" / "benchmarks", help="folder for cpu.json and plan_torch.json"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only settings with this in their name, such as scan; no plans"
+    )
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure every setting and print the table; 1 if the wrapper costs FLOPs or memory, 0 otherwise."""
+    """Measure every setting and print the tables; 1 if the wrapper costs FLOPs or memory or a plan loses, 0 otherwise."""
     options = parse(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"
     from benchmarks import cpu, peers  # after the platform is chosen
@@ -38,7 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(options.output / "cpu.json", {"provenance": provenance(), "problems": found, "rows": rows})
     print(cpu.table(groups))
     print("\n".join(found) or "The same FLOPs and no more memory than by hand.")
-    return 1 if found else 0
+    return max(1 if found else 0, 0 if options.only else _plans(options.output))
+
+
+def _plans(output: Path) -> int:
+    if importlib.util.find_spec("torch") is None:
+        print("PyTorch is not installed: plans are not compared with its own", file=sys.stderr)
+        return 0
+    from benchmarks import plan_torch
+
+    return plan_torch.main(["--output", str(output)])
 
 
 if __name__ == "__main__":

@@ -124,6 +124,11 @@ def test_a_target_of_a_file(tmp_path: Path) -> None:
     path.write_text(GPU + "[", encoding="utf-8")
     with pytest.raises(TargetError, match="cannot be read"):
         target(f"{path}:toy")
+    path.write_text("x = 3", encoding="utf-8")
+    with pytest.raises(
+        TargetError, match=r"target file '.*gpus.toml': target table \[x\]: 3 is no table; write its keys below"
+    ):
+        target(f"{path}:x")
 
 
 @pytest.mark.parametrize(
@@ -184,6 +189,9 @@ def test_a_target_is_added_by_data_alone() -> None:
         ("memory_bytes = 8", "", "a source without a figure: ['memory_bytes']"),
         ('kind = "gpu"', 'kind = "tpu"', 'kind=\'tpu\'; write "cpu" or "gpu"'),
         ("[toy]", "[TOY]\n[toy]", "names are in lower case"),
+        ("[toy]", "x = 3\n[toy]", "target table [x]: 3 is no table; write its keys below a line [x]"),
+        ("memory_bytes = 8", "memory_bytes = 8\npeak_flops = 7", "target table [toy.peak_flops]: 7 is no table"),
+        ("memory_bytes = 8", 'memory_bytes = 8\ncompiler = "sm_90"', "target table [toy.compiler]: 'sm_90' is no table"),
     ],
 )
 def test_the_table_is_read_strictly(old: str, new: str, message: str) -> None:

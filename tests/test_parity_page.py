@@ -1,4 +1,4 @@
-"""The page of a large report in a browser: it sorts, filters, is there at once, and asks nobody for anything."""
+"""The page of a large report in a browser: it sorts, filters, and asks nobody for anything."""
 
 from __future__ import annotations
 
@@ -132,13 +132,12 @@ def test_it_opens_where_it_went_wrong(tab: Tab) -> None:
     assert tab.value("document.querySelectorAll('.bar').length") == 18
 
 
-def test_it_asks_nobody_and_is_there_at_once(tab: Tab, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_asks_nobody(tab: Tab, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tab.click("#rows th button")
     tab.type("#filter", "bias")
     assert tab.requests == [file.as_uri()] and tab.errors == []
     with capsys.disabled():
         print(f"\n{len(report().rows)} tensors, {file.stat().st_size >> 10} KiB: ready after {tab.ready_ms():.0f} ms")
-    assert 0 < tab.ready_ms() < 60_000  # the figure is printed; what it is depends on the machine
 
 
 def test_a_page_without_its_script_is_seen_to_be_broken(browser: Browser, tmp_path: Path) -> None:

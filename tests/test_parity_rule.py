@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remat_jax.errors import ArgumentError
+from remat_jax.memory.residuals import Residual
 from remat_jax.parity import TOLERANCES, epsilon, float64_error, judge
+from remat_jax.parity.kept import kept_alone
 
 
 def reference() -> dict[str, np.ndarray]:
@@ -198,6 +201,16 @@ def test_every_tolerance_has_its_reason_and_the_table_is_read_only() -> None:
     with pytest.raises(TypeError):
         TOLERANCES["float64"] = TOLERANCES["loss"]  # type: ignore[index]
     assert TOLERANCES["float64_floor"].value >= 4 * epsilon("float64") / TOLERANCES["float64"].value
+
+
+def test_an_array_of_no_bytes_is_kept_by_nobody() -> None:
+    """A scan of no rounds stacks its residuals 0 times."""
+    rows = [
+        Residual("layers:sin", (0, 3), "float32", 0, "save", "", scanned=True),
+        Residual("x", (3,), "float32", 12, "save", ""),
+    ]
+    [found] = kept_alone("off", SimpleNamespace(entries=[]), rows)
+    assert (found.name, found.count, found.bytes) == ("x", 1, 12)
 
 
 def test_importing_the_rule_does_not_import_torch() -> None:

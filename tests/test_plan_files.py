@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,26 @@ def test_a_plan_comes_back_as_it_was(tmp_path):
         path = one.save(tmp_path / "plan.json")
         again = rj.Plan.load(path)
         assert again == one and again.to_dict() == one.to_dict() and list(tmp_path.iterdir()) == [path]
+
+
+def test_two_may_save_a_plan_beside_each_other(tmp_path, monkeypatch):
+    path, replace, between = tmp_path / "plan.json", Path.replace, [plan(workload="the second")]
+
+    def interrupted(self, target):
+        if between:
+            between.pop().save(path)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    plan().save(path)
+    assert rj.Plan.load(path) == plan() and not between and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_saved_leaves_nothing_behind(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(PlanningError, match="folder' cannot be written"):
+        plan().save(tmp_path / "folder")
+    assert [one.name for one in tmp_path.iterdir()] == ["folder"]
 
 
 def test_the_keys_are_the_attribute_names():

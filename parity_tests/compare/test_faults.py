@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import torch
 
 from parity_tests.compare import cases as c
 from parity_tests.compare.cases import run
 from parity_tests.mutants.planting import DOUBLED, FLIPPED, at, output
-from remat_jax.parity import ParityReport
+from remat_jax.parity import ParityReport, explain
 from remat_jax.parity.asserting import failures
 
 
@@ -55,6 +59,75 @@ def test_a_pytorch_block_that_draws_anew_under_a_checkpoint_is_named() -> None:
     assert [check.name for check in report.checks if not check.passed] == ["PyTorch, checkpoint"] and not report.failed_rows
     found = next(check for check in report.checks if not check.passed).found
     assert found.endswith("; computed again, layers/1/ffn gives something else")
+
+
+def test_a_search_that_fails_ends_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's checkpoint draws anew, and the model refuses to be looked into: that it draws anew is told all the same."""
+    layer, random = torch.nn.Linear(3, 3), np.random.default_rng(0)
+
+    class Block(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.tensor(random.normal(size=3)).to(x)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("not to be looked into")
+
+    case = {"torch_module": torch.nn.Sequential(layer, Block()), "flax_module": Drawn(), "inputs": np.ones((4, 3))}
+
+    def call(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        nonlocal random
+        random = np.random.default_rng(0)
+        found: torch.Tensor = model(x)
+        return found
+
+    monkeypatch.setattr(explain, "capture_torch", refuse)
+    options = {**c.QUICK, "modes": ("off", "checkpoint"), "torch_blocks": Block, "flax_blocks": nn.Dense}
+    report = run(
+        {**case, "rules": "0.weight -> params/layer/kernel | linear\n0.bias -> params/layer/bias"}, torch_call=call, **options
+    )
+    found = next(check.found for check in report.checks if check.name == "PyTorch, checkpoint")
+    assert "; whether a module computes something else again could not be seen: torch_module cannot be run on" in found
+    assert found.endswith("RuntimeError: not to be looked into")
+
+
+class Drawn(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(3, name="layer")(x) * np.random.default_rng(0).normal(size=3)
+
+
+class Looping(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        def double(module: nn.Module, carried: Any) -> Any:
+            return carried + nn.Dense(3, name="inner")(carried) * 0
+
+        if self.is_initializing():  # a loop makes no parameters
+            double(self, x)
+        far = nn.while_loop(lambda _, carried: jnp.sum(carried**2) < 1, double, self, jax.lax.stop_gradient(x))
+        return nn.Dense(3, name="layer")(x) * 1.5 + 0 * jax.lax.stop_gradient(far)
+
+
+def test_modules_that_cannot_be_looked_into_are_told_in_the_report(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+
+    class Outside(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.layer = torch.nn.Linear(3, 3).requires_grad_(False), torch.nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.layer(x)
+            return found
+
+    rules = "".join(
+        f"{name}.weight -> params/{name}/kernel | linear\n{name}.bias -> params/{name}/bias\n" for name in ("inner", "layer")
+    )
+    case = {"torch_module": Outside(), "flax_module": Looping(), "inputs": np.random.default_rng(0).normal(size=(4, 3))}
+    report = run({**case, "rules": rules}, **c.QUICK)
+    assert not report.passed and report.hidden == ("inner",) and report.to_dict()["hidden"] == ["inner"]
+    said = "not looked into, because nothing can be captured where they run (such as in a while loop): inner"
+    assert said in " ".join(str(report).split()) and said in report.to_html(tmp_path / "page.html").read_text()
 
 
 def test_the_setting_that_differs_is_named() -> None:

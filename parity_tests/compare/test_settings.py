@@ -22,6 +22,7 @@ from remat_jax.parity.masks import Signs, flax_masks, torch_masks
 
 X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
 HIDDEN = np.array([[0, 0, 0, 1, 1], [0, 1, 0, 0, 0]], bool)
+ADDED = np.where(HIDDEN, -1e9, 0).astype(np.float32)
 
 
 def found(report: ParityReport) -> str:
@@ -170,6 +171,56 @@ def torch_sdpa(m: torch.Tensor) -> torch.Tensor:
 def torch_layer(m: torch.Tensor) -> torch.Tensor:
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     return layer(torch.tensor(X), src_key_padding_mask=m)
+
+
+ADDED_IN_FLAX: dict[str, tuple[Any, int]] = {
+    "added": (lambda m: jax.nn.softmax(SCORES + m[:, None]), 1),
+    "subtracted": (lambda m: jax.nn.softmax(SCORES - m[:, None]), -1),
+    "scaled, then added": (lambda m: jax.nn.softmax(SCORES + 2.0 * m[:, None].astype("bfloat16")), 1),
+    "shown at 0": (lambda m: jax.nn.softmax(jnp.where(m[:, None] == 0, SCORES, -jnp.inf)), 1),
+    "hidden at 0": (lambda m: jax.nn.softmax(jnp.where(m[:, None] != 0, SCORES, -jnp.inf)), -1),
+    "taken for a boolean one": (lambda m: jax.nn.softmax(jnp.where(m[:, None].astype(bool), SCORES, -jnp.inf)), -1),
+    "the same, inverted": (lambda m: jax.nn.softmax(jnp.where(~m[:, None].astype(bool), SCORES, -jnp.inf)), 1),
+    "hidden far below": (lambda m: jax.nn.softmax(jnp.where(m[:, None] < 0, -jnp.inf, SCORES)), 1),
+    "hidden at its own number": (lambda m: jax.nn.softmax(jnp.where(m[:, None] == -1e9, -jnp.inf, SCORES)), 1),
+    "not hidden at it": (lambda m: jax.nn.softmax(jnp.where(2 * m[:, None] != -2e9, -jnp.inf, SCORES)), -1),
+}
+
+
+@pytest.mark.parametrize("name", ADDED_IN_FLAX)
+def test_the_way_of_a_mask_to_be_added_in_flax(name: str) -> None:
+    call, sign = ADDED_IN_FLAX[name]
+    step = trace_step(Called(lambda m: call(m).astype("float32")), {}, (ADDED,), backward=False)
+    assert list(flax_masks(step.jaxpr, {0: "mask"}, step.recorder.paths, {"mask"})["mask"]) == [sign]
+
+
+ADDED_IN_TORCH: dict[str, tuple[Any, int]] = {
+    "added": (lambda m: (torch.zeros(2, 5, 5) + m[:, None].expand(2, 5, 5)).softmax(-1), 1),
+    "filled where it is not 0": (lambda m: torch.zeros(2, 5, 5).masked_fill(m.bool()[:, None], -torch.inf).softmax(-1), 1),
+    "filled where it is 0": (lambda m: torch.zeros(2, 5, 5).masked_fill(~m.bool()[:, None], -torch.inf).softmax(-1), -1),
+    "filled, logical_not": (lambda m: torch.zeros(2, 5, 5).masked_fill(m.logical_not()[:, None], -torch.inf).softmax(-1), -1),
+    "the module": (
+        lambda m: torch.nn.MultiheadAttention(8, 2, batch_first=True)(*[torch.tensor(X)] * 3, key_padding_mask=m)[0],
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADDED_IN_TORCH)
+def test_the_way_of_a_mask_to_be_added_in_pytorch(name: str) -> None:
+    (call, sign), mask = ADDED_IN_TORCH[name], torch.tensor(ADDED)
+    assert list(torch_masks(lambda: call(mask), {"mask": mask}, {"mask"})["mask"]) == [sign]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bool"])
+def test_a_mask_to_be_added_that_is_read_the_other_way_is_told(dtype: str) -> None:
+    """Flax takes a mask for one of true and false: of PyTorch's, which is added, the true ones are hidden."""
+    mask = ADDED if dtype == "float32" else HIDDEN
+    report = compare(TorchAttends(), Attends(False), {"x": X, "hidden": mask}, rules=ATTENTION, **c.QUICK)
+    which = 0 if dtype == "float32" else 1
+    [found] = report.differences
+    assert found["what"] == f"a position where hidden is {which}" and not report.passed
+    assert (found["torch"], found["flax"]) == (("shown", "hidden") if which == 0 else ("hidden", "shown"))
 
 
 IN_TORCH = {torch_bias: 1, torch_filled: -1, torch_sdpa: 1, torch_layer: -1}

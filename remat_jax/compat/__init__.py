@@ -38,6 +38,7 @@ from remat_jax.compat.jaxprs import (
     scan_layout,
     scopes,
     source_line,
+    tree_bytes,
     uses_references,
 )
 from remat_jax.compat.rematerialisation import (
@@ -130,6 +131,7 @@ __all__ = [
     "trace_context",
     "trace_context_value",
     "trace_settings",
+    "tree_bytes",
     "uses_references",
     "wants_cudnn",
     "without_source_lines",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -193,3 +194,12 @@ def itemsize(dtype: Any) -> int:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return int(data.size * data.dtype.itemsize)
     return int(dtype.itemsize)
+
+
+def tree_bytes(tree: Any) -> int:
+    """The bytes of all arrays of `tree`, or of what only has their shapes and dtypes.
+
+    >>> tree_bytes({"w": jax.ShapeDtypeStruct((2, 3), "bfloat16"), "keys": jax.eval_shape(jax.random.key, 0)})
+    20
+    """
+    return sum(math.prod(leaf.shape) * itemsize(leaf.dtype) for leaf in jax.tree.leaves(tree))

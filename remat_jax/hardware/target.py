@@ -159,6 +159,8 @@ def _read_file(path: str) -> dict[str, Target]:
         return read_table(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise TargetError(f"target file {path!r} cannot be read: {error}. Give a TOML file in the form of {TABLE}.") from error
+    except TargetError as error:
+        raise TargetError(f"target file {path!r}: {error}") from error
 
 
 @cache
@@ -170,12 +172,14 @@ def read_table(text: str) -> dict[str, Target]:
     """The targets that a TOML text describes, by name.
 
     Raises:
-        TargetError: a key or kind is unknown, one is missing, or a figure has no source or a source no figure.
+        TargetError: a key or kind is unknown, one is missing, a figure has no source or a source no figure, or what should be a
+            table is none.
     """
     return {name: _read_target(name, entry) for name, entry in tomllib.loads(text).items()}
 
 
-def _read_target(name: str, entry: dict[str, Any]) -> Target:
+def _read_target(name: str, given: object) -> Target:
+    entry = _as_table(name, given)
     required = ("kind", "description", "source")
     unknown = sorted(set(entry) - {*required, *FACTS, *OPTIONAL})
     missing = sorted(set(required) - set(entry))
@@ -184,6 +188,8 @@ def _read_target(name: str, entry: dict[str, Any]) -> Target:
             f"target table [{name}]: unknown keys {unknown}, missing keys {missing}; the keys are "
             f"{', '.join((*required, *FACTS, *OPTIONAL))}, and names are in lower case."
         )
+    for key in ("source", "peak_flops", "compiler"):
+        _as_table(f"{name}.{key}", entry.get(key, {}))
     if entry["kind"] not in ("cpu", "gpu"):
         raise TargetError(f'target table [{name}]: kind={entry["kind"]!r}; write "cpu" or "gpu".')
     stated, sourced = set(entry) & set(FACTS), set(entry["source"])
@@ -199,10 +205,17 @@ def _read_target(name: str, entry: dict[str, Any]) -> Target:
     return Target(name=name, compiler_description=described, **facts)
 
 
-def _check_measured(name: str, measured: object) -> None:
+def _as_table(name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TargetError(
+            f"target table [{name}]: {value!r} is no table; write its keys below a line [{name}], in the form of {TABLE}."
+        )
+    return value
+
+
+def _check_measured(name: str, given: object) -> None:
     """Refuse what `Rates` would, with the name of the table; a table without measured figures has none to refuse."""
-    if not isinstance(measured, dict):
-        raise TargetError(f"target table [{name}.measured]: {measured!r} is not a table of figures.")
+    measured = _as_table(f"{name}.measured", given)
     unknown = sorted(set(measured) - set(MEASURED))
     flops = measured.get("flops", {})
     if unknown or not isinstance(flops, dict) or (measured and not isinstance(measured.get("source"), str)):

@@ -10,7 +10,7 @@ import flax.linen as nn
 
 from remat_jax.errors import RematError
 from remat_jax.parity.capture_torch import capture_torch
-from remat_jax.parity.case import Case
+from remat_jax.parity.case import Case, running
 from remat_jax.parity.localise import first_divergences
 from remat_jax.parity.report import Check
 from remat_jax.parity.torch_side import TorchSide
@@ -19,8 +19,8 @@ from remat_jax.porting.float64 import keep_float64
 
 def first_difference(
     case: Case, torch_model: Any, variables: Any, rules: Any, transform: Callable[..., Any] | None
-) -> tuple[dict[str, Any], list[Check]]:
-    """The first module that differs in either pass, by direction; and why none was sought, where that failed.
+) -> tuple[dict[str, Any], tuple[str, ...], list[Check]]:
+    """The first module that differs in either pass, by direction; what could not be looked into; why none was sought, if so.
 
     `transform` puts the mode in which tensors differ on the function that is differentiated.
     """
@@ -39,18 +39,22 @@ def first_difference(
             rules=rules,
         )
     except RematError as error:
-        return {}, [Check("first difference", False, f"not found: {error}")]
+        return {}, (), [Check("first difference", False, f"not found: {error}")]
     stale = f"{', '.join(found.stale)}: a checkpoint computed something else again than before" if found.stale else ""
     checks = [Check("recomputation", False, stale)] if stale else []
-    return {side: one and asdict(one) for side, one in (("forward", found.forward), ("backward", found.backward))}, checks
+    divergences = {side: one and asdict(one) for side, one in (("forward", found.forward), ("backward", found.backward))}
+    return divergences, found.hidden, checks
 
 
-def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> tuple[str, ...]:
-    """The PyTorch modules whose recomputation, under a mode, gives something else than their forward pass."""
-    model = torch.make("float64")
-    with keep_float64(), torch.in_mode(model, mode):
-        trace = capture_torch(model, _arguments(case), case.loss and case.loss[0], call=case.torch_call)
-    return trace.stale
+def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
+    """Which PyTorch modules give something else when a mode computes them again; or why that is not known."""
+    try:
+        model = torch.make("float64")
+        with keep_float64(), torch.in_mode(model, mode), running("torch_module"):
+            trace = capture_torch(model, _arguments(case), case.loss and case.loss[0], call=case.torch_call)
+    except RematError as error:
+        return f"whether a module computes something else again could not be seen: {error}"
+    return f"computed again, {', '.join(trace.stale)} gives something else" if trace.stale else ""
 
 
 def _arguments(case: Case) -> Any:

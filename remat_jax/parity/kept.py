@@ -74,9 +74,9 @@ def _of_torch(saved: Any) -> Iterator[_Array]:
 def _of_jax(residuals: Any) -> Iterator[_Array]:
     """One by one, those with a name of a block or a scan first: what is made outside has no number."""
     for row in sorted(residuals, key=lambda row: "#" not in row.name):
-        if row.action == "recompute":
+        if row.action == "recompute" or not math.prod(row.shape):
             continue
         layers, shape = (row.shape[0], row.shape[1:]) if row.scanned and row.shape else (1, row.shape)
         count = row.count * layers
         place = "host" if row.action == "offload" else "device"
-        yield from [_Array(place, row.bytes // count, row.name, tuple(shape))] * (count if math.prod(row.shape) else 0)
+        yield from [_Array(place, row.bytes // count, row.name, tuple(shape))] * count

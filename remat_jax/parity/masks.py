@@ -1,4 +1,4 @@
-"""Which way masks are read: whether a 1 shows a position to an attention, or hides it.
+"""Which way masks are read: whether a 1, or the 0 of a mask that is to be added, shows a position to an attention or hides it.
 
 A softmax hides what is far below the rest. So the sign of a mask's way into a softmax is followed, from operation to
 operation, and lost wherever an operation is not known. In Flax the traced program is read, in PyTorch one forward pass.
@@ -6,7 +6,7 @@ operation, and lost wherever an operation is not known. In Flax the traced progr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,9 +16,12 @@ from remat_jax.graph.walk import bodies
 from remat_jax.parity.tapped import Running, is_tap
 
 Signs = dict[str, dict[int, str]]
-"""The name of a mask → the ways in which it gets into a softmax (1 shows, −1 hides) → the first module where it does."""
+"""The name of a mask → the ways in which it gets into a softmax (1 shows, −1 hides) → the first module where it does.
 
-_FAR = -1e3  # what is added to a score to hide it is -inf, the least number, or -1e4 and below
+Of a mask that is to be added, what is told is not of a 1 but of its 0.
+"""
+
+FAR = -1e3  # what is added to a score to hide it is -inf, the least number, or -1e4 and below
 
 _FLIPS = frozenset({"not", "neg", "logical_not", "bitwise_not", "rsub"})
 _KEEPS = frozenset(
@@ -29,20 +32,25 @@ _KEEPS = frozenset(
     "and or max min add bitwise_and bitwise_or logical_and logical_or minimum maximum".split()
 )  # fmt: skip
 _FIRST = frozenset({"index", "gather", "dynamic_slice", "baddbmm"})  # only their first operand says anything
+_MIXES = frozenset("and or max min add bitwise_and bitwise_or logical_and logical_or minimum maximum".split())
 _SOFTMAXES = frozenset({"exp", "_softmax", "_safe_softmax"})
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of an array: how it grows with each mask, and its value where it is one number."""
+    """What is known of an array: how it grows with each mask, and its value where it is one number.
+
+    `added`: it is a mask that is to be added, 0 where it shows and far below where it hides. All but 0 is taken for true.
+    """
 
     signs: Mapping[str, int] = field(default_factory=dict)
     value: float | None = None
+    added: bool = False
 
     @property
     def is_far(self) -> bool:
         """Whether it hides whatever it is added to."""
-        return self.value is not None and self.value <= _FAR
+        return self.value is not None and self.value <= FAR
 
 
 NOTHING = Fact()
@@ -55,7 +63,7 @@ def through(name: str, facts: Sequence[Fact]) -> Fact:
     ({'mask': 1}, {'mask': -1})
     """
     if name in _FLIPS:
-        return _flipped(facts[0])
+        return Fact(facts[0].signs) if name == "logical_not" and facts[0].added else _flipped(facts[0])
     if name in ("eq", "ne", "gt", "ge", "lt", "le"):
         return _compared(name, *facts)
     if name == "select_n" and len(facts) == 3:
@@ -69,7 +77,8 @@ def through(name: str, facts: Sequence[Fact]) -> Fact:
         return facts[0]
     if name in _KEEPS and facts:
         values = {fact.value for fact in facts}
-        return Fact(_agreed(fact.signs for fact in facts), values.pop() if len(facts) == 1 else None)
+        added = facts[0].added and name not in _MIXES
+        return Fact(_agreed(fact.signs for fact in facts), values.pop() if len(facts) == 1 else None, added)
     return NOTHING
 
 
@@ -78,11 +87,19 @@ def _flipped(fact: Fact) -> Fact:
 
 
 def _compared(name: str, fact: Fact, other: Fact) -> Fact:
-    """Of a mask of 0 and 1, and a number."""
-    if not fact.signs or other.value is None:
+    """Of a mask, and a number."""
+    if not fact.signs or other.value is None or fact.added and other.value > 0:
         return NOTHING
+    if fact.added:
+        shows = (name == "eq") == (other.value == 0) if name in ("eq", "ne") else name in ("gt", "ge")
+        return Fact(fact.signs) if shows else _flipped(replace(fact, value=None))
     flips = name in ("lt", "le") or (name == "eq") == (other.value == 0) and name in ("eq", "ne") and other.value in (0, 1)
     return _flipped(replace(fact, value=None)) if flips else Fact(fact.signs)
+
+
+def _as_boolean(fact: Fact) -> Fact:
+    """Of a mask that is to be added, and was taken for one of true and false."""
+    return _compared("ne", fact, Fact(value=0.0))
 
 
 def _chosen(mask: Fact, otherwise: Fact, chosen: Fact) -> Fact:
@@ -94,7 +111,7 @@ def _chosen(mask: Fact, otherwise: Fact, chosen: Fact) -> Fact:
 def _multiplied(first: Fact, second: Fact) -> Fact:
     for fact, other in ((first, second), (second, first)):
         if fact.signs and other.value:
-            return Fact(fact.signs) if other.value > 0 else _flipped(replace(fact, value=None))
+            return Fact(fact.signs, None, fact.added) if other.value > 0 else _flipped(replace(fact, value=None))
     return Fact(_agreed([first.signs, second.signs]))
 
 
@@ -122,10 +139,16 @@ class Masks:
 # Flax: the facts go along the equations.
 
 
-def flax_masks(jaxpr: Any, names: Mapping[int, str], paths: Mapping[int, tuple[str, ...]]) -> Signs:
-    """How the arguments of a closed jaxpr with taps, place → name, get into its softmaxes; `paths` are those of the calls."""
+def flax_masks(
+    jaxpr: Any, names: Mapping[int, str], paths: Mapping[int, tuple[str, ...]], added: Collection[str] = ()
+) -> Signs:
+    """How the arguments of a closed jaxpr with taps, place → name, get into its softmaxes; `paths` are those of the calls.
+
+    Those in `added` are masks that are to be added.
+    """
     masks = _Equations(paths)
-    facts = [Fact({names[place]: 1}) if place in names else NOTHING for place in range(len(jaxpr.jaxpr.invars))]
+    given = {place: Fact({name: 1}, added=name in added) for place, name in names.items()}
+    facts = [given.get(place, NOTHING) for place in range(len(jaxpr.jaxpr.invars))]
     masks.follow(jaxpr, facts)
     return masks.signs
 
@@ -156,7 +179,8 @@ class _Equations(Masks):
         if name in _SOFTMAXES:
             call = self._running.innermost
             self.enter(given[0], "" if call is None else "/".join(self._paths[call]))
-        return [through(name, given)]
+        made = through(name, given)
+        return [_as_boolean(made) if made.added and eqn.outvars[0].aval.dtype == bool else made]
 
     def _called(self, inside: Sequence[Any], given: Sequence[Fact], count: int) -> list[Fact]:
         """Of what is called, or looped over once; what takes other arguments than its equation is not read."""
@@ -177,13 +201,13 @@ def _constant(value: Any) -> Fact:
 # PyTorch: the facts go along the operators of a forward pass.
 
 
-def torch_masks(run: Callable[[], Any], inputs: Mapping[str, Any]) -> Signs:
-    """How these tensors, name → tensor, get into the softmaxes of `run()`."""
+def torch_masks(run: Callable[[], Any], inputs: Mapping[str, Any], added: Collection[str] = ()) -> Signs:
+    """How these tensors, name → tensor, get into the softmaxes of `run()`; those in `added` are masks that are to be added."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     masks = Masks()
-    known: dict[int, tuple[Any, Fact]] = {id(x): (x, Fact({name: 1})) for name, x in inputs.items()}
+    known: dict[int, tuple[Any, Fact]] = {id(x): (x, Fact({name: 1}, added=name in added)) for name, x in inputs.items()}
 
     def of(value: Any) -> Fact:
         if isinstance(value, torch.Tensor):
@@ -200,6 +224,8 @@ def torch_masks(run: Callable[[], Any], inputs: Mapping[str, Any]) -> Signs:
                 # Before it runs: an operator in place writes over what it is given.
                 fact = _of_operator(name, [of(x) for x in args], [of(x) for x in others], masks)
             result = func(*args, **(kwargs or {}))
+            if fact.added and isinstance(result, torch.Tensor) and result.dtype == torch.bool:
+                fact = _as_boolean(fact)
             if fact.signs and isinstance(result, torch.Tensor):
                 known[id(result)] = (result, fact)  # kept alive, so that no other tensor takes its place
             return result
@@ -239,7 +265,7 @@ def _torch_constant(tensor: Any) -> Fact:
 
 
 def opposed(torch: Signs, flax: Signs) -> Iterator[tuple[str, str, int]]:
-    """The masks that the two read in opposite ways: module in Flax, name, and what a 1 does there: 1 shows, −1 hides."""
+    """The masks that the two read in opposite ways: module in Flax, name, and the way in Flax, as in `Signs`."""
     for name in sorted(torch.keys() & flax.keys()):
         if len(torch[name]) == len(flax[name]) == 1 and torch[name].keys() != flax[name].keys():
             [(sign, module)] = flax[name].items()

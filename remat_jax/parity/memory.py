@@ -20,10 +20,9 @@ def memory_of(
     """
     saved, residuals = torch.saved(dtype, mode), flax.kept(dtype, mode)
     peak = flax.peak(dtype, mode, target) if target else flax.peak_here(dtype, mode)
+    known = f"compiled for {target or jax.default_backend()}, without an optimizer"
     rows = [
         MemoryRow(mode, "PyTorch", saved.device_bytes, saved.host_bytes, *torch_peak(torch, dtype, mode)),
-        MemoryRow(
-            mode, "JAX", residuals.device_bytes, residuals.host_bytes, peak, f"compiled for {target or jax.default_backend()}"
-        ),
+        MemoryRow(mode, "JAX", residuals.device_bytes, residuals.host_bytes, peak, known),
     ]
     return rows, kept_alone(mode, saved, residuals)

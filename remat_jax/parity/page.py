@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from remat_jax.parity.report import ParityReport, TensorRow, differs, relative, shape_text
+from remat_jax.parity.report import ParityReport, TensorRow, differs, relative, shape_text, unseen
 from remat_jax.report.page import Bar, Column, Node, html_page
 from remat_jax.report.tables import format_bytes, format_error
 
@@ -29,6 +29,7 @@ def page(report: ParityReport) -> str:
                 f"{row.mode}, {row.framework}: {row.peak_from}" for row in report.memory if row.peak_from
             ),
             "Kept by one framework alone": _alone(report),
+            "Modules that were not looked into": unseen(report.hidden) if report.hidden else "",
             "Settings that differ": _differences(report.differences),
             "Weight map": report.rules,
         },

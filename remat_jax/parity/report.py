@@ -85,7 +85,8 @@ class MemoryRow:
     """What one framework keeps between the passes in a mode, parameters and inputs excluded, in bytes; and its peak.
 
     `peak_bytes` is the most that the forward and backward pass need on the device, parameters, inputs and gradients included,
-    and `peak_from` says how that is known, or why it is None; docs/memory.md says what may be compared.
+    and no optimizer's state or update in either framework. `peak_from` says how that is known, or why it is None;
+    docs/memory.md says what may be compared.
     """
 
     mode: str
@@ -106,6 +107,8 @@ class ParityReport:
         memory: residual bytes and peak memory of both frameworks in every mode.
         kept_alone: the arrays that only one of them keeps; without these both keep the same bytes.
         divergences: `forward` and `backward` → the first module that differs, or None; empty where nothing differs.
+        hidden: Flax modules that ran where nothing can be captured, such as in a `while` loop, so that none of them can be
+            named as the first that differs; empty where nothing differs.
         differences: the settings of both models that differ, such as an epsilon, by module, read before either was run; those
             that do no harm to the values fail nothing.
         torch, flax: what was compared.
@@ -123,6 +126,7 @@ class ParityReport:
     dtypes: tuple[str, ...]
     optimizer: str | None = None
     divergences: dict[str, Any] = field(default_factory=dict)
+    hidden: tuple[str, ...] = ()
     differences: tuple[dict[str, Any], ...] = ()
     kept_alone: tuple[KeptAlone, ...] = ()
 
@@ -171,6 +175,7 @@ class ParityReport:
             "memory": [asdict(row) for row in self.memory],
             "kept_alone": [asdict(one) for one in self.kept_alone],
             "divergences": self.divergences,
+            "hidden": list(self.hidden),
             "differences": list(self.differences),
         }
 
@@ -189,6 +194,7 @@ class ParityReport:
         parts += [_memory_table(self)] if self.memory else []
         parts += [_alone_table(self)] if self.kept_alone else []
         parts += [said(where, found) for where, found in self.divergences.items() if found]
+        parts += [unseen(self.hidden)] if self.hidden else []
         return Group(*parts, self.verdict())
 
     def __str__(self) -> str:
@@ -213,6 +219,16 @@ def said(direction: str, found: Mapping[str, Any]) -> str:
     names = f"{found['torch_path'] or 'the whole model'} ({found['flax_path'] or 'the whole model'} in Flax)"
     note = f" ({found['note']})" if found.get("note") else ""
     return f"first difference, {direction}: {names}, {found['what']} {relative(found):.1e} off{note}"
+
+
+def unseen(hidden: Sequence[str]) -> str:
+    """One line of the modules that cannot be named as the first that differs.
+
+    >>> unseen(("solver/step",))
+    'not looked into, because nothing can be captured where they run (such as in a while loop): solver/step'
+    """
+    where = "nothing can be captured where they run (such as in a while loop)"
+    return f"not looked into, because {where}: {', '.join(path or 'the whole model' for path in hidden)}"
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -275,7 +291,10 @@ def _memory_table(report: ParityReport) -> Any:
         (row.mode, row.framework, row.device_bytes, row.host_bytes, row.peak_bytes, row.peak_from) for row in report.memory
     ]
     return table(
-        "Memory: kept between the passes, and the peak", columns, cells, formats=dict.fromkeys(columns[2:5], format_bytes)
+        "Memory: kept between the passes, and the peak of both passes",
+        columns,
+        cells,
+        formats=dict.fromkeys(columns[2:5], format_bytes),
     )
 
 

@@ -39,6 +39,7 @@ class Comparison:
         self.ledger, self.checks = Ledger(), [precision_check()]
         self.memory: list[MemoryRow] = []
         self.kept_alone: list[KeptAlone] = []
+        self.hidden: tuple[str, ...] = ()
         self._tell, self._done = tell, 0
         self._total = 3 + len(case.modes) * (len(case.dtypes) + 2)
         self.say("the settings of both models")
@@ -90,6 +91,7 @@ class Comparison:
             dtypes=self.case.dtypes,
             optimizer=self.case.optimizer.name if self.case.optimizer else None,
             divergences=divergences,
+            hidden=self.hidden,
             differences=self.differences,
         )
 
@@ -98,7 +100,9 @@ class Comparison:
         self.say("where the two first differ")
         with _precision("float64"):
             model, variables = self.torch.make("float64"), self.flax.tree(self.before)
-            divergences, checks = first_difference(self.case, model, variables, self.flax.rules, self.flax.applied(mode))
+            divergences, self.hidden, checks = first_difference(
+                self.case, model, variables, self.flax.rules, self.flax.applied(mode)
+            )
             self.checks += checks
             # In the modes before it nothing differs.
             only = f"only in {mode}" if mode != self.case.modes[0] else ""
@@ -201,8 +205,7 @@ class Comparison:
             worst = max(errors, key=lambda name: errors[name])
             passed = errors[worst] <= TOLERANCES["float64"].value
             text = f"at most {errors[worst]:.1e} from PyTorch without, in {worst}"
-            stale = () if passed else computed_otherwise(self.case, self.torch, mode)
-            text += f"; computed again, {', '.join(stale)} gives something else" if stale else ""
+            text = "; ".join(filter(None, (text, "" if passed else computed_otherwise(self.case, self.torch, mode))))
             self.checks.append(Check(f"PyTorch, {mode}", passed, text))
 
     def _named(self, gradients: Arrays) -> Arrays:

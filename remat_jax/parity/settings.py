@@ -14,7 +14,7 @@ from remat_jax.errors import RematError
 from remat_jax.parity.capture_flax import Step, trace_step
 from remat_jax.parity.case import Case, is_floating, running
 from remat_jax.parity.explain import call_of
-from remat_jax.parity.masks import flax_masks, opposed, torch_masks
+from remat_jax.parity.masks import FAR, flax_masks, opposed, torch_masks
 from remat_jax.parity.report import Check
 from remat_jax.parity.semantics import Difference, step_differences
 from remat_jax.parity.structure import arrays_in
@@ -61,24 +61,48 @@ def _precision() -> list[Difference]:
 
 
 def _masks(case: Case, torch_model: Any, dtype: str, step: Step) -> Iterator[Difference]:
-    """Inputs of 0 and 1 whose 1 shows a position to an attention in one framework and hides it in the other."""
+    """Inputs that show a position to an attention in one framework and hide it in the other.
+
+    They are of 0 and 1, or to be added to scores: 0, and far below.
+    """
     import torch
 
-    # The step has its arguments in the order of JAX's trees, and those of the model last.
-    whole = [name for name in sorted(case.inputs.arrays, key=_order(case)) if name not in case.inputs.floating]
-    first = len(step.jaxpr.jaxpr.invars) - len(whole)
-    names = {first + place: name for place, name in enumerate(whole) if set(np.unique(case.inputs.arrays[name])) <= {0, 1}}
-    ours = flax_masks(step.jaxpr, names, step.recorder.paths) if names else {}
+    shows = {name: _shows(array) for name, array in case.inputs.arrays.items()}
+    added = {name for name, number in shows.items() if number == 0}
+    names = {place: name for place, name in _places(case, step).items() if shows[name] is not None}
+    ours = flax_masks(step.jaxpr, names, step.recorder.paths, added) if names else {}
     if not ours:
         return
     arrays = {n: as_torch(x) for n, x in arrays_in(case, dtype).items()}
     args, kwargs = case.inputs.arguments(arrays)
     model = copy.deepcopy(torch_model)  # a forward pass may write statistics
     with torch.random.fork_rng(devices=[]), running("torch_module"):
-        theirs = torch_masks(lambda: case.torch_call(model, *args, **kwargs), {name: arrays[name] for name in ours})
+        theirs = torch_masks(lambda: case.torch_call(model, *args, **kwargs), {name: arrays[name] for name in ours}, added)
     words = {1: "shown", -1: "hidden"}
     for path, name, sign in opposed(theirs, ours):
-        yield Difference(path, f"a position where {name} is 1", words[-sign], words[sign])
+        yield Difference(path, f"a position where {name} is {shows[name]}", words[-sign], words[sign])
+
+
+def _shows(array: Any) -> int | None:
+    """The number by which an array may say that a position is shown, if it may be a mask: 1, or 0 where it is to be added.
+
+    >>> _shows(np.array([True, False])), _shows(np.array([0.0, -np.inf])), _shows(np.array([0.5]))
+    (1, 0, None)
+    """
+    values = np.unique(np.asarray(array, np.float64)) if array.dtype.kind != "c" else np.ones(1) / 2
+    if set(values) <= {0, 1}:
+        return 1
+    return 0 if all(value == 0 or value <= FAR for value in values) else None
+
+
+def _places(case: Case, step: Step) -> dict[int, str]:
+    """Where the step has its inputs: in the order of JAX's trees, floating-point arrays first, and those of the model last."""
+    floating, numbers = case.inputs.floating, jax.tree.leaves(step.numbers[1])
+    ordered = sorted(case.inputs.arrays, key=_order(case))
+    places = dict(zip(numbers, (name for name in ordered if name in floating), strict=True))
+    whole = [name for name in ordered if name not in floating]
+    first = len(step.jaxpr.jaxpr.invars) - len(whole)
+    return places | {first + place: name for place, name in enumerate(whole)}
 
 
 def _order(case: Case) -> Callable[[str], Any]:

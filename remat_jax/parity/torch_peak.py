@@ -28,7 +28,7 @@ def torch_peak(side: TorchSide, dtype: str, mode: str) -> tuple[int | None, str]
 
     try:
         with side.in_mode(model, mode):
-            return torch_ref.peak_bytes(build).device_bytes, "tracked on fake tensors"
+            return torch_ref.peak_bytes(build).device_bytes, "tracked on fake tensors, without an optimizer"
     # The same step has run on real tensors: whatever is raised here, bare assertions of PyTorch's too, is for their being fake.
     except Exception as error:
         said = str(error).splitlines() or [type(error).__name__]

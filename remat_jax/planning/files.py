@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,19 +44,29 @@ def to_json(plan: Plan) -> str:
 
 
 def write(path: str | os.PathLike[str], text: str, argument: str) -> Path:
-    """Write a file, so that whoever reads meanwhile finds the old one or the new one.
+    """Write a file, so that whoever reads meanwhile finds the old one or the new one; others may write it at the same time.
 
     Raises:
       PlanningError: it cannot be written.
     """
     try:
         where = Path(path)
-        new = where.with_name(where.name + ".new")
-        new.write_text(text, encoding="utf-8")
-        new.replace(where)
+        _replace(where, text)
     except (OSError, TypeError, ValueError) as error:
         raise PlanningError(f"{argument}={str(path)!r} cannot be written ({error}); give another file") from None
     return where
+
+
+def _replace(where: Path, text: str) -> None:
+    # A file of tempfile's could be read by nobody else once it is in its place.
+    new = where.parent / f".{uuid.uuid4().hex}.new"
+    try:
+        with new.open("x", encoding="utf-8") as file:
+            file.write(text)
+        new.replace(where)
+    finally:
+        # In its place it has this name no more.
+        new.unlink(missing_ok=True)
 
 
 def read(path: str | os.PathLike[str], workload: Workload | None) -> dict[str, Any]:

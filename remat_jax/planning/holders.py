@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from typing import Any
 
 import jax
 
+from remat_jax import compat
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.hardware import Target
 from remat_jax.memory.compiler import Sizes
@@ -50,7 +50,7 @@ def _arguments(workload: Workload) -> Counter[str]:
     sizes: Counter[str] = Counter()
     for name, argument in zip(step.names, step.local_arguments, strict=True):
         if name != "optimizer state" or not isinstance(workload.optimizer, OffloadedOptimizer):
-            sizes[_argument(name) or name] += _bytes(argument)
+            sizes[_argument(name) or name] += compat.tree_bytes(argument)
     return sizes
 
 
@@ -110,7 +110,7 @@ def _without_text(workload: Workload, sizes: Sizes) -> dict[str, int]:
     step = workload.step("off")
     found: Counter[str] = Counter()
     for name, argument in zip(step.names, step.local_arguments, strict=True):
-        found[_argument(name) or name] += _bytes(argument)
+        found[_argument(name) or name] += compat.tree_bytes(argument)
     found["working set and what is kept between the passes"] = sizes.temp
     found["outputs: gradients, or what is updated"] = max(0, sizes.output - sizes.alias)
     return {name: size for name, size in found.most_common() if size}
@@ -125,10 +125,6 @@ def _listed(held: dict[str, int]) -> str:
 def _argument(name: str) -> str | None:
     bare = re.sub(r"\[\d+\]$", "", name)
     return bare if bare in _ARGUMENTS else None
-
-
-def _bytes(tree: Any) -> int:
-    return sum(math.prod(leaf.shape) * jax.numpy.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree) if _sized(leaf))
 
 
 def _sized(leaf: Any) -> bool:

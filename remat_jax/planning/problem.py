@@ -184,11 +184,7 @@ def _fixed_bytes(workload: Workload, step: Step, kinds: Sequence[Kind], shares: 
     rows = [row for row in residuals(workload, "off") if row.action == Action.SAVE.value]
     kept = sum(row.bytes * (shares.of(row.name) if shares else 1.0) for row in rows)
     # The first argument is what is trained, and its gradients are as large.
-    return float(_bytes(step.local_arguments) + _bytes(step.local_arguments[0]) + max(0, kept - inside))
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * compat.itemsize(leaf.dtype) for leaf in jax.tree.leaves(tree))
+    return float(compat.tree_bytes((step.local_arguments, step.local_arguments[0])) + max(0, kept - inside))
 
 
 def policy_of(kind: Kind, choice: planner.BlockPolicy) -> Policy:
