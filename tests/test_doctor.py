@@ -86,6 +86,11 @@ def test_a_misspelt_name_in_a_policy_of_jaxs_recomputes_everything():
     assert executed(wrong) - executed(right) == 1
 
 
+def test_a_misspelt_selector_is_told_with_the_residual_that_it_may_have_meant():
+    (found,) = doctor(small(), "save: *layer_9:tanh*").findings
+    assert found.trap == "unmatched_name" and "Did you mean 'layer_0:tanh#0'" in found.remedy
+
+
 def test_a_name_that_only_another_region_gives_is_no_trap():
     class Two(nn.Module):
         @nn.compact
@@ -357,7 +362,9 @@ def test_the_diagnosis_is_plain_data_and_prints():
     assert plain["findings"][0]["trap"] == "unmatched_name" and plain["regions"] == 1
     assert not found and "unmatched_name" in str(found) and "layer_0" in str(found)
     well = doctor(small(), "full")
-    assert well and str(well).endswith("1 different checkpointed region(s).")
+    assert well and "no traps; 1 different checkpointed region.\nName a GPU as target" in str(well)
+    assert "no traps; nothing is checkpointed." in str(doctor(small(), "off"))
+    assert "(traced, not compiled): 1 trap " in str(found)
 
 
 def test_bad_arguments_are_errors_and_no_findings():

@@ -46,7 +46,7 @@ def run(*arguments):
 def test_nothing_found_exits_0_and_says_so(file):
     done = run(f"{file}:job", "--policy", "dots")
     assert done.exit_code == 0, done.output
-    assert "two blocks under dots (traced, not compiled): no trap(s); 1 different checkpointed region(s)." in done.stdout
+    assert "two blocks under dots (traced, not compiled): no traps; 1 different checkpointed region." in done.stdout
 
 
 def test_a_trap_exits_1_and_is_told_with_its_remedy(file):
@@ -75,6 +75,7 @@ def test_json_is_one_object_with_what_the_library_says(file):
         (["train.py:job", "--target", "h2000"], "h2000"),
         (["train.py:job", "--target", "cpu"], "no GPU"),
         (["train.py:jobs"], "has no 'jobs'"),
+        (["train.py:job", "--timeout", "0"], "timeout=0.0: expected a positive number of seconds"),
     ],
 )
 def test_bad_usage_exits_2(file, arguments, said):

@@ -111,6 +111,16 @@ def test_brought_back_all_at_once_the_state_frees_nothing_like_it():
 
 
 @needs_gpu_compiler
+def test_a_norm_of_all_gradients_frees_the_state_where_the_blocks_are_tied():
+    """Nothing else holds XLA from putting the weight gradients of an unrolled stack off to the end."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    jobs = {"plain": workload(tx, rows=8192), "offloaded": workload(rj.offload_optimizer(tx), rows=8192)}
+    tied = sizes(jobs, "offload_inputs")
+    assert tied["offloaded"].host - tied["plain"].host == 2 * parameter_bytes()
+    assert tied["plain"].device - tied["offloaded"].device >= 2 * parameter_bytes() - 2 * KERNEL
+
+
+@needs_gpu_compiler
 def test_half_of_it_and_without_donation():
     half = rj.offload_optimizer(optax.adam(1e-3), 0.5)
     found = sizes({"half": workload(half), "kept": workload(rj.offload_optimizer(optax.adam(1e-3)), donate=False)})

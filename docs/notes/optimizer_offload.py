@@ -85,6 +85,14 @@ def offload(name: str, tx: Any, scan: bool, rows: int) -> None:
     print("|", " | ".join(map(str, [*cells, *(f"{one:.1f}" for one in freed)])), "|")
 
 
+def tied(policy: str) -> None:
+    """A row of the table of a norm of all gradients."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    jobs = {"plain": workload(tx, False, 8192), "offloaded": workload(rj.offload_optimizer(tx), False, 8192)}
+    plain, offloaded = (size.device / 1e6 for size in compiled(jobs, policy).values())
+    print("|", " | ".join([policy, jax.__version__, f"{plain:.1f}", f"{offloaded:.1f}", f"{plain - offloaded:.1f}"]), "|")
+
+
 def accumulation(scan: bool, policy: str, rows: int = 32768, n: int = 8) -> None:
     """A row of the second table."""
     model = Model(scan)
@@ -113,6 +121,9 @@ for scan in (False, True):
     offload("momentum", optax.sgd(1e-3, momentum=0.9), scan, 256)
     offload("clip, adam", optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), scan, 256)
     offload("clip, adam", optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), scan, 8192)
+print("\n| policy | JAX | plain | offloaded state | freed |")
+for policy in ("full", "offload_inputs"):
+    tied(policy)
 print("\n| layers | policy | temp: whole batch | one micro-batch | 8 accumulated | over one + a tree of gradients |")
 for scan in (True, False):
     for policy in ("off", "full"):

@@ -109,17 +109,26 @@ def _check_policy(policy: Policy, seen: _Seen, where: str) -> None:
         if selector in (seen.unmatched or ()) and selector != "*":
             raise NoEffectError(
                 f"policy={str(policy)!r}{where}: the selector {selector!r} matches no residual of {blocks}."
-                f"{_close(selector, seen)} Its residuals are: {_some(seen.candidates, 8)}. Correct the selector or leave "
-                "it out."
+                f"{closest(selector, seen.candidates)} Its residuals are: {_some(seen.candidates, 8)}. "
+                "Correct the selector or leave it out."
             )
 
 
-def _close(selector: str, seen: _Seen) -> str:
-    plain = selector.strip("*")
-    tails = {name.rsplit(":", 1)[-1].partition("#")[0]: name for name in seen.candidates}
-    tails |= {name.rsplit("/", 1)[-1]: name for name in seen.candidates} | {name: name for name in seen.candidates}
-    found = difflib.get_close_matches(plain, tails, n=1, cutoff=0.5)
-    return f" Did you mean {tails[found[0]]!r}?" if found else ""
+def closest(selector: str, names: Iterable[str]) -> str:
+    """The end of a sentence that names the residual closest to what a glob on residual names may have meant; or nothing.
+
+    >>> closest("*ffn/uq*", ["layers/norm1:mul#0", "layers/ffn/up:dot_general#0"])
+    " Did you mean 'layers/ffn/up:dot_general#0'?"
+    """
+    by_end: dict[str, str] = {}
+    for name in names:
+        path, _, made = name.rpartition(":")
+        parts = path.split("/")
+        ends = ["/".join(parts[place:]) for place in range(len(parts))]
+        for end in (made.partition("#")[0], name.rsplit("/", 1)[-1], name, *ends):
+            by_end.setdefault(end, name)
+    found = difflib.get_close_matches(selector.strip("*"), by_end, n=1, cutoff=0.5)
+    return f" Did you mean {by_end[found[0]]!r}?" if found else ""
 
 
 def _some(names: Iterable[str], limit: int) -> str:

@@ -11,7 +11,7 @@ from remat_jax.cli.output import FAILED, Json, answering, progress
 from remat_jax.cli.workloads import load_workload
 from remat_jax.diagnosis import doctor as diagnose
 from remat_jax.hardware import target as target_named
-from remat_jax.memory.measure import DEFAULT_TIMEOUT
+from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.policy import as_block_policy
 
 
@@ -34,6 +34,7 @@ def doctor(
     with answering(as_json) as answer:
         # What can be wrong in the arguments is said before the user's file runs, which may take long.
         as_block_policy(policy)
+        check_timeout(timeout)
         described = target_named(target) if target is not None else None
         compat.keep_to_cpu_without_gpu()
         job = load_workload(workload)

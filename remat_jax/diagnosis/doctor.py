@@ -15,7 +15,7 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.devices import check_devices
-from remat_jax.memory.measure import DEFAULT_TIMEOUT
+from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.policy import LayerPolicies, Policy, as_block_policy, is_off
 from remat_jax.workload import Workload
 
@@ -74,7 +74,8 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
       timeout: seconds that each compilation may take.
 
     Raises:
-      ArgumentError, PolicyError, TargetError: `workload`, `policy` or `target` is none; a target that is no GPU.
+      ArgumentError, PolicyError, TargetError: `workload`, `policy` or `target` is none; a target that is no GPU; a timeout
+        that is no time.
       CompileError, UnsupportedError: as in `measure`, with a target.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
@@ -89,6 +90,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     """
     if not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload")
+    check_timeout(timeout)
     described = target_named(target) if isinstance(target, str) else target
     if described is not None and described.kind != "gpu":
         raise ArgumentError(

@@ -69,14 +69,20 @@ class Diagnosis:
 
     def __rich__(self) -> Any:
         where = f"compiled for {self.target}" if self.target else "traced, not compiled"
-        title = f"{self.workload} under {self.policy} ({where}): {len(self.findings) or 'no'} trap(s)"
+        title = f"{self.workload} under {self.policy} ({where}): {_counted(len(self.findings), 'trap')}"
         if self.ok:
-            return f"{title}; {self.regions} different checkpointed region(s)."
+            regions = _counted(self.regions, "different checkpointed region") if self.regions else "nothing is checkpointed"
+            more = "" if self.target else "\nName a GPU as target to look for the traps that only compiling shows."
+            return f"{title}; {regions}.{more}"
         rows = [(one.trap, "\n".join(filter(None, (one.block, one.place))), one.problem, one.remedy) for one in self.findings]
         return table(title, ("trap", "where", "what happens", "remedy"), rows)
 
     def __str__(self) -> str:
         return render(self)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
+from remat_jax.apply.audit import closest
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import Observed, Region, bodies
@@ -47,7 +48,7 @@ def _unmatched_selectors(policy: Policy, regions: list[Region]) -> Iterator[Find
                 some(path for region in regions for path in region.paths),
                 "",
                 f"the selector {selector!r} matches none of the {len(set(names))} residuals here ({some(names)}): no effect",
-                f"Correct the selector or leave it out.{nearest(selector.strip('*'), names).rstrip('?')}",
+                f"Correct the selector or leave it out.{closest(selector, names).rstrip('?')}",
             )
 
 

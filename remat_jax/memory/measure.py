@@ -72,8 +72,7 @@ def measure_many(
     """`measure` of several policies, compiled side by side; `on_done` is told of each policy as it is compiled."""
     described = target if isinstance(target, Target) else target_named(target)
     check_devices(workload, described)
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
-        raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds")
+    check_timeout(timeout)
     known = _known.setdefault(workload, {})
     settings = (described.name, described.to_dict().__repr__(), compat.trace_settings(), os.environ.get("XLA_FLAGS"))
     keys = [(_hashable(policy), settings) for policy in policies]
@@ -81,6 +80,12 @@ def measure_many(
     for key, report in zip(new, _measured(workload, list(new.values()), described, timeout, on_done), strict=True):
         known[key] = report
     return [known[key] for key in keys]
+
+
+def check_timeout(timeout: float) -> None:
+    """Raise ArgumentError for what is no positive number of seconds."""
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
+        raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds")
 
 
 _known: weakref.WeakKeyDictionary[Workload, dict[Any, MemoryReport]] = weakref.WeakKeyDictionary()

@@ -70,7 +70,7 @@ class Overlap:
       step_seconds: compute and what it waits for copies.
       coverable_seconds: what compute could cover of the copies of both directions: of each what is `available`, less what an
         array's own way cannot have. It leaves after it is made and is back before it is read, one after the other: between the
-        two there must be compute for both copies; what the last block offloads has hardly any.
+        two there must be compute for each copy, and for both; what the last block offloads has hardly any.
     """
 
     out: Copies
@@ -351,15 +351,25 @@ class _Player:
         return Overlap(out, back, self.compute, self.now, self._coverable(out, back))
 
     def _coverable(self, out: Copies, back: Copies) -> float:
-        reachable = sum(min(one.seconds, one.available_seconds) for one in (out, back))
         entry = self.module.computations[self.module.entry]
-        # Of an array that is fetched more than once the way out is one, and no less than its longest wait is exposed.
-        exposed: dict[str, float] = {}
+        # By the copy out, what an array's two copies cannot have together (of one that is fetched more than once, its longest
+        # wait); by each copy, what it could not have if all the compute between were its own.
+        together: dict[str, float] = {}
+        alone: dict[Direction, dict[str, float]] = {"out": {}, "back": {}}
         for trip in round_trips(entry, lambda one: (host_copy(self.module, entry, one) or (None,))[0]):
             between = self.before[trip.read] - self.after[trip.made]
-            waits = self.copying[trip.out] + self.copying[trip.back] - between
-            exposed[trip.out] = max(waits, exposed.get(trip.out, 0.0))
-        return min(reachable, out.seconds + back.seconds - sum(exposed.values()))
+            _raise_to(together, trip.out, self.copying[trip.out] + self.copying[trip.back] - between)
+            _raise_to(alone["out"], trip.out, self.copying[trip.out] - between)
+            _raise_to(alone["back"], trip.back, self.copying[trip.back] - between)
+        reachable = sum(
+            min(one.seconds - sum(exposed.values()), one.available_seconds)
+            for one, exposed in ((out, alone["out"]), (back, alone["back"]))
+        )
+        return min(reachable, out.seconds + back.seconds - sum(together.values()))
+
+
+def _raise_to(found: dict[str, float], name: str, seconds: float) -> None:
+    found[name] = max(seconds, found.get(name, 0.0))
 
 
 def _branches(module: Module, one: Instruction) -> Iterator[Computation]:

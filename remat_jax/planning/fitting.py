@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import lsq_linear
 
 from remat_jax.planner import Block, Stack
 
@@ -84,6 +83,9 @@ def _shares(stack: Stack, before: Stack, seen: Sequence[Seen]) -> Stack:
         kept, again, away = _at_the_peak(before, one.loads)
         rows.append((1.0, again, away))
         values.append(one.device_bytes - kept)
+    # A quarter of the time that importing remat_jax took.
+    from scipy.optimize import lsq_linear
+
     scale = np.maximum(np.abs(np.asarray(rows)).max(axis=0), 1.0)
     first = stack.blocks[0].recomputed_share, stack.blocks[0].fetched_share
     prior = np.diag([0.0, _PRIOR * scale[1], _PRIOR * scale[2]])

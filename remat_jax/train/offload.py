@@ -76,9 +76,9 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     optimizer's; op by op it is within rounding, since optax compiles parts of an update by themselves. `apply` needs less
     memory than `update`. What an optimizer does in one equation comes to the device at once: all of a `scan`'s stacked layers
     are one leaf, `optax.MultiSteps` updates everything in one `cond` (use `accumulate_gradients`), and a norm of all updates
-    needs all of them. A norm of all gradients and an unrolled stack can need more than the plain optimizer, by XLA's schedule:
-    `measure` it. The idea is ZeRO-Offload's and Megatron-LM's `HybridDeviceOptimizer`'s, but the update itself stays on
-    the device.
+    needs all of them. A norm of all gradients and an unrolled stack can need more than the plain optimizer, by XLA's schedule,
+    unless the blocks offload something too (`offload_inputs`), which ties them to their places: `measure` it. The idea is
+    ZeRO-Offload's and Megatron-LM's `HybridDeviceOptimizer`'s, but the update itself stays on the device.
 
     Args:
       tx: an optax optimizer.
