@@ -77,7 +77,19 @@ def summary(rows: Sequence[Row]) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows in plain text. Extra time is over a step that keeps everything; "one more" is what the plan would need then."""
-    columns = ("workload", "budget", "plan", "one more", "host", "step ms", "extra ms", "best other", "its extra", "ratio", "holds")
+    columns = (
+        "workload",
+        "budget",
+        "plan",
+        "one more",
+        "host",
+        "step ms",
+        "extra ms",
+        "best other",
+        "its extra",
+        "ratio",
+        "holds",
+    )
     return text_table(columns, [_cells(row) for row in rows])
 
 

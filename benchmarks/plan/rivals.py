@@ -75,9 +75,10 @@ def in_words_of(roles: Roles, named: Mapping[str, tuple[str, ...]]) -> str:
     """The text of a policy that keeps the tensors named, as far as the model has them.
 
     >>> in_words_of({"out_proj": "*out:add#0"}, {"offload": ("decoder_layer_input", "out_proj", "qkv_proj")})
-    'offload: @inputs, *out:add#0'
+    'offload: *:input#0, *out:add#0'
     """
-    known = {INPUT: "@inputs", **roles}
+    # Not `@inputs`: a mask or a table that all layers share is no layer's input there.
+    known = {INPUT: "*:input#0", **roles}
     rules = {action: [known[name] for name in names if name in known] for action, names in named.items()}
     return "; ".join(f"{action}: {', '.join(found)}" for action, found in rules.items() if found) or "full"
 

@@ -15,7 +15,7 @@ from remat_jax.hardware import target as target_named
 from remat_jax.planning import Plan
 from remat_jax.planning.make import leanest
 from remat_jax.planning.model import block_name
-from remat_jax.planning.problem import Described, Kind, extra_seconds
+from remat_jax.planning.problem import Described, Kind, extra_seconds, kept_bytes
 from remat_jax.planning.selectors import selectors
 from remat_jax.policy import LayerPolicies, Policy
 
@@ -28,7 +28,7 @@ class Further:
 
     Attributes:
       where: the layers; `residual`: the first of the arrays that are decided on together.
-      saved_bytes: what it keeps more, of all these layers.
+      saved_bytes: what the device keeps more between the passes; what only it was made from is kept no longer.
       policies: the plan's policies, so changed.
     """
 
@@ -99,7 +99,7 @@ def further(described: Described, found: Plan) -> list[Further]:
     """Every way to save one residual more in one run of equal layers that makes the step faster by the estimate."""
     if found.is_off:
         return []
-    extra, options = extra_seconds(described, found.policies), []
+    extra, kept, options = extra_seconds(described, found.policies), kept_bytes(described, found.policies)[0], []
     for part in found.parts:
         layers = range(part.first, part.first + part.layers)
         kind, block = next(
@@ -113,7 +113,8 @@ def further(described: Described, found: Plan) -> list[Further]:
                 continue
             policies = dict(found.policies) | {kind.block: saving(described, kind, found, layers, members)}
             if extra_seconds(described, policies) < extra * (1 - 1e-9):
-                options.append(Further(part.where, residual.name, round(residual.bytes) * part.layers, policies))
+                more = kept_bytes(described, policies)[0] - kept
+                options.append(Further(part.where, residual.name, more, policies))
     return options
 
 

@@ -88,14 +88,14 @@ def decoder_pallas(layers: int) -> Case:
     job = predict_memory.decoder("pallas", layers)
     # The kernel's backward pass reads its output and the logarithms of its sums; MaxText names both with one name.
     roles = {
-        "query_proj": "*:reshape#0",
-        "key_proj": "*:reshape#1",
-        "value_proj": "*:reshape#2",
-        "context": "*:custom_vjp_call#0, *:custom_vjp_call#1",
-        "out_proj": "*out:dot_general#0",
-        "mlpwi_0": "*gate:dot_general#0",
-        "mlpwi_1": "*up:dot_general#0",
-        "mlpwo": "*down:dot_general#0",
+        "query_proj": "layers:reshape#0",
+        "key_proj": "layers:reshape#1",
+        "value_proj": "layers:reshape#2",
+        "context": "layers:custom_vjp_call#0, layers:custom_vjp_call#1",
+        "out_proj": "layers/out:dot_general#0",
+        "mlpwi_0": "layers/gate:dot_general#0",
+        "mlpwi_1": "layers/up:dot_general#0",
+        "mlpwo": "layers/down:dot_general#0",
     }
     return Case(job, layers, {predict_memory.DecoderBlock: roles})
 
@@ -140,7 +140,7 @@ def vision(layers: int) -> Case:
 
 def deep_mlp(layers: int) -> Case:
     """A deep perceptron of width 1024 over 8192 rows, scanned."""
-    roles = {"mlpwi": "*up:add#0", "mlpwo": "*down:add#0"}
+    roles = {"mlpwi": "layers/up:add#0", "mlpwo": "layers/down:add#0"}
     return Case(predict_memory.deep_mlp(layers), layers, {predict_memory.MlpBlock: roles})
 
 
