@@ -65,6 +65,7 @@ format: $(STAMP)  ## put the code into the common format
 bench: $(STAMP)  ## measure on this machine's processor
 	$(BIN)/python -m benchmarks $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.predict_memory)
+	$(if $(ARGS),,$(BIN)/python -m benchmarks.plan)
 
 .PHONY: bench-gpu
 bench-gpu: $(STAMP)  ## measure on this machine's GPU

@@ -1,8 +1,8 @@
 """`python -m benchmarks.plan`: do plans keep their promise, and are they better than the policies that people use?
 
 For each workload and budget: the plan is within the budget as compiled, no residual that it computes again could be saved as
-well, and no named policy and none of MaxText's that fits is faster by the estimate. Where none is as fast, the plan's extra time
-is at most 0.7 of the best one's, in the median. The exit status is 1 where any of these does not hold.
+well, and no named policy and none of MaxText's that fits is faster by the estimate. Where none is as fast, the plan's extra
+time is at most 0.7 of the best one's, in the median. The exit status is 1 where any of these does not hold.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from benchmarks.plan import claims
 from benchmarks.plan.rivals import Rival, rivals
@@ -39,6 +37,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6, help="of each tower")
     parser.add_argument("--target", default="h200")
     parser.add_argument("--resume", action="store_true", help="keep the rows of plan.json, if of the same commit and sizes")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: the rows of these files")
     options = parser.parse_args(arguments)
     options.only = options.only or list(CASES if options.all else SHORT)
     options.shares = options.shares or list(SHARES if options.all else SHORT_SHARES)
@@ -124,13 +123,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table and what does not hold; 1 where a claim fails."""
     options = parse(arguments)
     compat.keep_to_cpu_without_gpu()
+    if options.show:
+        return say([json.loads(path.read_text(encoding="utf-8")) for path in options.show])
     record = Record(options.output / "plan.json", options)
     for name in options.only:
         run(name, options, record)
-    print(f"Plans for {options.target}, {options.layers} layers a tower, estimated times, JAX {jax.__version__}:")
-    print(claims.table(record.rows))
-    print(claims.summary(record.rows))
-    found = claims.failures(record.rows)
+    return say([record.data])
+
+
+def say(records: Sequence[dict[str, Any]]) -> int:
+    """Print the rows of all records in one table, and what does not hold."""
+    rows = [one for data in records for one in data["rows"]]
+    made = {f"{data['target']}, {data['layers']} layers, JAX {data['provenance']['versions']['jax']}" for data in records}
+    print(f"Plans for {' and '.join(sorted(made))}; times are estimates:")
+    print(claims.table(rows))
+    print(claims.summary(rows))
+    found = claims.failures(rows)
     print("\n".join(["Does not hold:", *found]) if found else "All claims hold.")
     return 1 if found else 0
 

@@ -35,8 +35,8 @@ MAXTEXT: dict[str, dict[str, tuple[str, ...]]] = {
     "full": {},
 }
 """The tensors that MaxText's policies name (`get_remat_policy` of its decoders); `minimal_flash` is another name of
-`minimal_with_context`. `custom` says of each tensor where it goes: these two are what its recipes for Llama 3.1 set. A name that
-a model does not have is passed by, as `jax.checkpoint_policies` passes it by."""
+`minimal_with_context`. `custom` says of each tensor where it goes: these two are what its recipes for Llama 3.1 set. A name
+that a model does not have is passed by, as `jax.checkpoint_policies` passes it by."""
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ class TextTower(nn.Module):
         words = nn.Embed(config.vocab_size, config.hidden_size, param_dtype=DTYPE, name="words")(tokens)
         places = nn.Embed(config.max_len, config.hidden_size, param_dtype=DTYPE, name="positions")
         x = words + places(jnp.arange(tokens.shape[-1])[None])
-        return run_blocks(lambda name: BertBlock(config, DTYPE, name=name), config.num_layers, x, None)[:, 0]
+        return run_blocks(lambda name: BertBlock(config, DTYPE, name=name), config.num_layers, x, None, scan=True)[:, 0]
 
 
 class TwoTowers(nn.Module):
@@ -165,7 +165,8 @@ class TwoTowers(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        seen = SiglipVision(dataclasses.replace(SiglipConfig.base_patch16_224(), num_layers=self.layers), param_dtype=DTYPE)
+        config = dataclasses.replace(SiglipConfig.base_patch16_224(), num_layers=self.layers)
+        seen = SiglipVision(config, scan=True, param_dtype=DTYPE)
         read = TextTower(dataclasses.replace(BertConfig.bert_base(), num_layers=self.layers))
         states = (seen(images)[1], read(tokens))
         made = (nn.Dense(512, use_bias=False, param_dtype=DTYPE)(state).astype(jnp.float32) for state in states)
@@ -174,7 +175,7 @@ class TwoTowers(nn.Module):
 
 
 def two_towers(layers: int) -> Case:
-    """CLIP's contrastive loss over SigLIP base and BERT base, unrolled: 64 pairs of 224² pixels and 128 tokens."""
+    """CLIP's contrastive loss over SigLIP base and BERT base, both scanned: 64 pairs of 224² pixels and 128 tokens."""
     model, pairs = TwoTowers(layers), 64
     images = jax.ShapeDtypeStruct((pairs, 224, 224, 3), DTYPE)
     tokens = jax.ShapeDtypeStruct((pairs, 128), jnp.int32)
