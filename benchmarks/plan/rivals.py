@@ -12,6 +12,7 @@ from benchmarks.plan.workloads import Case, Roles
 from remat_jax import compat
 from remat_jax.errors import RematError
 from remat_jax.memory.measure import measure_many
+from remat_jax.memory.residuals import residuals
 from remat_jax.planning.problem import Described, extra_seconds
 from remat_jax.policy import NAMED
 
@@ -99,34 +100,29 @@ def rivals(case: Case, described: Described, target: str) -> list[Rival]:
     for name, policy in policies(case).items():
         known.setdefault(tuple(policy.items()) if isinstance(policy, Mapping) else policy, []).append(name)
     asked = [(tuple(names), dict(key) if isinstance(key, tuple) else key) for key, names in known.items()]
-    refused = ""
-    if any(kind.scanned for kind in described.kinds) and compat.miscompiles_scanned_offload():
-        refused = f"JAX {jax.__version__} miscompiles offload inside scan"
-    able = [policy for _, policy in asked if not (refused and _offloads(policy))]
-    _compile_side_by_side(case, able, target)
-    return [
-        Rival(names, policy, remark=refused)
-        if refused and _offloads(policy)
-        else _measured(case, described, names, policy, target)
-        for names, policy in asked
-    ]
+    remarks = [_remark(case, described, policy) for _, policy in asked]
+    able = [policy for (_, policy), remark in zip(asked, remarks, strict=True) if not remark]
+    # Together, because they are compiled side by side.
+    reports = iter(measure_many(case.workload, able, target, timeout=3600))
+    found = []
+    for (names, policy), remark in zip(asked, remarks, strict=True):
+        if remark:
+            found.append(Rival(names, policy, remark=remark))
+            continue
+        report, extra = next(reports), extra_seconds(described, "everything" if policy == "off" else policy)
+        found.append(Rival(names, policy, report.device_bytes, report.host_bytes, extra))
+    return found
 
 
-def _compile_side_by_side(case: Case, asked: list[Any], target: str) -> None:
-    """So that each is found in the cache; where one fails, each is asked by itself."""
+def _remark(case: Case, described: Described, policy: Any) -> str:
+    """Why a policy cannot be run here; empty where it can."""
+    if _offloads(policy) and any(kind.scanned for kind in described.kinds) and compat.miscompiles_scanned_offload():
+        return f"JAX {jax.__version__} miscompiles offload inside scan"
     try:
-        measure_many(case.workload, asked, target, timeout=3600)
-    except RematError:
-        return
-
-
-def _measured(case: Case, described: Described, names: tuple[str, ...], policy: Any, target: str) -> Rival:
-    try:
-        report = measure_many(case.workload, [policy], target, timeout=1200)[0]
-        extra = extra_seconds(described, "everything" if policy == "off" else policy)
+        residuals(case.workload, policy)
     except RematError as error:
-        return Rival(names, policy, remark=str(error).split("\n")[0])
-    return Rival(names, policy, report.device_bytes, report.host_bytes, extra)
+        return str(error).split("\n")[0]
+    return ""
 
 
 def _offloads(policy: Any) -> bool:
