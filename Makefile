@@ -66,6 +66,7 @@ bench: $(STAMP)  ## measure on this machine's processor
 	$(BIN)/python -m benchmarks $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.predict_memory)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.plan_cpu)
+	$(if $(ARGS),,$(BIN)/python -m benchmarks.plan)
 
 .PHONY: bench-gpu
 bench-gpu: $(STAMP)  ## measure on this machine's GPU

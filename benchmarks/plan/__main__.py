@@ -1,0 +1,147 @@
+"""`python -m benchmarks.plan`: do plans keep their promise, and are they better than the policies that people use?
+
+For each workload and budget: the plan is within the budget as compiled, no residual that it computes again could be saved as
+well, and no named policy and none of MaxText's that fits is faster by the estimate. Where none is as fast, the plan's extra
+time is at most 0.7 of the best one's, in the median. The exit status is 1 where any of these does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plan import claims
+from benchmarks.plan.rivals import Rival, rivals
+from benchmarks.plan.rows import budgets, row
+from benchmarks.plan.workloads import CASES
+from benchmarks.record import ROOT, provenance, write_json
+from remat_jax import compat
+from remat_jax.planning.problem import describe
+from remat_jax.report.tables import format_bytes
+
+SHORT, SHORT_SHARES = ("mlp", "scanned"), (0.0, 0.5, 1.0)
+SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "benchmarks", help="folder for plan.json")
+    parser.add_argument("--all", action="store_true", help=f"all six workloads and budgets, not {' and '.join(SHORT)} at three")
+    parser.add_argument("--only", choices=CASES, action="append", help="one of the workloads; may be given again")
+    parser.add_argument("--shares", type=float, nargs="+", help="budgets, of what lies between the leanest step and off")
+    parser.add_argument("--layers", type=int, default=6, help="of each tower")
+    parser.add_argument("--target", default="h200")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of plan.json, if of the same commit and sizes")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: the rows of these files")
+    options = parser.parse_args(arguments)
+    options.only = options.only or list(CASES if options.all else SHORT)
+    options.shares = options.shares or list(SHARES if options.all else SHORT_SHARES)
+    if options.layers < 2 or not all(0 <= share <= 1 for share in options.shares):
+        parser.error("--layers must be 2 or more, --shares from 0 to 1")
+    return options
+
+
+class Record:
+    """What was measured, written down after every row."""
+
+    def __init__(self, path: Path, options: argparse.Namespace) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {
+            "provenance": provenance(),
+            "target": options.target,
+            "layers": options.layers,
+            "workloads": {},
+            "rows": [],
+        }
+        if options.resume and path.exists():
+            self._continue(json.loads(path.read_text(encoding="utf-8")))
+
+    def _continue(self, old: dict[str, Any]) -> None:
+        def made_with(data: dict[str, Any]) -> tuple[Any, ...]:
+            kept = data["provenance"]
+            return kept["commit"], kept["versions"], data["target"], data["layers"]
+
+        if made_with(old) == made_with(self.data):
+            self.data |= {"workloads": old["workloads"], "rows": old["rows"]}
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows so far."""
+        rows: list[dict[str, Any]] = self.data["rows"]
+        return rows
+
+    def has(self, workload: str, budget: int) -> bool:
+        """Whether the row is there."""
+        return any(one["workload"] == workload and one["budget"] == budget for one in self.rows)
+
+    def add(self, found: dict[str, Any]) -> None:
+        """Keep one more row."""
+        self.rows.append(found)
+        self.write()
+
+    def write(self) -> None:
+        """To the file, with what does not hold so far."""
+        self.data["failures"] = claims.failures(self.rows)
+        write_json(self.path, self.data)
+
+
+def run(name: str, options: argparse.Namespace, record: Record) -> None:
+    """All rows of one workload."""
+    case = CASES[name](options.layers)
+    begin, workload = time.perf_counter(), case.workload.name
+    described = describe(case.workload, options.target)
+    others = known_rivals(record, workload) or rivals(case, described, options.target)
+    asked = budgets(case, options.target, options.shares)
+    record.data["workloads"][workload] = {"budgets": asked, "rivals": [one.to_dict() for one in others]}
+    record.write()
+    tell(f"{workload}: {len(others)} policies, {format_bytes(asked[0])} to {format_bytes(asked[-1])}", begin)
+    for budget in asked:
+        if record.has(workload, budget):
+            continue
+        begin = time.perf_counter()
+        found = row(case, described, budget, options.target, others)
+        record.add(found)
+        tell(f"{workload} in {format_bytes(budget)}: {'; '.join(claims.broken(found)) or 'holds'}", begin)
+
+
+def known_rivals(record: Record, workload: str) -> list[Rival]:
+    """Those that were measured before."""
+    kept = record.data["workloads"].get(workload, {"rivals": []})["rivals"]
+    return [Rival(**one | {"names": tuple(one["names"])}) for one in kept]
+
+
+def tell(text: str, begin: float) -> None:
+    print(f"{text} ({time.perf_counter() - begin:.0f} s)", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table and what does not hold; 1 where a claim fails."""
+    options = parse(arguments)
+    compat.keep_to_cpu_without_gpu()
+    if options.show:
+        return say([json.loads(path.read_text(encoding="utf-8")) for path in options.show])
+    record = Record(options.output / "plan.json", options)
+    for name in options.only:
+        run(name, options, record)
+    return say([record.data])
+
+
+def say(records: Sequence[dict[str, Any]]) -> int:
+    """Print the rows of all records in one table, and what does not hold."""
+    rows = [one for data in records for one in data["rows"]]
+    made = {f"{data['target']}, {data['layers']} layers, JAX {data['provenance']['versions']['jax']}" for data in records}
+    print(f"Plans for {' and '.join(sorted(made))}; times are estimates:")
+    print(claims.table(rows))
+    print(claims.summary(rows))
+    found = claims.failures(rows)
+    print("\n".join(["Does not hold:", *found]) if found else "All claims hold.")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""What a plan is held against: every named policy, and MaxText's remat policies by the tensors that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from benchmarks.plan.workloads import Case, Roles
+from remat_jax import compat
+from remat_jax.errors import RematError
+from remat_jax.memory.measure import measure_many
+from remat_jax.memory.residuals import residuals
+from remat_jax.planning.problem import Described, extra_seconds
+from remat_jax.policy import NAMED
+
+_QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
+_ATTENTION = (*_QKV, "out_proj")
+_MLP = ("mlpwi_0", "mlpwi_1", "mlpwi", "mlpwo")
+INPUT = "decoder_layer_input"
+
+MAXTEXT: dict[str, dict[str, tuple[str, ...]]] = {
+    "minimal_with_context": {"save": (*_ATTENTION, "context", *_MLP)},
+    "minimal": {"save": (*_ATTENTION, *_MLP)},
+    "save_dot_with_context_except_mlp": {"save": (*_ATTENTION, "context")},
+    "save_dot_except_mlpwi": {"save": (*_ATTENTION, "mlpwo")},
+    "save_dot_except_mlp": {"save": _ATTENTION},
+    "save_qkv_proj": {"save": _QKV},
+    "save_out_proj": {"save": ("out_proj",)},
+    "qkv_proj_offloaded": {"offload": ("query_proj", "key_proj", "value_proj")},
+    "minimal_offloaded": {"offload": (*_ATTENTION, *_MLP)},
+    "custom, Llama 70B": {"offload": (INPUT, "query_proj", "key_proj", "value_proj")},
+    "custom, Llama 405B": {"offload": (INPUT, "query_proj", "key_proj", "value_proj", "out_proj")},
+    "full": {},
+}
+"""The tensors that MaxText's policies name (`get_remat_policy` of its decoders); `minimal_flash` is another name of
+`minimal_with_context`. `custom` says of each tensor where it goes: these two are what its recipes for Llama 3.1 set. A name
+that a model does not have is passed by, as `jax.checkpoint_policies` passes it by."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A policy and what it takes; without a remark both figures are there.
+
+    Attributes:
+      names: it may have several: MaxText's differ in tensors that not every model has.
+      policy: for all blocks, or by block.
+      device_bytes, host_bytes: compiled.
+      extra_seconds: over a step that keeps everything, estimated as plans are.
+      remark: why it is not considered.
+    """
+
+    names: tuple[str, ...]
+    policy: Any
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    extra_seconds: float | None = None
+    remark: str = ""
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; policies by block as text by the block's name."""
+        policy = self.policy
+        if isinstance(policy, Mapping):
+            policy = {block.__name__: text for block, text in policy.items()}
+        return vars(self) | {"policy": policy}
+
+
+def in_words_of(roles: Roles, named: Mapping[str, tuple[str, ...]]) -> str:
+    """The text of a policy that keeps the tensors named, as far as the model has them.
+
+    >>> in_words_of({"out_proj": "*out:add#0"}, {"offload": ("decoder_layer_input", "out_proj", "qkv_proj")})
+    'offload: *:input#0, *out:add#0'
+    """
+    # Not `@inputs`: a mask or a table that all layers share is no layer's input there.
+    known = {INPUT: "*:input#0", **roles}
+    rules = {action: [known[name] for name in names if name in known] for action, names in named.items()}
+    return "; ".join(f"{action}: {', '.join(found)}" for action, found in rules.items() if found) or "full"
+
+
+def policies(case: Case) -> dict[str, Any]:
+    """All of them by name; for several kinds of blocks MaxText's name the tensors of each."""
+    found: dict[str, Any] = dict.fromkeys(NAMED)
+    found = {name: name for name in found}
+    for name, named in MAXTEXT.items():
+        texts = {block: in_words_of(roles, named) for block, roles in case.roles.items()}
+        found[f"MaxText {name}"] = texts if len(set(texts.values())) > 1 else next(iter(texts.values()))
+    return found
+
+
+def rivals(case: Case, described: Described, target: str) -> list[Rival]:
+    """Every policy compiled and priced, equal ones once; what offloads inside a scan that is miscompiled only with a remark."""
+    known: dict[Any, list[str]] = {}
+    for name, policy in policies(case).items():
+        known.setdefault(tuple(policy.items()) if isinstance(policy, Mapping) else policy, []).append(name)
+    asked = [(tuple(names), dict(key) if isinstance(key, tuple) else key) for key, names in known.items()]
+    remarks = [_remark(case, described, policy) for _, policy in asked]
+    able = [policy for (_, policy), remark in zip(asked, remarks, strict=True) if not remark]
+    # Together, because they are compiled side by side.
+    reports = iter(measure_many(case.workload, able, target, timeout=3600))
+    found = []
+    for (names, policy), remark in zip(asked, remarks, strict=True):
+        if remark:
+            found.append(Rival(names, policy, remark=remark))
+            continue
+        report, extra = next(reports), extra_seconds(described, "everything" if policy == "off" else policy)
+        found.append(Rival(names, policy, report.device_bytes, report.host_bytes, extra))
+    return found
+
+
+def _remark(case: Case, described: Described, policy: Any) -> str:
+    """Why a policy cannot be run here; empty where it can."""
+    if _offloads(policy) and any(kind.scanned for kind in described.kinds) and compat.miscompiles_scanned_offload():
+        return f"JAX {jax.__version__} miscompiles offload inside scan"
+    try:
+        residuals(case.workload, policy)
+    except RematError as error:
+        return str(error).split("\n")[0]
+    return ""
+
+
+def _offloads(policy: Any) -> bool:
+    texts = policy.values() if isinstance(policy, Mapping) else [policy]
+    return any("offload" in text for text in texts)
+
+
+def best_within(found: list[Rival], budget: int) -> Rival | None:
+    """The fastest that fits; of equal ones that with less memory."""
+    fits = [one for one in found if not one.remark and one.device_bytes is not None and one.device_bytes <= budget]
+    return min(fits, key=lambda one: (one.extra_seconds, one.device_bytes), default=None)

@@ -1,0 +1,139 @@
+"""One row of the benchmark: a plan for a budget, what one residual more would need, and the best other policy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import remat_jax as rj
+from benchmarks.plan.rivals import Rival, best_within
+from benchmarks.plan.workloads import Case
+from remat_jax.errors import InfeasibleBudget
+from remat_jax.hardware import target as target_named
+from remat_jax.planning import Plan
+from remat_jax.planning.make import leanest
+from remat_jax.planning.model import block_name
+from remat_jax.planning.problem import Described, Kind, extra_seconds, kept_bytes
+from remat_jax.planning.selectors import selectors
+from remat_jax.policy import LayerPolicies, Policy
+
+TIMEOUT = 1200.0
+
+
+@dataclass(frozen=True)
+class Further:
+    """A plan with one residual more saved in one run of equal layers.
+
+    Attributes:
+      where: the layers; `residual`: the first of the arrays that are decided on together.
+      saved_bytes: what the device keeps more between the passes; what only it was made from is kept no longer.
+      policies: the plan's policies, so changed.
+    """
+
+    where: str
+    residual: str
+    saved_bytes: int
+    policies: dict[Any, Any]
+
+
+def budgets(case: Case, target: str, shares: Sequence[float]) -> list[int]:
+    """So much of the way from the leanest step that the planner reaches to the one without any checkpoint."""
+    full = rj.measure(case.workload, "full", target, timeout=TIMEOUT).device_bytes
+    # With a budget that `full` misses by a byte, the planner's own leanest is compiled too.
+    least, _ = leanest(case.workload, full - 1, target_named(target), None, timeout=TIMEOUT)
+    most = rj.measure(case.workload, "off", target, timeout=TIMEOUT).device_bytes
+    assert least is not None, "more than what the step is given"
+    return [least + round(share * (most - least)) for share in shares]
+
+
+def row(case: Case, described: Described, budget: int, target: str, others: list[Rival]) -> dict[str, Any]:
+    """A plan for a budget beside the best of the others, as plain data."""
+    begin = time.perf_counter()
+    best = best_within(others, budget)
+    told: dict[str, Any] = {
+        "workload": case.workload.name,
+        "budget": budget,
+        "best": best.name if best else None,
+        "best_bytes": best.device_bytes if best else None,
+        "best_extra_seconds": best.extra_seconds if best else None,
+    }
+    try:
+        found = rj.plan(case.workload, budget, target, timeout=TIMEOUT)
+    except InfeasibleBudget as error:
+        return told | {"infeasible": error.least_bytes, "wall_seconds": time.perf_counter() - begin}
+    planned = time.perf_counter() - begin
+    return (
+        told
+        | {
+            "device_bytes": found.device_bytes,
+            "predicted_bytes": found.predicted_bytes,
+            "host_bytes": found.host_bytes,
+            "base_seconds": found.base_seconds,
+            "extra_seconds": extra_seconds(described, everything_for_off(found)),
+            "policies": found.texts,
+            "tried": found.tried,
+            "notes": found.notes,
+            "further": one_more(case, described, found, target),
+        }
+        | {"wall_seconds": planned}
+    )
+
+
+def everything_for_off(found: Plan) -> dict[Any, Any]:
+    """The plan's policies for the estimate, which knows `off` as keeping everything."""
+    return dict.fromkeys(found.policies, "everything") if found.is_off else dict(found.policies)
+
+
+def one_more(case: Case, described: Described, found: Plan, target: str) -> dict[str, Any] | None:
+    """What the plan needs with the smallest residual saved that it still computes again; None where there is none."""
+    options = further(described, found)
+    if not options:
+        return None
+    least = min(options, key=lambda one: one.saved_bytes)
+    report = rj.measure(case.workload, least.policies, target, timeout=TIMEOUT)
+    told = {"where": least.where, "residual": least.residual, "saved_bytes": least.saved_bytes}
+    return told | {"device_bytes": report.device_bytes, "extra_seconds": extra_seconds(described, least.policies)}
+
+
+def further(described: Described, found: Plan) -> list[Further]:
+    """Every way to save one residual more in one run of equal layers that makes the step faster by the estimate."""
+    if found.is_off:
+        return []
+    extra, kept, options = extra_seconds(described, found.policies), kept_bytes(described, found.policies)[0], []
+    for part in found.parts:
+        layers = range(part.first, part.first + part.layers)
+        kind, block = next(
+            pair
+            for pair in zip(described.kinds, described.stack.blocks, strict=True)
+            if block_name(pair[0].block) == part.block and part.first in pair[0].layers
+        )
+        saved, away = kind.program.names(policy_at(found.policies[kind.block], part.first))
+        for residual, members in zip(block.residuals, kind.members, strict=True):
+            if not residual.may_save or saved.intersection(members) or away.intersection(members):
+                continue
+            policies = dict(found.policies) | {kind.block: saving(described, kind, found, layers, members)}
+            if extra_seconds(described, policies) < extra * (1 - 1e-9):
+                more = kept_bytes(described, policies)[0] - kept
+                options.append(Further(part.where, residual.name, more, policies))
+    return options
+
+
+def saving(described: Described, kind: Kind, found: Plan, layers: range, members: Sequence[str]) -> LayerPolicies:
+    """The plan's policies for the blocks of a kind, with some arrays saved in some layers, each by its own name."""
+    count = sum(len(other.layers) for other in described.kinds if other.block == kind.block)
+    policies = [policy_at(found.policies[kind.block], layer) for layer in range(count)]
+    for layer in layers:
+        path = kind.paths[layer - kind.layers.start]
+        names = [path + name.removeprefix(kind.paths[0]) for name in members]
+        rules = selectors({"save": names}, [path], names).rules
+        policies[layer] = Policy((*(rule for rule in rules if rule.action.value == "save"), *policies[layer].rules))
+    return LayerPolicies.of(policies)
+
+
+def policy_at(policy: Any, layer: int) -> Policy:
+    """The policy of one layer; a text is parsed."""
+    if isinstance(policy, LayerPolicies):
+        return policy[layer]
+    return policy if isinstance(policy, Policy) else Policy.parse(policy)
