@@ -27,19 +27,27 @@ def wide(dtype: Dtype) -> Dtype:
     return jnp.promote_types(dtype, jnp.float32).type
 
 
-def run_blocks(make: Callable[..., nn.Module], num_layers: int, x: jax.Array, *shared: Any, scan: bool = False) -> jax.Array:
+def run_blocks(make: Callable[..., nn.Module], num_layers: int, x: Any, *shared: Any, scan: bool = False) -> Any:
     """Apply `num_layers` blocks inside a compact method, unrolled or under `nn.scan`.
 
     `make(name=…)` gives a block, called as `block(x, *shared)`; `shared` is what all of them read: a mask, tables.
     Unrolled, the parameters are `layers_0/…`, `layers_1/…`; scanned, `layers/…` with the layers stacked on axis 0.
     """
-    if not scan:
-        for index in range(num_layers):
-            x = make(name=f"layers_{index}")(x, *shared)
-        return x
+    if scan:
+        return scan_block(make(name="layers"), num_layers, x, *shared)
+    for index in range(num_layers):
+        x = make(name=f"layers_{index}")(x, *shared)
+    return x
 
-    def body(block: nn.Module, carry: jax.Array, *shared: Any) -> tuple[jax.Array, None]:
-        return block(carry, *shared), None
+
+def scan_block(block: nn.Module, num_layers: int, x: Any, *shared: Any) -> Any:
+    """Apply a bound block `num_layers` times, each time with parameters of its own; they are stacked on axis 0.
+
+    Where `x` is a tuple, the streams of a block with several, the block is called as `block(*x, *shared)`.
+    """
+
+    def body(block: nn.Module, carry: Any, *shared: Any) -> tuple[Any, None]:
+        return block(*carry, *shared) if isinstance(carry, tuple) else block(carry, *shared), None
 
     scanned = nn.scan(
         body,
@@ -48,7 +56,7 @@ def run_blocks(make: Callable[..., nn.Module], num_layers: int, x: jax.Array, *s
         in_axes=nn.broadcast,
         length=num_layers,
     )
-    return scanned(make(name="layers"), x, *shared)[0]
+    return scanned(block, x, *shared)[0]
 
 
 def embed(table: nn.Embed, tokens: jax.Array, padding: int | None) -> jax.Array:
