@@ -40,7 +40,7 @@ def crops(random: np.random.Generator, images: np.ndarray, which: np.ndarray, he
 
 
 def captions(width: int) -> Words:
-    """Return both captions, of equal length through padding; a fixed random table stands in for a text encoder, which is frozen."""
+    """Return both captions, of equal length through padding; a fixed random table stands in for a frozen text encoder."""
     length = max(map(len, CAPTIONS))
     tokens = np.array([list(caption.ljust(length, "\0").encode()) for caption in CAPTIONS])
     table = np.random.default_rng(0).normal(size=(128, width)).astype(np.float32)
@@ -48,9 +48,9 @@ def captions(width: int) -> Words:
 
 
 def noised(random: np.random.Generator, clean: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return noisy inputs, times (B,) and velocities to learn: rectified flow, x = (1 - t) · clean + t · noise, v = noise - clean.
+    """Return noisy inputs (1 - t) · clean + t · noise, times t (B,), and the velocities to learn, noise - clean.
 
-    Liu et al., Flow straight and fast, 2022.
+    Rectified flow: Liu et al., Flow straight and fast, 2022.
     """
     noise = random.normal(size=clean.shape).astype(np.float32)
     time = random.uniform(0.02, 0.98, len(clean)).astype(np.float32)

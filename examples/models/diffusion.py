@@ -119,15 +119,16 @@ class TimeEmbedding(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Linear, GELU by the tanh formula, linear: (B, T, E) → the same, `hidden` wide inside."""
+    """Linear, GELU by the tanh formula, linear: (B, T, E) → (B, T, width), by default as wide as it came."""
 
     hidden: int
+    width: int | None = None
     param_dtype: Dtype = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         inside = nn.gelu(nn.Dense(self.hidden, param_dtype=self.param_dtype, name="fc1")(x), approximate=True)
-        return nn.Dense(x.shape[-1], param_dtype=self.param_dtype, name="fc2")(inside)
+        return nn.Dense(self.width or x.shape[-1], param_dtype=self.param_dtype, name="fc2")(inside)
 
 
 def plain_norm(x: jax.Array, epsilon: float) -> jax.Array:

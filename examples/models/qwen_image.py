@@ -134,7 +134,7 @@ class QwenImageBlock(nn.Module):
         return jnp.split(made[:, None], 6, axis=-1)
 
     def _fed(self, stream: str, x: jax.Array, modulation: list[jax.Array]) -> jax.Array:
-        feed = FeedForward(4 * self.config.hidden_size, self.param_dtype, name=f"{stream}_mlp")
+        feed = FeedForward(4 * self.config.hidden_size, param_dtype=self.param_dtype, name=f"{stream}_mlp")
         return x + modulation[2] * feed(_modulated(x, modulation[:2]))
 
 
@@ -226,7 +226,8 @@ class QwenImage(nn.Module):
 def qwen_rotations(grids: tuple[Grid, ...], words: int, axes: tuple[int, int, int], dtype: Dtype) -> tuple[Rotation, Rotation]:
     """Return the rotations of the images' tokens and of the text's.
 
-    Rows and columns are counted from an image's middle, images by the first axis; words stand on the diagonal beyond all images.
+    Rows and columns are counted from an image's middle, images by the first axis; words stand on the diagonal beyond all
+    images.
     """
     positions = [
         grid_positions(grid, (index, -(grid[1] - grid[1] // 2), -(grid[2] - grid[2] // 2))) for index, grid in enumerate(grids)
