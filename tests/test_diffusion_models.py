@@ -163,7 +163,7 @@ WRONG = {
     "patch=(1, 2, 2) does not divide 1 x 5 x 6": video(latents=(2, 1, 5, 6, 3)),
     "patch=(2, 2, 2) does not divide 1 x 4 x 6": video(config={"patch": (2, 2, 2)}),
     "latents have shape (2, 3, 1, 4, 6), expected (batch, frames, height, width, 3)": video(latents=(2, 3, 1, 4, 6)),
-    "text has shape (2, 5, 21), expected (2, tokens, 20)": video(text=(2, 5, 21)),
+    "text has shape (3, 5, 20), expected (2, tokens, 20)": video(text=(3, 5, 20)),
     "time has shape (1,), expected (2,)": video(time=(1,)),
 }
 
