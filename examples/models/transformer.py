@@ -34,13 +34,21 @@ def run_blocks(make: Callable[..., nn.Module], num_layers: int, x: Any, *shared:
     array, or a tuple of them.
     Unrolled, the parameters are `layers_0/…`, `layers_1/…`; scanned, `layers/…` with the layers stacked on axis 0.
     """
-    if not scan:
-        for index in range(num_layers):
-            x = make(name=f"layers_{index}")(x, *shared)
-        return x
+    if scan:
+        return scan_block(make(name="layers"), num_layers, x, *shared)
+    for index in range(num_layers):
+        x = make(name=f"layers_{index}")(x, *shared)
+    return x
+
+
+def scan_block(block: nn.Module, num_layers: int, x: Any, *shared: Any, spread: bool = False) -> Any:
+    """Apply a bound block `num_layers` times, each time with parameters of its own; they are stacked on axis 0.
+
+    It is called as `block(x, *shared)`; with `spread` as `block(*x, *shared)`, where `x` is a tuple of streams.
+    """
 
     def body(block: nn.Module, carry: Any, *shared: Any) -> tuple[Any, None]:
-        return block(carry, *shared), None
+        return block(*carry, *shared) if spread else block(carry, *shared), None
 
     scanned = nn.scan(
         body,
@@ -49,7 +57,7 @@ def run_blocks(make: Callable[..., nn.Module], num_layers: int, x: Any, *shared:
         in_axes=nn.broadcast,
         length=num_layers,
     )
-    return scanned(make(name="layers"), x, *shared)[0]
+    return scanned(block, x, *shared)[0]
 
 
 def embed(table: nn.Embed, tokens: jax.Array, padding: int | None) -> jax.Array:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from parity_tests.third_party import checks, test_bert, test_gemma, test_gpt2, test_llama, test_siglip
+from parity_tests.third_party import (
+    checks,
+    test_bert,
+    test_gemma,
+    test_gpt2,
+    test_llama,
+    test_qwen_image,
+    test_siglip,
+    test_wan,
+)
 from parity_tests.third_party import ports as p
 from parity_tests.third_party.ports import Case, Port
 from remat_jax.parity import float64_error, judge
@@ -16,6 +25,8 @@ PORTS = {
     "bert": test_bert.PORT,
     "siglip": test_siglip.PORT,
     "gemma": test_gemma.PORT,
+    "qwen_image": test_qwen_image.PORT,
+    "wan": test_wan.PORT,
 }
 LAYERS = 6
 
@@ -47,7 +58,7 @@ def main(names: list[str]) -> None:
     """Print both tables for the named ports, by default for all."""
     chosen = {name: PORTS[name] for name in names or PORTS}
     columns = ["port", "outputs", "gradients", "after AdamW", "float32 ratio", "bfloat16 ratio"]
-    print(render(table("against transformers", columns, [agreement(*each) for each in chosen.items()])))
+    print(render(table("against transformers and diffusers", columns, [agreement(*each) for each in chosen.items()])))
     columns = ["port", "mode", "PyTorch", "JAX, unrolled", "JAX, scanned"]
     rows = [row for each in chosen.items() for row in bytes_kept(*each)]
     print(render(table(f"bytes kept by {LAYERS} layers, device + host", columns, rows)))

@@ -35,7 +35,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Port:
-    """A model of `transformers`, its Flax port, and data that excite both.
+    """A model of `transformers` or `diffusers`, its Flax port, and data that excite both.
 
     Attributes:
         config: the port's small configuration.
@@ -44,10 +44,13 @@ class Port:
         torch_block, block: the classes that are checkpointed.
         rules: gives the weight map of a configuration: `rules(config, scan)`.
         inputs: the original's keyword arguments.
+        constants: those that are no arrays.
         targets: the output's name → integer labels, or an array for the mean squared error.
         arguments: the port's positional arguments, made of the inputs.
         outputs: the port's outputs by the original's names, in order.
         published: configuration → the number of parameters of the published model.
+        paper: gives the inputs of a published model, as arrays of any strides; by default those of the tests.
+        carried: how many tokens go from layer to layer; by default those of the first output.
     """
 
     config: Any
@@ -60,6 +63,9 @@ class Port:
     targets: Arrays
     arguments: Callable[[Mapping[str, Any]], tuple[Any, ...]]
     published: Mapping[Any, int] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    paper: Callable[[Any], Arrays] | None = None
+    carried: int | None = None
 
     def apply(self, model: nn.Module, variables: Any, inputs: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Run the port; its outputs have the names of the targets, in their order."""
@@ -119,14 +125,16 @@ def make_torch(port: Port, dtype: str, config: Any = None) -> torch.nn.Module:
 def in_mode(port: Port, model: torch.nn.Module, mode: str) -> Iterator[None]:
     """Checkpoint by the library's own switch, offload by `torch_ref`: its own offload wants an accelerator."""
     if mode == "checkpoint":
-        model.activation_checkpointing_enable()
+        # The same switch in `transformers` and in `diffusers`.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.enable_gradient_checkpointing
+        enable()
     offloaded = torch_ref.checkpoint_blocks(model, {port.torch_block: POLICIES[mode]}) if mode == "offload" else None
     with offloaded or contextlib.nullcontext():
         yield
 
 
 def torch_outputs(port: Port, model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = model(**inputs)
+    found = model(**inputs, **port.constants)
     return {name: found[name] for name in port.targets}
 
 
@@ -155,6 +163,10 @@ def torch_step(port: Port, mode: str, dtype: str) -> Result:
     with precisely(dtype), in_mode(port, model, mode):
         outputs = torch_outputs(port, model, tensors(port.inputs, dtype))
         torch_loss(outputs, tensors(port.targets, dtype)).backward()
+    for parameter in model.parameters():
+        # What the loss does not reach, as the text behind Qwen-Image's last attention, has no gradient in PyTorch, and AdamW
+        # leaves it alone; in JAX it has zeros, and decays. Here both have zeros.
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     gradients = numpy({name: parameter.grad for name, parameter in model.named_parameters()})
     torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **ADAMW).step()
     return Result(numpy(outputs), gradients, numpy(model.state_dict()))

@@ -11,13 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from parity_tests.third_party import checks, test_bert, test_gemma, test_gpt2, test_llama, test_siglip
+from parity_tests.third_party import (
+    checks,
+    test_bert,
+    test_gemma,
+    test_gpt2,
+    test_llama,
+    test_qwen_image,
+    test_siglip,
+    test_wan,
+)
 from parity_tests.third_party import ports as p
 from parity_tests.third_party.ports import Case, Port
 from remat_jax.errors import PortingError
 
 LLAMA, QWEN3 = test_llama.PORTS["llama"], test_llama.PORTS["qwen3"]
 GEMMA, GPT2, BERT, SIGLIP = test_gemma.PORT, test_gpt2.PORT, test_bert.PORT, test_siglip.PORT
+QWEN_IMAGE, WAN = test_qwen_image.PORT, test_wan.PORT
 
 
 class Fault(NamedTuple):
@@ -71,6 +81,13 @@ FAULTS = {
     "heads of the keys in another order": Fault(QWEN3, "logits", weights=rolled(12, "layers_0", "self_attn", "k_proj")),
     "an image on its side": Fault(
         SIGLIP, "last_hidden_state", arguments=lambda x: (jnp.transpose(x["pixel_values"], (0, 3, 2, 1)),)
+    ),
+    "keys of text and image swapped": Fault(
+        QWEN_IMAGE, "sample", weights=swapped("text_key", "image_key", "layers_0", "attention")
+    ),
+    "a padded prompt read to its end": Fault(QWEN_IMAGE, "sample", arguments=lambda x: QWEN_IMAGE.arguments(x)[:-1]),
+    "a video back to front": Fault(
+        WAN, "sample", arguments=lambda x: WAN.arguments({**x, "hidden_states": x["hidden_states"][:, :, ::-1]})
     ),
 }
 

@@ -1,0 +1,79 @@
+"""`python examples/wan.py`: Wan's video transformer, a small one, trained in PyTorch and in JAX in every mode.
+
+Prints losses and kept bytes. The published model of 14 billion parameters, as shapes only, is `job` at 480p and `job_720p`:
+
+    remat-jax measure examples/wan.py:job --target h200 --policy full --policy offload_inputs
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+NEEDED = {"torch": "remat_jax[torch]", "diffusers": "diffusers", "sklearn": "scikit-learn"}
+FRAMES, WORDS = 21, 512  # frames of latents, of 81 frames of video; tokens of the prompt
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the training; the exit status is 0, 1 when losses differ, or 2 for bad usage."""
+    missing = [source for module, source in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        print(f"error: this compares with diffusers on photographs: pip install {' '.join(missing)}", file=sys.stderr)
+        return 2
+    if __package__:
+        command = importlib.import_module(".diffusion.command", __package__)
+    else:  # run as a file, which belongs to no package until the folder above is on the path
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+        command = importlib.import_module("examples.diffusion.command")
+    return command.main("wan", arguments)
+
+
+def job() -> Any:
+    """Return the training step of the 14B model as a workload: one video of 81 frames, 832 x 480, in bfloat16.
+
+    The VAE makes 16 numbers of 4 frames of 8 x 8 pixels, and 2 x 2 of them are one token: 21 x 30 x 52 = 32760 tokens.
+    Plain gradient descent: parameters and gradients alone are 57 GB.
+
+    >>> sum(leaf.size for leaf in __import__("jax").tree.leaves(job().params)) // 10**6
+    14288
+    """
+    return _workload(480, 832)
+
+
+def job_720p() -> Any:
+    """Return the same at 1280 x 720: 21 x 45 x 80 = 75600 tokens.
+
+    >>> job_720p().batch[0].shape
+    (1, 21, 90, 160, 16)
+    """
+    return _workload(720, 1280)
+
+
+def _workload(height: int, width: int) -> Any:
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from remat_jax import Workload
+
+    from .models.wan import Wan, WanBlock, WanConfig
+
+    config = WanConfig.t2v_14b(query_chunk=256)
+    model = Wan(config, scan=True, param_dtype=jnp.bfloat16)
+    latents = jax.ShapeDtypeStruct((1, FRAMES, height // 8, width // 8, config.channels), jnp.bfloat16)
+    text = jax.ShapeDtypeStruct((1, WORDS, config.text_width), jnp.bfloat16)
+    time = jax.ShapeDtypeStruct((1,), jnp.float32)
+    params = jax.eval_shape(lambda *x: model.init(jax.random.key(0), *x), latents, text, time)
+
+    def loss(params, latents, text, time, velocity):
+        return jnp.mean(jnp.square((model.apply(params, latents, text, time) - velocity).astype(jnp.float32)))
+
+    name = f"Wan 14B, {height}p"
+    return Workload(loss, params, (latents, text, time, latents), WanBlock, optimizer=optax.sgd(1e-5), name=name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The ports of diffusion transformers by themselves: dtypes, patches, positions, attention in chunks, wrong use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat_jax as rj
+from examples.models import qwen_image, wan
+from examples.models.diffusion import grid_positions, long_attention, pack, plain_norm, time_features, unpack
+from examples.models.transformer import attention
+
+
+class Model(NamedTuple):
+    """A port, its small configuration, the class to checkpoint, and the shapes of its arrays; the rest is no array."""
+
+    make: Callable[..., Any]
+    config: Any
+    block: type
+    shapes: dict[str, tuple[int, ...]]
+    constants: dict[str, Any]
+
+    def arrays(self, dtype: Any = jnp.float32, **other: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in {**self.shapes, **other}.items()}
+
+    def init(self, model: Any, arrays: dict[str, Any], **constants: Any) -> Any:
+        constants = {**self.constants, **constants}
+        return jax.eval_shape(lambda x: model.init(jax.random.key(0), **x, **constants), arrays)
+
+
+MODELS = {
+    "qwen_image": Model(
+        qwen_image.QwenImage,
+        qwen_image.QwenImageConfig(),
+        qwen_image.QwenImageBlock,
+        {"latents": (2, 6, 12), "text": (2, 5, 20), "time": (2,)},
+        {"grids": ((1, 2, 3),)},
+    ),
+    "wan": Model(
+        wan.Wan,
+        wan.WanConfig(),
+        wan.WanBlock,
+        {"latents": (2, 1, 4, 6, 3), "text": (2, 5, 20), "time": (2,)},
+        {},
+    ),
+}
+models = pytest.mark.parametrize("name", MODELS)
+
+
+@models
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_outputs_and_gradients_have_the_parameters_dtype(name: str, dtype: str, x64: None) -> None:
+    found, scan = MODELS[name], dtype != "float32"
+    model, arrays = found.make(found.config, scan=scan, param_dtype=jnp.dtype(dtype)), found.arrays(jnp.dtype(dtype))
+    variables = found.init(model, arrays)
+
+    def loss(variables: Any, arrays: Any) -> jax.Array:
+        return jnp.mean(model.apply(variables, **arrays, **found.constants))
+
+    outputs = jax.eval_shape(loss, variables, arrays)
+    gradients = jax.eval_shape(jax.grad(rj.checkpoint_blocks(loss, {found.block: "full"})), variables, arrays)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((variables, outputs))} == {dtype}
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), gradients) == jax.tree.map(lambda x: (x.shape, x.dtype), variables)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 7])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_in_chunks_is_attention(chunk: int, masked: bool, x64: None) -> None:
+    random = np.random.default_rng(0)
+    arrays = [random.normal(size=(2, length, 2, 4)) for length in (7, 5, 5)]
+    bias = jnp.where(jnp.arange(5) < 3, 0.0, -1e30)[None, None, None] if masked else None
+
+    def loss(attend: Any, arrays: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(attend(*arrays, bias)))
+
+    def in_chunks(*arrays: Any) -> jax.Array:
+        return long_attention(*arrays, chunk=chunk)
+
+    expected = jax.value_and_grad(lambda x: loss(attention, x))(arrays)
+    found = jax.value_and_grad(lambda x: loss(in_chunks, x))(arrays)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
+
+
+def test_attention_in_chunks_keeps_no_scores() -> None:
+    """Of the scores, 64 x 64 for each of 2 heads, a chunk's never leave the forward pass."""
+    arrays = [jax.ShapeDtypeStruct((1, 64, 2, 4), jnp.float32)] * 3
+
+    def largest(chunk: int | None) -> int:
+        _, pullback = jax.eval_shape(lambda *x: jax.vjp(lambda *x: long_attention(*x, chunk=chunk), *x), *arrays)
+        return max(leaf.size for leaf in jax.tree.leaves(pullback))
+
+    assert largest(None) == 2 * 64 * 64 and largest(16) == 64 * 2 * 4
+
+
+def test_packing_is_undone_and_orders_a_token_by_channel() -> None:
+    images = np.random.default_rng(0).normal(size=(2, 4, 6, 3))
+    tokens = pack(images, (2, 3))
+    assert tokens.shape == (2, 4, 18)
+    assert np.array_equal(tokens[1, 1], images[1, :2, 3:].transpose(2, 0, 1).ravel())
+    assert np.array_equal(unpack(tokens, (2, 2), (2, 3)), images)
+
+
+def test_words_stand_beyond_the_largest_image_and_images_are_centred() -> None:
+    """With one frequency of 1 an axis, the angles are the positions themselves."""
+    grids, axes = ((1, 3, 5), (1, 2, 3)), (2, 2, 2)
+    (cos, sin), (_, text) = qwen_image.qwen_rotations(grids, 2, axes, jnp.float32)
+    angles = np.arctan2(sin, cos)[0, :, 0]
+    rows, columns = np.meshgrid([-2, -1, 0], [-3, -2, -1, 0, 1], indexing="ij")
+    first = np.stack([np.zeros(15), rows.ravel(), columns.ravel()], axis=-1)
+    np.testing.assert_allclose(angles[:15], first, atol=1e-6)
+    np.testing.assert_allclose(angles[15], [1, -1, -2], atol=1e-6)
+    np.testing.assert_allclose(text[0, :, 0], np.sin([[2] * 3, [3] * 3]), atol=1e-6)
+
+
+def test_times_turn_by_their_frequencies(x64: None) -> None:
+    found = time_features(jnp.array([0.5]), 4, scale=1000.0)[0]
+    np.testing.assert_allclose(found, [np.cos(500), np.cos(5), np.sin(500), np.sin(5)], atol=1e-12)
+
+
+def test_a_plain_norm_of_large_numbers_keeps_their_differences() -> None:
+    found = plain_norm(jnp.array([1e4, 1e4 + 1, 1e4 + 2], jnp.float32), 1e-6)
+    np.testing.assert_allclose(found, np.array([-1, 0, 1]) * 1.5**0.5, atol=1e-5)
+
+
+def run(name: str, config: dict[str, Any] | None = None, constants: dict[str, Any] | None = None, **shapes: Any) -> Any:
+    found = MODELS[name]
+    model = found.make(type(found.config)(**config) if config else found.config)
+    return found.init(model, found.arrays(**shapes), **(constants or {}))
+
+
+def qwen(**changes: Any) -> Callable[[], Any]:
+    return lambda: run("qwen_image", **changes)
+
+
+def video(**changes: Any) -> Callable[[], Any]:
+    return lambda: run("wan", **changes)
+
+
+WRONG = {
+    "patch=(2, 2) does not divide 4 x 5": lambda: pack(np.ones((1, 4, 5, 3)), (2, 2)),
+    "patch=(0, 2) does not divide 4 x 4": lambda: pack(np.ones((1, 4, 4, 3)), (0, 2)),
+    "images have shape (4, 4, 3), expected (batch, height, width, channels)": lambda: pack(np.ones((4, 4, 3)), (2, 2)),
+    "features=5 is odd": lambda: time_features(jnp.ones(1), 5),
+    "chunk=0: expected at least 1": lambda: long_attention(*[jnp.ones((1, 4, 2, 4))] * 3, chunk=0),
+    "num_heads=5 does not divide hidden_size=32": qwen(config={"num_heads": 5}),
+    "rope_axes=(4, 6, 8): expected even numbers whose sum is a head's width, 16": qwen(config={"rope_axes": (4, 6, 8)}),
+    "rope_axes=(5, 5, 6): expected even numbers": qwen(config={"rope_axes": (5, 5, 6)}),
+    "latents have shape (2, 6, 12), expected (2, 8, 12)": qwen(constants={"grids": ((1, 2, 4),)}),
+    "latents have shape (2, 6, 48), expected (2, 6, 12)": qwen(latents=(2, 6, 48)),
+    "text has shape (1, 5, 20), expected (2, tokens, 20)": qwen(text=(1, 5, 20)),
+    "text has shape (2, 5, 21), expected (2, tokens, 20)": qwen(text=(2, 5, 21)),
+    "time has shape (2, 1), expected (2,)": qwen(time=(2, 1)),
+    "mask has shape (2, 6), expected (2, 5)": qwen(mask=(2, 6)),
+    "num_heads=3 does not divide hidden_size=32": video(config={"num_heads": 3}),
+    "hidden_size=32, num_heads=32: heads 1 wide": video(config={"num_heads": 32}),
+    "patch=(1, 2, 2) does not divide 1 x 5 x 6": video(latents=(2, 1, 5, 6, 3)),
+    "patch=(2, 2, 2) does not divide 1 x 4 x 6": video(config={"patch": (2, 2, 2)}),
+    "latents have shape (2, 3, 1, 4, 6), expected (batch, frames, height, width, 3)": video(latents=(2, 3, 1, 4, 6)),
+    "text has shape (3, 5, 20), expected (2, tokens, 20)": video(text=(3, 5, 20)),
+    "time has shape (1,), expected (2,)": video(time=(1,)),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_use_is_explained(message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        WRONG[message]()
+
+
+def test_positions_count_frames_first() -> None:
+    assert np.array_equal(grid_positions((2, 1, 2)), [[0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1]])
