@@ -78,8 +78,8 @@ def plan(
       workload: with a loss; a finished step has taken its gradient already.
       budget: memory of one device: bytes, a text (`"40GiB"`, `"38 GB"`, `"80%"`), or a share of the target's memory (0.8).
       target: the name of a target (`"h200"`), or a `Target`.
-      host_budget: of all that the step has in host memory for one device, the state of an optimizer that is offloaded too: bytes
-        or a text; None for no limit, 0 for no offload.
+      host_budget: of all that the step has in host memory for one device, the state of an offloaded optimizer too: bytes or a
+        text; None for no limit, 0 for no offload.
       timeout: seconds that compiling may take in all.
       progress: told what is being done, how many steps are compiled, and how many may be.
 
