@@ -192,9 +192,9 @@ def test_wrong_arguments_are_named():
     ]:
         with pytest.raises(ArgumentError, match=message):
             rj.Workload(**{**ok, **changed})
-    for argument in ("mesh", "shardings"):
-        with pytest.raises(UnsupportedError, match="workloads on several devices are not served yet"):
-            rj.Workload(**ok, **{argument: object()})
+    for given, lacking in (("mesh", "shardings"), ("shardings", "mesh")):
+        with pytest.raises(ArgumentError, match=f"{given} without {lacking}: they belong together"):
+            rj.Workload(**ok, **{given: object()})
     with pytest.raises(ArgumentError, match="step=3: expected a function"):
         rj.Workload.from_step(3, blocks=Block)
     with pytest.raises(ArgumentError, match="model=.*expected an NNX module"):
