@@ -76,13 +76,13 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows in plain text. Extra time is over a step that keeps everything; "one more" is what the plan would need then."""
+    """The rows in plain text, memory in MiB; extra time is over a step that keeps everything, "more" with one residual more."""
     columns = (
         "workload",
         "budget",
         "plan",
-        "one more",
-        "host",
+        "more",
+        "on host",
         "step ms",
         "extra ms",
         "best other",
@@ -94,7 +94,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    budget, other = format_bytes(row["budget"]), row["best"] or "none fits"
+    budget, other = _mib(row["budget"]), row["best"] or "none fits"
     its = _ms(row["best_extra_seconds"]) if row["best"] else ""
     if "infeasible" in row:
         return (row["workload"], budget, "infeasible", "", "", "", "", other, its, "", "NO")
@@ -102,9 +102,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         row["workload"],
         budget,
-        format_bytes(row["device_bytes"]),
-        format_bytes(more["device_bytes"]) if more else "",
-        format_bytes(row["host_bytes"]) if row["host_bytes"] else "",
+        _mib(row["device_bytes"]),
+        _mib(more["device_bytes"]) if more else "",
+        _mib(row["host_bytes"]) if row["host_bytes"] else "",
         f"{1e3 * (row['base_seconds'] + row['extra_seconds']):.2f}",
         _ms(row["extra_seconds"]),
         other,
@@ -116,3 +116,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3f}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f}"
