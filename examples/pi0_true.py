@@ -1,7 +1,11 @@
 """π0 and π0.5 at their published sizes as workloads: what does one training step need?
 
+    export XLA_FLAGS=--xla_gpu_enable_triton_gemm=false
     remat-jax measure examples/pi0_true.py:job --target h200 --policy off --policy full
     remat-jax measure examples/pi0_true.py:adaptive_job --target h200 --policy full
+
+XLA of JAX 0.10.2 finds no tiles for one of the tower's products where it writes it in Triton ("Couldn't find output tile
+sizes"), and ends the compilation; without Triton's products it compiles.
 
 Nothing is allocated: parameters and batch are shapes, the layers of both transformers are scanned.
 """
