@@ -90,4 +90,4 @@ def test_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
     assert status == int(bool(said["failed"])) and [len(row["losses"]) for row in said["rows"]] == [12] * 7
     assert command.main(["--steps", "1", "--batch", "2"]) == status
     printed = capsys.readouterr().out
-    assert "PyTorch" in printed and f"{training.FAITHFUL}: nested_container" in printed and "checkpoint: 2 checkp" in printed
+    assert "PyTorch" in printed and f"{training.FAITHFUL}: nested_container" in printed and "checkpoint: 6 checkp" in printed

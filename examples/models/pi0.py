@@ -193,8 +193,8 @@ def gated_residual(x: jax.Array, y: jax.Array, gate: jax.Array | None) -> jax.Ar
 def time_embedding(config: Pi0Config, time: jax.Array) -> jax.Array:
     """Return sines and cosines of the time, (B,) → (B, width of the expert), periods from 0.004 to 4, in float32 at least.
 
-    >>> time_embedding(Pi0Config(widths=(64, 4)), jnp.array([0.0005]))[0].round(4)
-    Array([0.7071, 0.0008, 0.7071, 1.    ], dtype=float32)
+    >>> [round(float(one), 4) for one in time_embedding(Pi0Config(widths=(64, 4)), jnp.array([0.0005]))[0]]
+    [0.7071, 0.0008, 0.7071, 1.0]
     """
     period = MIN_PERIOD * (MAX_PERIOD / MIN_PERIOD) ** np.linspace(0, 1, config.widths[1] // 2)
     dtype = wide(time.dtype)

@@ -32,7 +32,7 @@ class AdaptiveRMSNorm(nn.Module):
     Shapes: x (batch, time, width), condition (batch, condition_width) → x's shape, and a gate (batch, 1, width) or None.
 
     >>> y, gate = AdaptiveRMSNorm(2)(torch.tensor([[[3.0, 4.0]]]))
-    >>> [round(float(v), 3) for v in y[0, 0]], gate
+    >>> [round(float(v), 3) for v in y.detach()[0, 0]], gate
     ([0.849, 1.131], None)
     """
 
