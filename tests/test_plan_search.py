@@ -9,9 +9,10 @@ import pytest
 
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.planner import Block, Choice, HostLink, Residual, Stack, stack_plan
+from remat_jax.planning.candidate import FAILED, Candidate, Compiled
 from remat_jax.planning.choices import block_policies, one_residual_more, runs
 from remat_jax.planning.fitting import Load, Seen, fitted, predicted
-from remat_jax.planning.search import FAILED, Candidate, Compiled, Search
+from remat_jax.planning.search import MORE_COMPILED, MOST_COMPILED, Search
 
 SAVE, OFFLOAD, AGAIN = Choice.SAVE, Choice.OFFLOAD, Choice.RECOMPUTE
 X, UP, ACT = Residual("x", 100.0), Residual("up", 400.0, 0.5, ("x",)), Residual("act", 300.0, 0.05, ("up",))
@@ -232,7 +233,7 @@ def test_the_leanest_is_compiled_before_nothing_is_said_to_fit():
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Search(STACK, able, 6000, math.inf, own, compile_them)
-    assert search.run().candidate.loads == full.loads and len(search.tried) <= 6
+    assert search.run().candidate.loads == full.loads and len(search.tried) <= MOST_COMPILED + MORE_COMPILED
 
 
 def test_a_plan_that_cannot_be_compiled_is_not_the_last_one():
@@ -257,3 +258,32 @@ def test_where_layers_must_do_the_same_the_leanest_plan_does_too():
     for most_runs, policies in ((None, 2), (1, 1)):
         search, _ = searched(4000, STACK, most_runs=most_runs)
         assert len(set(search.frontier(STACK, 1)[0].choices)) == policies
+
+
+def test_while_much_is_left_more_is_compiled_until_no_residual_more_fits():
+    # Two compilations are the leanest policy and a first plan, by a prediction that is too large: much is left.
+    truth = replace(STACK, blocks=(replace(LAYER, working_bytes=100.0),))
+    stack = replace(STACK, blocks=(replace(LAYER, working_bytes=1500.0),))
+    search, asked = searched(4900, truth, stack=stack, most_compiled=2)
+    best = search.run()
+    assert len(asked[0]) == 2 and all(len(one) == 1 for one in asked[1:])
+    first = max(one.compiled.device_bytes for one in search.tried[:2])
+    assert first < 0.99 * 4900 and first < best.compiled.device_bytes <= 4900
+    enough = search.is_maximal(best) or best.compiled.device_bytes >= 0.99 * 4900
+    assert 2 < len(search.tried) <= 2 + MORE_COMPILED and (enough or len(search.tried) == 2 + MORE_COMPILED)
+
+
+def test_where_cutting_a_scan_costs_memory_a_plan_for_all_layers_is_found():
+    def runs(one):
+        return sum(a != b for a, b in zip(one.loads, one.loads[1:], strict=False))
+
+    def compile_them(candidates):
+        return [Compiled(round(predicted(STACK, one.loads)) + 6000 * min(1, runs(one)), 0) for one in candidates]
+
+    able = [own((NAMED[name],) * 6, name=name) for name in ("off", "full")]
+    found = {}
+    for scanned in (True, False):
+        search = Search(STACK, able, 5600, math.inf, own, compile_them, scanned=scanned)
+        found[scanned] = search.run().candidate
+    assert runs(found[True]) == 0 and found[True].choices == ((SAVE, SAVE, AGAIN),) * 6
+    assert found[True].seconds == pytest.approx(0.3) and found[True].seconds < found[False].seconds

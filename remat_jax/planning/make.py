@@ -30,23 +30,15 @@ from remat_jax.memory.exporting import Program, export_step
 from remat_jax.memory.kernels import Kernels
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, is_miscompiled
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
+from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Tried
 from remat_jax.planning.choices import Choices
 from remat_jax.planning.holders import argument_bytes, check_arguments_fit, infeasible
 from remat_jax.planning.model import Model
 from remat_jax.planning.outcome import outcome
 from remat_jax.planning.plan import NOT_MAXIMAL, Plan
 from remat_jax.planning.point import Point
-from remat_jax.planning.problem import Described, describe
-from remat_jax.planning.search import (
-    FAILED,
-    MOST_COMPILED,
-    MOST_RUNS,
-    SIDE_BY_SIDE,
-    Candidate,
-    Compiled,
-    Search,
-    Tried,
-)
+from remat_jax.planning.problem import Described, describe, recompute_flops
+from remat_jax.planning.search import MOST_COMPILED, MOST_RUNS, SIDE_BY_SIDE, Search
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of
 from remat_jax.policy import NAMED
 from remat_jax.workload import Workload
@@ -70,9 +62,10 @@ def plan(
     """The fastest policy of `workload` whose training step, compiled for `target`, fits a budget of memory.
 
     The residuals of each block, their bytes and what computing them again takes make a problem, whose exact solution is
-    compiled; what the compiler says corrects the problem, which is solved again, six compilations at most. The answer was
-    compiled and fits, and by the estimate no named policy that was compiled and fits is faster; named policies are compiled
-    where the estimate says that they might be. What exactly is promised, and the mathematics, is in `docs/planning.md`.
+    compiled; what the compiler says corrects the problem, which is solved again, six compilations, or up to ten where much of
+    the budget is left. The answer was compiled and fits, and by the estimate no named policy that was compiled and fits is
+    faster; named policies are compiled where the estimate says that they might be. What exactly is promised, and the
+    mathematics, is in `docs/planning.md`.
 
     Args:
       workload: with a loss; a finished step has taken its gradient already.
@@ -176,6 +169,7 @@ class _Making:
             self._compile,
             arguments=argument_bytes(self.workload),
             most_runs=most_runs,
+            scanned=any(kind.scanned for kind in self.described.kinds),
         )
 
     def leanest(self) -> tuple[int, InfeasibleBudget | None]:
@@ -318,14 +312,19 @@ class _Making:
     def _tell(self, keys: Sequence[str], done: int) -> None:
         best = self.search.best
         so_far = f"; so far {_mib(best.compiled.device_bytes)} fits" if best else ""
-        self.progress(f"compiling {' and '.join(keys)} for {self.target.name}{so_far}", done, MOST_COMPILED)
+        most = max(MOST_COMPILED, done + len(keys))
+        self.progress(f"compiling {' and '.join(keys)} for {self.target.name}{so_far}", done, most)
 
     def _recompute_flops(self, policies: Mapping[Any, Any]) -> int:
         """Counted, not estimated: the step under the plan against the step that computes nothing again."""
         counted = []
         for policy in (dict(policies), "off"):
             step = self.workload.step(policy)
-            counted.append(flops(step.function, *step.arguments))
+            try:
+                counted.append(flops(step.function, *step.arguments))
+            except UnsupportedError:
+                # A loop of unknown length, in a kernel of Pallas's for one: what is computed again is known block by block.
+                return recompute_flops(self.described, dict(policies))
         return max(0, counted[0] - counted[1])
 
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat_jax.planner import Stack
+from remat_jax.planning.candidate import FAILED, Candidate, Tried
 from remat_jax.planning.choices import runs
 from remat_jax.planning.fitting import singles
 from remat_jax.planning.point import Part, Point, unbeaten
 from remat_jax.planning.problem import Described
-from remat_jax.planning.search import FAILED, Candidate, Search, Tried
+from remat_jax.planning.search import Search
 from remat_jax.planning.translate import name_of, rows_of, text_of
 
 POINTS = 12

@@ -7,18 +7,21 @@ tested without a compiler.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 
 from remat_jax.errors import InfeasibleBudget, SolverError
 from remat_jax.planner import Choice, Stack, cheapest_policy, solve_counts
 from remat_jax.planner.block import Prices
 from remat_jax.planner.milp import is_out_of_time
-from remat_jax.planning.choices import Choices, one_residual_more, together
-from remat_jax.planning.fitting import Loads, Seen, fitted, predicted, singles
+from remat_jax.planning.candidate import FAILED, Candidate, Compile, Own, Tried
+from remat_jax.planning.choices import one_residual_more, together
+from remat_jax.planning.fitting import Seen, fitted, predicted, singles
 
 MOST_COMPILED = 6
+MORE_COMPILED = 4
+"""So many more, one after another, while much of the budget is left and it was not shown that no residual fits into it."""
 SIDE_BY_SIDE = 2
 MOST_RUNS = 3
 """Different policies among the layers of one kind: layers that are scanned become as many scans, each compiled by itself."""
@@ -28,64 +31,12 @@ _TIME_LIMIT = 60.0
 """Far beyond what so many nodes take: a plan must not depend on what else the machine does. That it was met is noted."""
 _HOPE = 1.1
 """How much over the budget a prediction may be for the step to be compiled all the same."""
+_MUCH = 0.01
+"""The share of the budget that is much, where it is left."""
 _FAR = 0.05
 """The share of the budget by which a plan is made smaller where the last one could not be compiled."""
 _WORTH = 1e-3
 """The share of a step by which a plan must be faster for its compilation to be worth while."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A way to run the step.
-
-    Attributes:
-      name: of a named policy; empty for the planner's own.
-      loads: what every single block does to memory; `off` is taken for keeping everything.
-      seconds: over a step that keeps everything, estimated.
-      choices: what every single block does with its residuals; None for a named policy.
-    """
-
-    name: str
-    loads: Loads
-    seconds: float
-    choices: Choices | None = None
-
-    @property
-    def host_bytes(self) -> int:
-        """In host memory, estimated."""
-        return sum(load.away for load in self.loads)
-
-    def is_same(self, other: Candidate) -> bool:
-        """Whether the two are one and the same program, as far as can be told."""
-        alike = (self.name == "off") == (other.name == "off") and self.loads == other.loads
-        return alike and math.isclose(self.seconds, other.seconds, rel_tol=1e-9, abs_tol=1e-15)
-
-
-FAILED = 2**62
-"""The device bytes of what could not be compiled."""
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What the compiler said of a candidate. `sound` is false where it must not be run."""
-
-    device_bytes: int
-    host_bytes: int
-    sound: bool = True
-    sizes: Any = field(default=None, compare=False)
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A candidate that was compiled, and what had been expected of it."""
-
-    candidate: Candidate
-    compiled: Compiled
-    predicted_bytes: int
-
-
-Compile = Callable[[Sequence[Candidate]], list[Compiled]]
-Own = Callable[[Choices], Candidate]
 
 
 class Search:
@@ -100,6 +51,7 @@ class Search:
       arguments: the bytes that the step is given, and that are on the device whatever the policy.
       most_compiled: how many steps may be compiled in all.
       most_runs: see `MOST_RUNS`.
+      scanned: whether different policies in a kind cut a scan, which costs what no prediction knows.
     """
 
     def __init__(
@@ -114,10 +66,11 @@ class Search:
         arguments: float = 0.0,
         most_compiled: int = MOST_COMPILED,
         most_runs: int | None = MOST_RUNS,
+        scanned: bool = False,
     ) -> None:
         self.guess, self.named, self.budget, self.host_budget = stack, tuple(named), budget, host_budget
         self.own, self._compile_them, self._most, self._most_runs = own, compile_them, most_compiled, most_runs
-        self.arguments = arguments
+        self.arguments, self._scanned = arguments, scanned and most_runs != 1
         self.timed_out = False
         self.tried: list[Tried] = []
         self._worth = _WORTH * stack.base_seconds
@@ -129,10 +82,19 @@ class Search:
         """The stack as all that was compiled shows it; `off` is another program and says nothing of it."""
         return self._fitted(self.budget)
 
-    def _fitted(self, near: float) -> Stack:
+    def _fitted(self, near: float, *, uncut: bool = False) -> Stack:
+        """With `uncut` as those show it in which all layers of a kind do the same."""
         told = [one for one in self.tried if one.candidate.name != "off" and one.compiled.device_bytes < FAILED]
+        told = [one for one in told if not (uncut and self._is_cut(one.candidate))]
         seen = [Seen(one.candidate.loads, one.compiled.device_bytes) for one in told]
         return fitted(self.guess, seen, near)
+
+    def _is_whole(self, candidate: Candidate) -> bool:
+        return not candidate.name and not self._is_cut(candidate)
+
+    def _is_cut(self, candidate: Candidate) -> bool:
+        loads = iter(candidate.loads)
+        return any(len(set(islice(loads, block.repeats))) > 1 for block in self.guess.blocks)
 
     @property
     def best(self) -> Tried | None:
@@ -216,13 +178,24 @@ class Search:
         Raises:
           InfeasibleBudget: none did; the message says the least that was reached.
         """
-        while (wanted := self._wanted()) and len(self.tried) < self._most:
-            self._compile(wanted[: self._most - len(self.tried)])
+        while (left := self._limit - len(self.tried)) > 0 and (wanted := self._wanted()):
+            self._compile(wanted[:left])
         found = self.best
         if found is None:
             least = self.smallest.compiled.device_bytes
             raise InfeasibleBudget(f"nothing fits in {self.budget!r} bytes; the least reached is {least}", least)
         return found
+
+    @property
+    def _limit(self) -> int:
+        """How many steps may be compiled, as far as is known now."""
+        best = self.best
+        if best is None or len(self.tried) < self._most or not self._much_is_left(best):
+            return self._most
+        return self._most if self.is_maximal(best) else min(len(self.tried) + 1, self._most + MORE_COMPILED)
+
+    def _much_is_left(self, best: Tried) -> bool:
+        return self.budget - best.compiled.device_bytes > _MUCH * self.budget
 
     def probe(self) -> bool:
         """Whether anything fits, by the leanest named policy, and by the planner's leanest where that does not."""
@@ -247,7 +220,8 @@ class Search:
             return []
         if self.tried:
             found += self._hopeful(stack, best)
-            if best is None or len(self.tried) < self._most - 1:
+            count = len(self.tried)
+            if best is None or count < self._most - 1 or self._most <= count < self._most + MORE_COMPILED - 1:
                 found += self._own(stack, best)
             if best is None:
                 found = self._with_leanest(stack, found)
@@ -288,12 +262,16 @@ class Search:
         return sorted(able, key=lambda one: one.seconds)[:1]
 
     def _own(self, stack: Stack, best: Tried | None) -> list[Candidate]:
-        """The planner's plan at the budget, and one between it and the best, should it be a little too large."""
+        """The planner's plan at the budget, and beside it one between it and the best, or one without a cut."""
         bold = self._solved(stack, self._within(self._share) if self.tried else self.budget, best)
-        if bold is None or not self.tried:
-            return [bold] if bold else []
-        wary = self._solved(stack, self._within(0.5 * self._share), best)
-        return [bold, wary] if wary else [bold]
+        if not self.tried:
+            found = [bold]
+        elif self._scanned and not any(self._is_whole(one.candidate) for one in self.tried):
+            # What cutting a scan costs is not predicted: a plan that cuts none is what is surest to fit.
+            found = [bold, self._solved(self._fitted(self.budget, uncut=True), self.budget, best, most_runs=1)]
+        else:
+            found = [bold, self._solved(stack, self._within(0.5 * self._share), best)]
+        return [one for one in found if one is not None]
 
     @property
     def _share(self) -> float:
@@ -306,10 +284,10 @@ class Search:
         low = min(self.best.compiled.device_bytes if self.best else self.smallest.compiled.device_bytes, self.budget)
         return low + share * (self.budget - low)
 
-    def _solved(self, stack: Stack, budget: float, best: Tried | None) -> Candidate | None:
+    def _solved(self, stack: Stack, budget: float, best: Tried | None, *, most_runs: int | None = None) -> Candidate | None:
         """The fastest within `budget` that was not compiled yet, and would be faster than the best."""
         for _ in range(4):
-            found = self.solve(stack, budget)
+            found = self.solve(stack, budget, most_runs=most_runs)
             if found is None or (best is not None and found.seconds > best.candidate.seconds - self._worth):
                 return None
             known = self.known(found)
@@ -323,8 +301,8 @@ class Search:
                 return None
         return None
 
-    def solve(self, stack: Stack, budget: float) -> Candidate | None:
-        """The planner's fastest within `budget`; None where nothing fits."""
+    def solve(self, stack: Stack, budget: float, *, most_runs: int | None = None) -> Candidate | None:
+        """The planner's fastest within `budget`, of as many runs as the search may have or fewer; None where nothing fits."""
         least = self._least(stack)
         fits = predicted(stack, least.loads) <= budget
         # With a limit on the host, the leanest may be one that offloads a part of what it could: the solver knows.
@@ -335,7 +313,7 @@ class Search:
                 stack,
                 budget,
                 self.host_left,
-                most_policies=self._most_runs,
+                most_policies=most_runs or self._most_runs,
                 gap=_GAP,
                 time_limit=_TIME_LIMIT,
                 node_limit=_NODE_LIMIT,
@@ -393,6 +371,8 @@ class Search:
             if not able:
                 break
             found = min(able, key=lambda one: one.seconds)
-        if found is best.candidate:
+        last = len(self.tried) >= (self._most + MORE_COMPILED if self._much_is_left(best) else self._most) - 1
+        if found is best.candidate or self.known(found) is not None or last:
+            faster = self._one_residual_more(best.candidate)
             return sorted(faster, key=lambda one: predicted(stack, one.loads))[:1]
         return [found]

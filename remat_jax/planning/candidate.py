@@ -1,0 +1,65 @@
+"""Ways to run a step: what their blocks do, what that costs by the estimate, and what the compiler said of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from remat_jax.planning.choices import Choices
+from remat_jax.planning.fitting import Loads
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run the step.
+
+    Attributes:
+      name: of a named policy; empty for the planner's own.
+      loads: what every single block does to memory; `off` is taken for keeping everything.
+      seconds: over a step that keeps everything, estimated.
+      choices: what every single block does with its residuals; None for a named policy.
+    """
+
+    name: str
+    loads: Loads
+    seconds: float
+    choices: Choices | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """In host memory, estimated."""
+        return sum(load.away for load in self.loads)
+
+    def is_same(self, other: Candidate) -> bool:
+        """Whether the two are one and the same program, as far as can be told."""
+        alike = (self.name == "off") == (other.name == "off") and self.loads == other.loads
+        return alike and math.isclose(self.seconds, other.seconds, rel_tol=1e-9, abs_tol=1e-15)
+
+
+FAILED = 2**62
+"""The device bytes of what could not be compiled."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler said of a candidate. `sound` is false where it must not be run."""
+
+    device_bytes: int
+    host_bytes: int
+    sound: bool = True
+    sizes: Any = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate that was compiled, and what had been expected of it."""
+
+    candidate: Candidate
+    compiled: Compiled
+    predicted_bytes: int
+
+
+Compile = Callable[[Sequence[Candidate]], list[Compiled]]
+Own = Callable[[Choices], Candidate]
