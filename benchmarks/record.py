@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def provenance(commit: str | None = None) -> dict[str, Any]:
     """Everything about this run that a figure depends on; `commit` where the sources have no git history beside them."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": sys.orig_argv,
+        "command": command(sys.orig_argv),
         "commit": commit or git_commit(),
         "gpus": gpus(),
         "versions": versions(),
@@ -30,6 +31,15 @@ def provenance(commit: str | None = None) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "environment": {name: os.environ[name] for name in FLAGS if name in os.environ},
     }
+
+
+def command(words: Sequence[str]) -> list[str]:
+    """The command line without what is of this machine alone: where Python is, and the folder for the result.
+
+    >>> command(["/home/me/.venv/bin/python3", "-m", "benchmarks.plan", "--output", "/tmp/out/mlp", "--resume"])
+    ['python3', '-m', 'benchmarks.plan', '--output', 'mlp', '--resume']
+    """
+    return [Path(word).name if word.startswith(("/", "~")) or ".venv" in word else word for word in words]
 
 
 def versions() -> dict[str, str]:

@@ -35,7 +35,7 @@ def job() -> Any:
     """Return the published model's training step as a workload: one image of 1328², 512 tokens of text, in bfloat16.
 
     The VAE makes 16 numbers of 8 x 8 pixels, and 2 x 2 of them are one token: 83 x 83 tokens. Plain gradient descent: the
-    state of Adam alone would be 82 GB more than one GPU has beside parameters and gradients.
+    state of Adam alone would be 82 GB, and an H200 has 68 left beside parameters and gradients.
 
     >>> sum(leaf.size for leaf in __import__("jax").tree.leaves(job().params)) // 10**6
     20430

@@ -69,6 +69,7 @@ def test_a_plan_that_loses_fails_the_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert holds(ROW) and not any(holds(ROW | change) for change in LOST)
     assert table([ROW]).splitlines()[1].split() == "demo 0.5 1.0 MiB 10.00 1.0 MiB 10.00 none fits yes".split()
     for found, code in (([ROW], 0), ([ROW, ROW | LOST[0]], 1)):
+        monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # main sets it; so it is put back
         monkeypatch.setattr(plan_torch, "rows", lambda name, sizes, budgets, found=found: found)
         assert main(["--only", "long", "--output", str(tmp_path)]) == code
     assert "NO" in capsys.readouterr().out and (tmp_path / "plan_torch.json").exists()

@@ -84,8 +84,9 @@ def _of_argument(mesh: AbstractMesh, given: Any, tree: Any, name: str) -> Any:
         specs = [given(path, leaf) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     else:
         try:
-            specs = jax.tree_util.tree_broadcast(given, tree, is_leaf=_is_spec)
-            specs = jax.tree.leaves(specs, is_leaf=_is_spec)
+            # None is a spec in what is given, and no leaf in the argument.
+            given = jax.tree.map(lambda one: PartitionSpec() if one is None else one, given, is_leaf=_is_spec)
+            specs = jax.tree.leaves(jax.tree_util.tree_broadcast(given, tree, is_leaf=_is_given), is_leaf=_is_given)
         except ValueError as error:
             raise ArgumentError(f"shardings for {name} are no pytree prefix of it: {error}") from error
     return jax.tree.unflatten(
@@ -98,7 +99,11 @@ def _of_argument(mesh: AbstractMesh, given: Any, tree: Any, name: str) -> Any:
 
 
 def _is_spec(value: Any) -> bool:
-    return value is None or isinstance(value, PartitionSpec | NamedSharding)
+    return value is None or _is_given(value)
+
+
+def _is_given(value: Any) -> bool:
+    return isinstance(value, PartitionSpec | NamedSharding)
 
 
 def _checked(mesh: AbstractMesh, given: Any, shape: tuple[int, ...], where: str) -> NamedSharding:
@@ -106,6 +111,14 @@ def _checked(mesh: AbstractMesh, given: Any, shape: tuple[int, ...], where: str)
     if not _is_spec(given):
         raise ArgumentError(
             f"shardings: {given!r} for {where}: expected a PartitionSpec, a NamedSharding, or None for replicated"
+        )
+    if isinstance(given, NamedSharding) and given.memory_kind not in (None, "device"):
+        raise UnsupportedError(
+            f"shardings: {given} for {where} is in {given.memory_kind}; on a mesh only device memory is served"
+        )
+    if isinstance(given, NamedSharding) and dict(given.mesh.shape) != dict(mesh.shape):
+        raise ArgumentError(
+            f"shardings: {given} for {where} is over another mesh than mesh={dict(mesh.shape)}; give its PartitionSpec"
         )
     spec = PartitionSpec() if given is None else given.spec if isinstance(given, NamedSharding) else given
     if len(spec) > len(shape):
@@ -138,11 +151,24 @@ def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) ->
     `optax.tree_map_params` says which array of the state belongs to which parameter.
     """
     everywhere = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
+    places = {
+        path: (leaf.shape, place)
+        for (path, leaf), place in zip(jax.tree.leaves_with_path(trained), jax.tree.leaves(shardings), strict=True)
+    }
 
-    def one(array: Any, parameter: Any, sharding: Any) -> Any:
-        return sharding if array.shape == parameter.shape else everywhere
+    def one(path: Any, array: Any) -> Any:
+        # A wrapper may mask a parameter (optax.masked), or have several arrays for one (sm3).
+        starts = (path[:length] for length in range(len(path), -1, -1))
+        shape, place = next((places[start] for start in starts if start in places), (None, everywhere))
+        return place if array.shape == shape else everywhere
 
-    return optax.tree_map_params(optimizer, one, state, trained, shardings, transform_non_params=lambda _: everywhere)
+    return optax.tree_map_params(
+        optimizer,
+        lambda part: jax.tree.map_with_path(one, part),
+        state,
+        transform_non_params=lambda _: everywhere,
+        is_leaf=lambda _: True,
+    )
 
 
 def under(mesh: AbstractMesh | None, function: Callable[..., Any]) -> Callable[..., Any]:

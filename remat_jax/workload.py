@@ -172,10 +172,11 @@ class Workload:
         of_params.__name__ = getattr(loss, "__name__", "loss")
         if not isinstance(batch, tuple):
             raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
-        if isinstance(options.get("shardings"), tuple):
-            # What is no parameter is on every device.
-            first, *others = options["shardings"]
-            options["shardings"] = (first, None, *others)
+        if options.get("mesh") is not None and options.get("shardings") is not None:
+            # Here, so that an error counts the arguments as the caller does. What is no parameter is on every device.
+            described = _structs(params, "params"), _structs(batch, "batch")
+            of_state, of_batch = argument_shardings(as_mesh(options["mesh"]), options["shardings"], *described)
+            options["shardings"] = (of_state, None, *of_batch)
         return cls(of_params, params, (rest, *batch), blocks, **options)
 
     # --- what is measured ---------------------------------------------------------------------------------------------
@@ -345,6 +346,8 @@ def _on_mesh(
         raise ArgumentError(f"{given} without {lacking}: they belong together; give both, or neither for a single device")
     if isinstance(optimizer, OffloadedOptimizer):
         raise UnsupportedError("optimizer: an offloaded optimizer on a mesh is not served; give the optimizer itself")
+    if any(compat.is_on_host(leaf) for leaf in jax.tree.leaves((params, batch))):
+        raise UnsupportedError("params or batch: arrays in host memory on a mesh are not served; give them in device memory")
     found = as_mesh(mesh)
     of_params, of_batch = argument_shardings(found, shardings, params, batch)
     return found, (of_params, *of_batch)

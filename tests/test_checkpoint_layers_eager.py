@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
@@ -15,8 +16,9 @@ import pytest
 from flax import nnx
 
 import remat_jax as rj
+from remat_jax import compat
 from remat_jax.apply import kept_programs
-from tests.small_models import Linear, Mlp, Stack, assert_bit_equal, assert_same, equations, make_loss, values
+from tests.small_models import Linear, Mlp, Stack, assert_bit_equal, assert_same, make_loss, to_host, values
 
 MIXED = "1 x full | 2 x dots"
 _compiled: list[str] = []
@@ -224,4 +226,116 @@ def test_programs_that_are_kept_offload_what_they_say() -> None:
     fn = rj.checkpoint_blocks(loss, {Mlp: "1 x full | 2 x offload_inputs"})
     for _ in range(2):
         assert_same(jax.grad(fn)(params, x), jax.grad(loss)(params, x), 1e-5)
-    assert any(eqn.primitive.name == "device_put" for eqn, _ in equations(jax.grad(fn), params, x))
+    kept = compat.jaxpr_function(kept_programs._programs[-1].resolved)
+    sent = to_host(jax.grad(lambda *args: kept(*args)[0]), *jax.tree.leaves((params, x)))
+    assert sent and sent == to_host(jax.grad(fn), params, x)
+
+
+@dataclasses.dataclass(eq=False)
+class Times:
+    """Equal field by field to another, and not the same."""
+
+    field: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.factor = 1.0
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        return np.float32(x * self.factor)
+
+
+def test_a_callback_is_that_of_this_call() -> None:
+    loss, params, x = make_loss(layers=3)
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    factor = 1.0
+
+    def called_back(params: Any, x: jax.Array) -> jax.Array:
+        times = Times()
+        times.factor = factor
+        found: jax.Array = jax.pure_callback(times, number, loss(params, x))
+        return found
+
+    fn = rj.checkpoint_blocks(called_back, {Mlp: MIXED})
+    once = float(fn(params, x))
+    factor = 2.0
+    assert float(fn(params, x)) == pytest.approx(2 * once)
+
+
+def test_a_rule_that_another_rule_calls_is_that_of_this_call() -> None:
+    loss, params, x = make_loss(layers=3)
+    slopes = [1.0]
+
+    def ruled(params: Any, x: jax.Array) -> jax.Array:
+        @jax.custom_jvp
+        def inner(value: jax.Array) -> jax.Array:
+            return jnp.exp(value)
+
+        @jax.custom_jvp
+        def outer(value: jax.Array) -> jax.Array:
+            return jnp.exp(value)
+
+        inner.defjvp(lambda primals, tangents: (inner(*primals), slopes[-1] * tangents[0]))
+        outer.defjvp(lambda primals, tangents: (outer(*primals), tangents[0] * inner(*primals)))
+        return outer(1e-3 * loss(params, x))
+
+    def second(fn: Callable[..., Any]) -> float:
+        gradient = jax.grad(fn, argnums=1)
+        return float(jnp.sum(jax.jvp(lambda x: gradient(params, x), (x,), (x,))[1]))
+
+    fn = rj.checkpoint_blocks(ruled, {Mlp: MIXED})
+    found = []
+    for slope in (1.0, 5.0):
+        slopes.append(slope)
+        found.append(second(fn))
+        assert found[-1] == pytest.approx(second(ruled), rel=1e-4)
+    assert found[0] != pytest.approx(found[1], rel=1e-2)
+
+
+def test_a_rule_that_raises_is_not_asked_where_nobody_differentiates() -> None:
+    loss, params, x = make_loss(layers=3)
+
+    def raising(params: Any, x: jax.Array) -> jax.Array:
+        @jax.custom_jvp
+        def same(value: jax.Array) -> jax.Array:
+            return value
+
+        @same.defjvp
+        def rule(primals: Any, tangents: Any) -> Any:
+            raise TypeError("it has no derivative")
+
+        found: jax.Array = same(loss(params, x))
+        return found
+
+    fn = rj.checkpoint_blocks(raising, {Mlp: MIXED})
+    assert float(fn(params, x)) == float(fn(params, x)) == pytest.approx(float(loss(params, x)), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp", "callback"])
+def test_what_a_function_in_the_program_closes_over_is_not_kept_alive(kind: str) -> None:
+    loss, params, x = make_loss(layers=3)
+
+    def run(array: jax.Array) -> None:
+        def fn(params: Any, x: jax.Array) -> jax.Array:
+            value = loss(params, x)
+            if kind == "callback":
+                jax.debug.callback(lambda _: array.shape, value)
+                return value
+            same: Any = (jax.custom_vjp if kind == "custom_vjp" else jax.custom_jvp)(lambda one: one * 1.0)
+            if kind == "custom_vjp":
+                same.defvjp(lambda one: (one, None), lambda _, cotangent: (cotangent * array[0],))
+            else:
+                same.defjvp(lambda primals, tangents: (primals[0] * 1.0, tangents[0] * array[0]))
+            found: jax.Array = same(value)
+            return found
+
+        jax.block_until_ready(jax.grad(rj.checkpoint_blocks(fn, {Mlp: MIXED}))(params, x))
+
+    before, alive = len(kept_programs._programs), []
+    for number in range(2):
+        array = jnp.arange(4.0) + number
+        alive.append(weakref.ref(array))
+        run(array)
+        del array
+    jax.clear_caches()
+    gc.collect()
+    assert len(kept_programs._programs) <= before and [one() for one in alive] == [None, None]

@@ -53,6 +53,7 @@ class Run:
         self.provenance = provenance(options.commit)
         self.on_device = ON_CPU if options.dry_run else JAX_ON_GPU | {"JAX_COMPILATION_CACHE_DIR": str(folder / "xla")}
         self.calibration = ""
+        self.crashed = False
 
     @property
     def remaining(self) -> float:
@@ -101,6 +102,7 @@ class Run:
             if planner.poll() is None:
                 child.stop(planner)
         if planner.returncode:
+            self.crashed = True
             print(f"{model}: the planner ended with exit status {planner.returncode}", file=sys.stderr)
 
     def nominal(self) -> str:
@@ -218,7 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in run.rows:
         if problem := row.get("error") or row.get("refused"):
             print(f"{row['model']}, {row['policy']}: {problem}")
-    failed = any("error" in row for row in run.rows) or not run.rows
+    unrun = [row for row in run.rows if "error" in row or (row["kind"] == "plan" and "step_seconds" not in row)]
+    failed = bool(run.crashed or unrun or not run.rows)
     lost = any(found["slower"] or found["over_budget"] for found in result["models"].values())
     return 1 if failed or (lost and not options.dry_run) else 0
 

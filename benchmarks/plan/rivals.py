@@ -68,7 +68,8 @@ class Rival:
         """Plain data; policies by block as text by the block's name."""
         policy = self.policy
         if isinstance(policy, Mapping):
-            policy = {block.__name__: text for block, text in policy.items()}
+            # As they were read back they are names already.
+            policy = {getattr(block, "__name__", block): text for block, text in policy.items()}
         return vars(self) | {"policy": policy}
 
 

@@ -60,7 +60,8 @@ def train_torch(pair: Pair, mode: str, checkpoint_forward: Callable[..., Any], b
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    kept = {"device": saved.device_bytes + saved.input_bytes, "host": saved.host_bytes}
+    # Without parameters and batch, as in JAX.
+    kept = {"device": saved.device_bytes, "host": saved.host_bytes}
     return {"losses": losses, "offered": receipt.bytes_offered, **kept}
 
 

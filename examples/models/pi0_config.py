@@ -73,9 +73,14 @@ class Pi0Config:
                 f"widths={self.widths}, mlp_dims={self.mlp_dims}: expected two numbers each, the language model's and the "
                 "action expert's"
             )
-        for name in ("depth", "vision_depth", "num_images", "horizon", "action_dim"):
+        sizes = ("depth", "num_heads", "head_dim", "vision_width", "vision_mlp_dim", "vision_depth", "image_size", "num_images")
+        for name in (*sizes, "vocab_size", "horizon", "action_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1, the model has all its parts")
+        if min(*self.widths, *self.mlp_dims) < 1:
+            raise ValueError(
+                f"widths={self.widths}, mlp_dims={self.mlp_dims}: expected at least 1 each, both experts are there"
+            )
         divisions = (("num_kv_heads", self.num_heads), ("vision_heads", self.vision_width), ("patch_size", self.image_size))
         for name, whole in divisions:
             if getattr(self, name) < 1 or whole % getattr(self, name):
@@ -138,9 +143,18 @@ def check_shapes(config: Pi0Config, observation: Observation, actions: Any, time
     Raises:
         ValueError: naming every argument that has one.
     """
+    given = observation._asdict() | {"actions": actions, "time": time}
+    absent = [name for name, one in given.items() if not hasattr(one, "shape")]
+    if absent:
+        raise ValueError(f"{', '.join(absent)}: expected arrays; give zeros for what is not read")
+    if not jnp.issubdtype(observation.images.dtype, jnp.floating):
+        raise ValueError(
+            f"images have dtype {observation.images.dtype}, expected floating point: divide by 127.5 and subtract 1"
+        )
+    if len(actions.shape) != 3:
+        raise ValueError(f"actions has shape {actions.shape}, expected (batch, horizon, action_dim)")
     expected_observation, expected_actions, expected_time, _ = config.shapes(actions.shape[0])
     expected = expected_observation._asdict() | {"actions": expected_actions, "time": expected_time}
-    given = observation._asdict() | {"actions": actions, "time": time}
     wrong = [
         f"{name} has shape {given[name].shape}, expected {struct.shape}"
         for name, struct in expected.items()

@@ -61,8 +61,9 @@ class QwenImageConfig:
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}: choose a divisor")
-        if sum(self.rope_axes) != self.head_dim or any(axis < 0 or axis % 2 for axis in self.rope_axes):
-            raise ValueError(f"rope_axes={self.rope_axes}: expected even numbers whose sum is a head's width, {self.head_dim}")
+        three = len(self.rope_axes) == 3 and sum(self.rope_axes) == self.head_dim
+        if not three or any(axis < 0 or axis % 2 for axis in self.rope_axes):
+            raise ValueError(f"rope_axes={self.rope_axes}: expected three even numbers whose sum is {self.head_dim}, a head")
 
     @property
     def head_dim(self) -> int:
@@ -211,6 +212,8 @@ class QwenImage(nn.Module):
         self, latents: jax.Array, text: jax.Array, time: jax.Array, grids: tuple[Grid, ...], mask: jax.Array | None
     ) -> None:
         """Raise `ValueError` where shapes do not fit; the axis that is wrong would broadcast, or fail far from here."""
+        if not grids or any(not hasattr(grid, "__len__") or len(grid) != 3 or min(grid) < 1 for grid in grids):
+            raise ValueError(f"grids={grids}: expected (frames, rows, columns) for each image, as in ((1, 2, 3),)")
         batch, tokens = latents.shape[0], sum(frames * rows * columns for frames, rows, columns in grids)
         expected = (batch, tokens, self.config.in_channels)
         if latents.shape != expected:

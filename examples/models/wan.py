@@ -61,7 +61,9 @@ class WanConfig:
     query_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.hidden_size % self.num_heads:
+        if len(self.patch) != 3 or min(self.patch) < 1:
+            raise ValueError(f"patch={self.patch}: expected frames, rows and columns, at least 1 each")
+        if min(self.num_heads, self.hidden_size) < 1 or self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}: choose a divisor")
         if self.head_dim % 2:
             raise ValueError(

@@ -116,6 +116,8 @@ BAD = [
     ({"vision_heads": 5}, "vision_heads.*5.*32"),
     ({"head_dim": 15}, "head_dim.*15.*even"),
     ({"vision_depth": 0}, "vision_depth.*0.*at least 1"),
+    ({"num_heads": 0}, "num_heads.*0.*at least 1"),
+    ({"widths": (64, 0)}, "widths.*at least 1"),
     ({"widths": (64,)}, r"widths.*\(64,\).*two"),
 ]
 

@@ -23,7 +23,8 @@ def checkpoint_blocks(fn: Callable[..., Any], policies: Mapping[Block, Any]) -> 
         `LayerPolicies` (or their text): the i-th call of the block, in forward order, then runs under the i-th policy. A scan
         over the blocks is cut into one for each run of equal policies; parameters and results stay what they are. `fn` must
         then be a function that can be traced, and that takes no gradient of the blocks itself. A call that is not under `jit`
-        traces it every time, and compiles what no earlier call did.
+        traces it every time, and compiles what no earlier call did; all of it where a `custom_vjp`, a callback or a policy of
+        `jax.checkpoint` is inside.
 
     Raises:
       ArgumentError, PolicyError: at once, for what is no function, a wrong key or value.

@@ -2,7 +2,9 @@
 
 The function itself is traced in every call: what it reads from outside (a model that it closes over, a random number of
 NumPy's, the time) must not be that of an earlier call. Only where this gives the same program as before is the one with
-policies taken from there, and with it what JAX has compiled of it. What is kept are programs without arrays.
+policies taken from there, and with it what JAX has compiled of it. What is kept are programs without arrays, and without
+functions that could close over some or do what the program does not say: callbacks, rules of a `custom_vjp`, policies of
+`jax.checkpoint`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from remat_jax import compat
 from remat_jax.apply import layered
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.layer_marks import Block
-from remat_jax.graph.alike import Original, holds_arrays
+from remat_jax.graph.alike import Original, has_plain_rules, holds_arrays, holds_functions
 from remat_jax.graph.walk import interpret, retrace
 
 _MOST = 32
@@ -50,9 +52,12 @@ _programs: tuple[_Program, ...] = ()
 def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: Audit) -> tuple[list[Any], Counter[Block]]:
     """`layered.evaluate`, which compiles nothing that was compiled for the same program before."""
     jaxpr, consts = compat.hoist_consts(jaxpr)
-    if compat.is_staging() or compat.uses_references(jaxpr) or holds_arrays(jaxpr):
+    if compat.is_staging() or compat.uses_references(jaxpr) or holds_arrays(jaxpr) or holds_functions(jaxpr):
         return layered.evaluate(jaxpr, [*consts, *args], blocks, audit)
-    program = _found(jaxpr, blocks) or _made(jaxpr, blocks)
+    program = _found(jaxpr, blocks)
+    if program is None and not has_plain_rules(jaxpr):
+        return layered.evaluate(jaxpr, [*consts, *args], blocks, audit)
+    program = program or _made(jaxpr, blocks)
     _keep(program)
     audit.add(program.audit)
     return compat.jaxpr_function(program.resolved)(*consts, *args), program.counts

@@ -60,8 +60,9 @@ def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterato
         else 'Use policy "full", which keeps no more on the device, or offload other residuals'
     )
     problems = []
-    if receipt.offered_bytes is not None and receipt.host_bytes < receipt.offered_bytes:
-        problems.append(f"of {receipt.offered_bytes} bytes offered to the host only {receipt.host_bytes} are there")
+    there = receipt.host_bytes * report.devices
+    if receipt.offered_bytes is not None and there < receipt.offered_bytes:
+        problems.append(f"of {receipt.offered_bytes} bytes offered to the host only {there} are there")
     if receipt.returned_bytes is not None and receipt.returned_bytes <= 0:
         problems.append(f"the device needs {-receipt.returned_bytes} bytes more than with all of that saved on it")
     for problem in problems:
@@ -80,6 +81,8 @@ def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterato
 def pinned_pool(observed: Observed, host_bytes: int | None = None) -> Iterator[Finding]:
     """More host memory than the pool of pinned memory has; the residuals alone, where nothing was compiled."""
     if host_bytes is None:
+        if observed.workload.mesh is not None:
+            return  # the residuals are those of all devices
         host_bytes = observed.residuals.host_bytes if observed.residuals else 0
     given = os.environ.get(PINNED_POOL, "")
     limit = (int(given) if given.strip().isdigit() else PINNED_POOL_DEFAULT) * 2**30
@@ -111,7 +114,8 @@ def last_block_offloaded(observed: Observed, target: Target) -> Iterator[Finding
 
 def xla_rematerialization(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
     """XLA's own pass, which recomputes what the policy keeps where the step is too large for the device."""
-    asked = report.argument_bytes + report.output_bytes - report.alias_bytes + (report.residual_device_bytes or 0)
+    kept = (report.residual_device_bytes or 0) // report.devices
+    asked = report.argument_bytes + report.output_bytes - report.alias_bytes + kept
     # Far below the device's memory the pass does not begin, and a compilation would be for nothing.
     if target.memory_bytes is None or max(asked, report.device_bytes) < target.memory_bytes / 2:
         return
@@ -153,8 +157,9 @@ def copies_not_hidden(observed: Observed, report: MemoryReport, target: Target, 
     waited = report.overlap
     if waited is None or _SCHEDULER.search(os.environ.get("XLA_FLAGS", "")):
         return
-    # What nothing could cover is the policy's own price.
-    if (waited.coverable - waited.covered) * (waited.out.seconds + waited.back.seconds) < LARGE * waited.step_seconds:
+    # Not by what is `coverable`: a schedule that waits for every copy where it starts leaves no compute to count. What nothing
+    # could cover, the policy's own price, shows below as no gain.
+    if waited.step_seconds - waited.compute_seconds < LARGE * waited.step_seconds:
         return
     other = _compiled(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": True})
     if other.overlap is not None and _is_faster(other.overlap, waited):
@@ -162,10 +167,10 @@ def copies_not_hidden(observed: Observed, report: MemoryReport, target: Target, 
             "copies_not_hidden",
             report.policy,
             "",
-            f"on {target.name} compute covers {waited.covered * 100:.1f} % of the copies' time and could cover "
-            f"{waited.coverable * 100:.1f} %: the modelled step takes {waited.step_seconds * 1e3:.3g} ms, and with XLA's "
-            f"latency-hiding scheduler {other.overlap.step_seconds * 1e3:.3g} ms (device: {format_bytes(report.device_bytes)} "
-            f"and {format_bytes(other.device)})",
+            f"on {target.name} compute covers {waited.covered * 100:.1f} % of the copies' time, and with XLA's latency-hiding "
+            f"scheduler {other.overlap.covered * 100:.1f} %: the modelled step takes {waited.step_seconds * 1e3:.3g} ms and "
+            f"{other.overlap.step_seconds * 1e3:.3g} ms (device: {format_bytes(report.device_bytes)} and "
+            f"{format_bytes(other.device)})",
             f"Set XLA_FLAGS={SCHEDULER}=true where the memory allows it, and measure with it",
         )
 

@@ -91,7 +91,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     if not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload")
     check_timeout(timeout)
-    described = target_named(target) if isinstance(target, str) else target
+    described = target if target is None or isinstance(target, Target) else target_named(target)
     if described is not None and described.kind != "gpu":
         raise ArgumentError(
             f"target={described.name!r} is no GPU: the traps that compiling shows are those of GPUs; leave it out"

@@ -11,8 +11,9 @@ import numpy as np
 from remat_jax import compat
 from remat_jax.graph.walk import equations
 
-# How many rules may stand in each other.
+# How many rules may stand in each other; what differs only in deeper ones is not seen, if the functions are alike.
 _DEEPEST = 3
+_RULE = "jvp_jaxpr_fun"
 
 
 class Original:
@@ -37,6 +38,31 @@ def holds_arrays(jaxpr: Any) -> bool:
     inner = (value for eqn in equations(jaxpr) for value in eqn.params.values())
     programs = (one for value in inner for one in (value if isinstance(value, tuple) else (value,)) if compat.is_jaxpr(one))
     return any(compat.closed(one).consts for one in (jaxpr, *programs))
+
+
+def holds_functions(jaxpr: Any) -> bool:
+    """Whether a function stands among the parameters of the closed `jaxpr`, but for the rules of a `custom_jvp`.
+
+    A callback, the rules of a `custom_vjp`, a policy of `jax.checkpoint`: what they do and which arrays they keep alive the
+    program does not say.
+    """
+    return any(
+        callable(value) and not isinstance(value, type | jax.sharding.Mesh) and key != _RULE and not compat.is_jaxpr(value)
+        for eqn in equations(jaxpr)
+        for key, value in eqn.params.items()
+    )
+
+
+def has_plain_rules(jaxpr: Any, depth: int = 0) -> bool:
+    """Whether the rules of every `custom_jvp` in the closed `jaxpr` can be traced, and hold neither arrays nor functions."""
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name == "custom_jvp_call":
+            rule = _rule(eqn)
+            if rule is None or holds_arrays(rule) or holds_functions(rule):
+                return False
+            if depth < _DEEPEST and not has_plain_rules(rule, depth + 1):
+                return False
+    return True
 
 
 class _Comparison:
@@ -72,7 +98,7 @@ class _Comparison:
         if one.source_info.name_stack != other.source_info.name_stack or not _read_alike(names, one.invars, other.invars):
             return False
         different = [key for key, value in one.params.items() if not self._values(value, other.params[key])]
-        if one.primitive.name == "custom_jvp_call" and different == ["jvp_jaxpr_fun"] and not one.params["symbolic_zeros"]:
+        if one.primitive.name == "custom_jvp_call" and different == [_RULE] and not one.params["symbolic_zeros"]:
             return self._rules_alike(one, other)
         return not different
 
@@ -85,7 +111,8 @@ class _Comparison:
             return False
         if isinstance(one, tuple | list):
             return len(one) == len(other) and all(map(self._values, one, other))
-        if dataclasses.is_dataclass(one):
+        # Of a callable its own equality counts: that of `eq=False` is identity, and what it does is not all in its fields.
+        if dataclasses.is_dataclass(one) and not callable(one):
             fields = [field.name for field in dataclasses.fields(one)]
             return all(self._values(getattr(one, name), getattr(other, name)) for name in fields)
         if isinstance(one, float | complex):
@@ -95,10 +122,8 @@ class _Comparison:
 
     def _rules_alike(self, one: Any, other: Any) -> bool:
         function = one.params["call_jaxpr"]
-        if any(self.programs(outer, function) for outer in self.around):
-            return True
         if len(self.around) == _DEEPEST:
-            return False
+            return any(self.programs(outer, function) for outer in self.around)
         if id(one) not in self.rules:
             self.rules[id(one)] = _rule(one)
         known, traced = self.rules[id(one)], _rule(other)
@@ -107,7 +132,7 @@ class _Comparison:
 
 
 def _rule(eqn: Any) -> Any:
-    """What the derivative rule of an equation is traced to; None where it speaks over an axis that is not there."""
+    """What the derivative rule of an equation is traced to; None where it cannot be: over an axis that is not there, say."""
     primals = [atom.aval for atom in eqn.invars]
 
     def push(primals: list[Any], tangents: list[Any]) -> Any:
@@ -115,7 +140,8 @@ def _rule(eqn: Any) -> Any:
 
     try:
         return jax.make_jaxpr(push)(primals, [aval.to_tangent_aval() for aval in primals])
-    except NameError:
+    except Exception:
+        # The rule is the user's, and nobody may have asked for a derivative: one that raises is like no other.
         return None
 
 

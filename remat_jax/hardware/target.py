@@ -199,6 +199,7 @@ def _read_target(name: str, given: object) -> Target:
             f"figure: {sorted(sourced - stated)}. Say under [{name}.source] where each figure is from."
         )
     _check_measured(name, entry.get("measured", {}))
+    _check_figures(name, entry)
     facts = dict(entry)
     compiler = facts.pop("compiler", None)
     described = describe(facts, compiler, name) if compiler is not None else None
@@ -213,6 +214,21 @@ def _as_table(name: str, value: object) -> dict[str, Any]:
     return value
 
 
+def _check_figures(name: str, entry: dict[str, Any]) -> None:
+    figures: dict[str, Any] = {
+        key: entry[key] for key in ("memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s") if key in entry
+    }
+    figures |= {f"peak_flops.{dtype}": rate for dtype, rate in entry.get("peak_flops", {}).items()}
+    wrong = _not_positive(figures)
+    if wrong:
+        raise TargetError(
+            f"target table [{name}]: {wrong}; sizes are positive numbers of bytes, rates positive numbers per second."
+        )
+    kinds = entry.get("device_kinds", [])
+    if not isinstance(kinds, list) or not all(isinstance(one, str) for one in kinds):
+        raise TargetError(f"target table [{name}]: device_kinds={kinds!r}; write a list of texts.")
+
+
 def _check_measured(name: str, given: object) -> None:
     """Refuse what `Rates` would, with the name of the table; a table without measured figures has none to refuse."""
     measured = _as_table(f"{name}.measured", given)
@@ -225,7 +241,7 @@ def _check_measured(name: str, given: object) -> None:
         )
     rates = {f"flops.{dtype}": rate for dtype, rate in flops.items()}
     rates |= {key: rate for key, rate in measured.items() if key not in ("flops", "source", "hidden_share")}
-    wrong = {key: rate for key, rate in rates.items() if not _is_figure(rate) or not 0 < rate < float("inf")}
+    wrong = _not_positive(rates)
     share = measured.get("hidden_share", 1.0)
     if not _is_figure(share) or not 0 <= share <= 1:
         wrong["hidden_share"] = share
@@ -233,6 +249,10 @@ def _check_measured(name: str, given: object) -> None:
         raise TargetError(
             f"target table [{name}.measured]: {wrong}; rates are positive numbers per second, hidden_share is from 0 to 1."
         )
+
+
+def _not_positive(figures: dict[str, Any]) -> dict[str, Any]:
+    return {key: one for key, one in figures.items() if not _is_figure(one) or not 0 < one < float("inf")}
 
 
 def _is_figure(value: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -195,11 +196,14 @@ def _answers(
     side_by_side = max(1, min(len(entries), os.cpu_count() or 1, MOST_CHILDREN))
     environment = compiler_environment(target)
 
+    ends = time.monotonic() + timeout
+
     def asked(part: Sequence[dict[str, Any]], number: int) -> dict[str, dict[str, Any]]:
+        left = max(1.0, min(timeout, ends - time.monotonic()))
         request = {"programs": part, "compiler_description": target.compiler_description, "devices": target.devices}
         request["hosts"] = target.hosts
         keys, log = [entry["key"] for entry in part], folder / f"stderr_{number}"
-        return ask(Question(CHILD, request, keys, f"compiling for target={target.name!r}", environment, timeout, log), tell)
+        return ask(Question(CHILD, request, keys, f"compiling for target={target.name!r}", environment, left, log), tell)
 
     def run(number: int) -> dict[str, dict[str, Any]]:
         part = entries[number::side_by_side]

@@ -30,6 +30,6 @@ def check_devices(workload: Workload, target: Target) -> None:
         axes = ", ".join(f"{name}={size}" for name, size in workload.mesh.shape.items())
         raise ArgumentError(
             f"target={target.name!r} is {target.devices} device{'s' * (target.devices > 1)}, and the mesh of {workload.name!r} "
-            f"({axes}) has {workload.mesh.size}: ask for as many, such as '{workload.mesh.size}xh200' in one host or "
-            "'8x8xh200' in eight, or change the mesh"
+            f"({axes}) has {workload.mesh.size}: ask for as many, such as '{workload.mesh.size}xh200' in one host "
+            "('8x8xh200' are 64 in eight hosts), or change the mesh"
         )

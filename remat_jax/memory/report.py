@@ -19,7 +19,8 @@ class Receipt:
       host_bytes: what the compiled step keeps in host memory.
       returned_bytes: how much less device memory it needs than under the same policy with `save` for `offload`
         (an offloaded input: kept where it is); None where that was not compiled.
-      warnings: what did not happen as asked, in plain words; empty when all is well.
+      warnings: what did not happen as asked, in plain words; empty when all is well. On a mesh a residual that every device has
+        whole counts once for each in host memory, so that another one that is missing there may go unseen.
     """
 
     offered_bytes: int | None

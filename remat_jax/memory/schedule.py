@@ -68,9 +68,11 @@ class Overlap:
       out, back: the copies from device to host and from host to device.
       compute_seconds: compute alone.
       step_seconds: compute and what it waits for copies.
-      coverable_seconds: what compute could cover of the copies of both directions: of each what is `available`, less what an
-        array's own way cannot have. It leaves after it is made and is back before it is read, one after the other: between the
-        two there must be compute for each copy, and for both; what the last block offloads has hardly any.
+      coverable_seconds: what compute could cover of the copies of both directions, with the first start and the last wait of
+        each where this schedule has them: of each what is `available`, less what an array's own way cannot have. A schedule
+        that starts late or waits early has less: compare `step_seconds` across schedules. An array leaves after it is made and
+        is back before it is read, one after the other: between the two there must be compute for each copy, and for both; what
+        the last block offloads has hardly any.
     """
 
     out: Copies

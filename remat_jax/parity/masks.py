@@ -77,7 +77,8 @@ def through(name: str, facts: Sequence[Fact]) -> Fact:
         return facts[0]
     if name in _KEEPS and facts:
         values = {fact.value for fact in facts}
-        added = facts[0].added and name not in _MIXES
+        # Sums and bounds of masks that are to be added are such masks still.
+        added = any(one.added for one in (facts if name in _MIXES else facts[:1]))
         return Fact(_agreed(fact.signs for fact in facts), values.pop() if len(facts) == 1 else None, added)
     return NOTHING
 

@@ -80,16 +80,19 @@ def _masks(case: Case, torch_model: Any, dtype: str, step: Step) -> Iterator[Dif
         theirs = torch_masks(lambda: case.torch_call(model, *args, **kwargs), {name: arrays[name] for name in ours}, added)
     words = {1: "shown", -1: "hidden"}
     for path, name, sign in opposed(theirs, ours):
-        yield Difference(path, f"a position where {name} is {shows[name]}", words[-sign], words[sign])
+        which = name if case.inputs.positional is None else f"input {name}"
+        yield Difference(path, f"a position where {which} is {shows[name]}", words[-sign], words[sign])
 
 
 def _shows(array: Any) -> int | None:
     """The number by which an array may say that a position is shown, if it may be a mask: 1, or 0 where it is to be added.
 
-    >>> _shows(np.array([True, False])), _shows(np.array([0.0, -np.inf])), _shows(np.array([0.5]))
-    (1, 0, None)
+    >>> _shows(np.array([True, False])), _shows(np.array([0.0, -np.inf])), _shows(np.array([0.5])), _shows(np.zeros(2))
+    (1, 0, None, None)
     """
     values = np.unique(np.asarray(array, np.float64)) if array.dtype.kind != "c" else np.ones(1) / 2
+    if is_floating(array.dtype) and set(values) <= {0}:
+        return None  # of 0 and 1, or to be added: nothing tells
     if set(values) <= {0, 1}:
         return 1
     return 0 if all(value == 0 or value <= FAR for value in values) else None

@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,7 +134,7 @@ class Model:
 
         cost = np.asarray(self._cost)
         scale = _LARGEST_COST / max(np.abs(cost).max(), 1e-300) if cost.any() else 1.0
-        with _standard_output_left_alone():
+        with _ONE_AT_A_TIME, _standard_output_left_alone():
             found = milp(
                 cost * scale,
                 integrality=np.asarray(self._whole),
@@ -220,6 +221,10 @@ class Model:
 
         scaled = self._scaled()
         return LinearConstraint(self._matrix(), [row[1] for row in scaled], [row[2] for row in scaled]) if scaled else ()
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Standard output is the whole process's: two threads that put it aside could not both put it back."""
 
 
 @contextmanager

@@ -68,7 +68,8 @@ def largest_batch(
     limit must be, the next one asked lies there. Only the leanest step is compiled of each, until the plan for the largest.
 
     Args:
-      make_workload: gives the workload of a batch size, a whole number from 1 on; more must not need less memory.
+      make_workload: gives the workload of a batch size, a whole number from 1 on; more must not need less memory. On a mesh it
+        is asked for sizes that do not divide: let it take the batch of one device, and multiply.
       budget, target, host_budget: as for `plan`.
       start: the first batch to ask.
       timeout: seconds that the compilations of one batch may take.

@@ -22,6 +22,9 @@ def divided(program: Program, shares: Shares) -> Program:
     from, and parameters are taken whole: they are gathered where they are read. An equation is divided as that of its arrays
     which is divided most. The two passes are, as the forward pass up to the residuals is.
     """
+    if not program.flat.eqns:
+        # No backward pass reaches it: nothing is known of it but how the others are divided.
+        return replace(program, forward=_scaled(program.forward, {}, shares.mean))
     before = flat_cost(program.flat.eqns, program.flat.outputs)
     known = {array: share for array in program.arrays if (share := _said(array, shares)) is not None}
     parameters = set(program.flat.inputs) - set(program.inputs.values())

@@ -34,7 +34,8 @@ def check_arguments_fit(workload: Workload, budget: int) -> None:
         held = {name: size for name, size in sizes.most_common() if size}
         raise InfeasibleBudget(
             f"budget={budget} ({format_bytes(budget)}) is less than what a step of {workload.name!r} is given, before it "
-            f"computes anything: {format_bytes(sizes.total())}, of which {_listed(held)}. {remedy(held)}",
+            f"computes anything: {format_bytes(sizes.total())}, of which {_listed(held)}. "
+            f"{remedy(held, on_mesh=workload.mesh is not None)}",
             sizes.total(),
             held,
         )
@@ -57,13 +58,20 @@ def _arguments(workload: Workload) -> Counter[str]:
 def infeasible(workload: Workload, search: Search, budget: int, host_budget: int | None, target: Target) -> InfeasibleBudget:
     """The error that says the least that was reached, and what takes it."""
     least = search.smallest
+    if host_budget is not None and least.compiled.host_bytes > host_budget:
+        return InfeasibleBudget(
+            f"host_budget={host_budget} ({format_bytes(host_budget)}): no policy of {workload.name!r} keeps within it; "
+            f"{format_bytes(least.compiled.host_bytes)} are in host memory, an offloaded optimizer's state among them. Allow "
+            "more, or offload a smaller share of the state: rj.offload_optimizer(tx, fraction=…).",
+            least.compiled.device_bytes,
+        )
     held = held_by(workload, least.compiled.sizes) if isinstance(least.compiled.sizes, Sizes) else {}
     host = f" with host_budget={host_budget} ({format_bytes(host_budget)})" if host_budget is not None else ""
     name = least.candidate.name or "a plan of its own"
     return InfeasibleBudget(
         f"budget={budget} ({format_bytes(budget)}){host}: no policy of {workload.name!r} fits on {target.name}. The least that "
         f"was reached, compiled, is {format_bytes(least.compiled.device_bytes)}, by {name}. It is held up by {_listed(held)}. "
-        f"{remedy(held)}",
+        f"{remedy(held, on_mesh=workload.mesh is not None)}",
         least.compiled.device_bytes,
         held,
     )
@@ -92,7 +100,7 @@ def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def remedy(held: dict[str, int]) -> str:
+def remedy(held: dict[str, int], *, on_mesh: bool = False) -> str:
     """What can be done about the largest of them."""
     largest = next(iter(held), "")
     advice = {
@@ -101,6 +109,8 @@ def remedy(held: dict[str, int]) -> str:
         "batch": "Ask for more, or take a smaller batch",
         "gradients and updated parameters": "Ask for more, train fewer parameters, or take a smaller dtype for them",
     }
+    if on_mesh:
+        advice["optimizer state"] = "Ask for more, or divide the parameters over more devices: their state lies as they do"
     fallback = "Ask for more, or take a smaller batch: rj.accumulate_gradients adds up the gradients of several"
     return f"{advice.get(largest, fallback)}."
 

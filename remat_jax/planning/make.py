@@ -215,7 +215,7 @@ class _Making:
 
     def _described(self) -> Described:
         """The problem; where offload cannot be run, nothing may be offloaded."""
-        found = describe(self.workload, self.target)
+        found = describe(self.workload, self.target, timeout=max(1.0, self.deadline - time.monotonic()))
         stack = found.stack
         self._no_offload = ""
         if self.target.kind == "cpu" or self.host_budget == 0 or stack.link is None:
@@ -263,7 +263,7 @@ class _Making:
         done = len(self.search.tried)
         if self.search.best and time.monotonic() > self.deadline:
             self.notes.append(f"The search ended after timeout={self.timeout:g} s; with a longer one a plan may be faster")
-            return [Compiled(FAILED, 0, sound=False) for _ in candidates]
+            return []
         keys = [one.name or f"plan {done + index + 1}" for index, one in enumerate(candidates)]
         self._tell(keys, done)
         with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool:

@@ -12,7 +12,7 @@ from remat_jax.planning.fitting import singles
 from remat_jax.planning.point import Part, Point, unbeaten
 from remat_jax.planning.problem import Described
 from remat_jax.planning.search import Search
-from remat_jax.planning.translate import name_of, rows_of, text_of
+from remat_jax.planning.translate import name_of, recompute_seconds, rows_of, text_of
 
 POINTS = 12
 _GIB = 2**30
@@ -66,7 +66,7 @@ def parts_of(described: Described, stack: Stack, candidate: Candidate) -> tuple[
         block, load = blocks[start], candidate.loads[start]
         kind, layers = kinds[block.name], stop - start
         rows = rows_of(kind, block, candidate, start)
-        again = sum(row.seconds or 0.0 for row in rows if row.action == "recompute")
+        again = recompute_seconds(described, kind, block, candidate, start)
         copies = 0.0
         if load.away and stack.link is not None:
             copies = stack.link.exposed_out(load.away, block.forward_seconds)

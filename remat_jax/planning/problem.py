@@ -16,7 +16,7 @@ from remat_jax.hardware.rates import Rates
 from remat_jax.hardware.target import Target
 from remat_jax.hardware.target import target as target_named
 from remat_jax.memory.residuals import residuals
-from remat_jax.memory.shares import Shares, residual_shares
+from remat_jax.memory.shares import DEFAULT_TIMEOUT, Shares, residual_shares
 from remat_jax.planning.blocks import Call, calls
 from remat_jax.planning.division import divided, gathered_bytes
 from remat_jax.planning.nodes import Node, nodes, residual
@@ -77,7 +77,12 @@ Working = Callable[[Kind], float] | Mapping[str, float] | float
 
 
 def describe(
-    workload: Workload, target: Target | str, *, rates: Rates | None = None, working: Working | None = None
+    workload: Workload,
+    target: Target | str,
+    *,
+    rates: Rates | None = None,
+    working: Working | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> Described:
     """The planning problem of `workload` on `target`: nothing is compiled, nothing runs.
 
@@ -110,7 +115,7 @@ def describe(
     """
     rates = Rates.of(target) if rates is None else rates
     shares = (
-        residual_shares(workload, target if isinstance(target, Target) else target_named(target))
+        residual_shares(workload, target if isinstance(target, Target) else target_named(target), timeout=timeout)
         if workload.mesh is not None
         else None
     )
@@ -181,7 +186,8 @@ def _fixed_bytes(workload: Workload, step: Step, kinds: Sequence[Kind], shares: 
     for kind in kinds:
         saved, constant = kind.program.saved_bytes, kind.program.constant_bytes
         inside += len(kind.layers) * saved + (1 if kind.scanned else len(kind.layers)) * constant
-    rows = [row for row in residuals(workload, "off") if row.action == Action.SAVE.value]
+    # Shares go by the names that a policy gives; without one there are none.
+    rows = [row for row in residuals(workload, "everything" if shares else "off") if row.action == Action.SAVE.value]
     kept = sum(row.bytes * (shares.of(row.name) if shares else 1.0) for row in rows)
     # The first argument is what is trained, and its gradients are as large.
     return float(compat.tree_bytes((step.local_arguments, step.local_arguments[0])) + max(0, kept - inside))

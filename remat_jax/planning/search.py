@@ -47,7 +47,7 @@ class Search:
       named: the named policies that are legal, `off` among them.
       budget, host_budget: in bytes; the host's may be infinite.
       own: makes a candidate of choices, with its price.
-      compile_them: compiles candidates side by side.
+      compile_them: compiles candidates side by side; an empty list ends the search.
       arguments: the bytes that the step is given, and that are on the device whatever the policy.
       most_compiled: how many steps may be compiled in all.
       most_runs: see `MOST_RUNS`.
@@ -71,7 +71,7 @@ class Search:
         self.guess, self.named, self.budget, self.host_budget = stack, tuple(named), budget, host_budget
         self.own, self._compile_them, self._most, self._most_runs = own, compile_them, most_compiled, most_runs
         self.arguments, self._scanned = arguments, scanned and most_runs != 1
-        self.timed_out = False
+        self.timed_out = self.ended = False
         self.tried: list[Tried] = []
         self._worth = _WORTH * stack.base_seconds
 
@@ -111,7 +111,8 @@ class Search:
     def smallest(self) -> Tried:
         """That which needs least, of those that may be run."""
         sound = [one for one in self.tried if one.compiled.sound]
-        return min(sound or self.tried, key=lambda one: one.compiled.device_bytes)
+        within = [one for one in sound if one.compiled.host_bytes <= self.host_budget]
+        return min(within or sound or self.tried, key=lambda one: one.compiled.device_bytes)
 
     def _fits(self, tried: Tried) -> bool:
         found = tried.compiled
@@ -146,7 +147,7 @@ class Search:
             return True
         stack = self._fitted(best.compiled.device_bytes)
         known = self.known(min(faster, key=lambda one: predicted(stack, one.loads)))
-        return known is not None and not self._fits(known)
+        return known is not None and known.compiled.device_bytes < FAILED and not self._fits(known)
 
     def _one_residual_more(self, found: Candidate) -> list[Candidate]:
         assert found.choices is not None, "it was made of choices"
@@ -157,7 +158,7 @@ class Search:
     def host_left(self) -> float:
         """What of the host budget is left for activations: an optimizer's state that is there as well counts against it."""
         seen = [one.compiled.host_bytes - one.candidate.host_bytes for one in self.tried if one.compiled.device_bytes < FAILED]
-        return self.host_budget - max(0, min(seen, default=0))
+        return max(0.0, self.host_budget - max(0, min(seen, default=0)))
 
     def expected(self, candidate: Candidate, stack: Stack | None = None) -> int:
         """The device bytes of a candidate: compiled where it was, else predicted."""
@@ -178,7 +179,7 @@ class Search:
         Raises:
           InfeasibleBudget: none did; the message says the least that was reached.
         """
-        while (left := self._limit - len(self.tried)) > 0 and (wanted := self._wanted()):
+        while not self.ended and (left := self._limit - len(self.tried)) > 0 and (wanted := self._wanted()):
             self._compile(wanted[:left])
         found = self.best
         if found is None:
@@ -209,7 +210,11 @@ class Search:
     def _compile(self, candidates: Sequence[Candidate]) -> None:
         stack = self.stack
         expected = [self.expected(one, stack) for one in candidates]
-        for one, found, before in zip(candidates, self._compile_them(candidates), expected, strict=True):
+        answers = self._compile_them(candidates)
+        if not answers:
+            self.ended = True
+            return
+        for one, found, before in zip(candidates, answers, expected, strict=True):
             self.tried.append(Tried(one, found, before))
 
     def _wanted(self) -> list[Candidate]:
@@ -221,14 +226,15 @@ class Search:
         if self.tried:
             found += self._hopeful(stack, best)
             count = len(self.tried)
-            if best is None or count < self._most - 1 or self._most <= count < self._most + MORE_COMPILED - 1:
+            # The last compilation is kept for one residual more, of a plan that has one.
+            kept = best is not None and best.candidate.choices is not None
+            if not kept or count < self._most - 1 or self._most <= count < self._most + MORE_COMPILED - 1:
                 found += self._own(stack, best)
             if best is None:
                 found = self._with_leanest(stack, found)
             elif not found:
-                # The last compilation is kept for it.
                 found = self._one_more(best)
-                found = [*found, *self.unknown(best)] if len(self.tried) < self._most - 1 else found
+                found = [*found, *self.unknown(best)] if not found or len(self.tried) < self._most - 1 else found
         new: list[Candidate] = []
         for one in found:
             if self.known(one) is None and not any(one.is_same(other) for other in new):

@@ -85,6 +85,15 @@ def text_of(kind: Kind, block: Block, candidate: Candidate, at: int) -> str:
     return found.name or str(found)
 
 
+def recompute_seconds(described: Described, kind: Kind, block: Block, candidate: Candidate, at: int) -> float:
+    """What the block at a position computes again, priced as the whole policy is: a named one may keep other arrays, too."""
+    if candidate.choices is not None:
+        policy = policy_of(kind, BlockPolicy(block, candidate.choices[at]))
+    else:
+        policy = Policy.parse("everything" if candidate.name == "off" else candidate.name)
+    return kind.program.price(policy, described.rates).seconds
+
+
 def rows_of(kind: Kind, block: Block, candidate: Candidate, at: int) -> tuple[Row, ...]:
     """What the block at a position does with its residuals; those that are neither kept nor made again are left out."""
     if candidate.choices is not None:

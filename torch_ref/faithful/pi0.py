@@ -22,7 +22,7 @@ import torch
 
 from torch_ref.errors import InvalidArgumentError
 from torch_ref.faithful.openpi import Switched, TransformerWithExpert
-from torch_ref.models.pi0 import Pi0, flow, share
+from torch_ref.models.pi0 import Pi0, beside, flow, share
 from torch_ref.models.pi0_config import Observation, check_shapes
 
 PARTS = ("vision_tower", "embed_tokens", "layers", "prefix_norm", "suffix_norm")
@@ -59,7 +59,8 @@ class PI0Pytorch(Switched):
     def __init__(self, model: Pi0) -> None:
         if not isinstance(model, Pi0):
             raise InvalidArgumentError(f"model is a {type(model).__name__}, expected a torch_ref.Pi0.")
-        missing = [name for name in PARTS if getattr(model, name, None) is None]
+        unset = [name for name, part in model._modules.items() if part is None]
+        missing = unset + [name for name in PARTS if name not in unset and getattr(model, name, None) is None]
         if missing:
             raise InvalidArgumentError(f"model lacks {', '.join(missing)}, expected a Pi0 with all its parts: build a new one.")
         super().__init__(PaliGemmaWithExpertModel(model))
@@ -99,8 +100,10 @@ class PI0Pytorch(Switched):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         model = self.model
         actions = self._apply_checkpoint(model.action_in_proj, noisy_actions.to(dtype))
-        suffix, condition = self._apply_checkpoint(model.with_time, actions, model.time_embedding(time, dtype))
-        if not model.config.adaptive:
-            state = self._apply_checkpoint(model.state_proj, observation.state.to(dtype))
-            suffix = torch.cat([state[:, None], suffix], dim=1)
-        return suffix, condition
+        embedded = model.time_embedding(time, dtype)
+        if model.config.adaptive:
+            return actions, self._apply_checkpoint(model.time_mlp, embedded)
+        state = self._apply_checkpoint(model.state_proj, observation.state.to(dtype))
+        # The time is put beside the actions outside of the checkpoint, which so keeps both.
+        suffix = self._apply_checkpoint(model.action_time_mlp, beside(actions, embedded))
+        return torch.cat([state[:, None], suffix], dim=1), None

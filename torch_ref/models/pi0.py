@@ -200,9 +200,16 @@ class Pi0(nn.Module):
     def with_time(self, actions: torch.Tensor, time: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The action tokens, and the condition of the norms: in π0 the time goes into the former, in π0.5 it is the latter."""
         if self.config.adaptive:
-            return actions, F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(time))))
-        both = torch.cat([actions, time[:, None].expand_as(actions)], dim=-1)
-        return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both))), None
+            return actions, self.time_mlp(time)
+        return self.action_time_mlp(beside(actions, time)), None
+
+    def time_mlp(self, time: torch.Tensor) -> torch.Tensor:
+        """The condition of π0.5's norms, (batch, width), of the embedded time."""
+        return F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(time))))
+
+    def action_time_mlp(self, both: torch.Tensor) -> torch.Tensor:
+        """π0's action tokens, (batch, horizon, width), of actions with the embedded time beside each."""
+        return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
 
     def see(self, observation: Observation, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions (batch, time), which count what is no padding, and what is added to scores (batch, 1, time, time).
@@ -244,3 +251,8 @@ def flow(actions: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> tupl
 def condition_width(config: Pi0Config, index: int) -> int | None:
     """The width of what sets the norms of a stream; None where nothing does."""
     return config.widths[index] if config.adaptive and index == 1 else None
+
+
+def beside(actions: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    """Every action token, (batch, horizon, width), with the embedded time, (batch, width), beside it."""
+    return torch.cat([actions, time[:, None].expand_as(actions)], dim=-1)

@@ -53,11 +53,16 @@ class Pi0Config:
                 f"widths is {self.widths} and mlp_dims is {self.mlp_dims}, expected two numbers each: the language model's"
                 " and the action expert's."
             )
-        for name in ("depth", "vision_depth", "num_images", "horizon", "action_dim"):
+        sizes = ("depth", "num_heads", "head_dim", "vision_width", "vision_mlp_dim", "vision_depth", "image_size", "num_images")
+        for name in (*sizes, "vocab_size", "horizon", "action_dim"):
             if getattr(self, name) < 1:
                 raise InvalidArgumentError(
                     f"{name} is {getattr(self, name)}, expected at least 1: the model has all its parts."
                 )
+        if min(*self.widths, *self.mlp_dims) < 1:
+            raise InvalidArgumentError(
+                f"widths is {self.widths} and mlp_dims is {self.mlp_dims}, expected at least 1 each: both experts are there."
+            )
         divisions = (("num_kv_heads", self.num_heads), ("vision_heads", self.vision_width), ("patch_size", self.image_size))
         for name, whole in divisions:
             if getattr(self, name) < 1 or whole % getattr(self, name):
@@ -106,6 +111,16 @@ def check_shapes(config: Pi0Config, observation: Observation, actions: torch.Ten
     Raises:
         InvalidArgumentError: naming every argument that has one.
     """
+    given = observation._asdict() | {"actions": actions, "time": time}
+    absent = [name for name, one in given.items() if not isinstance(one, torch.Tensor)]
+    if absent:
+        raise InvalidArgumentError(f"{', '.join(absent)}: expected tensors; give zeros for what is not read.")
+    if not observation.images.is_floating_point():
+        raise InvalidArgumentError(
+            f"images have dtype {observation.images.dtype}, expected floating point: divide by 127.5 and subtract 1."
+        )
+    if actions.dim() != 3:
+        raise InvalidArgumentError(f"actions has shape {tuple(actions.shape)}, expected (batch, horizon, action_dim).")
     batch = len(actions)
     cameras, size, prompt = (batch, config.num_images), config.image_size, (batch, config.prompt_length)
     expected = {
@@ -117,7 +132,6 @@ def check_shapes(config: Pi0Config, observation: Observation, actions: torch.Ten
         "actions": (batch, config.horizon, config.action_dim),
         "time": (batch,),
     }
-    given = observation._asdict() | {"actions": actions, "time": time}
     wrong = [
         f"{name} has shape {tuple(given[name].shape)}, expected {shape}"
         for name, shape in expected.items()
