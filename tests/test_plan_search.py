@@ -287,3 +287,51 @@ def test_where_cutting_a_scan_costs_memory_a_plan_for_all_layers_is_found():
         found[scanned] = search.run().candidate
     assert runs(found[True]) == 0 and found[True].choices == ((SAVE, SAVE, AGAIN),) * 6
     assert found[True].seconds == pytest.approx(0.3) and found[True].seconds < found[False].seconds
+
+
+def test_what_could_not_be_compiled_shows_nothing():
+    truth = replace(STACK, blocks=(replace(LAYER, recomputed_share=0.4, working_bytes=900.0),))
+    asked = []
+
+    def compile_them(candidates):
+        asked.extend(candidates)
+        sizes = [round(predicted(truth, one.loads)) + (0 if one.name else 300) for one in candidates]
+        late = [len(asked) - len(candidates) + index >= 5 for index in range(len(candidates))]
+        return [Compiled(FAILED, 0, sound=False) if no else Compiled(size, 0) for size, no in zip(sizes, late, strict=True)]
+
+    able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
+    search = Search(STACK, able, 4000, math.inf, own, compile_them)
+    best = search.run()
+    assert len(asked) > 5 and best.compiled.device_bytes <= 4000 and not search.is_maximal(best)
+
+
+def test_where_a_named_policy_is_best_the_last_compilation_is_not_kept():
+    truth = replace(STACK, fixed_bytes=2500.0, blocks=(replace(LAYER, recomputed_share=0.0),))
+    search, _ = searched(7700, truth)
+    best = search.run()
+    dots = own((NAMED["dots"],) * 6)
+    assert best.candidate.choices is not None and best.candidate.seconds < dots.seconds
+    assert best.compiled.device_bytes <= 7700 and search.is_maximal(best)
+
+
+def test_a_host_budget_below_what_is_there_anyway_is_infeasible():
+    def compile_them(candidates):
+        return [Compiled(round(predicted(STACK, one.loads)), 32 + one.host_bytes) for one in candidates]
+
+    able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
+    search = Search(STACK, able, 10_000, 10, own, compile_them)
+    with pytest.raises(InfeasibleBudget):
+        search.run()
+    assert search.host_left == 0
+
+
+def test_an_empty_answer_ends_the_search():
+    asked = []
+
+    def compile_them(candidates):
+        asked.append(candidates)
+        return [Compiled(round(predicted(TRUTH, one.loads)), 0) for one in candidates] if len(asked) == 1 else []
+
+    able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
+    search = Search(STACK, able, 4700, math.inf, own, compile_them)
+    assert search.run() is search.best and len(asked) == 2 and len(search.tried) == len(asked[0])
