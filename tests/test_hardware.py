@@ -148,6 +148,25 @@ def test_what_the_compiler_needs_is_read_strictly(old: str, new: str, message: s
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("memory_bytes", '"80GB"', "target table [toy]: {'memory_bytes': '80GB'}; sizes are positive numbers of bytes"),
+        ("memory_bytes", "-10", "{'memory_bytes': -10}"),
+        ("memory_bytes", "nan", "{'memory_bytes': nan}"),
+        ("hbm_bytes_per_s", '"fast"', "{'hbm_bytes_per_s': 'fast'}"),
+    ],
+)
+def test_figures_are_positive_numbers(key: str, value: str, message: str) -> None:
+    with pytest.raises(TargetError, match=re.escape(message)):
+        read_table(re.sub(rf"(?m)^{key} = [0-9].*$", f"{key} = {value}", GPU))
+
+
+def test_device_kinds_are_a_list() -> None:
+    with pytest.raises(TargetError, match=r"device_kinds='NVIDIA X'; write a list of texts"):
+        read_table(re.sub(r"(?m)^memory_bytes = [0-9]", r'device_kinds = "NVIDIA X"\n\g<0>', GPU))
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("h20", f"target='h20' is not a known target; the names are {NAMES}. Did you mean 'h200'?"),

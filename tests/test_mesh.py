@@ -98,6 +98,49 @@ def test_the_state_of_an_optimizer_lies_as_its_parameters_do():
     assert {one.spec for one in jax.tree.leaves(factored.shardings[1])} == {P()}
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.masked(optax.adam(1e-3), lambda params: jax.tree.map(lambda leaf: len(leaf.shape) == 2, params)),
+        optax.multi_transform({"all": optax.adam(1e-3)}, lambda params: jax.tree.map(lambda _: "all", params)),
+        optax.adafactor(1e-3),
+    ],
+    ids=["masked", "multi_transform", "adafactor"],
+)
+def test_the_state_of_wrapped_optimizers_lies_as_the_parameters_it_is_for(optimizer):
+    def spec(_, leaf):
+        return P("data") if len(leaf.shape) == 2 and leaf.shape[0] % 2 == 0 else P()
+
+    job = mlp(optimizer=optimizer, mesh={"data": 2}, shardings=(spec,))
+    step = job.step("off")
+    lies = jax.tree.leaves(step.shardings[1])
+    assert len(lies) == len(jax.tree.leaves(step.arguments[1]))
+    shapes = {leaf.shape for leaf in jax.tree.leaves(job.params)}
+    for leaf, place in zip(jax.tree.leaves(step.arguments[1]), lies, strict=True):
+        assert place.spec == (spec("", leaf) if leaf.shape in shapes else P()), leaf
+
+
+def test_nothing_may_stand_in_a_batch():
+    def loss(p, x):
+        return (Mlp().apply(p, x["x"]) ** 2).sum()
+
+    params = jax.eval_shape(Mlp().init, jax.random.key(0), X)
+    job = rj.Workload(loss, params, ({"x": X, "mask": None},), Mlp, mesh={"data": 2}, shardings=(None, P("data")))
+    assert job.step("off").local_arguments[2]["x"].shape == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "told"),
+    [
+        (NamedSharding(as_mesh({"data": 2}), P(), memory_kind="pinned_host"), "in pinned_host; on a mesh only device memory"),
+        (NamedSharding(as_mesh({"data": 4}), P("data")), r"over another mesh than mesh={'data': 2}; give its PartitionSpec"),
+    ],
+)
+def test_a_sharding_of_another_kind_is_an_error(sharding, told):
+    with pytest.raises((ArgumentError, UnsupportedError), match=told):
+        mlp(mesh={"data": 2}, shardings=(None, sharding))
+
+
 def test_an_nnx_model_and_a_mesh_given_in_other_forms():
     model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
     shardings = (lambda path, leaf: P("data") if "kernel" in path else None, P("data"))

@@ -173,11 +173,14 @@ def torch_layer(m: torch.Tensor) -> torch.Tensor:
     return layer(torch.tensor(X), src_key_padding_mask=m)
 
 
+CAUSAL = np.where(np.arange(5) > 3, np.float32(-1e9), 0)
 ADDED_IN_FLAX: dict[str, tuple[Any, int]] = {
     "added": (lambda m: jax.nn.softmax(SCORES + m[:, None]), 1),
     "subtracted": (lambda m: jax.nn.softmax(SCORES - m[:, None]), -1),
     "scaled, then added": (lambda m: jax.nn.softmax(SCORES + 2.0 * m[:, None].astype("bfloat16")), 1),
     "shown at 0": (lambda m: jax.nn.softmax(jnp.where(m[:, None] == 0, SCORES, -jnp.inf)), 1),
+    "shown at 0 of a sum": (lambda m: jax.nn.softmax(jnp.where((m + CAUSAL)[:, None] == 0, SCORES, -jnp.inf)), 1),
+    "shown at 0, bounded": (lambda m: jax.nn.softmax(jnp.where(jnp.maximum(m, -1e4)[:, None] == 0, SCORES, -jnp.inf)), 1),
     "hidden at 0": (lambda m: jax.nn.softmax(jnp.where(m[:, None] != 0, SCORES, -jnp.inf)), -1),
     "taken for a boolean one": (lambda m: jax.nn.softmax(jnp.where(m[:, None].astype(bool), SCORES, -jnp.inf)), -1),
     "the same, inverted": (lambda m: jax.nn.softmax(jnp.where(~m[:, None].astype(bool), SCORES, -jnp.inf)), 1),
