@@ -136,18 +136,26 @@ class Search:
     def is_maximal(self, best: Tried) -> bool:
         """Whether it was shown that no single residual more can be saved in a run of its layers that would save time.
 
-        The one that takes least memory, as the compiled steps tell, was compiled as well and does not fit.
+        The one that takes least memory, as the compiled steps tell, and the one that keeps fewest bytes were compiled as well
+        and do not fit.
         """
         if best.candidate.seconds <= 0:
             return True
         if best.candidate.choices is None:
             return False
+        known = [self.known(one) for one in self._least_more(best)]
+        return all(one is not None and one.compiled.device_bytes < FAILED and not self._fits(one) for one in known)
+
+    def _least_more(self, best: Tried) -> list[Candidate]:
+        """With one residual more that saves time: that which is predicted to need least, and that which keeps fewest bytes."""
         faster = self._one_residual_more(best.candidate)
-        if not faster:
-            return True
         stack = self._fitted(best.compiled.device_bytes)
-        known = self.known(min(faster, key=lambda one: predicted(stack, one.loads)))
-        return known is not None and known.compiled.device_bytes < FAILED and not self._fits(known)
+        found: list[Candidate] = []
+        for key in (lambda one: predicted(stack, one.loads), lambda one: sum(load.saved for load in one.loads)):
+            least = min(faster, key=key, default=None)
+            if least is not None and not any(least.is_same(one) for one in found):
+                found.append(least)
+        return found
 
     def _one_residual_more(self, found: Candidate) -> list[Candidate]:
         assert found.choices is not None, "it was made of choices"
@@ -365,7 +373,7 @@ class Search:
     def _one_more(self, best: Tried) -> list[Candidate]:
         """The best with what still seems to fit saved as well, the best bargain first; at least with one residual more.
 
-        That one takes least memory of those that save time: if it does not fit, none of them does.
+        That one is taken to need least of those that save time, or keeps fewest bytes.
         """
         if best.candidate.choices is None:
             return []
@@ -379,6 +387,5 @@ class Search:
             found = min(able, key=lambda one: one.seconds)
         last = len(self.tried) >= (self._most + MORE_COMPILED if self._much_is_left(best) else self._most) - 1
         if found is best.candidate or self.known(found) is not None or last:
-            faster = self._one_residual_more(best.candidate)
-            return sorted(faster, key=lambda one: predicted(stack, one.loads))[:1]
+            return [one for one in self._least_more(best) if self.known(one) is None][:1]
         return [found]
