@@ -145,9 +145,9 @@ class Model:
         if found.status == 2:
             return None
         if found.x is None:
+            nodes = f" and node_limit={node_limit!r}" if node_limit else ""
             raise SolverError(
-                f"HiGHS found no solution within time_limit={time_limit!r} seconds and node_limit={node_limit!r}: "
-                f"{found.message} Allow it more."
+                f"HiGHS found no solution within time_limit={time_limit!r} seconds{nodes}: {found.message} Allow it more."
             )
         values = np.where(np.asarray(self._whole) == 1, np.round(found.x), found.x)
         self._check(values)
