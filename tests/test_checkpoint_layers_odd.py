@@ -236,7 +236,7 @@ class Counted(nnx.Module):
 
 def test_an_nnx_model_that_is_closed_over_and_written_to_is_refused_with_the_remedy() -> None:
     model, x = Counted(), values(2, 4)
-    with pytest.raises(UnsupportedError, match=r"not among its arguments .* pass it in the call"):
+    with pytest.raises(UnsupportedError, match=r"that it closes over, .* pass it in the call"):
         rj.checkpoint_blocks(lambda x: model(model(x)).sum(), {Counted: "1 x full | 1 x dots"})(x)
     as_argument = rj.checkpoint_blocks(lambda model, x: model(model(x)).sum(), {Counted: "1 x full | 1 x dots"})
     np.testing.assert_allclose(as_argument(model, x), Counted()(Counted()(x)).sum(), rtol=1e-5)

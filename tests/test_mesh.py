@@ -179,7 +179,7 @@ def test_residuals_are_divided_as_what_they_are_made_from(shares):
 
 
 def test_a_problem_is_that_of_one_device(shares, monkeypatch):
-    monkeypatch.setattr(problem, "residual_shares", lambda *_: shares)
+    monkeypatch.setattr(problem, "residual_shares", lambda *_, **__: shares)
     rates = Rates({"tensorfloat32": 1e9, "float32": 1e30}, 1e30, 1e9, 1e9)
     on_eight, on_one = (
         problem.describe(small_llama(mesh), name, rates=rates) for mesh, name in ((MESH, "8xcpu"), (None, "cpu"))
