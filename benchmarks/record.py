@@ -36,7 +36,7 @@ def provenance(commit: str | None = None) -> dict[str, Any]:
 def command(words: Sequence[str]) -> list[str]:
     """The command line without what is of this machine alone: where Python is, and the folder for the result.
 
-    >>> command(["/opt/flax/.venv/bin/python3", "-m", "benchmarks.plan", "--output", "/tmp/out/mlp", "--resume"])
+    >>> command([os.path.abspath("python3"), "-m", "benchmarks.plan", "--output", os.path.abspath("mlp"), "--resume"])
     ['python3', '-m', 'benchmarks.plan', '--output', 'mlp', '--resume']
     """
     return [Path(word).name if word.startswith(("/", "~")) or ".venv" in word else word for word in words]

@@ -140,8 +140,7 @@ def _rule(eqn: Any) -> Any:
 
     try:
         return jax.make_jaxpr(push)(primals, [aval.to_tangent_aval() for aval in primals])
-    except Exception:
-        # The rule is the user's, and nobody may have asked for a derivative: one that raises is like no other.
+    except Exception:  # the rule is the user's, and nobody may have asked for a derivative: one that raises is like no other
         return None
 
 
