@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -22,7 +23,7 @@ from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.predict import Predictor
-from remat_jax.memory.shares import residual_shares
+from remat_jax.memory.shares import Shares, residual_shares
 from remat_jax.mesh import as_mesh
 from remat_jax.planning import problem
 from tests.mesh_models import BATCH, CONFIG, LAYERS, LENGTH, MESH, POLICIES, small_llama
@@ -195,6 +196,43 @@ def test_a_problem_is_that_of_one_device(shares, monkeypatch):
     assert sizes[gate] == before[gate] / 8
     seconds = problem.extra_seconds(on_eight, "full")
     assert seconds == pytest.approx(problem.extra_seconds(on_one, "full") / 8, rel=1e-6)
+
+
+class Asked(Shares):
+    """Shares that note what they are asked for."""
+
+    names: ClassVar[set[str]] = set()
+
+    def of(self, name):
+        self.names.add(name)
+        return super().of(name)
+
+
+def test_what_is_kept_is_looked_for_by_the_names_that_the_shares_go_by(shares, monkeypatch):
+    asked = Asked(shares.by_name, shares.mean)
+    monkeypatch.setattr(problem, "residual_shares", lambda *_, **__: asked)
+    problem.describe(small_llama(MESH), "8xcpu", rates=Rates({"float32": 1e9}, 1e9, 1e9, 1e9))
+    inside = {name for name in shares.by_name if name.startswith("layers") and not name.endswith("input#0")}
+    assert inside and inside <= Asked.names
+
+
+def test_a_block_that_nothing_trains_is_divided_as_the_others_are(monkeypatch):
+    monkeypatch.setattr(problem, "residual_shares", lambda *_, **__: Shares({}, 0.5))
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.Dense(16)(jnp.sin(x))
+
+    model = nn.Sequential([Layer(), Layer()])
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+
+    def described(name, **options):
+        job = rj.Workload(lambda p, x: (model.apply(p, x) ** 2).sum(), params, (X,), Layer, trainable="*layers_1*", **options)
+        return problem.describe(job, name, rates=Rates({"float32": 1e9, "tensorfloat32": 1e9}, 1e9, 1e9, 1e9)).stack.blocks[0]
+
+    alone, on_two = described("cpu"), described("2xcpu", mesh={"data": 2}, shardings=(None, P("data")))
+    assert on_two.forward_seconds == pytest.approx(alone.forward_seconds / 2)
 
 
 @pytest.fixture(scope="module")

@@ -239,3 +239,9 @@ def test_bad_shares_are_refused():
         command.parse(["--shares", "1.5"])
     assert command.parse(["--all"]).only == list(CASES) and len(command.parse(["--all"]).shares) == 6
     assert INPUT in MAXTEXT["custom, Llama 70B"]["offload"]
+
+
+def test_a_rival_by_blocks_is_read_back_and_written_again() -> None:
+    rival = Rival(("minimal",), {Case: "full"}, 10, 0, 1.0)
+    read = Rival(**json.loads(json.dumps(rival.to_dict())) | {"names": ("minimal",)})
+    assert read.to_dict() == rival.to_dict() and read.policy == {"Case": "full"}

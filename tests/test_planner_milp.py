@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -81,3 +83,21 @@ def test_a_time_limit_without_an_answer_is_an_error(monkeypatch):
     monkeypatch.setattr(scipy.optimize, "milp", late)
     with pytest.raises(SolverError, match="within time_limit=60.0 seconds: Time limit reached.*Allow it more"):
         knapsack().solve()
+
+
+def test_two_threads_solve_one_after_the_other(monkeypatch):
+    """Each puts standard output aside, the whole process's: two at a time could not both put it back."""
+    solve, inside, most = scipy.optimize.milp, [], []
+
+    def watched(*arguments, **named):
+        inside.append(1)
+        most.append(len(inside))
+        threading.Event().wait(0.05)
+        found = solve(*arguments, **named)
+        inside.pop()
+        return found
+
+    monkeypatch.setattr(scipy.optimize, "milp", watched)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: knapsack().solve(), range(3)))
+    assert most == [1, 1, 1]

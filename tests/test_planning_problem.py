@@ -15,7 +15,9 @@ import remat_jax as rj
 from remat_jax import planner
 from remat_jax.errors import BlockError, PlanningError, UnsupportedError
 from remat_jax.planner.policies import peak_bytes
+from remat_jax.planning.outcome import parts_of
 from remat_jax.planning.problem import Described, describe, extra_seconds, kept_bytes, policy_of, recompute_flops
+from remat_jax.planning.translate import named_candidate
 from tests.planning_models import RATES, ROWS, WIDTH, Layer, decoder, mlp, step_flops
 
 
@@ -384,3 +386,13 @@ def test_what_is_empty_is_not_offloaded():
     job = rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Empty)
     (block,) = describe(job, "h200").stack.blocks
     assert [one.name for one in block.residuals if one.may_offload and not one.bytes] == []
+
+
+@pytest.mark.parametrize("name", ["full", "dots", "dots_with_no_batch_dims"])
+def test_the_parts_of_a_named_policy_take_together_what_it_takes(name):
+    described = describe(decoder(scan=True), "h200", rates=RATES)
+    candidate = named_candidate(described, name)
+    parts = parts_of(described, described.stack, candidate)
+    assert (
+        sum(one.layers * one.recompute_seconds for one in parts) == pytest.approx(candidate.seconds) and candidate.seconds > 0
+    )
