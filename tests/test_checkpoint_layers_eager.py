@@ -310,11 +310,18 @@ def test_a_rule_that_raises_is_not_asked_where_nobody_differentiates() -> None:
     assert float(fn(params, x)) == float(fn(params, x)) == pytest.approx(float(loss(params, x)), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp", "callback"])
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp", "callback", "callback in a rule"])
 def test_what_a_function_in_the_program_closes_over_is_not_kept_alive(kind: str) -> None:
     loss, params, x = make_loss(layers=3)
 
     def run(array: jax.Array) -> None:
+        def rule(primals: Any, tangents: Any) -> Any:
+            return primals[0] * 1.0, tangents[0] * array[0]
+
+        def called_rule(primals: Any, tangents: Any) -> Any:
+            jax.debug.callback(lambda _: array.shape, primals[0])
+            return primals[0] * 1.0, tangents[0] * 1.0
+
         def fn(params: Any, x: jax.Array) -> jax.Array:
             value = loss(params, x)
             if kind == "callback":
@@ -324,7 +331,7 @@ def test_what_a_function_in_the_program_closes_over_is_not_kept_alive(kind: str)
             if kind == "custom_vjp":
                 same.defvjp(lambda one: (one, None), lambda _, cotangent: (cotangent * array[0],))
             else:
-                same.defjvp(lambda primals, tangents: (primals[0] * 1.0, tangents[0] * array[0]))
+                same.defjvp(called_rule if kind == "callback in a rule" else rule)
             found: jax.Array = same(value)
             return found
 

@@ -199,11 +199,12 @@ def _answers(
     ends = time.monotonic() + timeout
 
     def asked(part: Sequence[dict[str, Any]], number: int) -> dict[str, dict[str, Any]]:
-        left = max(1.0, min(timeout, ends - time.monotonic()))
+        left = min(timeout, max(1.0, ends - time.monotonic()))
         request = {"programs": part, "compiler_description": target.compiler_description, "devices": target.devices}
         request["hosts"] = target.hosts
         keys, log = [entry["key"] for entry in part], folder / f"stderr_{number}"
-        return ask(Question(CHILD, request, keys, f"compiling for target={target.name!r}", environment, left, log), tell)
+        doing = f"compiling for target={target.name!r}"
+        return ask(Question(CHILD, request, keys, doing, environment, timeout, log, left=left), tell)
 
     def run(number: int) -> dict[str, dict[str, Any]]:
         part = entries[number::side_by_side]

@@ -42,6 +42,7 @@ class Question:
       timeout: seconds for all keys together.
       log: a file for what the child says on standard error.
       who: who refuses a key, for error messages.
+      left: what earlier processes of the same call have left of these seconds; None for all of them.
     """
 
     child: Path
@@ -52,6 +53,7 @@ class Question:
     timeout: float
     log: Path
     who: str = "the compiler"
+    left: float | None = None
 
 
 def ask(question: Question, on_done: Callable[[str], None] | None = None) -> dict[str, dict[str, Any]]:
@@ -74,7 +76,7 @@ def ask(question: Question, on_done: Callable[[str], None] | None = None) -> dic
             text=True,
             start_new_session=True,
         )
-        alarm = _Alarm(child, question.timeout)
+        alarm = _Alarm(child, question.timeout if question.left is None else question.left)
         try:
             answers, failed = _converse(child, question.request, on_done)
             status = child.wait()
