@@ -9,6 +9,7 @@ import pytest
 from remat_jax import compat
 from remat_jax.hardware import target
 from remat_jax.memory import cache, compiler
+from remat_jax.memory import kernels as of_kernels
 from remat_jax.memory.compiler import compile_programs, export_step
 from remat_jax.memory.kernels import Kernels
 from remat_jax.workload import Step
@@ -31,6 +32,47 @@ def test_a_file_that_nobody_wrote_is_not_kept(tmp_path):
     kernels = Kernels(tmp_path)
     kernels.give_back(kernels.take())
     assert kernels.take().name == "kernels_2"
+
+
+OTHER = """
+import json, sys
+request = json.load(sys.stdin)
+for one in request["programs"]:
+    options = one["compiler_options"]
+    for name in {unknown}:
+        if name in options:
+            print(json.dumps({{"key": one["key"], "error": f"No such compile option: {{name!r}}"}}), flush=True)
+            break
+    else:
+        kept = sorted(name for name in options if "dump" not in name)
+        sizes = dict.fromkeys(("argument", "output", "alias", "temp", "host_argument", "host_output", "host_alias"), 0)
+        print(json.dumps({{"key": one["key"], "sizes": sizes | {{"host_temp": len(kept)}}}}), flush=True)
+"""
+FILE, APART = "xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism"
+
+
+@pytest.mark.parametrize(("unknown", "children"), [([APART], [2, 1, 1]), ([FILE], [2, 1, 1]), ([FILE, APART], [2, 1, 0, 0])])
+def test_an_option_that_this_compiler_does_not_know_is_left_out_from_then_on(monkeypatch, tmp_path, unknown, children):
+    monkeypatch.setenv(cache.VARIABLE, "off")
+    monkeypatch.setattr(cache, "_memory", {})
+    monkeypatch.setattr(of_kernels, "_refused", set())
+    monkeypatch.setattr(compat, "require_gpu_compiler", lambda: None)
+    (tmp_path / "child.py").write_text(OTHER.format(unknown=unknown))
+    monkeypatch.setattr(compiler, "CHILD", tmp_path / "child.py")
+    asked = []
+
+    def noted(question, *rest, real=compiler.ask):
+        asked.append(len({FILE, APART} & question.request["programs"][0]["compiler_options"].keys()))
+        return real(question, *rest)
+
+    monkeypatch.setattr(compiler, "ask", noted)
+    step = Step(lambda x: x * 2, (jax.ShapeDtypeStruct((4,), jnp.float32),), ())
+    program = export_step("one", step, target("h200"))
+    for _ in range(2):
+        cache.forget()
+        found = compile_programs([program], target("h200"), timeout=60)["one"]
+        assert found.host_temp == children[-1]
+    assert asked == children
 
 
 @needs_gpu_compiler

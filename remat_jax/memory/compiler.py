@@ -17,7 +17,7 @@ from remat_jax.hardware import Target
 from remat_jax.memory import cache
 from remat_jax.memory.exporting import Program as Program
 from remat_jax.memory.exporting import export_step as export_step
-from remat_jax.memory.kernels import Kernels, is_of_kernels, kernel_options
+from remat_jax.memory.kernels import Kernels, kernel_options, refuse
 from remat_jax.memory.live import LiveBuffer, live_at_peak, named_arguments
 from remat_jax.memory.process import Question, ask, compiler_environment
 from remat_jax.memory.schedule import Copies, Overlap, read_overlap
@@ -211,14 +211,19 @@ def _answers(
         if target.kind != "gpu":
             return asked(part, number)
         file = kernels.take()
-        try:
-            found = asked([_with(one, kernel_options(file)) for one in part], number)
-        except CompileError as error:
-            if not is_of_kernels(error):
-                raise
-            return asked(part, number)
-        kernels.give_back(file)
-        return found
+        options = kernel_options(file)
+        while options:
+            try:
+                found = asked([_with(one, options) for one in part], number)
+            except CompileError as error:
+                if not refuse(error):
+                    raise
+                # Without the option that it refused; without any where it was the file.
+                options = fewer if (fewer := kernel_options(file)) != options else {}
+            else:
+                kernels.give_back(file)
+                return found
+        return asked(part, number)
 
     if side_by_side == 1:
         return run(0)

@@ -7,6 +7,7 @@ What a step needs is decided before a kernel is made, so that sizes are the same
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -15,8 +16,12 @@ from typing import Any
 
 from remat_jax.errors import CompileError
 
+_NAMES = ("xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism")
+_NO_SUCH_OPTION = re.compile(r"No such compile option: '(\w+)'")
 _OF_THE_FILE = "kernel_reuse_cache"
 """XLA's own source file, which it names where it cannot use what is kept."""
+_refused: set[str] = set()
+"""Of `_NAMES`: one installation has one compiler, and what it refused once it refuses always."""
 
 
 class Kernels:
@@ -54,11 +59,14 @@ class Kernels:
 
 
 def kernel_options(file: Path) -> dict[str, Any]:
-    """The compiler options by which XLA takes kernels from `file` and puts those that it makes into it."""
-    # Without the second the first does nothing: a kernel must be an object of its own to be linked again.
-    return {"xla_gpu_kernel_cache_file": str(file), "xla_gpu_enable_llvm_module_compilation_parallelism": True}
+    """The compiler options by which XLA takes kernels from `file` and puts those that it makes there; none that it refused."""
+    # Without the second the first does nothing where there is the second: a kernel must be an object of its own to be linked
+    # again. Later compilers always make it so, and do not know the option.
+    return {name: value for name, value in zip(_NAMES, (str(file), True), strict=True) if name not in _refused}
 
 
-def is_of_kernels(error: CompileError) -> bool:
-    """Whether the compiler refused the file of kernels, and not the program."""
-    return _OF_THE_FILE in str(error)
+def refuse(error: CompileError) -> bool:
+    """Whether the compiler refused one of `kernel_options`, or the file, and not the program; an option is offered once."""
+    names = {name for name in _NO_SUCH_OPTION.findall(str(error)) if name in _NAMES}
+    _refused.update(names)
+    return bool(names) or _OF_THE_FILE in str(error)
