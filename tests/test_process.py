@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pathlib
@@ -9,8 +10,10 @@ import signal
 import threading
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -22,6 +25,7 @@ from remat_jax.hardware import target
 from remat_jax.hardware.target import read_table
 from remat_jax.memory import cache, compiler
 from remat_jax.memory.compiler import Program, Sizes, compile_programs, export_step
+from remat_jax.memory.measure import measure_many
 from remat_jax.workload import Step
 
 needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
@@ -169,6 +173,57 @@ def test_a_compiler_that_hangs_is_stopped_with_what_it_started(monkeypatch: pyte
         compiled(program(), timeout=5)
     state = pathlib.Path("/proc") / started.read_text() / "stat"
     assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+# --- nobody waits for it any more ------------------------------------------------------------------------------------
+
+SLOW = """
+import json, os, pathlib, sys, time
+keys = [one["key"] for one in json.load(sys.stdin)["programs"]]
+if "quick" in keys:
+    print(json.dumps({"key": "quick", "error": "refused at once"}), flush=True)
+    sys.exit()
+folder = pathlib.Path(FOLDER)
+(folder / f"started_{os.getpid()}").touch()
+time.sleep(15)
+(folder / "ended").touch()
+"""
+
+
+def slow_child(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> None:
+    other_child(monkeypatch, folder, SLOW.replace("FOLDER", repr(str(folder))))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+
+
+def test_where_one_step_is_refused_the_others_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    slow_child(monkeypatch, tmp_path)
+    programs = [replace(program(), key="quick"), replace(program(2), key="slow")]
+    with pytest.raises(CompileError, match="refused policy=quick: refused at once"):
+        compile_programs(programs, target("cpu"), timeout=60)
+    assert not (tmp_path / "ended").exists()
+
+
+def test_an_interrupted_call_ends_its_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    slow_child(monkeypatch, tmp_path)
+
+    def interrupted(*_: Any) -> None:
+        while len(list(tmp_path.glob("started_*"))) < 2:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("remat_jax.memory.measure"), "residuals", interrupted)
+    x, dense = jnp.ones((8, 8)), nn.Dense(8)
+    job = rj.Workload(
+        lambda params, x: jnp.sum(jnp.sin(dense.apply(params, x))), dense.init(jax.random.key(0), x), (x,), nn.Dense
+    )
+    with pytest.raises(KeyboardInterrupt):
+        measure_many(job, ["off", "full"], "cpu", timeout=60)
+    assert not (tmp_path / "ended").exists()
+    for path in tmp_path.glob("started_*"):
+        state = pathlib.Path("/proc", path.name.removeprefix("started_"), "stat")
+        assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
 # --- it refuses -------------------------------------------------------------------------------------------------------

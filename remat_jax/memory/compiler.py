@@ -19,7 +19,7 @@ from remat_jax.memory.exporting import Program as Program
 from remat_jax.memory.exporting import export_step as export_step
 from remat_jax.memory.kernels import Kernels, kernel_options, refuse
 from remat_jax.memory.live import LiveBuffer, live_at_peak, named_arguments
-from remat_jax.memory.process import Question, ask, compiler_environment
+from remat_jax.memory.process import Children, Question, ask, compiler_environment
 from remat_jax.memory.schedule import Copies, Overlap, read_overlap
 from remat_jax.memory.slots import scanned_offload_is_miscompiled
 
@@ -84,6 +84,7 @@ def compile_programs(
     compiler_options: dict[str, Any] | None = None,
     on_done: Callable[[str], None] | None = None,
     kernels: Kernels | None = None,
+    children: Children | None = None,
 ) -> dict[str, Sizes]:
     """The compiler's sizes of each program on `target`, by key; several are compiled side by side, one process for each core.
 
@@ -93,6 +94,7 @@ def compile_programs(
       timeout: seconds for all of them together.
       on_done: told each key as its program is compiled.
       kernels: what an earlier call has made for the same target with the same options; None where nothing is known.
+      children: the processes of a larger call, which ends them; where one fails here, all are ended.
 
     Raises:
       CompileError: the compiler failed, aborted, hung or ran out of memory, with what it said last.
@@ -113,7 +115,7 @@ def compile_programs(
         if digest in found:
             tell(key)
     if new:
-        compiled = _compiled(list(new.values()), target, timeout, options, tell, kernels)
+        compiled = _compiled(list(new.values()), target, timeout, options, tell, kernels, children)
         for digest, program in new.items():
             found[digest] = compiled[program.key]
             cache.write(digest, target, found[digest])
@@ -162,11 +164,12 @@ def _compiled(
     options: dict[str, Any],
     tell: Callable[[str], None],
     kernels: Kernels | None,
+    children: Children | None,
 ) -> dict[str, Sizes]:
     with tempfile.TemporaryDirectory(prefix="remat_jax_") as temporary:
         folder = Path(temporary)
         entries = [_entry(folder / str(index), one, target, options) for index, one in enumerate(programs)]
-        answers = _answers(entries, target, timeout, folder, tell, kernels or Kernels(folder))
+        answers = _answers(entries, target, timeout, folder, tell, kernels or Kernels(folder), children)
         return {one.key: _sizes(answers[one.key], folder / str(index), one, target) for index, one in enumerate(programs)}
 
 
@@ -191,8 +194,9 @@ def _answers(
     folder: Path,
     tell: Callable[[str], None],
     kernels: Kernels,
+    children: Children | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """What the compiling processes answer together; the first failure is raised once all have ended."""
+    """What the compiling processes answer together; the first failure ends them all."""
     side_by_side = max(1, min(len(entries), os.cpu_count() or 1, MOST_CHILDREN))
     environment = compiler_environment(target)
 
@@ -204,7 +208,7 @@ def _answers(
         request["hosts"] = target.hosts
         keys, log = [entry["key"] for entry in part], folder / f"stderr_{number}"
         doing = f"compiling for target={target.name!r}"
-        return ask(Question(CHILD, request, keys, doing, environment, timeout, log, left=left), tell)
+        return ask(Question(CHILD, request, keys, doing, environment, timeout, log, left=left), tell, own)
 
     def run(number: int) -> dict[str, dict[str, Any]]:
         part = entries[number::side_by_side]
@@ -225,11 +229,12 @@ def _answers(
                 return found
         return asked(part, number)
 
+    own = children or Children()
     if side_by_side == 1:
         return run(0)
-    with ThreadPoolExecutor(side_by_side) as pool:
-        found = [pool.submit(run, number) for number in range(side_by_side)]
-    return {key: answer for one in found for key, answer in one.result().items()}
+    with ThreadPoolExecutor(side_by_side) as pool, own:
+        parts = [pool.submit(run, number) for number in range(side_by_side)]
+        return {key: answer for part in parts for key, answer in part.result().items()}
 
 
 def _with(entry: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from remat_jax.hardware import target as target_named
 from remat_jax.memory.attached import measured_peak
 from remat_jax.memory.compiler import Sizes, compile_programs, export_step
 from remat_jax.memory.devices import check_devices
+from remat_jax.memory.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, Rule, as_block_policy
@@ -106,14 +108,15 @@ def _measured(
 ) -> list[MemoryReport]:
     if not policies:
         return []
-    asked = [_Asked.of(workload, policy) for policy in policies]
+    asked = [_Asked.of(policy) for policy in policies]
     keys = _keys([policy for one in asked for policy in (one.policy, one.without_offload) if policy is not None])
-    programs = [
-        export_step(key, workload.step(dict(policy) if isinstance(policy, tuple) else policy), described)
-        for policy, key in keys.items()
-    ]
-    sizes = compile_programs(programs, described, timeout=timeout, on_done=on_done)
-    reports = [_report(workload, one, described, {policy: sizes[key] for policy, key in keys.items()}) for one in asked]
+    programs = [export_step(key, workload.step(_given(policy)), described) for policy, key in keys.items()]
+    with ThreadPoolExecutor(1) as pool, Children() as children:
+        compiling = pool.submit(compile_programs, programs, described, timeout=timeout, on_done=on_done, children=children)
+        # While the steps are compiled the losses are traced.
+        tables = [_residuals(workload, one.policy) for one in asked]
+        sizes = {policy: compiling.result()[key] for policy, key in keys.items()}
+    reports = [_report(workload, one, table, described, sizes) for one, table in zip(asked, tables, strict=True)]
     if not described.attached:
         return reports
     by_key = {one.key: one for one in programs}
@@ -123,22 +126,28 @@ def _measured(
 
 @dataclass(frozen=True)
 class _Asked:
-    """A policy that is measured, the one it is held against, and what it keeps; a mapping from block to policy as its items."""
+    """A policy that is measured, and the one it is held against; a mapping from block to policy as its items."""
 
     policy: Any
     without_offload: Any
-    residuals: ResidualTable | None
 
     @classmethod
-    def of(cls, workload: Workload, policy: Any) -> _Asked:
+    def of(cls, policy: Any) -> _Asked:
         if not isinstance(policy, dict):
             checked = as_block_policy(policy)
-            table = residuals(workload, checked) if workload.has_loss else None
-            return cls(checked, _saving(checked) if _offloads(checked) else None, table)
+            return cls(checked, _saving(checked) if _offloads(checked) else None)
         entries = tuple((block, as_block_policy(one)) for block, one in policy.items())
-        table = residuals(workload, dict(entries)) if workload.has_loss else None
         saving = tuple((block, _saving(one) if _offloads(one) else one) for block, one in entries)
-        return cls(entries, saving if saving != entries else None, table)
+        return cls(entries, saving if saving != entries else None)
+
+
+def _residuals(workload: Workload, policy: Any) -> ResidualTable | None:
+    """What `policy` keeps; None of a workload of a step, whose backward pass is not to be seen."""
+    return residuals(workload, _given(policy)) if workload.has_loss else None
+
+
+def _given(policy: Any) -> Any:
+    return dict(policy) if isinstance(policy, tuple) else policy
 
 
 def _keys(policies: Sequence[Any]) -> dict[Any, str]:
@@ -181,8 +190,10 @@ def _text(policy: Any) -> str:
     return getattr(policy, "__name__", repr(policy))
 
 
-def _report(workload: Workload, asked: _Asked, target: Target, sizes: dict[Any, Sizes]) -> MemoryReport:
-    found, kept = sizes[asked.policy], asked.residuals
+def _report(
+    workload: Workload, asked: _Asked, kept: ResidualTable | None, target: Target, sizes: dict[Any, Sizes]
+) -> MemoryReport:
+    found = sizes[asked.policy]
     report = MemoryReport(
         workload=workload.name,
         policy=_text(asked.policy),

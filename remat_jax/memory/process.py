@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,48 @@ class Question:
     left: float | None = None
 
 
-def ask(question: Question, on_done: Callable[[str], None] | None = None) -> dict[str, dict[str, Any]]:
-    """The child's answer for each key; `on_done` is told of each as it comes.
+class Children:
+    """The processes of one call, which end where it does: who interrupts a call does not wait for a compiler.
+
+    As a context it ends them when an error passes through it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._ended = threading.Lock(), False
+        self._running: set[subprocess.Popen[str]] = set()
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            self.end()
+
+    def end(self) -> None:
+        """Kill those that run, and those that are started from now on."""
+        with self._lock:
+            self._ended = True
+            for child in self._running:
+                _kill(child)
+
+    @contextlib.contextmanager
+    def running(self, child: subprocess.Popen[str]) -> Iterator[None]:
+        """While the child is one of them; it must not have been waited for before the end."""
+        with self._lock:
+            self._running.add(child)
+            if self._ended:
+                _kill(child)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.discard(child)
+
+
+def ask(
+    question: Question, on_done: Callable[[str], None] | None = None, children: Children | None = None
+) -> dict[str, dict[str, Any]]:
+    """The child's answer for each key; `on_done` is told of each as it comes, and `children` may end it.
 
     Raises:
       CompileError: the child refused a key, died, hung or ran out of memory, with what it said last.
@@ -78,7 +118,8 @@ def ask(question: Question, on_done: Callable[[str], None] | None = None) -> dic
         )
         alarm = _Alarm(child, question.timeout if question.left is None else question.left)
         try:
-            answers, failed = _converse(child, question.request, on_done)
+            with (children or Children()).running(child):
+                answers, failed = _converse(child, question.request, on_done)
             status = child.wait()
         finally:
             alarm.cancel()

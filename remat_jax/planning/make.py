@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from remat_jax.memory.devices import check_devices
 from remat_jax.memory.exporting import Program, export_step
 from remat_jax.memory.kernels import Kernels
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, is_miscompiled
+from remat_jax.memory.process import Children
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
 from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Tried
 from remat_jax.planning.choices import Choices
@@ -266,10 +267,11 @@ class _Making:
             return []
         keys = [one.name or f"plan {done + index + 1}" for index, one in enumerate(candidates)]
         self._tell(keys, done)
-        with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool, Children() as children:
             # Each by itself, so that one that cannot be compiled does not take the other with it; and while the first is
             # compiled the next is traced.
-            asked = [self._asked(pool, key, one) for key, one in zip(keys, candidates, strict=True)]
+            asked = [self._asked(pool, children, key, one) for key, one in zip(keys, candidates, strict=True)]
+            wait(asked)
         errors = {key: error for key, one in zip(keys, asked, strict=True) if (error := one.exception()) is not None}
         self._judge(list(errors.values()), all_failed=len(errors) == len(keys))
         for key, error in errors.items():
@@ -287,7 +289,7 @@ class _Making:
         if fatal:
             raise fatal[0]
 
-    def _asked(self, pool: ThreadPoolExecutor, key: str, candidate: Candidate) -> Future[Sizes]:
+    def _asked(self, pool: ThreadPoolExecutor, children: Children, key: str, candidate: Candidate) -> Future[Sizes]:
         """The sizes of a candidate's step, once it is compiled; it is traced here."""
         try:
             program = export_step(key, self._step(candidate), self.target)
@@ -295,11 +297,12 @@ class _Making:
             refused: Future[Sizes] = Future()
             refused.set_exception(error)
             return refused
-        return pool.submit(self._sizes, program)
+        return pool.submit(self._sizes, program, children)
 
-    def _sizes(self, program: Program) -> Sizes:
+    def _sizes(self, program: Program, children: Children) -> Sizes:
         left = max(1.0, self.deadline - time.monotonic())
-        return compile_programs([program], self.target, timeout=left, kernels=self.kernels)[program.key]
+        given: dict[str, Any] = {"kernels": self.kernels, "children": children}
+        return compile_programs([program], self.target, timeout=left, **given)[program.key]
 
     def _step(self, candidate: Candidate) -> Any:
         return self.workload.step("off" if candidate.name == "off" else policies_of(self.described, candidate))
