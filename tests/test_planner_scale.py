@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -24,6 +25,7 @@ from remat_jax.planner import (
 )
 from remat_jax.planner.candidates import MOST
 from remat_jax.planner.columns import Programme, Run
+from remat_jax.planner.milp import Model
 from remat_jax.planner.pricing import with_priced
 from remat_jax.planner.problem import Chain
 
@@ -221,3 +223,37 @@ def test_a_chain_of_60_stages():
     assert times == sorted(set(times))
     # Every stage but the last at most twice, where a third of everything fits.
     assert times[2] < fast.seconds + 60
+
+
+ATTENTION = (
+    ("x", 67, 0, ()),
+    ("norm", 92, 0.2, ("x",)),
+    ("scores", 2147, 1.0, ("norm",)),
+    ("exp", 4296, 1.0, ("scores",)),
+    ("weights", 2150, 0.5, ("exp",)),
+    ("out", 75, 0.6, ("norm", "weights")),
+    ("added", 67, 0.73, ("x", "out")),
+    ("norm2", 67, 0.1, ("added",)),
+    ("gate", 235, 2.43, ("norm2",)),
+    ("up", 235, 2.44, ("norm2",)),
+    ("act", 236, 0.11, ("gate",)),
+    ("mul", 234, 0.05, ("act", "up")),
+)
+"""A layer of a 70B decoder, in MB and ms: its working set is worth many layers' residuals, and its policies are much alike."""
+
+
+def test_fewer_rounds_of_the_solver_give_a_plan_that_fits_and_a_bound_that_holds(monkeypatch):
+    residuals = tuple(Residual(name, float(size), seconds, parents) for name, size, seconds, parents in ATTENTION)
+    stack = Stack((Block("layer", residuals, 11.4, 23.0, 5553, repeats=4, recomputed_share=1.22),))
+    asked = []
+    monkeypatch.setattr(Model, "solve", lambda *given, real=Model.solve: asked.append(given) or real(*given))
+    found = {}
+    for rounds in (math.inf, 0):
+        before = len(asked)
+        plan = solve_counts(stack, 19400.0, most_policies=3, gap=1e-2, node_limit=50, most_rounds=rounds, say_least=False)
+        assert verify(plan).peak_bytes <= 19400
+        found[rounds] = (len(asked) - before, plan)
+    (all_rounds, exact), (fewer, quick) = found[math.inf], found[0]
+    assert (all_rounds, fewer) == (7, 5)
+    assert quick.lower_bound <= exact.seconds and exact.extra_seconds <= quick.extra_seconds * (1 + 1e-2)
+    assert quick.extra_seconds == pytest.approx(7.6)

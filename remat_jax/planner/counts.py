@@ -34,6 +34,7 @@ def solve_counts(
     gap: float = GAP,
     time_limit: float = TIME_LIMIT,
     node_limit: int | None = None,
+    most_rounds: float = math.inf,
     say_least: bool = True,
 ) -> StackPlan:
     """The fastest plan within both budgets, as counts of policies for each kind of block.
@@ -48,6 +49,8 @@ def solve_counts(
         gap: how much the extra time may be above the least, relatively.
         time_limit: of one run of the solver, in seconds.
         node_limit: of one run of the solver, in nodes of its tree: the same on every machine. None for no limit.
+        most_rounds: of the solver, each with the working sets of the policies that the last one chose; after them the plan is
+            looked for within less than the budget, and may be slower than the gap says. ``lower_bound`` holds all the same.
         say_least: whether the error where nothing fits says the least that does, which takes as long as a plan.
 
     Raises:
@@ -70,7 +73,7 @@ def solve_counts(
     least = -math.inf
     if not exact:
         runs, least = with_priced(stack, runs, budget, host_budget)
-    solver = _Counting(stack, runs, host_budget, most_policies, gap, time_limit, node_limit)
+    solver = _Counting(stack, runs, host_budget, most_policies, gap, time_limit, node_limit, most_rounds)
     found = solver.fastest(budget)
     plan = None
     if found is not None:
@@ -113,9 +116,10 @@ class _Counting:
         gap: float,
         time_limit: float,
         node_limit: int | None,
+        rounds: float,
     ) -> None:
         self.stack, self.runs, self.host_budget, self.most_policies = stack, runs, host_budget, most_policies
-        self.gap, self.time_limit, self.node_limit, self.timed_out = gap, time_limit, node_limit, False
+        self.gap, self.time_limit, self.node_limit, self.rounds, self.timed_out = gap, time_limit, node_limit, rounds, False
         self.columns: list[Column] = [(at, one) for at, run in enumerate(runs) for one in range(len(run.policies))]
 
     def fastest(self, budget: float) -> tuple[list[BlockPolicy], float, int] | None:
@@ -151,25 +155,33 @@ class _Counting:
         ]
 
     def _within(self, columns: Sequence[Column], budget: float) -> tuple[list[BlockPolicy], float, int] | None:
-        allowed, allowed_host = budget * (1 + ROUNDING / 2), self.host_budget * (1 + ROUNDING / 2)
-        guarded = set[Column]()
+        most = (budget * (1 + ROUNDING / 2), self.host_budget * (1 + ROUNDING / 2))
+        (allowed, allowed_host), guarded, bound, patience = most, set[Column](), 0.0, self.rounds
         while allowed > 0 and allowed_host >= 0:
             programme = self._programme(columns, allowed, guarded, allowed_host)
             solution = programme.model.solve(self.gap, self.time_limit, self.node_limit)
             if solution is None:
-                return None
+                if (allowed, allowed_host) == most or patience == math.inf:
+                    return None
+                # So much less was too much less.
+                (allowed, allowed_host), patience = most, math.inf
+                continue
             self.timed_out |= solution.timed_out
+            if (allowed, allowed_host) == most:
+                bound = max(bound, solution.bound)
             chosen = programme.chosen(solution)
             policies = [self.runs[at].policies[one] for (at, one), count in chosen for _ in range(count)]
             over = peak_bytes(self.stack, policies) - budget
             host_over = sum(one.host_bytes for one in policies) - self.host_budget
             if over <= budget * ROUNDING and host_over <= self.host_budget * ROUNDING:
-                return policies, solution.bound, programme.model.integers
+                return policies, bound, programme.model.integers
             new = {column for column, _ in chosen} - guarded
-            if not new:
-                # By HiGHS's tolerance: it is asked for that much less.
-                allowed, allowed_host = allowed - 2 * max(0.0, over), allowed_host - 2 * max(0.0, host_over)
             guarded |= new
+            patience -= 1
+            if not new or patience < 0:
+                # By HiGHS's tolerance, or by one more of many policies that are nearly the same: so much less is asked for.
+                less = 1 if new else 2
+                allowed, allowed_host = allowed - less * max(0.0, over), allowed_host - less * max(0.0, host_over)
         raise SolverError(
             f"HiGHS stays over budget={budget!r} or host_budget={self.host_budget!r} by its tolerance; round them."
         )

@@ -7,9 +7,10 @@ tested without a compiler.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from remat_jax.errors import InfeasibleBudget, SolverError
 from remat_jax.planner import Choice, Stack, cheapest_policy, solve_counts
@@ -26,7 +27,9 @@ SIDE_BY_SIDE = 2
 MOST_RUNS = 3
 """Different policies among the layers of one kind: layers that are scanned become as many scans, each compiled by itself."""
 
-_GAP, _NODE_LIMIT = 1e-3, 2000
+_EXACTLY = {"gap": 1e-3, "node_limit": 2000, "most_rounds": 60}
+_ROUGHLY = {"gap": 1e-2, "node_limit": 200, "most_rounds": 8}
+"""A point of the frontier, which is drawn and not compiled."""
 _TIME_LIMIT = 60.0
 """Far beyond what so many nodes take: a plan must not depend on what else the machine does. That it was met is noted."""
 _HOPE = 1.1
@@ -317,37 +320,43 @@ class Search:
 
     def solve(self, stack: Stack, budget: float, *, most_runs: int | None = None) -> Candidate | None:
         """The planner's fastest within `budget`, of as many runs as the search may have or fewer; None where nothing fits."""
+        found, timed_out = self._solve(stack, budget, most_runs or self._most_runs, _EXACTLY)
+        self.timed_out |= timed_out
+        return found
+
+    def _solve(
+        self, stack: Stack, budget: float, most_runs: int | None, limits: Mapping[str, Any]
+    ) -> tuple[Candidate | None, bool]:
+        """And whether the solver ended by a limit."""
         least = self._least(stack)
         fits = predicted(stack, least.loads) <= budget
         # With a limit on the host, the leanest may be one that offloads a part of what it could: the solver knows.
         if not fits and (stack.link is None or math.isinf(self.host_budget)):
-            return None
+            return None, False
         try:
             plan = solve_counts(
                 stack,
                 budget,
                 self.host_left,
-                most_policies=most_runs or self._most_runs,
-                gap=_GAP,
+                most_policies=most_runs,
                 time_limit=_TIME_LIMIT,
-                node_limit=_NODE_LIMIT,
                 say_least=False,
+                **limits,
             )
         except InfeasibleBudget:
-            return least if fits else None
+            return least if fits else None, False
         except SolverError as error:
-            self.timed_out |= is_out_of_time(error)
-            return least if fits else None
-        self.timed_out |= plan.timed_out
-        return self.own(together(stack, plan))
+            return least if fits else None, is_out_of_time(error)
+        return self.own(together(stack, plan)), plan.timed_out
 
     def frontier(self, stack: Stack, points: int) -> list[Candidate]:
-        """The planner's plans at so many budgets, from the least to that of keeping everything."""
+        """The planner's plans at so many budgets, from the least to that of keeping everything, roughly."""
         least = self._least(stack)
         low = predicted(stack, least.loads)
         high = max([low, *(predicted(stack, one.loads) for one in self.named if one.name in ("off", "everything"))])
         budgets = [low + (high - low) * step / points for step in range(1, points + 1)]
-        return [least, *filter(None, (self.solve(stack, budget) for budget in budgets))]
+        found = (self._solve(stack, budget, self._most_runs, _ROUGHLY)[0] for budget in budgets)
+        return [least, *filter(None, found)]
 
     def _least(self, stack: Stack) -> Candidate:
         """A plan that needs as little as can be told: what is kept counts in every block behind, the rest where it runs."""
