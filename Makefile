@@ -20,7 +20,8 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := gpu-compile,report,dev$(if $(TORCH),$(COMMA)torch)
 PINS := $(if $(TORCH),-c constraints.txt,)
-# Two workers on two cores: more threads in each only take turns. A file stays in one worker, with what its tests share.
+# Two workers on two cores: more threads in each only take turns. A file stays in one worker, with what its tests share;
+# the short ones, docstrings, stay last, so that both workers end together.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .PHONY: help
@@ -43,7 +44,7 @@ demo: $(STAMP)  ## train the decoder in every mode and framework, compare, and d
 
 .PHONY: test
 test: $(STAMP)  ## run all tests
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .PHONY: test-browser
 test-browser: $(STAMP)  ## run the tests that open pages in an installed Chromium

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 # Before JAX starts: no test but those marked `gpu` may touch a GPU, or try the CUDA plugin.
-if not any("gpu" in word and "not gpu" not in word for word in sys.argv):
+ON_GPU = any("gpu" in word and "not gpu" not in word for word in sys.argv)
+if not ON_GPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # What a test compiles it compiles itself: an answer kept by an earlier run would hide a compiler that fails.
@@ -22,6 +25,41 @@ if importlib.util.find_spec("torch") is None:
     # Their examples compare with PyTorch.
     names = ("asserting", "capture_torch", "comparison", "localise", "semantics")
     collect_ignore += [f"remat_jax/parity/{name}.py" for name in names]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let this process compile for the CPU in a hurry: half the tests' time would go into machine code that runs once.
+
+    Not said in the environment, so the children that compile and commands that are tested do what a user's would.
+    """
+    if ON_GPU:
+        return
+    import jax
+
+    # LLVM's passes alone are left out: what XLA does with a program, and how it lays out memory, stays.
+    jax.config.update("jax_disable_most_optimizations", True)
+    # The same program under another function object is compiled once; not shared with other processes or later runs.
+    kept = tempfile.TemporaryDirectory(prefix="remat_jax_tests_")
+    config.add_cleanup(kept.cleanup)
+    jax.config.update("jax_compilation_cache_dir", kept.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_of_this_file_alone() -> None:
+    """Leave what earlier files and imports made out of garbage collection: counts of live bytes ask for it all the time.
+
+    Half a second a time, with all that was imported; what a test makes is younger than this.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def in_a_hurry() -> dict[str, str]:
+    """The environment of a command that compiles for the CPU what it runs a few times, as this process does."""
+    return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import BlockError, NoEffectError, UnsupportedError
 from remat_jax.memory.live import module_path
+from remat_jax.memory.measure import measure_many
 from tests.small_models import Attention, Linear, Mlp, Stack, block_by_hand, equations, make_loss, to_host, values
 
 # --- offload ------------------------------------------------------------------------------------------------------------
@@ -55,7 +56,7 @@ def test_cutting_a_scan_copies_no_parameters_on_a_gpu() -> None:
     model, x = Stack(Wide, 6, scanned=True), jax.ShapeDtypeStruct((8, 256), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     job = rj.Workload(lambda params, x: jnp.sum(model.apply(params, x)), params, (x,), blocks=Wide, optimizer=optax.sgd(0.1))
-    whole, cut = (rj.measure(job, text, "h200") for text in ("full", "4 x offload_inputs | 2 x dots"))
+    whole, cut = measure_many(job, ("full", "4 x offload_inputs | 2 x dots"), "h200")
     kept = cut.residual_device_bytes - whole.residual_device_bytes
     size = sum(4 * leaf.size for leaf in jax.tree.leaves(params))
     assert size > 20 * abs(kept)

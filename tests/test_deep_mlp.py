@@ -21,11 +21,14 @@ PICTURES = {f"{name}.{ending}" for name in ("memory", "time", "trade_off", "dept
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+def outcome(
+    tmp_path_factory: pytest.TempPathFactory, in_a_hurry: dict[str, str]
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     """The command as a user types it, from another folder."""
     folder = tmp_path_factory.mktemp("deep_mlp")
     arguments = [sys.executable, str(ROOT / "examples" / "deep_mlp.py"), "--quick", "--json", "--output", "pictures"]
-    return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=240), folder / "pictures"
+    done = subprocess.run(arguments, cwd=folder, env=in_a_hurry, capture_output=True, text=True, timeout=240)
+    return done, folder / "pictures"
 
 
 def test_the_command_prints_one_json_object_and_nothing_else(outcome) -> None:

@@ -121,14 +121,15 @@ def test_the_time_of_the_last_blocks_copies_is_bytes_over_the_link():
 
 @needs_gpu_compiler
 def test_xlas_own_rematerialization_is_told_and_switched_off(monkeypatch):
-    needed = rj.measure(job(), "off", target="h200").device_bytes
+    workload = job()
+    needed = rj.measure(workload, "off", target="h200").device_bytes
     small = with_memory(int(0.8 * needed))
-    found = rj.doctor(job(), "off", target=small)
+    found = rj.doctor(workload, "off", target=small)
     assert traps(found) == ["xla_rematerialization"]
-    assert rj.measure(job(), "off", target=small).device_bytes < 0.99 * needed
+    assert rj.measure(workload, "off", target=small).device_bytes < 0.99 * needed
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=rematerialization")
-    assert rj.doctor(job(), "off", target=small).ok
-    assert rj.measure(job(), "off", target=small).device_bytes == needed
+    assert rj.doctor(workload, "off", target=small).ok
+    assert rj.measure(workload, "off", target=small).device_bytes == needed
 
 
 @needs_gpu_compiler

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ import remat_jax as rj
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.rates import Rates
+from remat_jax.memory.measure import measure_many
 from remat_jax.memory.predict import Predictor
 from remat_jax.memory.shares import Shares, residual_shares
 from remat_jax.mesh import as_mesh
@@ -236,9 +236,9 @@ def test_a_block_that_nothing_trains_is_divided_as_the_others_are(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, in_a_hurry):
     path = tmp_path_factory.mktemp("mesh") / "results.npz"
-    environment = os.environ | {
+    environment = in_a_hurry | {
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_X64": "1",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
@@ -279,7 +279,7 @@ def test_a_plan_fits_on_each_device_and_keeps_what_it_may():
         mesh={"data": 2},
         shardings=(P(None, "data"), P("data")),
     )
-    full, off = (rj.measure(job, policy, "2xh200").device_bytes for policy in ("full", "off"))
+    full, off = (report.device_bytes for report in measure_many(job, ("full", "off"), "2xh200"))
     budget = (full + off) // 2
     found = rj.plan(job, budget, "2xh200", host_budget=0)
     assert full < found.device_bytes <= budget < off

@@ -10,6 +10,7 @@ from flax import nnx
 
 import remat_jax as rj
 from remat_jax.errors import CompileError
+from remat_jax.memory.measure import measure_many
 from remat_jax.planning import make
 from remat_jax.planning.explain import named_table
 from remat_jax.planning.model import Model as PlannedModel
@@ -47,7 +48,7 @@ def nested():
 def test_layers_in_nested_scans_are_planned_alike():
     """They cannot have policies of their own; what each of them may keep is chosen all the same."""
     work = nested()
-    full, most = (rj.measure(work, policy, "cpu").device_bytes for policy in ("full", "off"))
+    full, most = (report.device_bytes for report in measure_many(work, ("full", "off"), "cpu"))
     found = rj.plan(work, (full + most) // 2, "cpu")
     assert found.device_bytes <= (full + most) // 2
     assert isinstance(found.policies[MlpLayer], rj.Policy)
