@@ -151,12 +151,12 @@ def test_inputs_of_the_wrong_shape_are_named(field: str, shape: tuple[int, ...])
 
 def test_weights_without_the_tower_fill_no_port() -> None:
     config = p.CONFIGS["pi0"]
-    observation, actions, _, time = p.batch(config)
-    empty = jax.eval_shape(pi0.Pi0(config, param_dtype="float64").init, jax.random.key(0), observation, actions, time)
+    observation, actions, time, _ = config.shapes(1)
+    empty = jax.eval_shape(pi0.Pi0(config).init, jax.random.key(0), observation, actions, time)
     without = {name: one for name, one in p.weights(config).items() if not name.startswith("vision_tower")}
     lost = len(p.weights(config)) - len(without)
     with pytest.raises(PortingError, match=rf"{lost} problems:\n  vision_tower\..*missing, wanted for params/vision/"):
-        porting.from_torch(without, empty, rules(config, False), dtype="float64")
+        porting.from_torch(without, empty, rules(config, False), dtype="float32")
 
 
 def _torch_config(config: Pi0Config) -> torch_ref.Pi0Config:
