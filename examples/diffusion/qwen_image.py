@@ -15,7 +15,7 @@ import remat_jax as rj
 import torch_ref
 
 from ..models.diffusion import Grid, pack
-from ..models.qwen_image import QwenImage, QwenImageBlock, QwenImageConfig
+from ..models.qwen_image import QwenImage, QwenImageBlock, QwenImageConfig, check_shapes
 from ..models.rules.qwen_image import rules
 from . import data
 from .training import Batch, Pair
@@ -37,7 +37,12 @@ def torch_model_fn(
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
 ) -> torch.Tensor:
-    """Run `QwenImageTransformer2DModel` block by block; like DiffSynth-Studio's, it passes everything by keyword."""
+    """Run `QwenImageTransformer2DModel` block by block; like DiffSynth-Studio's, it passes everything by keyword.
+
+    Raises:
+        ValueError: when a shape is not what the model, the other arguments or the grids say.
+    """
+    check_shapes(model.config.in_channels, model.config.joint_attention_dim, latents, text, time, grids, mask)
     image = model.img_in(latents)
     text = model.txt_in(model.txt_norm(text))
     conditioning = model.time_text_embed(time.to(image.dtype), image)

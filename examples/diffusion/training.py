@@ -14,6 +14,7 @@ import torch
 import remat_jax as rj
 import torch_ref
 from remat_jax import porting
+from remat_jax.parity.compiling import compile_options
 
 LEARNING_RATE = 2e-3
 Batch = tuple[np.ndarray, ...]
@@ -78,8 +79,9 @@ def train_jax(pair: Pair, mode: str, batches: Sequence[Batch]) -> dict[str, Any]
         return optax.apply_updates(variables, updates), state, loss
 
     losses, state = [], optimizer.init(variables)
+    compiled = step.lower(variables, state, batches[0]).compile(compiler_options=compile_options("float32"))
     for batch in batches:
-        variables, state, loss = step(variables, state, batch)
+        variables, state, loss = compiled(variables, state, batch)
         losses.append(float(loss))
     kept = rj.residuals(rj.Workload(loss_of, pair.shapes, batches[0], blocks=pair.block), "off")
     return {"losses": losses, "offered": None, "device": kept.device_bytes, "host": kept.host_bytes}

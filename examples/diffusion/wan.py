@@ -14,6 +14,7 @@ import torch
 import remat_jax as rj
 import torch_ref
 
+from ..models.diffusion import check_conditions, check_patches
 from ..models.rules.wan import rules
 from ..models.wan import Wan, WanBlock, WanConfig
 from . import data
@@ -33,7 +34,18 @@ def torch_model_fn(
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
 ) -> torch.Tensor:
-    """Run `WanTransformer3DModel` block by block on videos (B, C, F, H, W); everything goes by keyword."""
+    """Run `WanTransformer3DModel` block by block on videos (B, C, F, H, W); everything goes by keyword.
+
+    Raises:
+        ValueError: when a shape is not what the model or the other arguments say, or patches do not fill a video.
+    """
+    channels, patch = model.config.in_channels, tuple(model.config.patch_size)
+    if latents.ndim != 5 or latents.shape[1] != channels:
+        expected = f"(batch, {channels}, frames, height, width)"
+        raise ValueError(f"latents have shape {tuple(latents.shape)}, expected {expected}: the channels come first here")
+    # The convolution would leave out what fills no patch.
+    check_patches(tuple(latents.shape[2:]), patch)
+    check_conditions(len(latents), model.config.text_dim, text, time)
     rotation = model.rope(latents)
     cut = model.patch_embedding(latents)
     x = cut.flatten(2).transpose(1, 2).contiguous()

@@ -59,6 +59,24 @@ def check_patches(size: tuple[int, ...], patch: tuple[int, ...]) -> None:
         raise ValueError(f"patch={patch} does not divide {shown}: crop or pad to a multiple of it, or choose another patch")
 
 
+def check_sizes(config: Any, *names: str) -> None:
+    """Raise `ValueError` unless these numbers of a configuration are at least 1, and `query_chunk` is where it is given."""
+    for name in (*names, *(["query_chunk"] if config.query_chunk is not None else [])):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
+
+
+def check_conditions(batch: int, text_width: int, text: Any, time: Any) -> None:
+    """Raise `ValueError` unless the prompts' embeddings are (batch, tokens, text_width) and the times (batch,).
+
+    Takes arrays of NumPy, JAX and PyTorch alike.
+    """
+    if text.ndim != 3 or tuple(text.shape[::2]) != (batch, text_width):
+        raise ValueError(f"text has shape {tuple(text.shape)}, expected ({batch}, tokens, {text_width})")
+    if tuple(time.shape) != (batch,):
+        raise ValueError(f"time has shape {tuple(time.shape)}, expected ({batch},): one number for each of the batch")
+
+
 def grid_positions(grid: Grid, first: tuple[int, int, int] = (0, 0, 0)) -> jax.Array:
     """Return frame, row and column of each token, (3, frames · rows · columns), counted from `first`.
 

@@ -77,6 +77,8 @@ class Pi0Config:
         for name in (*sizes, "vocab_size", "horizon", "action_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1, the model has all its parts")
+        if self.prompt_length < 0:
+            raise ValueError(f"prompt_length={self.prompt_length}: expected at least 0")
         if min(*self.widths, *self.mlp_dims) < 1:
             raise ValueError(
                 f"widths={self.widths}, mlp_dims={self.mlp_dims}: expected at least 1 each, both experts are there"

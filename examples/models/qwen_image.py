@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,6 +19,8 @@ from .diffusion import (
     Rotation,
     TimeEmbedding,
     axis_rotations,
+    check_conditions,
+    check_sizes,
     grid_positions,
     long_attention,
     plain_norm,
@@ -43,7 +46,7 @@ class QwenImageConfig:
         query_chunk: how many queries attend at a time; all at once where it is None.
 
     Raises:
-        ValueError: when the heads do not divide the width, or the axes do not fill a head.
+        ValueError: when a size is less than 1, the heads do not divide the width, or the axes do not fill a head.
 
     >>> QwenImageConfig.published().head_dim
     128
@@ -59,6 +62,7 @@ class QwenImageConfig:
     query_chunk: int | None = None
 
     def __post_init__(self) -> None:
+        check_sizes(self, "hidden_size", "num_layers", "in_channels", "out_channels", "text_width")
         if self.num_heads < 1 or self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}: choose a divisor")
         three = len(self.rope_axes) == 3 and sum(self.rope_axes) == self.head_dim
@@ -184,7 +188,6 @@ class QwenImage(nn.Module):
         grids: tuple[Grid, ...],
         mask: jax.Array | None = None,
     ) -> jax.Array:
-        self.check(latents, text, time, grids, mask)
         image, text, time, shared = self.embed(latents, text, time, grids, mask)
         if self.scan:
             image, text = scan_block(self.layers, self.config.num_layers, (image, text), time, *shared, spread=True)
@@ -197,6 +200,7 @@ class QwenImage(nn.Module):
         self, latents: jax.Array, text: jax.Array, time: jax.Array, grids: tuple[Grid, ...], mask: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[tuple[Rotation, Rotation], jax.Array | None]]:
         """Return what the first block is given: image, text, time, and what all blocks share, the rotations and the bias."""
+        check_shapes(self.config.in_channels, self.config.text_width, latents, text, time, grids, mask)
         image = self.image_in(latents)
         text = self.text_in(self.text_norm(text))
         features = time_features(time.astype(image.dtype), TIME_FEATURES, TIME_SCALE)
@@ -208,22 +212,24 @@ class QwenImage(nn.Module):
         scale, shift = jnp.split(self.modulation(nn.silu(time))[:, None], 2, axis=-1)
         return self.out(plain_norm(image, EPSILON) * (1 + scale) + shift)
 
-    def check(
-        self, latents: jax.Array, text: jax.Array, time: jax.Array, grids: tuple[Grid, ...], mask: jax.Array | None
-    ) -> None:
-        """Raise `ValueError` where shapes do not fit; the axis that is wrong would broadcast, or fail far from here."""
-        if not grids or any(not hasattr(grid, "__len__") or len(grid) != 3 or min(grid) < 1 for grid in grids):
-            raise ValueError(f"grids={grids}: expected (frames, rows, columns) for each image, as in ((1, 2, 3),)")
-        batch, tokens = latents.shape[0], sum(frames * rows * columns for frames, rows, columns in grids)
-        expected = (batch, tokens, self.config.in_channels)
-        if latents.shape != expected:
-            raise ValueError(f"latents have shape {latents.shape}, expected {expected} for grids={grids}: pack the images")
-        if text.ndim != 3 or text.shape[::2] != (batch, self.config.text_width):
-            raise ValueError(f"text has shape {text.shape}, expected ({batch}, tokens, {self.config.text_width})")
-        if time.shape != (batch,):
-            raise ValueError(f"time has shape {time.shape}, expected ({batch},): one number for each image")
-        if mask is not None and mask.shape != text.shape[:2]:
-            raise ValueError(f"mask has shape {mask.shape}, expected {text.shape[:2]}: one number for each token of the text")
+
+def check_shapes(
+    in_channels: int, text_width: int, latents: Any, text: Any, time: Any, grids: Sequence[Grid], mask: Any = None
+) -> None:
+    """Raise `ValueError` where shapes do not fit; the axis that is wrong would broadcast, or fail far from here.
+
+    Takes arrays of NumPy, JAX and PyTorch alike: the original asks for the same.
+    """
+    if not grids or any(not hasattr(grid, "__len__") or len(grid) != 3 or min(grid) < 1 for grid in grids):
+        raise ValueError(f"grids={grids}: expected (frames, rows, columns) for each image, as in ((1, 2, 3),)")
+    tokens = sum(frames * rows * columns for frames, rows, columns in grids)
+    expected = (latents.shape[0], tokens, in_channels)
+    if tuple(latents.shape) != expected:
+        raise ValueError(f"latents have shape {tuple(latents.shape)}, expected {expected} for grids={grids}: pack the images")
+    check_conditions(latents.shape[0], text_width, text, time)
+    if mask is not None and tuple(mask.shape) != tuple(text.shape[:2]):
+        given, words = tuple(mask.shape), tuple(text.shape[:2])
+        raise ValueError(f"mask has shape {given}, expected {words}: one number for each token of the text")
 
 
 def qwen_rotations(grids: tuple[Grid, ...], words: int, axes: tuple[int, int, int], dtype: Dtype) -> tuple[Rotation, Rotation]:

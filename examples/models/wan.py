@@ -18,7 +18,9 @@ from .diffusion import (
     Rotation,
     TimeEmbedding,
     axis_rotations,
+    check_conditions,
     check_patches,
+    check_sizes,
     grid_positions,
     long_attention,
     plain_norm,
@@ -43,7 +45,7 @@ class WanConfig:
         query_chunk: how many queries attend at a time; all at once where it is None.
 
     Raises:
-        ValueError: when the heads do not divide the width, or a head's width is odd.
+        ValueError: when a size is less than 1, the heads do not divide the width, or a head's width is odd.
 
     >>> WanConfig.t2v_14b().rope_axes
     (44, 42, 42)
@@ -61,6 +63,9 @@ class WanConfig:
     query_chunk: int | None = None
 
     def __post_init__(self) -> None:
+        check_sizes(self, "num_layers", "intermediate_size", "channels", "text_width", "time_features")
+        if self.time_features % 2:
+            raise ValueError(f"time_features={self.time_features}: expected an even number, half of them cosines")
         if len(self.patch) != 3 or min(self.patch) < 1:
             raise ValueError(f"patch={self.patch}: expected frames, rows and columns, at least 1 each")
         if min(self.num_heads, self.hidden_size) < 1 or self.hidden_size % self.num_heads:
@@ -213,12 +218,9 @@ class Wan(nn.Module):
 
     def check(self, latents: jax.Array, text: jax.Array, time: jax.Array) -> None:
         """Raise `ValueError` where shapes do not fit."""
-        channels, width = self.config.channels, self.config.text_width
+        channels = self.config.channels
         if latents.ndim != 5 or latents.shape[-1] != channels:
             expected = f"(batch, frames, height, width, {channels})"
             raise ValueError(f"latents have shape {latents.shape}, expected {expected}: move the channels last")
         check_patches(latents.shape[1:4], self.config.patch)
-        if text.ndim != 3 or text.shape[::2] != (len(latents), width):
-            raise ValueError(f"text has shape {text.shape}, expected ({len(latents)}, tokens, {width})")
-        if time.shape != (len(latents),):
-            raise ValueError(f"time has shape {time.shape}, expected ({len(latents)},): one number for each video")
+        check_conditions(len(latents), self.config.text_width, text, time)

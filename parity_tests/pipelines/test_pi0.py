@@ -16,6 +16,8 @@ from examples.models.pi0_config import Observation, Pi0Config
 from examples.models.rules.pi0 import rules
 from parity_tests import support as s
 from parity_tests.pipelines import pi0 as p
+from remat_jax import porting
+from remat_jax.errors import PortingError
 from remat_jax.graph.count import matmuls
 from remat_jax.parity import float64_error, judge
 from remat_jax.porting.links import fit
@@ -118,6 +120,7 @@ BAD = [
     ({"vision_depth": 0}, "vision_depth.*0.*at least 1"),
     ({"num_heads": 0}, "num_heads.*0.*at least 1"),
     ({"widths": (64, 0)}, "widths.*at least 1"),
+    ({"prompt_length": -1}, "prompt_length.*-1.*at least 0"),
     ({"widths": (64,)}, r"widths.*\(64,\).*two"),
 ]
 
@@ -144,6 +147,16 @@ def test_inputs_of_the_wrong_shape_are_named(field: str, shape: tuple[int, ...])
     for either in (model, p.faithful(model, "enabled")):
         with pytest.raises(torch_ref.InvalidArgumentError, match=rf"^{field} has shape \(.*\), expected \(.*pad prompts"):
             either(seen, actions, time)
+
+
+def test_weights_without_the_tower_fill_no_port() -> None:
+    config = p.CONFIGS["pi0"]
+    observation, actions, time, _ = config.shapes(1)
+    empty = jax.eval_shape(pi0.Pi0(config).init, jax.random.key(0), observation, actions, time)
+    without = {name: one for name, one in p.weights(config).items() if not name.startswith("vision_tower")}
+    lost = len(p.weights(config)) - len(without)
+    with pytest.raises(PortingError, match=rf"{lost} problems:\n  vision_tower\..*missing, wanted for params/vision/"):
+        porting.from_torch(without, empty, rules(config, False), dtype="float32")
 
 
 def _torch_config(config: Pi0Config) -> torch_ref.Pi0Config:

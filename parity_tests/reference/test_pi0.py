@@ -126,6 +126,12 @@ def test_a_model_without_its_tower_is_refused():
     model.vision_tower = None
     with pytest.raises(torch_ref.InvalidArgumentError, match="model lacks vision_tower"):
         faithful.PI0Pytorch(model)
+    observation, _, noise, time = p.as_torch(p.batch(PI0))
+    with pytest.raises(torch_ref.InvalidArgumentError, match="model lacks vision_tower, expected a Pi0 with all its parts"):
+        model(observation, noise, time)
+    del model.vision_tower, model.projector
+    with pytest.raises(torch_ref.InvalidArgumentError, match="model lacks vision_tower, projector, expected"):
+        model(observation, noise, time)
     with pytest.raises(torch_ref.InvalidArgumentError, match="model is a Linear, expected a torch_ref.Pi0"):
         faithful.PI0Pytorch(torch.nn.Linear(1, 1))
     with pytest.raises(torch_ref.InvalidArgumentError, match="streams has 1 tensors, expected two"):

@@ -22,10 +22,8 @@ import torch
 
 from torch_ref.errors import InvalidArgumentError
 from torch_ref.faithful.openpi import Switched, TransformerWithExpert
-from torch_ref.models.pi0 import Pi0, beside, flow, share
+from torch_ref.models.pi0 import Pi0, beside, check_parts, flow, share
 from torch_ref.models.pi0_config import Observation, check_shapes
-
-PARTS = ("vision_tower", "embed_tokens", "layers", "prefix_norm", "suffix_norm")
 
 
 class PaliGemmaWithExpertModel(TransformerWithExpert):
@@ -59,10 +57,7 @@ class PI0Pytorch(Switched):
     def __init__(self, model: Pi0) -> None:
         if not isinstance(model, Pi0):
             raise InvalidArgumentError(f"model is a {type(model).__name__}, expected a torch_ref.Pi0.")
-        unset = [name for name, part in model._modules.items() if part is None]
-        missing = unset + [name for name in PARTS if name not in unset and getattr(model, name, None) is None]
-        if missing:
-            raise InvalidArgumentError(f"model lacks {', '.join(missing)}, expected a Pi0 with all its parts: build a new one.")
+        check_parts(model)
         super().__init__(PaliGemmaWithExpertModel(model))
         self.model = model
 

@@ -34,6 +34,16 @@ from torch_ref.models.pi0_config import Observation, Pi0Config, check_shapes
 from torch_ref.models.siglip import SiglipTower
 
 MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
+PARTS = (
+    "vision_tower",
+    "projector",
+    "embed_tokens",
+    "layers",
+    "prefix_norm",
+    "suffix_norm",
+    "action_in_proj",
+    "action_out_proj",
+)
 
 
 class Shared(NamedTuple):
@@ -154,8 +164,9 @@ class Pi0(nn.Module):
         """Predict; the flags are those of `gradient_checkpoint_forward`, for each layer of the transformers and the tower.
 
         Raises:
-            InvalidArgumentError: if an argument has another shape than the configuration says.
+            InvalidArgumentError: if an argument has another shape than the configuration says, or the model lacks a part.
         """
+        check_parts(self)
         check_shapes(self.config, observation, noisy_actions, time)
         flags = (use_gradient_checkpointing, use_gradient_checkpointing_offload)
         # All cameras at once: each layer of the tower runs once.
@@ -231,6 +242,18 @@ class Pi0(nn.Module):
     def final_norms(self, streams: Sequence[torch.Tensor], condition: torch.Tensor | None) -> list[torch.Tensor]:
         """Norm both streams; only the suffix is read afterwards."""
         return [self.prefix_norm(streams[0])[0], self.suffix_norm(streams[1], condition)[0]]
+
+
+def check_parts(model: Pi0) -> None:
+    """Refuse a model that was taken apart, such as one whose vision tower was removed to save memory.
+
+    Raises:
+        InvalidArgumentError: naming every part that is missing.
+    """
+    unset = [name for name, part in model._modules.items() if part is None]
+    missing = unset + [name for name in PARTS if name not in unset and getattr(model, name, None) is None]
+    if missing:
+        raise InvalidArgumentError(f"model lacks {', '.join(missing)}, expected a Pi0 with all its parts: build a new one.")
 
 
 def share(config: Pi0Config, positions: torch.Tensor, bias: torch.Tensor, condition: torch.Tensor | None) -> Shared:

@@ -59,6 +59,8 @@ class Pi0Config:
                 raise InvalidArgumentError(
                     f"{name} is {getattr(self, name)}, expected at least 1: the model has all its parts."
                 )
+        if self.prompt_length < 0:
+            raise InvalidArgumentError(f"prompt_length is {self.prompt_length}, expected at least 0.")
         if min(*self.widths, *self.mlp_dims) < 1:
             raise InvalidArgumentError(
                 f"widths is {self.widths} and mlp_dims is {self.mlp_dims}, expected at least 1 each: both experts are there."

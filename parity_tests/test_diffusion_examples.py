@@ -1,0 +1,163 @@
+"""`examples/qwen_image.py` and `examples/wan.py`: every form of both frameworks trains the same, the command, wrong use."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+import torch
+
+from examples.diffusion import command, data, qwen_image, training, wan
+from examples.models.diffusion import pack
+from examples.models.qwen_image import QwenImage
+from examples.models.wan import Wan
+from remat_jax.parity import TOLERANCES
+from remat_jax.parity.compiling import compile_options
+
+STEPS = 3
+SIDES = {"qwen_image": qwen_image, "wan": wan}
+FORMS = [
+    ("torch", "off"),
+    ("torch", "checkpoint"),
+    ("torch", "offload"),
+    ("torch", "offload as in DiffSynth-Studio"),
+    ("jax", "off"),
+    ("jax", "checkpoint"),
+    ("jax", "offload"),
+]
+sides = pytest.mark.parametrize("name", SIDES)
+
+
+@pytest.fixture(scope="module")
+def rows() -> Callable[[str], dict[tuple[str, str], dict[str, Any]]]:
+    """The rows of a model by framework and mode; trained once, and compiled quickly, as nothing is timed."""
+
+    @functools.cache
+    def trained(name: str) -> dict[tuple[str, str], dict[str, Any]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(training, "compile_options", lambda dtype: compile_options("float64"))
+            found = training.run_all(SIDES[name].pair(), SIDES[name].batches(STEPS), lambda line: None)
+        return {(row["framework"], row["mode"]): row for row in found}
+
+    return trained
+
+
+@sides
+def test_every_form_trains_the_same_and_learns(name: str, rows: Any) -> None:
+    found = rows(name)
+    assert list(found) == FORMS
+    plain = found["torch", "off"]["losses"]
+    assert len(plain) == STEPS and plain[-1] < plain[0] * 0.9
+    for (framework, mode), row in found.items():
+        assert row["difference"] <= (0 if framework == "torch" else TOLERANCES["loss"].value), (framework, mode)
+        assert row["difference"] == np.abs(np.array(row["losses"]) / plain - 1).max()
+
+
+@sides
+def test_what_they_keep(name: str, rows: Any) -> None:
+    """A block's arguments go to the host: Qwen-Image's two streams or Wan's one, of each layer; what layers share, once."""
+    found = rows(name)
+    for framework in ("torch", "jax"):
+        off, kept, away = (found[framework, mode] for mode in training.MODES)
+        assert away["device"] < kept["device"] < off["device"] / 3
+        assert off["host"] == kept["host"] == 0 < away["host"]
+    faithful, kept = found["torch", "offload as in DiffSynth-Studio"], found["torch", "checkpoint"]
+    assert faithful["host"] == 0 < faithful["offered"] and faithful["device"] == kept["device"]
+    image, video, words, numbers = 48, 72, 18, qwen_image.BATCH * qwen_image.CONFIG.hidden_size
+    streams = {"qwen_image": 2 * (image + words), "wan": 2 * video + words}[name] * numbers * 4
+    assert streams < found["torch", "offload"]["host"] < 1.12 * streams
+
+
+@sides
+def test_the_command_prints_every_row(name: str, rows: Any, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(training, "run_all", lambda *given: list(rows(name).values()))
+    assert command.main(name, ["--steps", "1", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [(row["framework"], row["mode"]) for row in said["rows"]] == FORMS and said["steps"] == 1
+    assert command.main(name, ["--steps", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("moved nothing: every argument goes by keyword") == 1 and printed.count("KiB") >= 6
+    worse = [{**row, "difference": float(row["mode"] == "checkpoint")} for row in rows(name).values()]
+    monkeypatch.setattr(training, "run_all", lambda *given: worse)
+    assert command.main(name, ["--steps", "1", "--json"]) == 1
+
+
+@sides
+def test_bad_usage(name: str) -> None:
+    done = subprocess.run([sys.executable, f"examples/{name}.py", "--steps", "0"], capture_output=True, text=True)
+    assert done.returncode == 2 and "--steps 0: expected at least 1" in done.stderr and "Traceback" not in done.stderr
+
+
+@functools.cache
+def models(name: str) -> tuple[Any, Any]:
+    """A fresh original and the variables of its port."""
+    pair = SIDES[name].pair()
+    return pair.make_torch(), pair.shapes
+
+
+def run_qwen(framework: str, **changes: Any) -> Any:
+    latents, text, mask, time, _ = qwen_image.batches(1)[0]
+    given = {"latents": latents, "text": text, "time": time, "grids": qwen_image.GRIDS, "mask": mask} | changes
+    return run(qwen_image, "qwen_image", framework, given)
+
+
+def run_wan(framework: str, **changes: Any) -> Any:
+    latents, text, time, _ = wan.batches(1)[0]
+    given = {"latents": latents, "text": text, "time": time} | changes
+    if framework == "torch" and given["latents"].ndim == 5:
+        given["latents"] = np.moveaxis(given["latents"], -1, 1)
+    return run(wan, "wan", framework, given)
+
+
+def run(side: Any, name: str, framework: str, given: dict[str, Any]) -> Any:
+    original, variables = models(name)
+    if framework == "torch":
+        tensors = {key: torch.tensor(one) if isinstance(one, np.ndarray) else one for key, one in given.items()}
+        return side.torch_model_fn(original, **tensors)
+    port = {"qwen_image": QwenImage, "wan": Wan}[name](side.CONFIG)
+    return jax.eval_shape(lambda variables: nn.apply(side.flax_model_fn, port)(variables, **given), variables)
+
+
+ONE = np.zeros((4,), np.float32)
+WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (run_qwen, {"latents": np.zeros((4, 40, 12), np.float32)}, "latents have shape (4, 40, 12), expected (4, 48, 12)"),
+    (run_qwen, {"latents": np.zeros((4, 12, 16, 3), np.float32)}, "latents have shape (4, 12, 16, 3), expected (4, 48, 12)"),
+    (run_qwen, {"grids": ((1, 6, 7),)}, "expected (4, 42, 12) for grids=((1, 6, 7),): pack the images"),
+    (run_qwen, {"grids": ()}, "grids=(): expected (frames, rows, columns) for each image"),
+    (run_qwen, {"text": np.zeros((4, 18, 31), np.float32)}, "text has shape (4, 18, 31), expected (4, tokens, 32)"),
+    (run_qwen, {"time": ONE[:2]}, "time has shape (2,), expected (4,)"),
+    (run_qwen, {"mask": np.ones((4, 3), bool)}, "mask has shape (4, 3), expected (4, 18)"),
+    (run_wan, {"latents": np.zeros((4, 3, 7, 12, 3), np.float32)}, "patch=(1, 2, 2) does not divide 3 x 7 x 12"),
+    (run_wan, {"latents": np.zeros((4, 3, 8, 12, 2), np.float32)}, "latents have shape ("),
+    (run_wan, {"latents": np.zeros((4, 8, 12, 3), np.float32)}, "latents have shape (4, 8, 12, 3), expected (batch, "),
+    (run_wan, {"text": np.zeros((3, 18, 32), np.float32)}, "text has shape (3, 18, 32), expected (4, tokens, 32)"),
+    (run_wan, {"time": ONE[:2]}, "time has shape (2,), expected (4,)"),
+]
+
+
+@pytest.mark.parametrize("framework", ["torch", "flax"])
+@pytest.mark.parametrize(("of", "changes", "message"), WRONG, ids=[message for *_, message in WRONG])
+def test_what_does_not_fit_is_named_before_anything_runs(framework: str, of: Any, changes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        of(framework, **changes)
+
+
+def test_what_fits_is_run() -> None:
+    assert run_qwen("torch").shape == run_qwen("flax").shape == (4, 48, 12)
+    assert tuple(np.moveaxis(run_wan("torch").detach().numpy(), 1, -1).shape) == run_wan("flax").shape == (4, 3, 8, 12, 3)
+
+
+def test_photographs_cut_to_sizes_that_patches_do_not_fill_are_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("patch=(2, 2) does not divide 11 x 16: crop or pad")):
+        pack(data.photographs()[:, :11, :16], qwen_image.PATCH)
+    with pytest.raises(ValueError, match="height=200, width=8: expected at most 106 and 160"):
+        data.crops(np.random.default_rng(0), data.photographs(), np.array([0]), 200, 8)

@@ -1,0 +1,118 @@
+"""The Python blocks of README and guides run, and print what the pages say."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import remat_jax as rj
+import torch_ref
+from examples.models import linen
+from remat_jax import compat
+from remat_jax.planning import search
+from tests.doc_pages import ROOT, run
+
+SIZES = {"d_model": 16, "nhead": 2, "num_layers": 2, "max_len": 8}
+
+
+@pytest.fixture(autouse=True)
+def few_compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A compilation takes seconds, and what more of them find is asked elsewhere. Files go to the test's folder."""
+    monkeypatch.setitem(search.Search.__init__.__kwdefaults__, "most_compiled", 1)
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+
+
+# torch.compile imports it.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+def test_the_porting_guide() -> None:
+    assert run((ROOT / "docs" / "porting.md").read_text(), "porting.md", {"__name__": "porting"}) > 30
+
+
+class TorchLayer(torch.nn.Module):
+    """What the README's map is for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.norm = torch.nn.Linear(8, 8, bias=False), torch.nn.RMSNorm(8, eps=1e-6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.q_proj(self.norm(x)))
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + jnp.tanh(nn.Dense(8, use_bias=False, name="q")(nn.RMSNorm(name="norm")(x)))
+
+
+class TorchLayers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(TorchLayer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(lambda x, layer: layer(x), self.layers, x)
+
+
+class Layers(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return functools.reduce(lambda x, layer: layer(x), [Layer(name=f"layers_{index}") for index in range(2)], x)
+
+
+def taken_for_granted() -> dict[str, Any]:
+    """The names that the README's reader has: a model, its loss and parameters, a batch; a pair of models."""
+    model, x = linen.ByteDecoder(**SIZES, scan=True), np.ones((2, 8), np.float32)
+
+    def loss(params: Any, tokens: Any, targets: Any) -> jax.Array:
+        return model.apply({"params": params}, tokens, targets, method="loss")
+
+    def job(rows: int = 4) -> rj.Workload:
+        tokens = jax.ShapeDtypeStruct((rows, 8), jnp.int32)
+        params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+        return rj.Workload(loss, params, (tokens, tokens), blocks=linen.DecoderLayer, optimizer=optax.sgd(0.1))
+
+    params, (tokens, targets) = job().params, job().batch
+    names = {"loss": loss, "loss_fn": loss, "params": params, "tokens": tokens, "targets": targets, "make_job": job}
+    names |= {"only_bind": only_bind, "DecoderLayer": linen.DecoderLayer, "optax": optax, "block": lambda x: jnp.sin(x), "x": x}
+    variables = jax.eval_shape(Layers().init, jax.random.key(0), x)
+    return names | {"torch_model": TorchLayers(), "flax_model": Layers(), "variables": variables, "inputs": (x,)}
+
+
+def only_bind(function: Any) -> Any:
+    """A function's signature in its place: what costs many compilations is run by its own example."""
+    return inspect.signature(function).bind
+
+
+def test_the_readme() -> None:
+    """A plan is compiled for the CPU, which is quicker than for a GPU, and finds the same names."""
+    text = (ROOT / "README.md").read_text()
+    for written, instead in (
+        ('rj.plan(job, budget="40GiB", target="h200")', 'rj.plan(job, budget="8 MB", target="cpu")'),
+        ("rj.largest_batch(", "only_bind(rj.largest_batch)("),
+        ("rj.measure(", "only_bind(rj.measure)("),
+    ):
+        assert text.count(written) == 1
+        text = text.replace(written, instead)
+    jax_side, torch_side = text.split("### The PyTorch side")
+    names = taken_for_granted()
+    assert run(jax_side, "README.md", names) == 5
+    assert names["plan"].device_bytes <= 8_000_000 and rj.Plan.load("plan.json", names["job"]) == names["plan"]
+    assert names["report"].passed and names["y"].shape == (2, 8)
+    given = {name: torch_ref.ByteDecoder(**SIZES) for name in ("model", "other")}
+    given |= dict.fromkeys(("tokens", "targets"), torch.ones(2, 8, dtype=torch.long)) | {"DecoderLayer": torch_ref.DecoderLayer}
+    assert run(torch_side, "README.md", given) == 1
+    # Neither the switch's policy, `full`, nor any other of the page is on while the receipt counts offloads.
+    assert given["r"].bytes_on_host == 0

@@ -1,0 +1,73 @@
+"""The fenced blocks of the documentation's pages: found, and run in order in one namespace."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+class Fenced(NamedTuple):
+    """A block: its language, empty for none, its text, and the line of the page on which the text begins."""
+
+    language: str
+    text: str
+    line: int
+
+
+def fenced(text: str) -> list[Fenced]:
+    """All blocks of a page's text, in order."""
+    return [Fenced(found[1], found[2], text.count("\n", 0, found.start(2)) + 1) for found in _FENCE.finditer(text)]
+
+
+def run(text: str, name: str, namespace: dict[str, Any]) -> int:
+    """Run the Python blocks of a page; how many there were.
+
+    A block with `>>>` is a doctest, and what it prints must be what the page says. Any other block must run. The namespace goes
+    from block to block.
+
+    Raises:
+        AssertionError: what a block printed is not what the page says; the report has both.
+    """
+    blocks = [block for block in fenced(text) if block.language == "python"]
+    for block in blocks:
+        # Line numbers in errors are those of the page; annotations are what the page makes them.
+        if ">>> " in block.text:
+            _run_doctest(block, name, namespace)
+        else:
+            exec(compile("\n" * (block.line - 1) + block.text, name, "exec", dont_inherit=True), namespace)
+    return len(blocks)
+
+
+def _run_doctest(block: Fenced, name: str, namespace: dict[str, Any]) -> None:
+    told: list[str] = []
+    test = doctest.DocTestParser().get_doctest(block.text, {}, name, name, block.line - 1)
+    test.globs = namespace
+    failed = doctest.DocTestRunner(optionflags=OPTIONS, verbose=False).run(test, out=told.append, clear_globs=False).failed
+    assert not failed, "".join(told)
+
+
+def commands(text: str) -> list[str]:
+    """What a page tells the reader to type, in blocks without a language, comments left out."""
+    lines = [line for block in fenced(text) if not block.language for line in block.text.splitlines()]
+    typed = [line.removeprefix("$ ").partition("  #")[0].strip() for line in lines]
+    return [line for line in typed if line.startswith(("remat-jax ", "make ", "python "))]
+
+
+def anchors(text: str) -> set[str]:
+    """What headings can be linked to by, as GitHub makes it of their words."""
+    outside = _FENCE.sub("", text)
+    titles = re.findall(r"^#+ (.*)$", outside, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def links(text: str) -> list[str]:
+    """The addresses of a page's links, pictures included, those of the web left out."""
+    found = re.findall(r"\]\(([^)\s]+)\)", _FENCE.sub("", text))
+    return [one for one in found if not re.match(r"\w+:", one)]

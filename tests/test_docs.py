@@ -1,0 +1,86 @@
+"""The documentation: its commands exist, its links lead somewhere, its code is run where PyTorch is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from remat_jax.cli.app import app
+from tests.doc_pages import PAGES, ROOT, anchors, commands, fenced, links, run
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+TYPED = sorted({line for page in PAGES for line in commands(page.read_text())})
+# What pages say in passing: the commands of the command line, examples, and files by their path.
+NAMED = re.compile(r"`remat-jax ([a-z]+)")
+EXAMPLE = re.compile(r"\bpython\s+(examples/\w+\.py)")
+FILE = re.compile(r"`((?:examples|docs|parity_tests|torch_ref|remat_jax)/[\w/]+\.\w+)")
+
+
+def known_commands() -> dict[str, Any]:
+    return typer.main.get_command(app).commands
+
+
+def read(line: str) -> None:
+    """Have a command of the command line read its arguments, which calls nothing."""
+    name, *arguments = shlex.split(line.removeprefix("remat-jax "))
+    known_commands()[name].make_context(name, arguments)
+
+
+@pytest.mark.parametrize("line", TYPED)
+def test_commands_have_these_names_and_options(line: str) -> None:
+    if line.startswith("remat-jax "):
+        read(line)
+    else:
+        program, *arguments = shlex.split(line)
+        assert program == "make" and subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def test_an_option_or_a_command_that_is_not_there_would_be_seen() -> None:
+    assert len(TYPED) >= 8 and {line.split()[0] for line in TYPED} == {"make", "remat-jax"}
+    with pytest.raises(Exception, match="No such option: --bugdet"):
+        read("remat-jax plan a.py:job --bugdet 1")
+    with pytest.raises(KeyError, match="mesure"):
+        read("remat-jax mesure a.py:job")
+
+
+@pages
+def test_what_is_named_in_passing_exists(page: Path) -> None:
+    text = page.read_text()
+    assert set(NAMED.findall(text)) <= set(known_commands())
+    assert [one for one in (*EXAMPLE.findall(text), *FILE.findall(text)) if not (ROOT / one).is_file()] == []
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page if not path else (page.parent / path).resolve()
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+@pages
+def test_code_is_run(page: Path) -> None:
+    """All pages with Python compare with PyTorch, so that they are run in `parity_tests`."""
+    has_code = any(block.language == "python" for block in fenced(page.read_text()))
+    assert has_code == (f'"{page.name}"' in (ROOT / "parity_tests" / "test_docs.py").read_text())
+
+
+def test_blocks_share_their_names_and_what_they_print_is_compared() -> None:
+    page = "# A\n```python\nx = 2\n```\nthen\n```python\n>>> x + 1\n{}\n```\n"
+    assert run(page.format(3), "page.md", {}) == 2
+    with pytest.raises(AssertionError, match=r'(?s)File "page.md", line 7.*Expected:\s+4\s+Got:\s+3'):
+        run(page.format(4), "page.md", {})
+    with pytest.raises(ZeroDivisionError):
+        run("```python\n1 / 0\n```\n", "page.md", {})
+
+
+def test_headings_are_linked_as_on_github() -> None:
+    found = anchors("## 2. `torch.utils.checkpoint.checkpoint`\n```python\n# no heading\n```\n### Is it, really?\n")
+    assert found == {"2-torchutilscheckpointcheckpoint", "is-it-really"}
