@@ -6,7 +6,6 @@ import gc
 import importlib.util
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -27,7 +26,7 @@ if importlib.util.find_spec("torch") is None:
     collect_ignore += [f"remat_jax/parity/{name}.py" for name in names]
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Let this process compile for the CPU in a hurry: half the tests' time would go into machine code that runs once.
 
     Not said in the environment, so the children that compile and commands that are tested do what a user's would.
@@ -38,12 +37,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # LLVM's passes alone are left out: what XLA does with a program, and how it lays out memory, stays.
     jax.config.update("jax_disable_most_optimizations", True)
-    # The same program under another function object is compiled once; not shared with other processes or later runs.
-    kept = tempfile.TemporaryDirectory(prefix="remat_jax_tests_")
-    config.add_cleanup(kept.cleanup)
-    jax.config.update("jax_compilation_cache_dir", kept.name)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture(scope="module", autouse=True)
