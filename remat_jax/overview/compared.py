@@ -1,0 +1,170 @@
+"""Several policies of one workload: what each needs as compiled, what it takes by the estimate, and which traps it has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from remat_jax.diagnosis import doctor
+from remat_jax.diagnosis.findings import Diagnosis
+from remat_jax.errors import CompileError, PlanningError, PolicyError, TargetError, UnsupportedError
+from remat_jax.hardware import Target
+from remat_jax.memory import MemoryReport, residuals
+from remat_jax.memory.measure import measure_many
+from remat_jax.memory.residuals import ResidualTable
+from remat_jax.planning import Plan
+from remat_jax.planning.problem import Described, describe, extra_seconds, recompute_flops
+from remat_jax.policy import NAMED, as_block_policy, is_off
+from remat_jax.workload import Workload
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, how many parts are behind, of how many."""
+
+USUAL = ("off", "full", "dots", "dots_with_no_batch_dims", "offload_inputs", "offload_dot_with_no_batch_dims")
+"""What is compared unless something else is asked for; on a CPU, which has one memory, those that offload nothing."""
+
+THE_PLAN = "the plan"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One policy.
+
+    Attributes:
+      name: what the page calls it.
+      memory: as compiled.
+      kept: what is kept between the passes; None where that cannot be read.
+      seconds: of a step, estimated; `extra_seconds` over keeping everything; None where there is no estimate.
+      recompute_flops: what a step computes again; None where that is not known.
+      diagnosis: what the doctor found.
+    """
+
+    name: str
+    memory: MemoryReport
+    kept: ResidualTable | None
+    seconds: float | None
+    extra_seconds: float | None
+    recompute_flops: int | None
+    diagnosis: Diagnosis
+
+
+@dataclass
+class Comparison:
+    """Several of them, and what could not be said: `notes`, and why a usual policy is `left_out`."""
+
+    policies: list[Compared] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    described: Described | None = None
+
+
+def compare(
+    workload: Workload, policies: Sequence[Any] | None, target: Target, plan: Plan | None, timeout: float, tell: Progress
+) -> Comparison:
+    """The policies, and the plan's, side by side; without `policies` the usual ones, of which some may be impossible here."""
+    found, ends = Comparison(), time.monotonic() + timeout
+    asked = _usual(workload, target, found, tell) if policies is None else list(policies)
+    everything = asked if plan is None else [*asked, "off" if plan.is_off else dict(plan.policies)]
+    reports = _measured(workload, everything, target, ends, tell, found if policies is None else None)
+    found.described = _described(workload, target, ends, found)
+    compiled_for = target if target.kind == "gpu" else None
+    for number, (policy, memory) in enumerate(reports):
+        own = plan if plan is not None and number == len(reports) - 1 else None
+        name = memory.policy if own is None else THE_PLAN
+        tell(f"looking for traps under {name}", number, len(reports))
+        diagnosis = doctor(workload, policy, compiled_for, timeout)
+        # What off keeps has no names; it is what everything keeps.
+        kept = residuals(workload, "everything" if _is_off(policy) else policy) if workload.has_loss else None
+        figures = _of_plan(own) if own else _estimated(found.described, policy, memory)
+        found.policies.append(Compared(name, memory, kept, *figures, diagnosis))
+    return found
+
+
+def _usual(workload: Workload, target: Target, found: Comparison, tell: Progress) -> list[Any]:
+    """The usual policies that have an effect on this workload; why others have none is noted."""
+    able = []
+    for name in USUAL:
+        if NAMED[name].offloads and target.kind == "cpu":
+            found.left_out[name] = "a CPU has one memory"
+            continue
+        tell(f"{workload.name}: tracing under {name}", 0, len(USUAL))
+        try:
+            step = workload.step(name)
+            jax.eval_shape(step.function, *step.arguments)
+        except (PolicyError, UnsupportedError) as error:
+            found.left_out[name] = str(error)
+        else:
+            able.append(name)
+    return able
+
+
+def _measured(
+    workload: Workload, policies: Sequence[Any], target: Target, ends: float, tell: Progress, lenient: Comparison | None
+) -> list[tuple[Any, MemoryReport]]:
+    """Each policy with its memory; where `lenient`, one that the compiler refuses does not take the others with it."""
+    done: list[str] = []
+
+    def compiled(name: str) -> None:
+        done.append(name)
+        tell(f"compiled {name} for {target.name}", min(len(done), len(policies)), len(policies))
+
+    tell(f"{workload.name}: tracing, then compiling for {target.name}", 0, len(policies))
+    try:
+        return list(zip(policies, measure_many(workload, policies, target, _left(ends), compiled), strict=True))
+    except CompileError as error:
+        if lenient is None or len(policies) == 1:
+            raise
+        refused = error
+    found = []
+    for policy in policies:
+        try:
+            found.append((policy, measure_many(workload, [policy], target, _left(ends), compiled)[0]))
+        except CompileError as error:
+            if not isinstance(policy, str):
+                raise
+            lenient.left_out[policy] = str(error).splitlines()[0]
+    if not found:
+        raise refused
+    return found
+
+
+def _left(ends: float) -> float:
+    return max(1.0, ends - time.monotonic())
+
+
+def _described(workload: Workload, target: Target, ends: float, found: Comparison) -> Described | None:
+    """The workload as a planning problem, by which times are estimated; None where that is not possible, and why is noted."""
+    try:
+        return describe(workload, target, timeout=_left(ends))
+    except (PlanningError, TargetError, UnsupportedError) as error:
+        found.notes.append(f"No step time is estimated: {error}")
+        return None
+
+
+def _estimated(described: Described | None, policy: Any, memory: MemoryReport) -> tuple[float | None, float | None, int | None]:
+    """Seconds of a step, those over keeping everything, and what is computed again; None where it is not known."""
+    if described is None or (memory.residual_host_bytes and described.stack.link is None):
+        return None, None, None
+    wanted = {block: _kept(one) for block, one in policy.items()} if isinstance(policy, Mapping) else _kept(policy)
+    try:
+        extra = extra_seconds(described, wanted)
+        return described.base_seconds + extra, extra, recompute_flops(described, wanted)
+    except PlanningError:
+        return None, None, None  # a policy object of JAX's, of which nothing is known before it is traced
+
+
+def _kept(policy: Any) -> Any:
+    """What keeps the same: `off` keeps everything, and is no policy that could be priced."""
+    return "everything" if _is_off(policy) else as_block_policy(policy)
+
+
+def _is_off(policy: Any) -> bool:
+    return not isinstance(policy, Mapping) and is_off(as_block_policy(policy))
+
+
+def _of_plan(plan: Plan) -> tuple[float, float, int]:
+    return plan.seconds, plan.seconds - plan.base_seconds, plan.recompute_flops
