@@ -69,8 +69,8 @@ def compare(
     found, ends = Comparison(), time.monotonic() + timeout
     asked = _usual(workload, target, found, tell) if policies is None else list(policies)
     everything = asked if plan is None else [*asked, "off" if plan.is_off else dict(plan.policies)]
-    reports = _measured(workload, everything, target, ends, tell, found if policies is None else None)
     found.described = _described(workload, target, ends, found)
+    reports = _measured(workload, everything, target, ends, tell, found if policies is None else None)
     compiled_for = target if target.kind == "gpu" else None
     for number, (policy, memory) in enumerate(reports):
         own = plan if plan is not None and number == len(reports) - 1 else None

@@ -50,7 +50,7 @@ def overview(gathered: Gathered) -> Overview:
         columns=columns,
         rows=rows,
         device=[_device(one) for one in found],
-        host=[Stack(one.name, {(ON_HOST, "temp and arguments"): one.memory.host_bytes}) for one in found],
+        host=[Stack(one.name, {(ON_HOST, "of one step"): n}) for one in found if (n := one.memory.host_bytes)],
         limit=limit,
         notes=_notes(gathered, limit),
         offload=[_offload(one) for one in found if one.memory.receipt is not None],
@@ -90,7 +90,7 @@ def _table(found: list[Compared], limit: tuple[str, int] | None) -> tuple[list[C
     columns += [Column("kept: device", "bytes"), Column("kept: host", "bytes")]
     columns += [Column("step", "seconds"), Column("over keeping all", "seconds"), Column("computed again", "flops")]
     columns += [Column("fits")] if limit else []
-    columns.append(Column("traps"))
+    columns.append(Column("traps", "count"))
     rows = []
     for one in found:
         memory = one.memory
@@ -98,7 +98,7 @@ def _table(found: list[Compared], limit: tuple[str, int] | None) -> tuple[list[C
         row += [memory.residual_device_bytes, memory.residual_host_bytes]
         row += [one.seconds, one.extra_seconds, one.recompute_flops]
         row += ["yes" if memory.device_bytes <= limit[1] else "no"] if limit else []
-        row.append(", ".join(dict.fromkeys(finding.trap for finding in one.diagnosis.findings)) or "none")
+        row.append(len(one.diagnosis.findings))
         rows.append(row)
     return columns, rows
 

@@ -16,7 +16,7 @@ Cell = str | float | int | bool | None
 class Column:
     """A column of a table: its title, and how its cells are written; they sort by their values.
 
-    `style` is `text`, `name` (what the row is about), `bytes`, `seconds`, `flops`, `error` or `ratio`.
+    `style` is `text`, `name` (what the row is about), `count`, `bytes`, `seconds`, `flops`, `error` or `ratio`.
     """
 
     title: str
@@ -84,6 +84,8 @@ def _number(value: float | int | None, style: str) -> str:
         return format_seconds(value)
     if style == "flops":
         return MISSING if value is None else format_flops(int(value))
+    if style == "count" and value is not None:
+        return f"{int(value):,}"
     if value is None or value == 0:
         return MISSING if value is None else "0"
     return f"{value:.2f}×" if style == "ratio" and 0.01 <= value < 1e4 else f"{value:.1e}"

@@ -122,7 +122,7 @@ def _policies(page: Overview) -> str:
         "<h3>Device memory</h3>",
         stacked_bars(page.device, label="device memory by policy", limit=page.limit, colours=_COLOURS),
     ]
-    if any(one.total for one in page.host):
+    if page.host:
         parts += ["<h3>Host memory</h3>", stacked_bars(page.host, label="host memory by policy")]
     if page.offload:
         rows = [(True, row) for row in page.offload]
