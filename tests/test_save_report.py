@@ -91,7 +91,7 @@ def test_every_figure_of_a_policy_is_that_of_its_measurement(page):
     steps = [float(rows[name]["step"][0]) for name in ("off", "save: *up*", "full")]
     assert steps == sorted(steps) and steps[0] < steps[2]
     # The output of the first product alone is made again: tanh, and the second one's is not read.
-    products = 2 * 2 * 2048 * 32 * 128
+    products = 3 * 2 * 2048 * 32 * 128
     assert [rows[name]["computed again"][0] for name in ("off", "full", "save: *up*")] == ["0", str(products), "0"]
 
 
@@ -174,12 +174,14 @@ def test_usual_policies_without_effect_are_left_out_and_the_page_says_why(tmp_pa
 def test_traps_and_what_offload_did_are_told():
     inside = job(rows=64, layers=2)
     nested = rj.Workload(jax.checkpoint(inside.loss), inside.params, inside.batch, MlpLayer, name="nested")
-    found = overview(gather(nested, ["full", "offload_inputs"], "cpu"))
-    assert {row[0]: row[1] for row in found.findings}["nested_checkpoint"] == "full, offload_inputs"
-    assert found.rows[0][-1] == 1 and "Known traps: 2" in " ".join(found.short)
-    offload = found.offload[0]
-    assert offload[:2] == ["offload_inputs", rj.residuals(nested, "offload_inputs").host_bytes]
-    assert "a CPU has one memory" in offload[-1] and found.rows[1][6] is None
+    found = overview(gather(nested, ["full"], "cpu"))
+    (trap,) = found.findings
+    assert (trap.name, trap.under) == ("nested_checkpoint", "full") and "Take the outer checkpoint away" in trap.remedy
+    assert found.rows[0][-1] == 1 and "Known traps: 1, each with its remedy below." in found.short
+    found = overview(gather(inside, ["offload_inputs"], "cpu"))
+    offered = rj.residuals(inside, "offload_inputs").host_bytes
+    assert offered > 0 and found.offload[0][:3] == ["offload_inputs", offered, 0] and found.rows[0][6] is None
+    assert found.warnings[0].under == "offload_inputs" and "a CPU has one memory" in found.warnings[0].problem
     assert any("No time is estimated for offload_inputs" in note for note in found.notes)
 
 

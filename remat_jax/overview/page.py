@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from remat_jax.memory import MemoryReport
 from remat_jax.overview.compared import THE_PLAN, Compared
@@ -17,7 +16,7 @@ from remat_jax.planning.page import page_data
 from remat_jax.policy import Action
 from remat_jax.report.html_bars import Stack
 from remat_jax.report.html_tables import Cell, Column
-from remat_jax.report.overview_page import Modules, Overview, overview_page
+from remat_jax.report.overview_page import Modules, Overview, Trouble, overview_page
 from remat_jax.report.stacked import KEPT, MOST_MODULES, WORKING, Memory, grouped
 from remat_jax.report.tables import format_bytes, format_seconds
 
@@ -54,6 +53,7 @@ def overview(gathered: Gathered) -> Overview:
         limit=limit,
         notes=_notes(gathered, limit),
         offload=[_offload(one) for one in found if one.memory.receipt is not None],
+        warnings=_warnings(found),
         findings=_findings(found),
         modules=_modules(found),
         plan=page_data(plan) if plan is not None else None,
@@ -115,19 +115,28 @@ def _offload(one: Compared) -> list[Cell]:
     receipt, overlap = one.memory.receipt, one.memory.overlap
     assert receipt is not None
     covered = f"{100 * overlap.covered:.1f} % of {100 * overlap.coverable:.1f} %" if overlap else None
-    warnings = "; ".join(receipt.warnings) or "none"
-    return [one.name, receipt.offered_bytes, receipt.host_bytes, receipt.returned_bytes, covered, warnings]
+    return [one.name, receipt.offered_bytes, receipt.host_bytes, receipt.returned_bytes, covered]
 
 
-def _findings(found: list[Compared]) -> list[list[Cell]]:
-    """The traps, one that several policies have as one row."""
-    under: dict[Any, list[str]] = {}
+def _warnings(found: list[Compared]) -> list[Trouble]:
+    """What offload did not do as asked, the same under several policies once."""
+    under: dict[str, list[str]] = {}
+    for one in found:
+        for warning in one.memory.receipt.warnings if one.memory.receipt else ():
+            under.setdefault(warning, []).append(one.name)
+    return [Trouble("warning", ", ".join(names), "", text) for text, names in under.items()]
+
+
+def _findings(found: list[Compared]) -> list[Trouble]:
+    """The traps, the same under several policies once."""
+    under: dict[tuple[str, str, str], dict[str, str]] = {}
     for one in found:
         for finding in one.diagnosis.findings:
-            under.setdefault(finding, []).append(one.name)
+            where = " at ".join(filter(None, (finding.block, finding.place)))
+            under.setdefault((finding.trap, finding.problem, finding.remedy), {})[one.name] = where
     return [
-        [one.trap, ", ".join(names), "; ".join(filter(None, (one.block, one.place))), one.problem, one.remedy]
-        for one, names in under.items()
+        Trouble(trap, ", ".join(wheres), "; ".join(dict.fromkeys(wheres.values())), problem, remedy)
+        for (trap, problem, remedy), wheres in under.items()
     ]
 
 
@@ -203,7 +212,7 @@ def _short(gathered: Gathered, plan: Plan | None, limit: tuple[str, int] | None)
         faster = [one.name for seconds, one in fits if seconds < plan.seconds]
         if faster:
             said.append(f"Compiled for this page, {', '.join(faster)} fits and is faster than the plan by the estimate.")
-    traps = sum(len(one.diagnosis.findings) for one in gathered.comparison.policies)
+    traps = len(_findings(gathered.comparison.policies))
     said.append(f"Known traps: {traps or 'none'}" + (", each with its remedy below." if traps else " found under any of them."))
     if gathered.parity is not None:
         said.append(f"Parity with PyTorch: {gathered.parity.verdict()}.")

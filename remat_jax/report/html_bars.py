@@ -14,7 +14,7 @@ Part = tuple[str, str]
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _LEAST = 4.5
-"""Per cent of the longest bar below which a part has no room for its letter."""
+"""Per cent of the width below which a part has no room for its letter."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def stacked_bars(
     limit: tuple[str, int] | None = None,
     colours: Mapping[str, str] | None = None,
 ) -> str:
-    """Bars of one scale, their legend, and the same as a table.
+    """Bars of one scale, or each in shares of itself as the reader chooses; their legend; and the same as a table.
 
     Args:
       label: what they show, for a screen reader.
@@ -59,10 +59,13 @@ def stacked_bars(
     scale = max(largest, shown[1] if shown else 0) or 1
     bars = "".join(_bar(one, letters, classes, striped, scale, shown) for one in stacks)
     return (
-        f'<div class="stacks" role="group" aria-label="{escaped(label)}">{bars}</div>'
+        f'<div class="stacks" role="group" aria-label="{escaped(label)}">{_SHARES if len(stacks) > 1 else ""}{bars}</div>'
         f"{_legend(letters, classes, striped if _has(stacks, striped) else '', shown)}"
         f"<details><summary>The same as a table</summary>{_table(stacks, letters, label)}</details>"
     )
+
+
+_SHARES = '<label class="scale"><input type="checkbox" autocomplete="off"> each bar in shares of itself</label>'
 
 
 def _has(stacks: Sequence[Stack], kind: str) -> bool:
@@ -81,11 +84,11 @@ def _bar(
     for (name, kind), size in stack.parts.items():
         text = f"{letters[name]} {name}, {kind} {format_bytes(size)}"
         said.append(text)
-        share = 100 * size / scale
-        letter = f"<b>{letters[name]}</b>" if share >= _LEAST else ""
-        stripes = " striped" if kind == striped else ""
-        told = f"{escaped(text)} ({size:,} bytes)"
-        pieces.append(f'<i class="{classes[name]}{stripes}" style="width:{share:.3f}%" title="{told}">{letter}</i>')
+        share, own = 100 * size / scale, 100 * size / (stack.total or 1)
+        letter = f"<b>{letters[name]}</b>" if own >= _LEAST else ""
+        look = f"{classes[name]}{' striped' * (kind == striped)}{' slim' * (share < _LEAST)}"
+        told = f"{escaped(text)}, {own:.1f} % ({size:,} bytes)"
+        pieces.append(f'<i class="{look}" style="--of-all:{share:.3f}%;--of-own:{own:.3f}%" title="{told}">{letter}</i>')
     line = f'<em style="left:{100 * limit[1] / scale:.3f}%"></em>' if limit else ""
     total = format_bytes(stack.total)
     return (

@@ -20,10 +20,8 @@ OFFLOAD_COLUMNS = tuple(
         ("in host memory", "bytes"),
         ("device gave back", "bytes"),
         ("copies that compute covers", "text"),
-        ("warnings", "text"),
     )
 )
-FINDING_COLUMNS = tuple(Column(title) for title in ("trap", "under", "where", "what happens", "remedy"))
 _COLOURS = {
     "parameters": "g0",
     "frozen parameters": "g1",
@@ -46,6 +44,17 @@ class Modules:
 
 
 @dataclass(frozen=True)
+class Trouble:
+    """Something that is wrong: what it is called, under which policies, where, what happens, and the remedy."""
+
+    name: str
+    under: str
+    where: str
+    problem: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
 class Overview:
     """What the page shows, written for people or as figures in bytes and seconds.
 
@@ -56,7 +65,8 @@ class Overview:
       columns, rows: the policies compared.
       device, host: a bar for each policy, in device and in host memory; `limit` is drawn across the former.
       notes: what else is to be known of the policies.
-      offload: rows of `OFFLOAD_COLUMNS`; `findings` of `FINDING_COLUMNS`.
+      offload: rows of `OFFLOAD_COLUMNS`; `warnings` what did not happen as asked.
+      findings: the traps.
       modules: what is in memory by module; None where that is not known, which `notes` says.
       plan: what `plan_page` takes; `explanation` its reasons.
       parity: verdict, whether it holds, and what `page_body` takes.
@@ -73,7 +83,8 @@ class Overview:
     limit: tuple[str, int] | None = None
     notes: Sequence[str] = ()
     offload: Sequence[Sequence[Cell]] = ()
-    findings: Sequence[Sequence[Cell]] = ()
+    warnings: Sequence[Trouble] = ()
+    findings: Sequence[Trouble] = ()
     modules: Modules | None = None
     plan: Mapping[str, Any] | None = None
     explanation: str = ""
@@ -127,13 +138,22 @@ def _policies(page: Overview) -> str:
     if page.offload:
         rows = [(True, row) for row in page.offload]
         parts += ["<h3>What offload really did</h3>", html_table(OFFLOAD_COLUMNS, rows, label="offload", sortable=False)]
-    parts.append("<h3>Traps</h3>")
-    if page.findings:
-        found = html_table(FINDING_COLUMNS, [(True, row) for row in page.findings], label="traps", sortable=False)
-        parts.append(f'<div class="findings">{found}</div>')
-    else:
-        parts.append("<p>No trap that is known was found under any of these policies.</p>")
+        parts.append(_troubles(page.warnings))
+    none = "<p>No trap that is known was found under any of these policies.</p>"
+    parts += ["<h3>Traps</h3>", _troubles(page.findings) or none]
     return "".join(parts)
+
+
+def _troubles(troubles: Sequence[Trouble]) -> str:
+    entries = []
+    for one in troubles:
+        where = f" ({escaped(one.where)})" if one.where else ""
+        remedy = f"<p>Remedy: {escaped(one.remedy)}</p>" if one.remedy else ""
+        entries.append(
+            f"<li><p><strong>{escaped(one.name)}</strong> under {escaped(one.under)}{where}</p>"
+            f"<p>{escaped(one.problem)}</p>{remedy}</li>"
+        )
+    return f'<ul class="findings">{"".join(entries)}</ul>' if entries else ""
 
 
 def _modules(modules: Modules | None) -> str:
