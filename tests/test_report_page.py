@@ -169,6 +169,19 @@ def test_a_screen_reader_is_told_what_things_are(tab: Tab) -> None:
     assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
 
 
+def test_a_small_bar_can_be_read_in_shares_of_itself(tab: Tab) -> None:
+    parts = "[bar, ...bar.querySelectorAll('i')].map(one => one.getBoundingClientRect().width)"
+    widths = f"[...document.querySelectorAll('#modules .pieces')].map(bar => {parts})"
+    whole = tab.value(widths)
+    kept = [rj.residuals(JOB, one).device_bytes for one in ("everything", *POLICIES[1:], dict(PLAN.policies))]
+    longest = max(kept)
+    for (room, *parts), size in zip(whole, kept, strict=True):
+        assert sum(parts) == pytest.approx(room * size / longest, abs=1)
+    tab.click("#modules .scale input")
+    for room, *parts in tab.value(widths):
+        assert sum(parts) == pytest.approx(room, abs=1)
+
+
 def test_parts_differ_in_more_than_their_colours(tab: Tab) -> None:
     drawn = "one => getComputedStyle(document.querySelector(`.legend i.${one}`)).backgroundImage"
     patterns = tab.value(f"['save', 'offload', 'recompute'].map({drawn})")

@@ -68,20 +68,36 @@ def compare(
     """The policies, and the plan's, side by side; without `policies` the usual ones, of which some may be impossible here."""
     found, ends = Comparison(), time.monotonic() + timeout
     asked = _usual(workload, target, found, tell) if policies is None else list(policies)
-    everything = asked if plan is None else [*asked, "off" if plan.is_off else dict(plan.policies)]
+    everything = [_Asked(policy, required=policies is not None) for policy in asked]
+    if plan is not None:
+        everything.append(_Asked("off" if plan.is_off else dict(plan.policies), plan=plan))
     found.described = _described(workload, target, ends, found)
-    reports = _measured(workload, everything, target, ends, tell, found if policies is None else None)
+    reports = _measured(workload, everything, target, ends, tell, found)
     compiled_for = target if target.kind == "gpu" else None
-    for number, (policy, memory) in enumerate(reports):
-        own = plan if plan is not None and number == len(reports) - 1 else None
-        name = memory.policy if own is None else THE_PLAN
+    for number, (one, memory) in enumerate(reports):
+        name = THE_PLAN if one.plan else _new_name(memory.policy, found)
         tell(f"looking for traps under {name}", number, len(reports))
-        diagnosis = doctor(workload, policy, compiled_for, timeout)
+        diagnosis = doctor(workload, one.policy, compiled_for, timeout)
         # What off keeps has no names; it is what everything keeps.
-        kept = residuals(workload, "everything" if _is_off(policy) else policy) if workload.has_loss else None
-        figures = _of_plan(own) if own else _estimated(found.described, policy, memory)
+        kept = residuals(workload, "everything" if _is_off(one.policy) else one.policy) if workload.has_loss else None
+        figures = _of_plan(one.plan) if one.plan else _estimated(found.described, one.policy, memory)
         found.policies.append(Compared(name, memory, kept, *figures, diagnosis))
     return found
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A policy to be measured; whether the report ends where it cannot be, and the plan that it is of."""
+
+    policy: Any
+    required: bool = True
+    plan: Plan | None = None
+
+
+def _new_name(name: str, found: Comparison) -> str:
+    """`name`, with a number where another policy has it: two policy objects of JAX's may well print alike."""
+    alike = sum(one.name == name or one.name.startswith(f"{name} (") for one in found.policies)
+    return f"{name} ({alike + 1})" if alike else name
 
 
 def _usual(workload: Workload, target: Target, found: Comparison, tell: Progress) -> list[Any]:
@@ -103,33 +119,37 @@ def _usual(workload: Workload, target: Target, found: Comparison, tell: Progress
 
 
 def _measured(
-    workload: Workload, policies: Sequence[Any], target: Target, ends: float, tell: Progress, lenient: Comparison | None
-) -> list[tuple[Any, MemoryReport]]:
-    """Each policy with its memory; where `lenient`, one that the compiler refuses does not take the others with it."""
+    workload: Workload, asked: Sequence[_Asked], target: Target, ends: float, tell: Progress, found: Comparison
+) -> list[tuple[_Asked, MemoryReport]]:
+    """Each policy with its memory; one that is not required does not take the others with it where the compiler refuses it."""
     done: list[str] = []
 
     def compiled(name: str) -> None:
         done.append(name)
-        tell(f"compiled {name} for {target.name}", min(len(done), len(policies)), len(policies))
+        tell(f"compiled {name} for {target.name}", min(len(done), len(asked)), len(asked))
 
-    tell(f"{workload.name}: tracing, then compiling for {target.name}", 0, len(policies))
+    def measured(some: Sequence[_Asked]) -> list[tuple[_Asked, MemoryReport]]:
+        reports = measure_many(workload, [one.policy for one in some], target, _left(ends), compiled)
+        return list(zip(some, reports, strict=True))
+
+    tell(f"{workload.name}: tracing, then compiling for {target.name}", 0, len(asked))
     try:
-        return list(zip(policies, measure_many(workload, policies, target, _left(ends), compiled), strict=True))
+        return measured(asked)
     except CompileError as error:
-        if lenient is None or len(policies) == 1:
+        if all(one.required for one in asked):
             raise
         refused = error
-    found = []
-    for policy in policies:
+    known = []
+    for one in asked:
         try:
-            found.append((policy, measure_many(workload, [policy], target, _left(ends), compiled)[0]))
+            known += measured([one])
         except CompileError as error:
-            if not isinstance(policy, str):
+            if one.required:
                 raise
-            lenient.left_out[policy] = str(error).splitlines()[0]
-    if not found:
+            found.left_out[str(one.policy)] = str(error).splitlines()[0]
+    if not known:
         raise refused
-    return found
+    return known
 
 
 def _left(ends: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from remat_jax.memory import MemoryReport
 from remat_jax.overview.compared import THE_PLAN, Compared
 from remat_jax.overview.data import Gathered
 from remat_jax.overview.facts import facts
@@ -87,6 +86,8 @@ def _limit(gathered: Gathered) -> tuple[str, int] | None:
 
 def _table(found: list[Compared], limit: tuple[str, int] | None) -> tuple[list[Column], list[list[Cell]]]:
     columns = [Column("policy", "name"), *(Column(title, "bytes") for title in ("device", "of it temp", "host"))]
+    measured = any(one.memory.measured_peak_bytes is not None for one in found)
+    columns += [Column("measured peak", "bytes")] * measured
     columns += [Column("kept: device", "bytes"), Column("kept: host", "bytes")]
     columns += [Column("step", "seconds"), Column("over keeping all", "seconds"), Column("computed again", "flops")]
     columns += [Column("fits")] if limit else []
@@ -95,6 +96,7 @@ def _table(found: list[Compared], limit: tuple[str, int] | None) -> tuple[list[C
     for one in found:
         memory = one.memory
         row: list[Cell] = [one.name, memory.device_bytes, memory.temp_bytes, memory.host_bytes]
+        row += [memory.measured_peak_bytes] * measured
         row += [memory.residual_device_bytes, memory.residual_host_bytes]
         row += [one.seconds, one.extra_seconds, one.recompute_flops]
         row += ["yes" if memory.device_bytes <= limit[1] else "no"] if limit else []
@@ -197,7 +199,7 @@ def _notes(gathered: Gathered, limit: tuple[str, int] | None) -> list[str]:
 def _short(gathered: Gathered, plan: Plan | None, limit: tuple[str, int] | None) -> list[str]:
     """What it comes to, in sentences."""
     named = [one for one in gathered.comparison.policies if one.name != THE_PLAN]
-    said = [_least_and_most([one.memory for one in named])]
+    said = [_least_and_most(named)] if named else []
     timed = [(one.seconds, one) for one in named if one.seconds is not None]
     fits = [entry for entry in timed if limit is None or entry[1].memory.device_bytes <= limit[1]]
     if fits:
@@ -219,12 +221,12 @@ def _short(gathered: Gathered, plan: Plan | None, limit: tuple[str, int] | None)
     return said
 
 
-def _least_and_most(reports: list[MemoryReport]) -> str:
-    least, most = (choose(reports, key=lambda one: one.device_bytes) for choose in (min, max))
-    if least.device_bytes == most.device_bytes:
-        return f"{' and '.join(one.policy for one in reports)}: {format_bytes(least.device_bytes)} on the device."
-    share = 100 * least.device_bytes / most.device_bytes
+def _least_and_most(found: list[Compared]) -> str:
+    least, most = (choose(found, key=lambda one: one.memory.device_bytes) for choose in (min, max))
+    smallest, largest = least.memory.device_bytes, most.memory.device_bytes
+    if smallest == largest:
+        return f"{' and '.join(one.name for one in found)}: {format_bytes(smallest)} on the device."
     return (
-        f"Of the policies compared, {least.policy} needs least on the device, {format_bytes(least.device_bytes)}: "
-        f"{share:.0f} % of the {format_bytes(most.device_bytes)} of {most.policy}."
+        f"Of the policies compared, {least.name} needs least on the device, {format_bytes(smallest)}: "
+        f"{100 * smallest / largest:.0f} % of the {format_bytes(largest)} of {most.name}."
     )
