@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 import remat_jax as rj
 from remat_jax import errors
 from remat_jax.cli.app import app
+from remat_jax.diagnosis.findings import Finding
 from remat_jax.memory.measure import measure_many
 from remat_jax.overview import compared
 from remat_jax.overview.page import overview
@@ -185,6 +187,33 @@ def test_traps_and_what_offload_did_are_told():
     assert any("No time is estimated for offload_inputs" in note for note in found.notes)
 
 
+def test_what_is_miscompiled_is_not_called_the_fastest():
+    found = gather(JOB, ["off", "full"], "cpu", plan=plan_for(JOB, budget=2**40))
+    off, full, planned = found.comparison.policies
+    assert "The fastest of them within the budget (1.0 TiB) is off:" in overview(found).short[1]
+    wrong = Finding("miscompiled_offload", "off", "", "gradients are wrong", "unroll the layers")
+    found.comparison.policies[0] = replace(off, diagnosis=replace(off.diagnosis, findings=(wrong,)))
+    assert "The fastest of them within the budget (1.0 TiB) is full:" in overview(found).short[1]
+    found.comparison.policies[1:] = [planned]
+    assert overview(found).short[1] == "None of them that may be run is within the budget (1.0 TiB)."
+    # The plan's own host budget counts for the others.
+    away = replace(full, memory=replace(full.memory, host_bytes=2))
+    found.comparison.policies[1:] = [away, planned]
+    assert overview(replace(found, plan=plan_for(JOB, budget=2**40, host_budget=2))).rows[1][-2] == "yes"
+    assert overview(replace(found, plan=plan_for(JOB, budget=2**40, host_budget=1))).rows[1][-2] == "no"
+
+
+def test_a_named_policy_that_beats_the_plan_is_named_where_the_times_can_be_compared():
+    found = gather(JOB, ["full"], "cpu")
+    (full,), base = found.comparison.policies, found.comparison.described.base_seconds
+    slow = plan_for(JOB, budget=2**40, base_seconds=base, seconds=2 * full.seconds)
+    sentence = "Compiled for this page, these fit and are faster than the plan by the estimate: full."
+    assert sentence in overview(replace(found, plan=slow)).short
+    assert sentence not in overview(replace(found, plan=replace(slow, seconds=full.seconds))).short
+    elsewhere = overview(replace(found, plan=replace(slow, base_seconds=2 * base)))
+    assert sentence not in elsewhere.short and any("estimated at other rates" in note for note in elsewhere.notes)
+
+
 def test_one_usual_policy_that_the_compiler_refuses_does_not_end_the_report(monkeypatch):
     def refusing(workload, policies, *rest):
         if "full" in policies:
@@ -259,6 +288,18 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="No space left"):
         write_whole(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_policies_of_all_kinds_are_taken_and_told_apart():
+    dots, none = jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.nothing_saveable
+    wrapped = [lambda *args, **kwargs: dots(*args, **kwargs), lambda *args, **kwargs: none(*args, **kwargs)]
+    found = gather(JOB, [*wrapped, "1 x full | 2 x dots", {MlpLayer: "off"}], "cpu").comparison.policies
+    assert [one.name for one in found] == ["<lambda>", "<lambda> (2)", "1 × full | 2 × dots", "MlpLayer: off"]
+    # A function is asked while tracing, so that nothing is known of its time; the others are priced layer by layer.
+    full, off = rj.measure(JOB, "full", "cpu"), rj.measure(JOB, "off", "cpu")
+    assert [one.seconds is None for one in found] == [True, True, False, False]
+    assert found[1].memory.device_bytes == full.device_bytes and found[3].memory.device_bytes == off.device_bytes
+    assert found[2].recompute_flops == 2 * 2048 * 32 * 128 and found[3].extra_seconds == 0
 
 
 def test_progress_is_told():

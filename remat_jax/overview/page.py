@@ -40,7 +40,7 @@ def overview(gathered: Gathered) -> Overview:
     """What the page shows, as plain data."""
     found, plan, parity = gathered.comparison.policies, _with_compiled(gathered), gathered.parity
     limit = _limit(gathered)
-    columns, rows = _table(found, limit)
+    columns, rows = _table(gathered, limit)
     return Overview(
         title=f"{gathered.workload.name} on {gathered.target.name}",
         short=_short(gathered, plan, limit),
@@ -84,7 +84,25 @@ def _limit(gathered: Gathered) -> tuple[str, int] | None:
     return (f"the memory of {gathered.target.name}", size) if size is not None else None
 
 
-def _table(found: list[Compared], limit: tuple[str, int] | None) -> tuple[list[Column], list[list[Cell]]]:
+def _fits(one: Compared, gathered: Gathered) -> bool:
+    limit, plan = _limit(gathered), gathered.plan
+    host = plan.host_budget if plan is not None else None
+    within = limit is None or one.memory.device_bytes <= limit[1]
+    return within and (host is None or one.memory.host_bytes <= host)
+
+
+def _is_sound(one: Compared) -> bool:
+    return all(finding.trap != "miscompiled_offload" for finding in one.diagnosis.findings)
+
+
+def _same_rates(gathered: Gathered) -> bool:
+    """Whether the times of the plan may be compared with those of the policies."""
+    plan, described = gathered.plan, gathered.comparison.described
+    return plan is None or described is None or abs(plan.base_seconds - described.base_seconds) <= 1e-6 * plan.base_seconds
+
+
+def _table(gathered: Gathered, limit: tuple[str, int] | None) -> tuple[list[Column], list[list[Cell]]]:
+    found = gathered.comparison.policies
     columns = [Column("policy", "name"), *(Column(title, "bytes") for title in ("device", "of it temp", "host"))]
     measured = any(one.memory.measured_peak_bytes is not None for one in found)
     columns += [Column("measured peak", "bytes")] * measured
@@ -99,7 +117,7 @@ def _table(found: list[Compared], limit: tuple[str, int] | None) -> tuple[list[C
         row += [memory.measured_peak_bytes] * measured
         row += [memory.residual_device_bytes, memory.residual_host_bytes]
         row += [one.seconds, one.extra_seconds, one.recompute_flops]
-        row += ["yes" if memory.device_bytes <= limit[1] else "no"] if limit else []
+        row += ["yes" if _fits(one, gathered) else "no"] if limit else []
         row.append(len(one.diagnosis.findings))
         rows.append(row)
     return columns, rows
@@ -191,7 +209,7 @@ def _notes(gathered: Gathered, limit: tuple[str, int] | None) -> list[str]:
     versions = {one.memory.jax_version for one in found.policies} - {plan.jax_version}
     if versions:
         notes.append(f"The plan was made with JAX {plan.jax_version}, and the report with JAX {', '.join(versions)}")
-    if found.described is not None and abs(plan.base_seconds / (found.described.base_seconds or 1) - 1) > 1e-6:
+    if not _same_rates(gathered):
         notes.append("The plan's times were estimated at other rates than those of the policies")
     return notes
 
@@ -201,19 +219,20 @@ def _short(gathered: Gathered, plan: Plan | None, limit: tuple[str, int] | None)
     named = [one for one in gathered.comparison.policies if one.name != THE_PLAN]
     said = [_least_and_most(named)] if named else []
     timed = [(one.seconds, one) for one in named if one.seconds is not None]
-    fits = [entry for entry in timed if limit is None or entry[1].memory.device_bytes <= limit[1]]
+    # One that is miscompiled is no choice, however fast.
+    fits = [entry for entry in timed if _fits(entry[1], gathered) and _is_sound(entry[1])]
     if fits:
         seconds, best = min(fits, key=lambda entry: (entry[0], entry[1].memory.device_bytes))
         within = f" within {limit[0]} ({format_bytes(limit[1])})" if limit else ""
         size = format_bytes(best.memory.device_bytes)
         said.append(f"The fastest of them{within} is {best.name}: {format_seconds(seconds)} a step by the estimate, in {size}.")
     elif timed and limit:
-        said.append(f"None of them is within {limit[0]} ({format_bytes(limit[1])}).")
+        said.append(f"None of them that may be run is within {limit[0]} ({format_bytes(limit[1])}).")
     if plan is not None:
         said.append(f"The plan: {plan_summary(plan)}")
         faster = [one.name for seconds, one in fits if seconds < plan.seconds]
-        if faster:
-            said.append(f"Compiled for this page, {', '.join(faster)} fits and is faster than the plan by the estimate.")
+        if faster and _same_rates(gathered):
+            said.append(f"Compiled for this page, these fit and are faster than the plan by the estimate: {', '.join(faster)}.")
     traps = len(_findings(gathered.comparison.policies))
     said.append(f"Known traps: {traps or 'none'}" + (", each with its remedy below." if traps else " found under any of them."))
     if gathered.parity is not None:

@@ -57,9 +57,10 @@ def stacked_bars(
     largest = max((one.total for one in stacks), default=0)
     shown = limit if limit and limit[1] <= 1.5 * largest else None
     scale = max(largest, shown[1] if shown else 0) or 1
+    shares = _SHARES if len(stacks) > 1 and any(len(one.parts) > 1 for one in stacks) else ""
     bars = "".join(_bar(one, letters, classes, striped, scale, shown) for one in stacks)
     return (
-        f'<div class="stacks" role="group" aria-label="{escaped(label)}">{_SHARES if len(stacks) > 1 else ""}{bars}</div>'
+        f'<div class="stacks" role="group" aria-label="{escaped(label)}">{shares}{bars}</div>'
         f"{_legend(letters, classes, striped if _has(stacks, striped) else '', shown)}"
         f"<details><summary>The same as a table</summary>{_table(stacks, letters, label)}</details>"
     )
