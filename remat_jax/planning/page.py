@@ -22,7 +22,7 @@ def page(plan: Plan) -> str:
 def page_data(plan: Plan) -> dict[str, Any]:
     """What the page shows, as plain data."""
     points = with_plan(plan)
-    named = [one for one in plan.named if one.device_bytes is not None and not one.remark]
+    named = [one for one in plan.named if _place(one) is not None and not one.remark]
     return {
         "title": f"{plan.workload} on {plan.target}, within {format_bytes(plan.budget)}",
         "summary": [summary(plan), next_gib(plan), *plan.notes],
@@ -50,10 +50,11 @@ def _place(point: Point) -> tuple[int, float, bool] | None:
 
 def with_plan(plan: Plan) -> tuple[Point, ...]:
     """The frontier with the plan itself on it, the smallest first."""
-    if any(_is_plan(plan, one) for one in plan.frontier):
-        return plan.frontier
+    line = tuple(one for one in plan.frontier if _place(one) is not None)
+    if any(_is_plan(plan, one) for one in line):
+        return line
     own = Point("", plan.device_bytes, plan.host_bytes, plan.seconds, True, plan.parts)
-    return tuple(sorted((*plan.frontier, own), key=lambda one: (one.device_bytes or 0, one.seconds or 0.0)))
+    return tuple(sorted((*line, own), key=lambda one: (one.device_bytes or 0, one.seconds or 0.0)))
 
 
 def _is_plan(plan: Plan, point: Point) -> bool:
