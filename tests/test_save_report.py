@@ -125,6 +125,15 @@ def test_the_plan_and_its_frontier_are_in_it(page):
     assert "computing it again takes" in page
 
 
+def test_a_budget_is_planned_within(tmp_path):
+    text = rj.save_report(tmp_path / "report.html", JOB, ["full"], "cpu", plan="20 MiB").read_text()
+    rows, data = table(text, "policies compared"), data_of(text)
+    assert data["budget"] == 20 * 2**20 and data["points"][data["chosen"]]["device"] == int(rows["the plan"]["device"][0])
+    # Everything fits, so that the plan is to checkpoint nothing.
+    assert int(rows["the plan"]["device"][0]) == rj.measure(JOB, "off", "cpu").device_bytes
+    assert rows["the plan"]["over keeping all"][1] == "0 s" and list(rows) == ["full", "the plan"]
+
+
 def test_the_parity_report_is_in_it(page):
     report = parity_report()
     assert report.verdict() in page and "first difference, backward" in page
@@ -340,7 +349,9 @@ def test_the_command_writes_the_page_and_says_where(file, tmp_path):
     assert data_of(page.read_text())["budget"] == PLAN.budget
 
 
-def test_its_json_has_the_figures_and_a_failed_comparison_exits_1(file, tmp_path):
+def test_its_json_has_the_figures_and_a_failed_comparison_exits_1(file, tmp_path, monkeypatch):
+    # The report is there already: nothing is compared.
+    monkeypatch.setattr("remat_jax.cli.report.require_torch", lambda: None)
     page = tmp_path / "report.html"
     done = run(f"{file}:job", "-p", "full", "--target", "cpu", "--parity", f"{file}:case", "--output", page, "--json")
     assert done.exit_code == 1 and "<!doctype html>" in page.read_text()

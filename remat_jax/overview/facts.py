@@ -39,10 +39,17 @@ def facts(workload: Workload, target: Target, described: Described | None) -> li
     if described is not None:
         said = "; ".join(f"{_RATES.get(name, name)}: {text}" for name, text in described.rates.source.items())
         found.append(("rates behind the times", said or "as given"))
-    found.append(("versions", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)))
+    found.append(("versions", ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)))
     if flags := os.environ.get("XLA_FLAGS"):
         found.append(("XLA_FLAGS", flags))
     return found
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(run from its sources)"
 
 
 def _step(workload: Workload) -> str:
