@@ -299,6 +299,13 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
+def test_on_several_devices_the_page_says_whose_bytes_they_are():
+    found = gather(squares(), ["full"], "cpu")
+    several = overview(replace(found, target=replace(found.target, name="8xcpu", devices=8, memory_bytes=2**20)))
+    assert several.limit == ("the memory of one device of 8xcpu", 2**20)
+    assert any(note.startswith("Of each of the 8 devices; what is kept") for note in several.notes)
+
+
 def test_policies_of_all_kinds_are_taken_and_told_apart():
     dots, none = jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.nothing_saveable
     wrapped = [lambda *args, **kwargs: dots(*args, **kwargs), lambda *args, **kwargs: none(*args, **kwargs)]

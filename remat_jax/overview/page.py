@@ -80,8 +80,9 @@ def _with_compiled(gathered: Gathered) -> Plan | None:
 def _limit(gathered: Gathered) -> tuple[str, int] | None:
     if gathered.plan is not None:
         return "the budget", gathered.plan.budget
-    size = gathered.target.memory_bytes
-    return (f"the memory of {gathered.target.name}", size) if size is not None else None
+    size, devices = gathered.target.memory_bytes, gathered.target.devices
+    whose = f"one device of {gathered.target.name}" if devices > 1 else gathered.target.name
+    return (f"the memory of {whose}", size) if size is not None else None
 
 
 def _fits(one: Compared, gathered: Gathered) -> bool:
@@ -200,6 +201,10 @@ def _kept(one: Compared) -> Memory:
 def _notes(gathered: Gathered, limit: tuple[str, int] | None) -> list[str]:
     found, plan = gathered.comparison, gathered.plan
     notes = [_COLUMNS + (f" Fits: within {limit[0]}, {format_bytes(limit[1])}." if limit else "")]
+    if gathered.target.devices > 1:
+        notes.append(
+            f"Of each of the {gathered.target.devices} devices; what is kept, and computed again, is that of all of them."
+        )
     notes += [f"Left out: {name}: {why}" for name, why in found.left_out.items()] + found.notes
     unknown = [one.name for one in found.policies if one.seconds is None]
     if unknown and found.described is not None:
