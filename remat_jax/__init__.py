@@ -12,6 +12,7 @@ from remat_jax.apply.switch import disable_gradient_checkpointing, enable_gradie
 from remat_jax.diagnosis import doctor
 from remat_jax.errors import InfeasibleBudget, RematError
 from remat_jax.memory import MemoryReport, measure, residuals
+from remat_jax.overview import save_report
 from remat_jax.planning import Plan, largest_batch, plan
 from remat_jax.policy import LayerPolicies, Policy
 from remat_jax.train import accumulate_gradients, offload_optimizer
@@ -42,4 +43,5 @@ __all__ = [
     "remat",
     "replan",
     "residuals",
+    "save_report",
 ]

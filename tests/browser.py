@@ -82,7 +82,7 @@ class Browser:
         """Load a file in a new tab, and wait until it is complete."""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         tab = Tab(self, self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
-        for domain in ("Network", "Page", "Runtime"):
+        for domain in ("Log", "Network", "Page", "Runtime"):
             tab.send(f"{domain}.enable")
         tab.send("Page.navigate", url=page.absolute().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in tab.events):
@@ -138,6 +138,14 @@ class Tab:
         """The errors that the page's scripts have thrown."""
         thrown = [event["params"] for event in self.events if event["method"] == "Runtime.exceptionThrown"]
         return [one["exceptionDetails"].get("exception", {}).get("description", "") for one in thrown]
+
+    @property
+    def console(self) -> list[str]:
+        """The errors and warnings in the page's console, the browser's own and those of scripts."""
+        said = [event["params"] for event in self.events if event["method"] == "Runtime.consoleAPICalled"]
+        told = [event["params"]["entry"] for event in self.events if event["method"] == "Log.entryAdded"]
+        found = [str(one["args"]) for one in said if one["type"] in ("error", "warning", "assert")]
+        return found + [one["text"] for one in told if one["level"] in ("error", "warning")]
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command of the protocol to this page."""

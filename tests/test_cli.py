@@ -94,6 +94,7 @@ def test_help_lists_the_commands_that_work_and_no_other():
         "parity",
         "plan",
         "policies",
+        "report",
         "targets",
     ]
     assert all(f" {name} " in found.stdout for name in ("demo", "doctor", "measure", "plan", "policies", "targets"))

@@ -35,7 +35,7 @@ def test_the_page_has_the_plan_and_asks_for_nothing():
     }
     assert [row[1] for row in first["rows"]] == ["save", "offload", "recompute"]
     assert not re.search(r"https?:|src=|@import|url\(|fetch\(|<link", text)
-    assert 'type="range"' in text and "prefers-color-scheme: dark" in text and "aria-live" in text
+    assert 'type="range"' in text and "color-scheme: light dark" in text and "aria-live" in text
 
 
 def test_a_name_cannot_break_out_of_the_page():

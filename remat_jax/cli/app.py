@@ -11,6 +11,7 @@ from remat_jax.cli.lists import policies, targets
 from remat_jax.cli.measure import measure
 from remat_jax.cli.parity import parity
 from remat_jax.cli.plan import plan
+from remat_jax.cli.report import report
 
 app = typer.Typer(
     help="Activation checkpointing and host offload for Flax models: apply, measure, plan, and prove against PyTorch.",
@@ -28,4 +29,5 @@ app.command()(measure)
 app.command()(parity)
 app.command()(plan)
 app.command()(policies)
+app.command()(report)
 app.command()(targets)

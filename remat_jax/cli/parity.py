@@ -33,15 +33,20 @@ def parity(
         require_torch()
         _check_page(html)
         compat.keep_to_cpu_without_gpu()
-        found = load_named(case, "case", (Mapping, ParityReport), _EXPECTED)
         with progress() as steps:
-            report = found if isinstance(found, ParityReport) else compare(**_arguments(case, found, steps.tell))
+            report = parity_report(case, steps.tell)
         answer.show(report)
         if html is not None:
             answer.show(f"Page: {_written(report, html)}")
         answer.data({**report.to_dict(), **({"page": str(html)} if html else {})})
     if not report.passed:
         raise typer.Exit(FAILED)
+
+
+def parity_report(case: str, tell: Any) -> ParityReport:
+    """The report of the case that a user names: compared now, or what their function gave."""
+    found = load_named(case, "case", (Mapping, ParityReport), _EXPECTED)
+    return found if isinstance(found, ParityReport) else compare(**_arguments(case, found, tell))
 
 
 def _arguments(case: str, given: Mapping[str, Any], tell: Any) -> dict[str, Any]:

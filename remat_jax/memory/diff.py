@@ -17,7 +17,7 @@ from remat_jax.memory.report import MemoryReport
 from remat_jax.memory.residuals import Residual, ResidualTable, residuals
 from remat_jax.policy import Action, as_block_policy, is_off
 from remat_jax.report.stacked import merged_layers
-from remat_jax.report.tables import format_bytes, render, table
+from remat_jax.report.tables import format_bytes, format_flops, render, table
 from remat_jax.workload import Workload
 
 NOT_KEPT = "not kept"
@@ -144,7 +144,10 @@ class PolicyDiff:
         return " ".join(said) or None
 
     def _products(self) -> Any:
-        rows = [(name, *map(_flops, pair), _flops(pair[1] - pair[0], sign=True)) for name, pair in self.recomputed.items()]
+        rows = [
+            (name, *map(format_flops, pair), format_flops(pair[1] - pair[0], sign=True))
+            for name, pair in self.recomputed.items()
+        ]
         columns = ("module", self.before.policy, self.after.policy, "difference")
         return table("FLOPs of the products that are computed again", columns, rows) if rows else None
 
@@ -158,7 +161,9 @@ class PolicyDiff:
         ]
         if self.recompute_flops is not None:
             first, second = self.recompute_flops
-            rows.append(("FLOPs computed again", _flops(first), _flops(second), _flops(second - first, sign=True)))
+            rows.append(
+                ("FLOPs computed again", format_flops(first), format_flops(second), format_flops(second - first, sign=True))
+            )
         title = f"{self.before.workload} on {self.before.target}: {self.before.policy} → {self.after.policy}"
         return table(title, ("total", self.before.policy, self.after.policy, "difference"), rows)
 
@@ -292,16 +297,3 @@ def _total(name: str, before: int | None, after: int | None) -> tuple[str, str, 
 
 def _signed(n: int) -> str:
     return f"{'+' if n > 0 else ''}{format_bytes(n)}" if n else ""
-
-
-def _flops(n: int, *, sign: bool = False) -> str:
-    """A number of operations with three significant digits: `17.2 G`."""
-    if not n:
-        return "" if sign else "0"
-    scaled, unit = float(n), ""
-    for larger in ("k", "M", "G", "T", "P", "E"):
-        if abs(scaled) < 1000:
-            break
-        scaled, unit = scaled / 1000, larger
-    text = f"{scaled:+.3g}" if sign else f"{scaled:.3g}"
-    return f"{text} {unit}FLOP"

@@ -6,25 +6,29 @@ from collections.abc import Iterable
 from typing import Any
 
 from remat_jax.parity.report import ParityReport, TensorRow, differs, relative, shape_text, unseen
-from remat_jax.report.page import Bar, Column, Node, html_page
+from remat_jax.report.html_tables import Column
+from remat_jax.report.page import Bar, Node, html_page
 from remat_jax.report.tables import format_bytes, format_error
 
 
 def page(report: ParityReport) -> str:
     """The page as text."""
+    title = f"Parity: {report.torch} (PyTorch) and {report.flax} (Flax)"
+    return html_page(title, report.verdict(), report.passed, **evidence(report))
+
+
+def evidence(report: ParityReport) -> dict[str, Any]:
+    """What the page has below the verdict, as plain data."""
     dtypes = [dtype for dtype in report.dtypes if dtype != "float64"]
     columns = [Column("kind"), Column("tensor"), Column("in Flax"), Column("shape"), Column("norm", "error")]
     columns += [Column("float64 error", "error"), *(Column(f"{dtype} ratio", "ratio") for dtype in dtypes), Column("verdict")]
-    return html_page(
-        f"Parity: {report.torch} (PyTorch) and {report.flax} (Flax)",
-        report.verdict(),
-        report.passed,
-        checks=[(check.name, check.passed, check.found) for check in report.checks],
-        tree=module_tree(report),
-        columns=columns,
-        rows=[(row.passed, _cells(row, dtypes)) for row in sorted(report.rows, key=lambda row: row.passed)],
-        bars=[Bar(row.framework, row.mode, _parts(row)) for row in report.memory],
-        details={
+    return {
+        "checks": [(check.name, check.passed, check.found) for check in report.checks],
+        "tree": module_tree(report),
+        "columns": columns,
+        "rows": [(row.passed, _cells(row, dtypes)) for row in sorted(report.rows, key=lambda row: row.passed)],
+        "bars": [Bar(row.framework, row.mode, _parts(row)) for row in report.memory],
+        "details": {
             "How the peaks are known": "\n".join(
                 f"{row.mode}, {row.framework}: {row.peak_from}" for row in report.memory if row.peak_from
             ),
@@ -33,7 +37,7 @@ def page(report: ParityReport) -> str:
             "Settings that differ": _differences(report.differences),
             "Weight map": report.rules,
         },
-    )
+    }
 
 
 def module_tree(report: ParityReport) -> Node:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Group
 
 from remat_jax.parity.kept import KeptAlone
+from remat_jax.report.document import write_whole
 from remat_jax.report.tables import format_bytes, format_error, format_ratio, render, table
 
 KINDS = ("output", "gradient", "state", "update")
@@ -183,9 +184,7 @@ class ParityReport:
         """Write one self-contained page: a table that sorts and filters, the tree of modules, memory bars; it loads nothing."""
         from remat_jax.parity.page import page
 
-        target = Path(path)
-        target.write_text(page(self), encoding="utf-8")
-        return target
+        return write_whole(path, page(self))
 
     def __rich__(self) -> Any:
         parts = [_checks_table(self)]

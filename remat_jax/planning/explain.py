@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from remat_jax.planning.point import Part, Point, Row
-from remat_jax.report.tables import format_bytes, table
+from remat_jax.report.tables import format_bytes, format_seconds, table
 
 if TYPE_CHECKING:
     from remat_jax.planning.plan import Plan
@@ -94,20 +94,6 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
     """Rows as people want to read them: what is kept, then what is not, the largest first."""
     order = ("save", "offload", "recompute")
     return sorted(rows, key=lambda row: (order.index(row.action), -row.bytes, row.residual))
-
-
-def format_seconds(seconds: float | None) -> str:
-    """A time in a unit that suits it.
-
-    >>> format_seconds(0.0123), format_seconds(2.5e-5), format_seconds(0.0), format_seconds(None)
-    ('12.3 ms', '25 µs', '0 s', 'n/a')
-    """
-    if seconds is None:
-        return "n/a"
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)):
-        if abs(seconds) >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return "0 s"
 
 
 def _compiled(plan: Plan) -> str:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from remat_jax.errors import ArgumentError, PlanningError, RematError
 from remat_jax.planning.model import Model, block_key, find_block
 from remat_jax.planning.point import Part, Point, Row
 from remat_jax.policy import LayerPolicies, Policy
+from remat_jax.report.document import write_whole
 from remat_jax.workload import Workload
 
 if TYPE_CHECKING:
@@ -50,23 +50,9 @@ def write(path: str | os.PathLike[str], text: str, argument: str) -> Path:
       PlanningError: it cannot be written.
     """
     try:
-        where = Path(path)
-        _replace(where, text)
+        return write_whole(path, text)
     except (OSError, TypeError, ValueError) as error:
         raise PlanningError(f"{argument}={str(path)!r} cannot be written ({error}); give another file") from None
-    return where
-
-
-def _replace(where: Path, text: str) -> None:
-    # A file of tempfile's could be read by nobody else once it is in its place.
-    new = where.parent / f".{uuid.uuid4().hex}.new"
-    try:
-        with new.open("x", encoding="utf-8") as file:
-            file.write(text)
-        new.replace(where)
-    finally:
-        # In its place it has this name no more.
-        new.unlink(missing_ok=True)
 
 
 def read(path: str | os.PathLike[str], workload: Workload | None) -> dict[str, Any]:

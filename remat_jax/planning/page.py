@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from remat_jax.planning.explain import format_seconds, next_gib, ranked, summary
+from remat_jax.planning.explain import next_gib, ranked, summary
 from remat_jax.planning.point import Part, Point
 from remat_jax.report.frontier import frontier_figure
 from remat_jax.report.plan_page import plan_page
-from remat_jax.report.tables import format_bytes
+from remat_jax.report.tables import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from remat_jax.planning.plan import Plan
@@ -16,21 +16,22 @@ if TYPE_CHECKING:
 
 def page(plan: Plan) -> str:
     """The page as text."""
+    return plan_page(page_data(plan))
+
+
+def page_data(plan: Plan) -> dict[str, Any]:
+    """What the page shows, as plain data."""
     points = with_plan(plan)
-    asked = f"within {format_bytes(plan.budget)}"
-    return plan_page(
-        {
-            "title": f"{plan.workload} on {plan.target}, {asked}",
-            "summary": [summary(plan), next_gib(plan), *plan.notes],
-            "budget": plan.budget,
-            "base_seconds": plan.base_seconds,
-            "chosen": next(index for index, one in enumerate(points) if one is points[-1] or _is_plan(plan, one)),
-            "points": [_point(one) | {"parts": [_part(part) for part in one.parts]} for one in points],
-            "named": [
-                _point(one) | {"name": one.name} for one in plan.named if one.device_bytes is not None and not one.remark
-            ],
-        }
-    )
+    named = [one for one in plan.named if _place(one) is not None and not one.remark]
+    return {
+        "title": f"{plan.workload} on {plan.target}, within {format_bytes(plan.budget)}",
+        "summary": [summary(plan), next_gib(plan), *plan.notes],
+        "budget": plan.budget,
+        "base_seconds": plan.base_seconds,
+        "chosen": next(index for index, one in enumerate(points) if one is points[-1] or _is_plan(plan, one)),
+        "points": [_point(one) | _figures(plan, one) | {"parts": [_part(part) for part in one.parts]} for one in points],
+        "named": [_point(one) | {"name": one.name} for one in named],
+    }
 
 
 def picture(plan: Plan) -> Any:
@@ -49,10 +50,11 @@ def _place(point: Point) -> tuple[int, float, bool] | None:
 
 def with_plan(plan: Plan) -> tuple[Point, ...]:
     """The frontier with the plan itself on it, the smallest first."""
-    if any(_is_plan(plan, one) for one in plan.frontier):
-        return plan.frontier
+    line = tuple(one for one in plan.frontier if _place(one) is not None)
+    if any(_is_plan(plan, one) for one in line):
+        return line
     own = Point("", plan.device_bytes, plan.host_bytes, plan.seconds, True, plan.parts)
-    return tuple(sorted((*plan.frontier, own), key=lambda one: (one.device_bytes or 0, one.seconds or 0.0)))
+    return tuple(sorted((*line, own), key=lambda one: (one.device_bytes or 0, one.seconds or 0.0)))
 
 
 def _is_plan(plan: Plan, point: Point) -> bool:
@@ -68,6 +70,22 @@ def _point(point: Point) -> dict[str, Any]:
         "says": f"{format_bytes(point.device_bytes)} ({'compiled' if point.compiled else 'predicted'}), "
         f"{format_seconds(point.seconds)} a step"
         + (f", {format_bytes(point.host_bytes)} in host memory" if point.host_bytes else ""),
+    }
+
+
+def _figures(plan: Plan, point: Point) -> dict[str, Any]:
+    size, seconds = point.device_bytes or 0, point.seconds or 0.0
+    extra = seconds - plan.base_seconds
+    left = plan.budget - size
+    share = f" ({100 * extra / plan.base_seconds:.1f} %)" if plan.base_seconds else ""
+    return {
+        "figures": [
+            ["device memory", format_bytes(point.device_bytes)],
+            ["host memory", format_bytes(point.host_bytes)],
+            ["estimated step", format_seconds(point.seconds)],
+            ["over keeping everything", format_seconds(extra) + share],
+            ["left of the budget" if left >= 0 else "over the budget", format_bytes(abs(left))],
+        ]
     }
 
 

@@ -1,19 +1,14 @@
-"""One self-contained HTML page: a verdict, checks, a tree, a table that sorts and filters, bars. It loads nothing.
-
-The palette is that of the pictures, light or dark as the reader has it.
-"""
+"""One self-contained HTML page: a verdict, checks, a tree, a table that sorts and filters, bars. It loads nothing."""
 
 from __future__ import annotations
 
-import html
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
+from typing import Any
 
-from remat_jax.report.tables import MISSING, format_bytes
-
-Cell = str | float | int | bool | None
+from remat_jax.report.document import document, escaped
+from remat_jax.report.html_tables import Cell, Column, html_table, state
+from remat_jax.report.tables import format_bytes
 
 
 @dataclass
@@ -28,14 +23,6 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of the table: its title, and how its cells are written; they sort by their values."""
-
-    title: str
-    style: str = "text"
-
-
-@dataclass(frozen=True)
 class Bar:
     """A bar: what it stands for, and its parts in bytes by name."""
 
@@ -44,8 +31,17 @@ class Bar:
     parts: Mapping[str, int | None]
 
 
-def html_page(
-    title: str,
+def html_page(title: str, verdict: str, passed: bool, **evidence: Any) -> str:
+    """The page as text; `evidence` is what `page_body` takes.
+
+    >>> text = html_page("t", "v", True, checks=[("one", True, "")], tree=Node("m"), columns=[], rows=[], bars=[], details={})
+    >>> "http" in text, '<th scope="row">one</th>' in text
+    (False, True)
+    """
+    return document(title, page_body(verdict, passed, **evidence), scripts=["tables.js"])
+
+
+def page_body(
     verdict: str,
     passed: bool,
     *,
@@ -55,89 +51,47 @@ def html_page(
     rows: Sequence[tuple[bool, Sequence[Cell]]],
     bars: Sequence[Bar],
     details: Mapping[str, str],
+    level: int = 2,
 ) -> str:
-    """The page as text. `rows` are (whether it holds, one cell per column); `details` are texts to unfold, by heading.
+    """What stands below the title; needs `tables.js`.
 
-    >>> text = html_page("t", "v", True, checks=[("one", True, "")], tree=Node("m"), columns=[], rows=[], bars=[], details={})
-    >>> "http" in text, '<th scope="row">one</th>' in text
-    (False, True)
+    `rows` are (whether it holds, one cell per column); `details` are texts to unfold, by heading; headings are of `level`.
     """
+    head, close = f"<h{level}>", f"</h{level}>"
     parts = [
-        f"<h1>{_text(title)}</h1>",
-        f'<p class="verdict {_state(passed)}" role="status">{_text(verdict)}</p>',
-        _checks(checks),
-        _table(columns, rows),
-        "<h2>Modules</h2>",
+        f'<p class="verdict {state(passed)}" role="status">{escaped(verdict)}</p>',
+        f"{head}Checks{close}{_checks(checks)}",
+        f"{head}Tensors{close}{_tensors(columns, rows)}",
+        f"{head}Modules{close}",
         '<p class="hint">Opened where something differs; the first difference of each pass is marked.</p>',
         f'<ul class="tree">{_node(tree)}</ul>',
-        _bars(bars),
-        *(f"<h2>{_text(heading)}</h2><pre>{_text(text)}</pre>" for heading, text in details.items() if text),
+        f"{head}Memory{close}{_bars(bars, level + 1)}" if bars else "",
+        *(f"{head}{escaped(heading)}{close}<pre>{escaped(text)}</pre>" for heading, text in details.items() if text),
     ]
-    style, script = (_asset(name) for name in ("page.css", "page.js"))
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
-        f"<body><main>{''.join(parts)}</main><script>{script}</script></body></html>\n"
-    )
-
-
-def _asset(name: str) -> str:
-    return resources.files("remat_jax.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value))
-
-
-def _state(passed: bool) -> str:
-    return "ok" if passed else "failed"
+    return "".join(parts)
 
 
 def _checks(checks: Iterable[tuple[str, bool, str]]) -> str:
     rows = "".join(
-        f'<tr class="{_state(passed)}"><td>{"✓" if passed else "✗"}</td>'
-        f'<th scope="row">{_text(name)}</th><td>{_text(found)}</td></tr>'
+        f'<tr class="{state(passed)}"><td>{"✓" if passed else "✗"}</td>'
+        f'<th scope="row">{escaped(name)}</th><td>{escaped(found)}</td></tr>'
         for name, passed, found in checks
     )
-    return f'<h2>Checks</h2><div class="wide"><table class="checks"><tbody>{rows}</tbody></table></div>'
+    return f'<div class="wide"><table class="checks"><tbody>{rows}</tbody></table></div>'
 
 
-def _table(columns: Sequence[Column], rows: Sequence[tuple[bool, Sequence[Cell]]]) -> str:
-    heads = "".join(
-        f'<th scope="col" aria-sort="none"><button type="button" data-column="{index}">{_text(column.title)}</button></th>'
-        for index, column in enumerate(columns)
-    )
-    body = "".join(
-        f'<tr class="{_state(passed)}">' + "".join(_cell(c, v) for c, v in zip(columns, cells, strict=True)) + "</tr>"
-        for passed, cells in rows
-    )
+def _tensors(columns: Sequence[Column], rows: Sequence[tuple[bool, Sequence[Cell]]]) -> str:
     return (
-        "<h2>Tensors</h2>"
         '<p class="tools"><label>Filter <input id="filter" type="search" placeholder="part of a row"></label> '
         '<label><input id="failed" type="checkbox"> only what failed</label> '
         f'<output id="count">{len(rows)} of {len(rows)}</output></p>'
-        f'<div class="wide"><table id="rows"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
+        f"{html_table(columns, rows, label='tensors', name='rows')}"
     )
 
 
-def _cell(column: Column, value: Cell) -> str:
-    if column.style == "text" or isinstance(value, str):
-        return f'<td data-value="{_text(value)}">{_text(MISSING if value is None else value)}</td>'
-    number = math.nan if value is None else float(value)
-    # What is not there sorts below everything.
-    sorted_by = -1 if math.isnan(number) else number
-    return f'<td class="number" data-value="{sorted_by}">{_text(_number(value, column.style))}</td>'
-
-
-def _number(value: float | None, style: str) -> str:
-    if value is None or value == 0:
-        return MISSING if value is None else "0"
-    return f"{value:.2f}×" if style == "ratio" and 0.01 <= value < 1e4 else f"{value:.1e}"
-
-
 def _node(node: Node) -> str:
-    mark = f' <strong class="mark">{_text(node.mark)}</strong>' if node.mark else ""
-    label = f'<span class="{_state(node.passed)}">{_text(node.name)}</span> <small>{_text(node.text)}</small>{mark}'
+    mark = f' <strong class="mark">{escaped(node.mark)}</strong>' if node.mark else ""
+    label = f'<span class="{state(node.passed)}">{escaped(node.name)}</span> <small>{escaped(node.text)}</small>{mark}'
     if not node.children:
         return f"<li>{label}</li>"
     opened = " open" if not node.passed or _marked(node) else ""
@@ -149,21 +103,19 @@ def _marked(node: Node) -> bool:
     return bool(node.mark) or any(map(_marked, node.children.values()))
 
 
-def _bars(bars: Sequence[Bar]) -> str:
-    if not bars:
-        return ""
+def _bars(bars: Sequence[Bar], level: int) -> str:
     largest = max((size or 0 for bar in bars for size in bar.parts.values()), default=0) or 1
     lines, group = [], None
     for bar in bars:
         if bar.group != group:
             group = bar.group
-            lines.append(f"<h3>{_text(group)}</h3>")
+            lines.append(f"<h{level}>{escaped(group)}</h{level}>")
         for name, size in bar.parts.items():
             if size is None:
                 continue
             lines.append(
-                f'<div class="bar"><span>{_text(bar.label)}, {_text(name)}</span>'
-                f'<i class="{_text(name)}" style="width:{60 * size / largest:.2f}%"></i><b>{format_bytes(size)}</b></div>'
+                f'<div class="bar"><span>{escaped(bar.label)}, {escaped(name)}</span>'
+                f'<i class="{escaped(name)}" style="width:{60 * size / largest:.2f}%"></i><b>{format_bytes(size)}</b></div>'
             )
     hint = "What is kept between the passes, on the device and on the host, parameters and inputs excluded; the peak has all."
-    return f'<h2>Memory</h2><p class="hint">{hint}</p>' + "".join(lines)
+    return f'<p class="hint">{hint}</p>' + "".join(lines)

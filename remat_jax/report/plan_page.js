@@ -1,6 +1,6 @@
 const data = JSON.parse(document.querySelector("#data").textContent);
 const chart = document.querySelector("#chart"), slider = document.querySelector("#at");
-const box = { left: 80, right: 930, top: 24, bottom: 370 };
+const box = { left: 64, top: 24 };
 const all = [...data.points, ...data.named];
 const range = (values, share) => {
   const low = Math.min(...values), high = Math.max(...values), room = (high - low || Math.abs(high) || 1) * share;
@@ -23,20 +23,20 @@ function draw(name, attributes, text) {
   return chart.appendChild(node);
 }
 
-function ticks(low, high, size) {
-  const raw = (high - low) / size / 6, power = 10 ** Math.floor(Math.log10(raw));
+function ticks(low, high, size, about) {
+  const raw = (high - low) / size / about, power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].find(factor => factor * power >= raw) * power, found = [];
   for (let at = Math.ceil(low / size / step) * step; at * size <= high; at += step) found.push([at * size, +at.toPrecision(6)]);
   return found;
 }
 
 function axes() {
-  const [unit, size] = unitOf(units, right), [time, second] = unitOf(times, above);
-  for (const [value, text] of ticks(left, right, size)) {
+  const few = Math.max(3, Math.round((box.right - box.left) / 130)), [unit, size] = unitOf(units, right), [time, second] = unitOf(times, above);
+  for (const [value, text] of ticks(left, right, size, few)) {
     draw("line", { class: "axis", x1: x(value), x2: x(value), y1: box.top, y2: box.bottom });
     draw("text", { class: "grey", x: x(value), y: box.bottom + 18, "text-anchor": "middle" }, text);
   }
-  for (const [value, text] of ticks(below, above, second)) {
+  for (const [value, text] of ticks(below, above, second, 6)) {
     draw("line", { class: "axis", x1: box.left, x2: box.right, y1: y(value), y2: y(value) });
     draw("text", { class: "grey", x: box.left - 8, y: y(value) + 4, "text-anchor": "end" }, text);
   }
@@ -59,18 +59,36 @@ function labels(points) {
   }
 }
 
-axes();
-draw("path", { class: "line", d: data.points.map((one, index) => `${index ? "L" : "M"}${x(one.device)} ${y(one.seconds)}`).join("") });
-for (const one of data.named) {
-  draw("circle", { class: `named ${one.compiled ? "compiled" : ""}`, cx: x(one.device), cy: y(one.seconds), r: 5 }).append(title(`${one.name}: ${one.says}`));
+let here;
+
+// In the window's own pixels, so that letters keep their size on a small screen.
+function paint() {
+  const { width, height } = chart.getBoundingClientRect();
+  if (!width) return;
+  box.right = width - 20;
+  box.bottom = height - 50;
+  chart.replaceChildren();
+  chart.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  axes();
+  draw("path", { class: "line", d: data.points.map((one, index) => `${index ? "L" : "M"}${x(one.device)} ${y(one.seconds)}`).join("") });
+  for (const one of data.named) {
+    draw("circle", { class: `named ${one.compiled ? "compiled" : ""}`, cx: x(one.device), cy: y(one.seconds), r: 5 }).append(title(`${one.name}: ${one.says}`));
+  }
+  data.points.forEach((one, index) => {
+    const point = draw("circle", { class: `own ${one.compiled ? "compiled" : ""}`, cx: x(one.device), cy: y(one.seconds), r: 5 });
+    point.append(title(one.says));
+    point.addEventListener("click", () => go(index));
+  });
+  labels(data.named);
+  here = draw("circle", { class: "here", r: 10 });
+  mark();
 }
-data.points.forEach((one, index) => {
-  const point = draw("circle", { class: `own ${one.compiled ? "compiled" : ""}`, cx: x(one.device), cy: y(one.seconds), r: 5 });
-  point.append(title(one.says));
-  point.addEventListener("click", () => go(index));
-});
-labels(data.named);
-const here = draw("circle", { class: "here", r: 10 });
+
+function mark() {
+  const point = data.points[+slider.value];
+  here?.setAttribute("cx", x(point.device));
+  here?.setAttribute("cy", y(point.seconds));
+}
 
 function title(text) {
   const node = document.createElementNS(chart.namespaceURI, "title");
@@ -106,15 +124,14 @@ function go(index) {
   const says = (index === data.chosen ? "The plan: " : "") + point.says + (point.device > data.budget ? "; over the budget" : "");
   slider.setAttribute("aria-valuetext", says);
   document.querySelector("#says").textContent = says;
-  here.setAttribute("cx", x(point.device));
-  here.setAttribute("cy", y(point.seconds));
+  mark();
+  document.querySelector("#figures").replaceChildren(...point.figures.map(([name, text]) =>
+    element("div", {}, element("dt", { textContent: name }), element("dd", { textContent: text }))));
   document.querySelector("#parts").replaceChildren(...point.parts.map(part => partOf(part, largest)));
 }
 
 slider.max = data.points.length - 1;
 slider.addEventListener("input", () => go(+slider.value));
 document.querySelector("#back").addEventListener("click", () => go(data.chosen));
-document.querySelector("#named").append(...data.named.map(one => element("tr", {},
-  element("th", { scope: "row", textContent: one.name }), element("td", { textContent: one.says }),
-  element("td", { textContent: one.device <= data.budget ? "yes" : "no" }))));
 go(data.chosen);
+new ResizeObserver(paint).observe(chart);

@@ -2,39 +2,68 @@
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Mapping
-from importlib import resources
 from typing import Any
+
+from remat_jax.report.document import asset, document, escaped
+from remat_jax.report.html_tables import Column, html_table
+
+STYLES, SCRIPTS = ("plan_page.css",), ("tables.js", "plan_page.js")
+"""What `plan_body` needs; and its data is that of the document."""
 
 
 def plan_page(data: Mapping[str, Any]) -> str:
     """The page as text.
 
     `data` has `title`; `summary`, sentences; `budget` in bytes; `base_seconds`; `points` along the frontier with `device`,
-    `host`, `seconds`, `compiled`, `says` and `parts`; `chosen`, the index of the plan among them; and `named`, points that
-    have a `name`. A part has `where`, `policy`, `costs`, `bytes` and `texts` by action, and `rows` of (residual, action,
-    size, seconds).
+    `host`, `seconds`, `compiled`, `says`, `figures` (pairs of a name and a text) and `parts`; `chosen`, the index of the plan
+    among them; and `named`, points that have a `name`. A part has `where`, `policy`, `costs`, `bytes` and `texts` by action,
+    and `rows` of (residual, action, size, seconds).
 
-    >>> point = {"device": 1, "host": 0, "seconds": 1.0, "compiled": True, "says": "</script>", "parts": []}
+    >>> point = {"device": 1, "host": 0, "seconds": 1.0, "compiled": True, "says": "</script>", "figures": [], "parts": []}
     >>> rest = {"title": "t", "summary": [], "budget": 1, "base_seconds": 1.0, "chosen": 0, "named": []}
     >>> text = plan_page({**rest, "points": [point]})
     >>> text.count("</script>"), "http" in text
     (2, False)
     """
-    title = html.escape(str(data["title"]))
-    # Inside a script element only "<" could end it.
-    plain = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
-    said = "".join(f"<p>{html.escape(str(one))}</p>" for one in data["summary"])
-    style = _asset("page.css") + _asset("plan_page.css")
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
-        f"<body><main><h1>{title}</h1>{said}{_asset('plan_page.html')}</main>"
-        f'<script type="application/json" id="data">{plain}</script><script>{_asset("plan_page.js")}</script></body></html>\n'
-    )
+    return document(str(data["title"]), plan_body(data), styles=STYLES, scripts=SCRIPTS, data=data)
 
 
-def _asset(name: str) -> str:
-    return resources.files("remat_jax.report").joinpath(name).read_text(encoding="utf-8")
+def plan_body(data: Mapping[str, Any], level: int = 2) -> str:
+    """What stands below the title, for the same data; headings are of `level`."""
+    said = "".join(f"<p>{escaped(one)}</p>" for one in data["summary"])
+    body = asset("plan_page.html").replace("h2>", f"h{level}>")
+    return said + body.replace("<!-- points -->", _points(data)).replace("<!-- named -->", _named(data))
+
+
+def _points(data: Mapping[str, Any]) -> str:
+    columns = [Column("device", "bytes"), Column("host", "bytes"), Column("step", "seconds"), Column("known"), Column("budget")]
+    rows = []
+    for index, one in enumerate(data["points"]):
+        known = "compiled" if one["compiled"] else "predicted"
+        told = f"{known}, the plan" if index == data["chosen"] else known
+        rows.append((True, [one["device"], one["host"], one["seconds"], told, _within(one, data)]))
+    return html_table(columns, rows, label="the frontier", name="points")
+
+
+def _named(data: Mapping[str, Any]) -> str:
+    columns = [Column("policy", "name"), Column("device", "bytes"), Column("host", "bytes"), Column("step", "seconds")]
+    rows = [
+        (
+            True,
+            [
+                one["name"],
+                one["device"],
+                one["host"],
+                one["seconds"],
+                "compiled" if one["compiled"] else "predicted",
+                _within(one, data),
+            ],
+        )
+        for one in data["named"]
+    ]
+    return html_table([*columns, Column("known"), Column("budget")], rows, label="the named policies", name="named")
+
+
+def _within(point: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+    return "within" if point["device"] <= data["budget"] else "over"

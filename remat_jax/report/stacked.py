@@ -24,14 +24,16 @@ _COLOURS = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, "#F0E442")
 _ARGUMENTS = {"parameters": "#4d4d4d", "frozen parameters": "#6e6e6e", "optimizer state": "#909090", "batch": "#b5b5b5"}
 _OTHER, _NOWHERE = "other modules", "of no module"
 _LIGHT = {_OTHER: "#d0d0d0", _NOWHERE: "#e8e8e8"}
-_KEPT, _WORKING = "kept", "working set"
-_PHASES = {"argument": _KEPT, "forward": _KEPT}
+KEPT, WORKING = "kept", "working set"
+_PHASES = {"argument": KEPT, "forward": KEPT}
 _HATCH = "////"
 _HEIGHT = 0.66
 _LONGEST_NAME = 34
+MOST_MODULES = len(_COLOURS)
+"""How many modules have a colour of their own."""
 
 
-def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int = len(_COLOURS)) -> Figure:
+def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int = MOST_MODULES) -> Figure:
     """What is on the device at the peak under each policy, by module, as a Matplotlib figure.
 
     On the left the bytes, on the right the shares of each bar, so that a small bar can be read beside a large one. Plain parts
@@ -122,7 +124,7 @@ def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[
     for policy, bar in memory.items():
         found: dict[tuple[str, str], int] = {}
         for (path, phase), n in bar.items():
-            part = _argument(path, phase) or names[path] or _NOWHERE, _PHASES.get(phase, _WORKING)
+            part = _argument(path, phase) or names[path] or _NOWHERE, _PHASES.get(phase, WORKING)
             found[part] = found.get(part, 0) + n
         bars[policy] = found
         for module in {module for module, _ in found}:
@@ -204,7 +206,7 @@ def _colours(bars: Mapping[str, Mapping[tuple[str, str], int]]) -> dict[str, str
 def _stack(axes: Axes, y: int, parts: Mapping[tuple[str, str], float], colours: Mapping[str, str]) -> None:
     start = 0.0
     for (module, phase), width in parts.items():
-        hatch = _HATCH if phase == _WORKING else None
+        hatch = _HATCH if phase == WORKING else None
         axes.barh(y, width, _HEIGHT, left=start, color=colours[module], hatch=hatch, edgecolor="white", linewidth=0.4)
         start += width
 
@@ -222,7 +224,7 @@ def _legend(figure: Figure, colours: Mapping[str, str], bars: Mapping[str, Mappi
     from matplotlib.patches import Patch
 
     entries = [Patch(facecolor=colour, label=_short(module)) for module, colour in colours.items()]
-    if any(phase == _WORKING for bar in bars.values() for _, phase in bar):
+    if any(phase == WORKING for bar in bars.values() for _, phase in bar):
         entries.append(Patch(facecolor="#777777", hatch=_HATCH, edgecolor="white", label="hatched: recomputed or backward"))
     figure.legend(
         handles=entries, loc="outside lower center", ncols=_columns(entry.get_label() for entry in entries), labelcolor=INK

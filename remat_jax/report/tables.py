@@ -145,6 +145,37 @@ def format_error(error: float | None) -> str:
     return f"{error:.1e}" if math.isfinite(error) else str(float(error))
 
 
+def format_seconds(seconds: float | None) -> str:
+    """A time in a unit that suits it.
+
+    >>> format_seconds(0.0123), format_seconds(2.5e-5), format_seconds(0.0), format_seconds(None)
+    ('12.3 ms', '25 µs', '0 s', 'n/a')
+    """
+    if seconds is None:
+        return MISSING
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return "0 s"
+
+
+def format_flops(n: int, *, sign: bool = False) -> str:
+    """A number of operations with three significant digits; with `sign` a difference, and nothing where there is none.
+
+    >>> format_flops(17_200_000_000), format_flops(-2000, sign=True), format_flops(0, sign=True)
+    ('17.2 GFLOP', '-2 kFLOP', '')
+    """
+    if not n:
+        return "" if sign else "0"
+    scaled, unit = float(n), ""
+    for larger in ("k", "M", "G", "T", "P", "E"):
+        if abs(scaled) < 1000:
+            break
+        scaled, unit = scaled / 1000, larger
+    text = f"{scaled:+.3g}" if sign else f"{scaled:.3g}"
+    return f"{text} {unit}FLOP"
+
+
 def _written(value: object, write: Callable[[Any], str] | None) -> str:
     if value is None:
         return MISSING

@@ -1,0 +1,98 @@
+"""`remat-jax report`: one page with all that is known of a workload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from remat_jax import compat
+from remat_jax.cli.output import FAILED, Answer, Json, answering, progress
+from remat_jax.cli.parity import parity_report
+from remat_jax.cli.workloads import load_workload
+from remat_jax.errors import ArgumentError
+from remat_jax.hardware import target as target_named
+from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
+from remat_jax.overview.compared import Compared
+from remat_jax.overview.data import Gathered
+from remat_jax.overview.save import checked_path, checked_policies, gather, write_page
+from remat_jax.parity.case import require_torch
+from remat_jax.planning.budget import budget_bytes
+from remat_jax.planning.plan import Plan
+from remat_jax.report.tables import format_bytes, format_seconds, table
+
+
+def report(
+    workload: Annotated[
+        str, typer.Argument(metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the page.")],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", "-p", help="A name or a text; once for each of several. The usual named ones unless given."),
+    ] = None,
+    target: Annotated[str, typer.Option(help="What to compile for; see remat-jax targets.")] = "h200",
+    budget: Annotated[
+        str | None, typer.Option("--budget", "-b", help="Plan within so much device memory: 40GiB, '38 GB', bytes, 80%, 0.8.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A plan that remat-jax plan --save wrote, in place of --budget.")
+    ] = None,
+    parity: Annotated[
+        str | None, typer.Option(metavar="FILE:FUNCTION", help="Compare with PyTorch too; as remat-jax parity takes it.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that compiling the policies may take in all, and planning.")] = (
+        DEFAULT_TIMEOUT
+    ),
+    as_json: Json = False,
+) -> None:
+    """Write one HTML page of a workload: policies side by side, memory by module, the plan with its frontier, parity, traps.
+
+    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. The page loads nothing. No GPU is needed
+    or used. Exits 1 where the comparison with PyTorch does not hold, 3 where nothing fits the budget.
+    """
+    with answering(as_json) as answer:
+        # What can be wrong in the arguments is said before the user's file runs, which may take long.
+        described = target_named(target)
+        where, asked = checked_path(output, "output"), checked_policies(policy or None)
+        check_timeout(timeout)
+        _check_plan(budget, plan)
+        within = budget_bytes(budget, described) if budget is not None else None
+        if parity is not None:
+            require_torch()
+        compat.keep_to_cpu_without_gpu()
+        job = load_workload(workload)
+        made = Plan.load(plan, job) if plan is not None else within
+        with progress() as steps:
+            compared = parity_report(parity, steps.tell) if parity is not None else None
+            found = gather(job, asked, described, plan=made, parity=compared, timeout=timeout, progress=steps.tell)
+        write_page(where, found)
+        _show(answer, found, where)
+        answer.data({"report": str(where), **found.to_dict()})
+    if compared is not None and not compared.passed:
+        raise typer.Exit(FAILED)
+
+
+def _check_plan(budget: str | None, plan: Path | None) -> None:
+    if budget is not None and plan is not None:
+        raise ArgumentError(f"budget={budget!r} and plan={str(plan)!r}: give one of them; a plan has its budget already")
+    if plan is not None and not plan.is_file():
+        raise ArgumentError(f"plan={str(plan)!r}: there is no such file; write one with remat-jax plan --save")
+
+
+def _show(answer: Answer, found: Gathered, where: Path) -> None:
+    title = f"{found.workload.name}: one training step compiled for {found.target.name}"
+    columns = ("policy", "device", "host", "step", "traps")
+    answer.show(table(title, columns, [_cells(one) for one in found.comparison.policies]))
+    for name, why in found.comparison.left_out.items():
+        answer.show(f"Left out: {name}: {why}")
+    if found.parity is not None:
+        answer.show(found.parity.verdict())
+    answer.show(f"Report: {where}")
+
+
+def _cells(one: Compared) -> tuple[Any, ...]:
+    sizes = (format_bytes(one.memory.device_bytes), format_bytes(one.memory.host_bytes))
+    traps = ", ".join(dict.fromkeys(finding.trap for finding in one.diagnosis.findings))
+    return one.name, *sizes, format_seconds(one.seconds), traps or "none"

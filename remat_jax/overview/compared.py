@@ -1,0 +1,190 @@
+"""Several policies of one workload: what each needs as compiled, what it takes by the estimate, and which traps it has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from remat_jax.diagnosis import doctor
+from remat_jax.diagnosis.findings import Diagnosis
+from remat_jax.errors import CompileError, PlanningError, PolicyError, TargetError, UnsupportedError
+from remat_jax.hardware import Target
+from remat_jax.memory import MemoryReport, residuals
+from remat_jax.memory.measure import measure_many
+from remat_jax.memory.residuals import ResidualTable
+from remat_jax.planning import Plan
+from remat_jax.planning.problem import Described, describe, extra_seconds, recompute_flops
+from remat_jax.policy import NAMED, as_block_policy, is_off
+from remat_jax.workload import Workload
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, how many parts are behind, of how many."""
+
+USUAL = ("off", "full", "dots", "dots_with_no_batch_dims", "offload_inputs", "offload_dot_with_no_batch_dims")
+"""What is compared unless something else is asked for; on a CPU, which has one memory, those that offload nothing."""
+
+THE_PLAN = "the plan"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One policy.
+
+    Attributes:
+      name: what the page calls it.
+      memory: as compiled.
+      kept: what is kept between the passes; None where that cannot be read.
+      seconds: of a step, estimated; `extra_seconds` over keeping everything; None where there is no estimate.
+      recompute_flops: what a step computes again; None where that is not known.
+      diagnosis: what the doctor found.
+    """
+
+    name: str
+    memory: MemoryReport
+    kept: ResidualTable | None
+    seconds: float | None
+    extra_seconds: float | None
+    recompute_flops: int | None
+    diagnosis: Diagnosis
+
+
+@dataclass
+class Comparison:
+    """Several of them, and what could not be said: `notes`, and why a usual policy is `left_out`."""
+
+    policies: list[Compared] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    described: Described | None = None
+
+
+def compare(
+    workload: Workload, policies: Sequence[Any] | None, target: Target, plan: Plan | None, timeout: float, tell: Progress
+) -> Comparison:
+    """The policies, and the plan's, side by side; without `policies` the usual ones, of which some may be impossible here."""
+    found, ends = Comparison(), time.monotonic() + timeout
+    asked = _usual(workload, target, found, tell) if policies is None else list(policies)
+    everything = [_Asked(policy, required=policies is not None) for policy in asked]
+    if plan is not None:
+        everything.append(_Asked("off" if plan.is_off else dict(plan.policies), plan=plan))
+    found.described = _described(workload, target, ends, found)
+    reports = _measured(workload, everything, target, ends, tell, found)
+    compiled_for = target if target.kind == "gpu" else None
+    for number, (one, memory) in enumerate(reports):
+        name = THE_PLAN if one.plan else _new_name(memory.policy, found)
+        tell(f"looking for traps under {name}", number, len(reports))
+        diagnosis = doctor(workload, one.policy, compiled_for, timeout)
+        # What off keeps has no names; it is what everything keeps.
+        kept = residuals(workload, "everything" if _is_off(one.policy) else one.policy) if workload.has_loss else None
+        figures = _of_plan(one.plan) if one.plan else _estimated(found.described, one.policy, memory)
+        found.policies.append(Compared(name, memory, kept, *figures, diagnosis))
+    return found
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A policy to be measured; whether the report ends where it cannot be, and the plan that it is of."""
+
+    policy: Any
+    required: bool = True
+    plan: Plan | None = None
+
+
+def _new_name(name: str, found: Comparison) -> str:
+    """`name`, with a number where another policy has it: two policy objects of JAX's may well print alike."""
+    alike = sum(one.name == name or one.name.startswith(f"{name} (") for one in found.policies)
+    return f"{name} ({alike + 1})" if alike else name
+
+
+def _usual(workload: Workload, target: Target, found: Comparison, tell: Progress) -> list[Any]:
+    """The usual policies that have an effect on this workload; why others have none is noted."""
+    able = []
+    for name in USUAL:
+        if NAMED[name].offloads and target.kind == "cpu":
+            found.left_out[name] = "a CPU has one memory"
+            continue
+        tell(f"{workload.name}: tracing under {name}", 0, len(USUAL))
+        try:
+            step = workload.step(name)
+            jax.eval_shape(step.function, *step.arguments)
+        except (PolicyError, UnsupportedError) as error:
+            found.left_out[name] = str(error)
+        else:
+            able.append(name)
+    return able
+
+
+def _measured(
+    workload: Workload, asked: Sequence[_Asked], target: Target, ends: float, tell: Progress, found: Comparison
+) -> list[tuple[_Asked, MemoryReport]]:
+    """Each policy with its memory; one that is not required does not take the others with it where the compiler refuses it."""
+    done: list[str] = []
+
+    def compiled(name: str) -> None:
+        done.append(name)
+        tell(f"compiled {name} for {target.name}", min(len(done), len(asked)), len(asked))
+
+    def measured(some: Sequence[_Asked]) -> list[tuple[_Asked, MemoryReport]]:
+        reports = measure_many(workload, [one.policy for one in some], target, _left(ends), compiled)
+        return list(zip(some, reports, strict=True))
+
+    tell(f"{workload.name}: tracing, then compiling for {target.name}", 0, len(asked))
+    try:
+        return measured(asked)
+    except CompileError as error:
+        if all(one.required for one in asked):
+            raise
+        refused = error
+    known = []
+    for one in asked:
+        try:
+            known += measured([one])
+        except CompileError as error:
+            if one.required:
+                raise
+            found.left_out[str(one.policy)] = str(error).splitlines()[0]
+    if not known:
+        raise refused
+    return known
+
+
+def _left(ends: float) -> float:
+    return max(1.0, ends - time.monotonic())
+
+
+def _described(workload: Workload, target: Target, ends: float, found: Comparison) -> Described | None:
+    """The workload as a planning problem, by which times are estimated; None where that is not possible, and why is noted."""
+    try:
+        return describe(workload, target, timeout=_left(ends))
+    except (PlanningError, TargetError, UnsupportedError) as error:
+        found.notes.append(f"No step time is estimated: {error}")
+        return None
+
+
+def _estimated(described: Described | None, policy: Any, memory: MemoryReport) -> tuple[float | None, float | None, int | None]:
+    """Seconds of a step, those over keeping everything, and what is computed again; None where it is not known."""
+    if described is None or (memory.residual_host_bytes and described.stack.link is None):
+        return None, None, None
+    wanted = {block: _kept(one) for block, one in policy.items()} if isinstance(policy, Mapping) else _kept(policy)
+    try:
+        extra = extra_seconds(described, wanted)
+        return described.base_seconds + extra, extra, recompute_flops(described, wanted)
+    except PlanningError:
+        return None, None, None  # a policy object of JAX's, of which nothing is known before it is traced
+
+
+def _kept(policy: Any) -> Any:
+    """What keeps the same: `off` keeps everything, and is no policy that could be priced."""
+    return "everything" if _is_off(policy) else as_block_policy(policy)
+
+
+def _is_off(policy: Any) -> bool:
+    return not isinstance(policy, Mapping) and is_off(as_block_policy(policy))
+
+
+def _of_plan(plan: Plan) -> tuple[float, float, int]:
+    return plan.seconds, plan.seconds - plan.base_seconds, plan.recompute_flops

@@ -1,0 +1,93 @@
+"""What a workload is, for people: its blocks, arguments and optimizer, its target, and the versions of what compiled it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.hardware import Target
+from remat_jax.planning.model import block_name
+from remat_jax.planning.problem import Described
+from remat_jax.report.tables import format_bytes
+from remat_jax.workload import Workload
+
+_PACKAGES = ("remat_jax", "jax", "jaxlib", "flax", "optax")
+_RATES = {
+    "flops": "operations",
+    "hbm_bytes_per_s": "device memory",
+    "out_bytes_per_s": "to the host",
+    "in_bytes_per_s": "from the host",
+    "hidden_share": "compute beside copies",
+}
+_SHOWN = 6
+"""Arrays of the batch that are named one by one."""
+
+
+def facts(workload: Workload, target: Target, described: Described | None) -> list[tuple[str, str]]:
+    """Pairs of a name and a text."""
+    found = [("workload", workload.name), ("one step", _step(workload)), ("blocks", _blocks(workload, described))]
+    found += _arguments(workload)
+    if workload.mesh is not None:
+        axes = ", ".join(f"{name} {size}" for name, size in workload.mesh.shape.items())
+        found.append(("mesh", f"{axes}: {target.devices} devices; memory is that of one of them"))
+    memory = f", {format_bytes(target.memory_bytes)} of memory" if target.memory_bytes else ""
+    found.append(("target", f"{target.name}: {target.description}{memory}"))
+    if described is not None:
+        said = "; ".join(f"{_RATES.get(name, name)}: {text}" for name, text in described.rates.source.items())
+        found.append(("rates behind the times", said or "as given"))
+    found.append(("versions", ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)))
+    if flags := os.environ.get("XLA_FLAGS"):
+        found.append(("XLA_FLAGS", flags))
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(run from its sources)"
+
+
+def _step(workload: Workload) -> str:
+    if not workload.has_loss:
+        return "a finished training step, taken as it is"
+    return "the loss, its gradient" + (", and the optimizer's update" if workload.optimizer is not None else "; no optimizer")
+
+
+def _blocks(workload: Workload, described: Described | None) -> str:
+    said = []
+    for block in workload.blocks:
+        kinds = [kind for kind in described.kinds if kind.block == block] if described else []
+        calls = sum(len(kind.layers) for kind in kinds)
+        scanned = ", scanned" if any(kind.scanned for kind in kinds) else ""
+        said.append(f"{block_name(block)} ({calls} call{'s' * (calls != 1)} a step{scanned})" if calls else block_name(block))
+    return "; ".join(said)
+
+
+def _arguments(workload: Workload) -> list[tuple[str, str]]:
+    """What the step is given, of all devices together."""
+    step = workload.step("off")
+    found = []
+    for name, tree in zip(step.names, step.arguments, strict=False):
+        leaves = jax.tree.leaves(tree)
+        if not leaves:
+            continue
+        if name.startswith("batch"):
+            found.append((name, _shapes(leaves)))
+            continue
+        elements = sum(leaf.size for leaf in leaves)
+        kinds = ", ".join(dict.fromkeys(str(leaf.dtype) for leaf in leaves))
+        found.append((name, f"{elements:,} elements, {format_bytes(compat.tree_bytes(tree))} ({kinds})"))
+    if not step.names:
+        size = compat.tree_bytes(step.arguments)
+        found.append(("arguments", f"{len(jax.tree.leaves(step.arguments))} arrays, {format_bytes(size)}"))
+    return found
+
+
+def _shapes(leaves: list[Any]) -> str:
+    more = f" and {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
+    return ", ".join(f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]" for leaf in leaves[:_SHOWN]) + more

@@ -1,0 +1,256 @@
+"""The HTML page of a report: plain data for the package that draws."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from remat_jax.overview.compared import THE_PLAN, Compared
+from remat_jax.overview.data import Gathered
+from remat_jax.overview.facts import facts
+from remat_jax.parity.page import evidence
+from remat_jax.planning import Plan
+from remat_jax.planning.explain import explanation
+from remat_jax.planning.explain import summary as plan_summary
+from remat_jax.planning.page import page_data
+from remat_jax.policy import Action
+from remat_jax.report.html_bars import Stack
+from remat_jax.report.html_tables import Cell, Column
+from remat_jax.report.overview_page import Modules, Overview, Trouble, overview_page
+from remat_jax.report.stacked import KEPT, MOST_MODULES, WORKING, Memory, grouped
+from remat_jax.report.tables import format_bytes, format_seconds
+
+ON_HOST = "in host memory"
+_COLUMNS = (
+    "Device, of it temp, and host: what the compiled step needs. Kept: what stays from the forward to the backward pass. Step: "
+    "the estimated time; over keeping all: what of it is computing again, and copies that compute does not hide."
+)
+_FOOTER = (
+    "Device memory is that of one training step as the target's own compiler lays it out: arguments + results − what is in an "
+    "argument's place + temp; host memory is never part of it. Kept is what stays from the forward to the backward pass. Times "
+    "are estimates from counted operations and bytes at the target's rates, and nothing was run."
+)
+
+
+def page(gathered: Gathered) -> str:
+    """The page as text."""
+    return overview_page(overview(gathered))
+
+
+def overview(gathered: Gathered) -> Overview:
+    """What the page shows, as plain data."""
+    found, plan, parity = gathered.comparison.policies, _with_compiled(gathered), gathered.parity
+    limit = _limit(gathered)
+    columns, rows = _table(gathered, limit)
+    return Overview(
+        title=f"{gathered.workload.name} on {gathered.target.name}",
+        short=_short(gathered, plan, limit),
+        facts=facts(gathered.workload, gathered.target, gathered.comparison.described),
+        columns=columns,
+        rows=rows,
+        device=[_device(one) for one in found],
+        host=[Stack(one.name, {(ON_HOST, "of one step"): n}) for one in found if (n := one.memory.host_bytes)],
+        limit=limit,
+        notes=_notes(gathered, limit),
+        offload=[_offload(one) for one in found if one.memory.receipt is not None],
+        warnings=_warnings(found),
+        findings=_findings(found),
+        modules=_modules(found),
+        plan=page_data(plan) if plan is not None else None,
+        explanation=explanation(plan) if plan is not None else "",
+        parity=(parity.verdict(), parity.passed, evidence(parity)) if parity is not None else None,
+        footer=(_FOOTER,),
+    )
+
+
+def _with_compiled(gathered: Gathered) -> Plan | None:
+    """The plan, its named policies with the bytes that were compiled for this page in place of predicted ones."""
+    plan = gathered.plan
+    if plan is None:
+        return None
+    known = {one.name: one.memory for one in gathered.comparison.policies}
+    named = [
+        replace(one, device_bytes=known[one.name].device_bytes, host_bytes=known[one.name].host_bytes, compiled=True)
+        if one.name in known and not one.compiled and not one.remark
+        else one
+        for one in plan.named
+    ]
+    return replace(plan, named=tuple(named))
+
+
+def _limit(gathered: Gathered) -> tuple[str, int] | None:
+    if gathered.plan is not None:
+        return "the budget", gathered.plan.budget
+    size, devices = gathered.target.memory_bytes, gathered.target.devices
+    whose = f"one device of {gathered.target.name}" if devices > 1 else gathered.target.name
+    return (f"the memory of {whose}", size) if size is not None else None
+
+
+def _fits(one: Compared, gathered: Gathered) -> bool:
+    limit, plan = _limit(gathered), gathered.plan
+    host = plan.host_budget if plan is not None else None
+    within = limit is None or one.memory.device_bytes <= limit[1]
+    return within and (host is None or one.memory.host_bytes <= host)
+
+
+def _is_sound(one: Compared) -> bool:
+    return all(finding.trap != "miscompiled_offload" for finding in one.diagnosis.findings)
+
+
+def _same_rates(gathered: Gathered) -> bool:
+    """Whether the times of the plan may be compared with those of the policies."""
+    plan, described = gathered.plan, gathered.comparison.described
+    return plan is None or described is None or abs(plan.base_seconds - described.base_seconds) <= 1e-6 * plan.base_seconds
+
+
+def _table(gathered: Gathered, limit: tuple[str, int] | None) -> tuple[list[Column], list[list[Cell]]]:
+    found = gathered.comparison.policies
+    columns = [Column("policy", "name"), *(Column(title, "bytes") for title in ("device", "of it temp", "host"))]
+    measured = any(one.memory.measured_peak_bytes is not None for one in found)
+    columns += [Column("measured peak", "bytes")] * measured
+    columns += [Column("kept: device", "bytes"), Column("kept: host", "bytes")]
+    columns += [Column("step", "seconds"), Column("over keeping all", "seconds"), Column("computed again", "flops")]
+    columns += [Column("fits")] if limit else []
+    columns.append(Column("traps", "count"))
+    rows = []
+    for one in found:
+        memory = one.memory
+        row: list[Cell] = [one.name, memory.device_bytes, memory.temp_bytes, memory.host_bytes]
+        row += [memory.measured_peak_bytes] * measured
+        row += [memory.residual_device_bytes, memory.residual_host_bytes]
+        row += [one.seconds, one.extra_seconds, one.recompute_flops]
+        row += ["yes" if _fits(one, gathered) else "no"] if limit else []
+        row.append(len(one.diagnosis.findings))
+        rows.append(row)
+    return columns, rows
+
+
+def _device(one: Compared) -> Stack:
+    memory = one.memory
+    given = memory.device_bytes - memory.temp_bytes
+    return Stack(
+        one.name, {("arguments and results", "there anyway"): given, ("temp", "kept and worked with"): memory.temp_bytes}
+    )
+
+
+def _offload(one: Compared) -> list[Cell]:
+    receipt, overlap = one.memory.receipt, one.memory.overlap
+    assert receipt is not None
+    covered = f"{100 * overlap.covered:.1f} % of {100 * overlap.coverable:.1f} %" if overlap else None
+    return [one.name, receipt.offered_bytes, receipt.host_bytes, receipt.returned_bytes, covered]
+
+
+def _warnings(found: list[Compared]) -> list[Trouble]:
+    """What offload did not do as asked, the same under several policies once."""
+    under: dict[str, list[str]] = {}
+    for one in found:
+        for warning in one.memory.receipt.warnings if one.memory.receipt else ():
+            under.setdefault(warning, []).append(one.name)
+    return [Trouble("warning", ", ".join(names), "", text) for text, names in under.items()]
+
+
+def _findings(found: list[Compared]) -> list[Trouble]:
+    """The traps, the same under several policies once."""
+    under: dict[tuple[str, str, str], dict[str, str]] = {}
+    for one in found:
+        for finding in one.diagnosis.findings:
+            where = " at ".join(filter(None, (finding.block, finding.place)))
+            under.setdefault((finding.trap, finding.problem, finding.remedy), {})[one.name] = where
+    return [
+        Trouble(trap, ", ".join(wheres), "; ".join(dict.fromkeys(wheres.values())), problem, remedy)
+        for (trap, problem, remedy), wheres in under.items()
+    ]
+
+
+def _modules(found: list[Compared]) -> Modules | None:
+    """What is alive at the peak; of a CPU, where that is not known, what is kept between the passes."""
+    if any(one.memory.live for one in found):
+        memory: dict[str, Memory] = {one.name: one.memory.live_bytes_by_module for one in found if one.memory.live}
+        label, striped = "device memory at the peak, by module", WORKING
+        hint = (
+            "What is on the device where the step needs most, by the module that made it. Plain parts are arguments, and what "
+            "the forward pass made and kept; striped ones are the working set of the moment: recomputed and backward. Layers "
+            "that differ in a number alone are one."
+        )
+    else:
+        kept = {one.name: _kept(one) for one in found}
+        memory = {name: parts for name, parts in kept.items() if parts}
+        label, striped = "kept between the passes, by module", ON_HOST
+        hint = (
+            "What is kept from the forward to the backward pass, by the module that made it; striped parts are in host memory. "
+            "What is alive at the peak is known of GPU targets only."
+        )
+    if not memory:
+        return None
+    # What the grouping takes for the working set is here what is striped, whatever it is called.
+    bars = [
+        Stack(name, {(module, kind if kind == KEPT else striped): size for (module, kind), size in parts.items()})
+        for name, parts in grouped(memory, MOST_MODULES).items()
+    ]
+    return Modules(bars, label, striped, hint)
+
+
+def _kept(one: Compared) -> Memory:
+    parts: dict[tuple[str, str], int] = {}
+    for row in one.kept or ():
+        if row.action != Action.RECOMPUTE.value:
+            key = row.name.partition(":")[0], "forward" if row.action == Action.SAVE.value else ON_HOST
+            parts[key] = parts.get(key, 0) + row.bytes
+    return parts
+
+
+def _notes(gathered: Gathered, limit: tuple[str, int] | None) -> list[str]:
+    found, plan = gathered.comparison, gathered.plan
+    notes = [_COLUMNS + (f" Fits: within {limit[0]}, {format_bytes(limit[1])}." if limit else "")]
+    if gathered.target.devices > 1:
+        notes.append(
+            f"Of each of the {gathered.target.devices} devices; what is kept, and computed again, is that of all of them."
+        )
+    notes += [f"Left out: {name}: {why}" for name, why in found.left_out.items()] + found.notes
+    unknown = [one.name for one in found.policies if one.seconds is None]
+    if unknown and found.described is not None:
+        notes.append(f"No time is estimated for {', '.join(unknown)}: what it offloads, or keeps, cannot be priced here")
+    if plan is None:
+        return notes
+    versions = {one.memory.jax_version for one in found.policies} - {plan.jax_version}
+    if versions:
+        notes.append(f"The plan was made with JAX {plan.jax_version}, and the report with JAX {', '.join(versions)}")
+    if not _same_rates(gathered):
+        notes.append("The plan's times were estimated at other rates than those of the policies")
+    return notes
+
+
+def _short(gathered: Gathered, plan: Plan | None, limit: tuple[str, int] | None) -> list[str]:
+    """What it comes to, in sentences."""
+    named = [one for one in gathered.comparison.policies if one.name != THE_PLAN]
+    said = [_least_and_most(named)] if named else []
+    timed = [(one.seconds, one) for one in named if one.seconds is not None]
+    # One that is miscompiled is no choice, however fast.
+    fits = [entry for entry in timed if _fits(entry[1], gathered) and _is_sound(entry[1])]
+    if fits:
+        seconds, best = min(fits, key=lambda entry: (entry[0], entry[1].memory.device_bytes))
+        within = f" within {limit[0]} ({format_bytes(limit[1])})" if limit else ""
+        size = format_bytes(best.memory.device_bytes)
+        said.append(f"The fastest of them{within} is {best.name}: {format_seconds(seconds)} a step by the estimate, in {size}.")
+    elif timed and limit:
+        said.append(f"None of them that may be run is within {limit[0]} ({format_bytes(limit[1])}).")
+    if plan is not None:
+        said.append(f"The plan: {plan_summary(plan)}")
+        faster = [one.name for seconds, one in fits if seconds < plan.seconds]
+        if faster and _same_rates(gathered):
+            said.append(f"Compiled for this page, these fit and are faster than the plan by the estimate: {', '.join(faster)}.")
+    traps = len(_findings(gathered.comparison.policies))
+    said.append(f"Known traps: {traps or 'none'}" + (", each with its remedy below." if traps else " found under any of them."))
+    if gathered.parity is not None:
+        said.append(f"Parity with PyTorch: {gathered.parity.verdict()}.")
+    return said
+
+
+def _least_and_most(found: list[Compared]) -> str:
+    least, most = (choose(found, key=lambda one: one.memory.device_bytes) for choose in (min, max))
+    smallest, largest = least.memory.device_bytes, most.memory.device_bytes
+    if smallest == largest:
+        return f"{' and '.join(one.name for one in found)}: {format_bytes(smallest)} on the device."
+    return (
+        f"Of the policies compared, {least.name} needs least on the device, {format_bytes(smallest)}: "
+        f"{100 * smallest / largest:.0f} % of the {format_bytes(largest)} of {most.name}."
+    )

@@ -1,0 +1,200 @@
+"""A report's page in a browser: the slider, light and dark, what it asks for, and whether it can be read by everybody."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import remat_jax as rj
+from remat_jax.report import format_bytes
+from tests.browser import Browser, Tab
+from tests.report_pages import JOB, PLAN, POLICIES, parity_report
+
+pytestmark = pytest.mark.browser
+
+CONTRASTS = """(() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const parts = colour => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = ([r, g, b]) => {
+    const linear = [r, g, b].map(one => one / 255).map(one => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  };
+  const behind = node => {
+    for (let one = node; one; one = one.parentElement) {
+      const found = parts(getComputedStyle(one).backgroundColor);
+      if (found[3] === 255) return found;
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  document.querySelectorAll("details").forEach(one => { one.open = true; });
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let text = walk.nextNode(); text; text = walk.nextNode()) {
+    const node = text.parentElement;
+    if (!text.textContent.trim() || !node.getClientRects().length || node.matches("script, title")) continue;
+    const style = getComputedStyle(node);
+    const front = parts(node instanceof SVGElement ? style.fill : style.color), back = behind(node);
+    const [high, low] = [light(front), light(back)].sort((a, b) => b - a);
+    found.push([(high + 0.05) / (low + 0.05), text.textContent.trim().slice(0, 40)]);
+  }
+  return found.sort((a, b) => a[0] - b[0]);
+})()"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    return rj.save_report(path, JOB, POLICIES, "cpu", plan=PLAN, parity=parity_report())
+
+
+@pytest.fixture
+def tab(browser: Browser, file: Path) -> Tab:
+    found = browser.open(file)
+    prefer(found, "light")
+    return found
+
+
+def prefer(tab: Tab, scheme: str) -> None:
+    tab.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+
+def figures(tab: Tab) -> dict[str, str]:
+    """What stands below the slider, by its name."""
+    names, values = (
+        tab.value(f"[...document.querySelectorAll('#figures {tag}')].map(one => one.textContent)") for tag in ("dt", "dd")
+    )
+    return dict(zip(names, values, strict=True))
+
+
+def colours(tab: Tab) -> list[str]:
+    """The colours of the page, of its text, and of a bar's part, as they are drawn."""
+    page = "getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color"
+    return tab.value(f"[{page}, getComputedStyle(document.querySelector('#parts i.save')).backgroundColor]")
+
+
+def test_the_slider_moves_along_the_frontier(tab: Tab) -> None:
+    chosen, least = PLAN.frontier[1], PLAN.frontier[0]
+    before = figures(tab)
+    assert before["device memory"] == format_bytes(chosen.device_bytes) == "4.0 MiB"
+    assert before["left of the budget"] == "2.0 MiB" and before["host memory"] == "24.0 MiB"
+    layers = tab.value("document.querySelector('#parts').textContent")
+    tab.value("document.querySelector('#at').focus()")
+    tab.press("ArrowLeft", 37)
+    after = figures(tab)
+    assert after["device memory"] == format_bytes(least.device_bytes) == "2.0 MiB"
+    assert after["estimated step"] == "13.1 ms" and after["over keeping everything"] == "1.1 ms (9.2 %)"
+    assert tab.value("document.querySelector('#at').getAttribute('aria-valuetext')").startswith("2.0 MiB (predicted), 13.1 ms")
+    place = tab.value("+document.querySelector('#chart .here').getAttribute('cx')")
+    for _ in range(2):
+        tab.press("ArrowRight", 39)
+    assert figures(tab)["over the budget"] == "3.0 MiB"
+    assert tab.value("+document.querySelector('#chart .here').getAttribute('cx')") > place
+    assert tab.value("document.querySelector('#says').textContent").endswith("over the budget")
+    assert tab.value("document.querySelector('#parts').textContent") != layers
+    tab.click("#back")
+    assert figures(tab) == before and tab.value("document.querySelector('#parts').textContent") == layers
+
+
+def test_light_and_dark_follow_the_system_and_the_switch(tab: Tab) -> None:
+    light = colours(tab)
+    prefer(tab, "dark")
+    dark = colours(tab)
+    assert all(one != other for one, other in zip(light, dark, strict=True)) and light[0] == "rgb(255, 255, 255)"
+    tab.click("[name=theme]", nth=1)
+    assert colours(tab) == light
+    prefer(tab, "light")
+    tab.click("[name=theme]", nth=2)
+    assert colours(tab) == dark
+    tab.click("[name=theme]", nth=0)
+    assert colours(tab) == light
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_stands_out_from_what_is_behind_it(tab: Tab, scheme: str) -> None:
+    prefer(tab, scheme)
+    found = tab.value(CONTRASTS)
+    # The least that WCAG 2.2 asks for at level AA of text of this size (1.4.3).
+    assert [one for one in found if one[0] < 4.5] == [] and len(found) > 200
+
+
+def test_it_asks_nobody_and_its_console_is_empty(tab: Tab, file: Path) -> None:
+    tab.click(".sortable button")
+    tab.click("#back")
+    tab.type("#filter", "up")
+    tab.click("summary")
+    assert tab.requests == [file.as_uri()] and tab.errors == [] and tab.console == []
+
+
+def test_the_policies_sort_by_their_bytes(tab: Tab) -> None:
+    tab.click("#policies-table th button", nth=1)
+    sizes = tab.value("[...document.querySelectorAll('#policies-table tbody tr')].map(row => +row.cells[1].dataset.value)")
+    assert sizes == sorted(rj.measure(JOB, one, "cpu").device_bytes for one in (*POLICIES, dict(PLAN.policies)))
+    # Another table is left as it is.
+    assert tab.value("document.querySelector('#rows th').ariaSort") == "none"
+
+
+def test_a_small_window_scrolls_in_one_direction_only(tab: Tab) -> None:
+    tab.send("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+    assert tab.value("new Promise(done => setTimeout(() => done(document.documentElement.scrollWidth), 200))") == 390
+    assert tab.value("document.querySelector('#chart').getAttribute('viewBox').split(' ')[2] < 390")
+    inside = "text => { const box = text.getBoundingClientRect(); return box.left >= 0 && box.right <= 390; }"
+    assert tab.value(f"[...document.querySelectorAll('#chart text')].every({inside})")
+
+
+def test_a_screen_reader_is_told_what_things_are(tab: Tab) -> None:
+    tab.send("Accessibility.enable")
+    nodes = [one for one in tab.send("Accessibility.getFullAXTree")["nodes"] if not one["ignored"]]
+    named = {(one["role"]["value"], one.get("name", {}).get("value", "")) for one in nodes}
+    for role in ("button", "checkbox", "image", "link", "radio", "region", "searchbox", "slider", "table"):
+        mine = [name for kind, name in named if kind == role]
+        assert mine and (role == "table" or all(mine)), role
+    assert ("slider", "Way to run the step") in named and ("navigation", "sections") in named
+    assert any(role == "image" and name.startswith("full: ") and "A arguments and results" in name for role, name in named)
+    levels = [int(one["properties"][0]["value"]["value"]) for one in nodes if one["role"]["value"] == "heading"]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+
+
+def test_a_small_bar_can_be_read_in_shares_of_itself(tab: Tab) -> None:
+    parts = "[bar, ...bar.querySelectorAll('i')].map(one => one.getBoundingClientRect().width)"
+    widths = f"[...document.querySelectorAll('#modules .pieces')].map(bar => {parts})"
+    whole = tab.value(widths)
+    kept = [rj.residuals(JOB, one).device_bytes for one in ("everything", *POLICIES[1:], dict(PLAN.policies))]
+    longest = max(kept)
+    for (room, *parts), size in zip(whole, kept, strict=True):
+        assert sum(parts) == pytest.approx(room * size / longest, abs=1)
+    tab.click("#modules .scale input")
+    for room, *parts in tab.value(widths):
+        assert sum(parts) == pytest.approx(room, abs=1)
+
+
+def test_parts_differ_in_more_than_their_colours(tab: Tab) -> None:
+    drawn = "one => getComputedStyle(document.querySelector(`.legend i.${one}`)).backgroundImage"
+    patterns = tab.value(f"['save', 'offload', 'recompute'].map({drawn})")
+    assert len(set(patterns)) == 3
+    letters = tab.value("[...document.querySelector('#modules .letters').querySelectorAll('b')].map(one => one.textContent)")
+    assert len(letters) >= 2 and len(set(letters)) == len(letters)
+
+
+def test_a_page_with_a_wrong_figure_is_seen_to_be_wrong(browser: Browser, file: Path, tmp_path: Path) -> None:
+    broken, text = tmp_path / "broken.html", file.read_text(encoding="utf-8")
+    size = json.dumps(format_bytes(PLAN.frontier[1].device_bytes))
+    broken.write_text(text.replace(f'["device memory", {size}]', '["device memory", "1.0 MiB"]'), encoding="utf-8")
+    assert figures(browser.open(broken))["device memory"] == "1.0 MiB"
+    broken.write_text(text.replace("<main>", "<main><script src='http://127.0.0.1:9/missing.js'></script>"), encoding="utf-8")
+    tab = browser.open(broken)
+    assert len(tab.requests) == 2 and any("ERR_" in one for one in tab.console)

@@ -1,0 +1,387 @@
+"""`save_report`: what is in the page, to the byte; what it refuses; and that nothing half-written is left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from typer.testing import CliRunner
+
+import remat_jax as rj
+from remat_jax import errors
+from remat_jax.cli.app import app
+from remat_jax.diagnosis.findings import Finding
+from remat_jax.memory.measure import measure_many
+from remat_jax.overview import compared
+from remat_jax.overview.page import overview
+from remat_jax.overview.save import gather
+from remat_jax.report.document import write_whole
+from tests.plan_by_hand import plan as plan_of_another_model
+from tests.plan_models import MlpLayer, job
+from tests.report_pages import JOB, PLAN, POLICIES, parity_report, plan_for
+
+
+class Tables(HTMLParser):
+    """The cells of every table of a page, as (value, text), by the table's label."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tables, self._rows, self._cell = {}, None, None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        if found.get("role") == "region":
+            self._rows = self.tables.setdefault(found["aria-label"], [])
+        elif tag == "tr" and self._rows is not None:
+            self._rows.append([])
+        elif tag in ("td", "th") and self._rows is not None:
+            self._cell = [found.get("data-value"), ""]
+            self._rows[-1].append(self._cell)
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th"):
+            self._cell = None
+        elif tag == "table":
+            self._rows = None
+
+    def handle_data(self, data):
+        if self._cell is not None:
+            self._cell[1] += data
+
+
+def table(text, label):
+    """The rows of a table by their first cell, as column → (value, text)."""
+    head, *rows = Tables(text).tables[label]
+    return {row[0][1]: {title: tuple(cell) for (_, title), cell in zip(head, row, strict=True)} for row in rows}
+
+
+def data_of(text):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    assert rj.save_report(path, JOB, POLICIES, "cpu", plan=PLAN, parity=parity_report()) == path
+    return path.read_text(encoding="utf-8")
+
+
+def test_every_figure_of_a_policy_is_that_of_its_measurement(page):
+    rows = table(page, "policies compared")
+    assert list(rows) == ["off", "full", "save: *up*", "the plan"]
+    for policy, name in zip([*POLICIES, dict(PLAN.policies)], rows, strict=True):
+        memory, row = rj.measure(JOB, policy, "cpu"), rows[name]
+        bytes_of = {"device": memory.device_bytes, "of it temp": memory.temp_bytes, "host": memory.host_bytes}
+        bytes_of |= {"kept: device": memory.residual_device_bytes, "kept: host": memory.residual_host_bytes}
+        assert {title: int(row[title][0]) for title in bytes_of} == bytes_of
+        assert row["fits"][1] == ("yes" if memory.device_bytes <= PLAN.budget else "no")
+    assert {name: row["fits"][1] for name, row in rows.items()} == {
+        "off": "no",
+        "full": "yes",
+        "save: *up*": "no",
+        "the plan": "yes",
+    }
+    assert rows["off"]["over keeping all"] == ("0.0", "0 s") and rows["the plan"]["step"][0] == str(PLAN.seconds)
+    steps = [float(rows[name]["step"][0]) for name in ("off", "save: *up*", "full")]
+    assert steps == sorted(steps) and steps[0] < steps[2]
+    # The output of the first product alone is made again: tanh, and the second one's is not read.
+    products = 3 * 2 * 2048 * 32 * 128
+    assert [rows[name]["computed again"][0] for name in ("off", "full", "save: *up*")] == ["0", str(products), "0"]
+
+
+def test_the_bars_add_up_to_the_bytes(page):
+    totals = re.findall(r'<b class="total" data-value="(\d+)"', page)
+    reports = [rj.measure(JOB, policy, "cpu") for policy in [*POLICIES, dict(PLAN.policies)]]
+    kept = [rj.residuals(JOB, policy).device_bytes for policy in ("everything", *POLICIES[1:], dict(PLAN.policies))]
+    assert list(map(int, totals)) == [one.device_bytes for one in reports] + kept
+    rows = Tables(page).tables["kept between the passes, by module, as a table"]
+    columns = list(zip(*[[int(cell[0]) for cell in row[3:]] for row in rows[1:]], strict=True))
+    assert [sum(column[:-1]) for column in columns] == [column[-1] for column in columns] == kept
+
+
+def test_the_plan_and_its_frontier_are_in_it(page):
+    data = data_of(page)
+    assert [one["device"] for one in data["points"]] == [one.device_bytes for one in PLAN.frontier]
+    assert data["budget"] == PLAN.budget and data["chosen"] == 1
+    rows = Tables(page).tables["the frontier"][1:]
+    assert [(int(row[0][0]), int(row[1][0]), float(row[2][0])) for row in rows] == [
+        (one.device_bytes, one.host_bytes, one.seconds) for one in PLAN.frontier
+    ]
+    assert [row[4][1] for row in rows] == ["within", "within", "over"]
+    # A named policy that was predicted is shown as it was compiled for this page; one that was not compiled stays as it was.
+    named = table(page, "the named policies")
+    assert (
+        int(named["off"]["device"][0]) == rj.measure(JOB, "off", "cpu").device_bytes and named["off"]["known"][1] == "compiled"
+    )
+    assert named["everything"]["known"][1] == "predicted"
+    assert "computing it again takes" in page
+
+
+def test_a_budget_is_planned_within(tmp_path):
+    text = rj.save_report(tmp_path / "report.html", JOB, ["full"], "cpu", plan="20 MiB").read_text()
+    rows, data = table(text, "policies compared"), data_of(text)
+    assert data["budget"] == 20 * 2**20 and data["points"][data["chosen"]]["device"] == int(rows["the plan"]["device"][0])
+    # Everything fits, so that the plan is to checkpoint nothing.
+    assert int(rows["the plan"]["device"][0]) == rj.measure(JOB, "off", "cpu").device_bytes
+    assert rows["the plan"]["over keeping all"][1] == "0 s" and list(rows) == ["full", "the plan"]
+
+
+def test_the_parity_report_is_in_it(page):
+    report = parity_report()
+    assert report.verdict() in page and "first difference, backward" in page
+    assert len(Tables(page).tables["tensors"]) == 1 + len(report.rows)
+
+
+def test_it_asks_for_nothing_and_names_cannot_break_out(tmp_path):
+    named = job(rows=64, scanned=True, layers=2, name="</script><script>alert(1)</script>")
+    text = rj.save_report(tmp_path / "report.html", named, ["full"], "cpu", plan=plan_for(named)).read_text()
+    assert not re.search(r"https?:|src=|@import|url\(|fetch\(|<link", text)
+    assert "<script>alert" not in text and text.count("<script") == 2
+
+
+def test_without_a_plan_and_parity_there_are_no_such_sections(tmp_path):
+    text = rj.save_report(tmp_path / "report.html", JOB, ["full"], "cpu").read_text()
+    assert re.findall(r'<section id="(\w+)"', text) == ["policies", "modules", "workload"]
+    assert "MlpLayer (3 calls a step, scanned)" in text and 'id="chart"' not in text and 'id="data"' not in text
+
+
+class Squares(nn.Module):
+    """A block without any product."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x * x + self.param("bias", nn.initializers.zeros, x.shape[-1:])
+
+
+def squares():
+    model, x = nn.Sequential([Squares(), Squares()]), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return rj.Workload(lambda params, x: jnp.sum(model.apply(params, x)), params, (x,), Squares, name="squares")
+
+
+def test_usual_policies_without_effect_are_left_out_and_the_page_says_why(tmp_path):
+    found = gather(squares(), target="cpu")
+    assert [one.name for one in found.comparison.policies] == ["off", "full"]
+    assert list(found.comparison.left_out) == [
+        "dots",
+        "dots_with_no_batch_dims",
+        "offload_inputs",
+        "offload_dot_with_no_batch_dims",
+    ]
+    assert "matches no residual" in found.comparison.left_out["dots"]
+    assert any(note.startswith("Left out: dots: ") for note in overview(found).notes)
+    with pytest.raises(errors.NoEffectError, match="dots"):
+        rj.save_report(tmp_path / "report.html", squares(), ["off", "dots"], "cpu")
+
+
+def test_traps_and_what_offload_did_are_told():
+    inside = job(rows=64, layers=2)
+    nested = rj.Workload(jax.checkpoint(inside.loss), inside.params, inside.batch, MlpLayer, name="nested")
+    found = overview(gather(nested, ["full"], "cpu"))
+    (trap,) = found.findings
+    assert (trap.name, trap.under) == ("nested_checkpoint", "full") and "Take the outer checkpoint away" in trap.remedy
+    assert found.rows[0][-1] == 1 and "Known traps: 1, each with its remedy below." in found.short
+    found = overview(gather(inside, ["offload_inputs"], "cpu"))
+    offered = rj.residuals(inside, "offload_inputs").host_bytes
+    assert offered > 0 and found.offload[0][:3] == ["offload_inputs", offered, 0] and found.rows[0][6] is None
+    assert found.warnings[0].under == "offload_inputs" and "a CPU has one memory" in found.warnings[0].problem
+    assert any("No time is estimated for offload_inputs" in note for note in found.notes)
+
+
+def test_what_is_miscompiled_is_not_called_the_fastest():
+    found = gather(JOB, ["off", "full"], "cpu", plan=plan_for(JOB, budget=2**40))
+    off, full, planned = found.comparison.policies
+    assert "The fastest of them within the budget (1.0 TiB) is off:" in overview(found).short[1]
+    wrong = Finding("miscompiled_offload", "off", "", "gradients are wrong", "unroll the layers")
+    found.comparison.policies[0] = replace(off, diagnosis=replace(off.diagnosis, findings=(wrong,)))
+    assert "The fastest of them within the budget (1.0 TiB) is full:" in overview(found).short[1]
+    found.comparison.policies[1:] = [planned]
+    assert overview(found).short[1] == "None of them that may be run is within the budget (1.0 TiB)."
+    # The plan's own host budget counts for the others.
+    away = replace(full, memory=replace(full.memory, host_bytes=2))
+    found.comparison.policies[1:] = [away, planned]
+    assert overview(replace(found, plan=plan_for(JOB, budget=2**40, host_budget=2))).rows[1][-2] == "yes"
+    assert overview(replace(found, plan=plan_for(JOB, budget=2**40, host_budget=1))).rows[1][-2] == "no"
+
+
+def test_a_named_policy_that_beats_the_plan_is_named_where_the_times_can_be_compared():
+    found = gather(JOB, ["full"], "cpu")
+    (full,), base = found.comparison.policies, found.comparison.described.base_seconds
+    slow = plan_for(JOB, budget=2**40, base_seconds=base, seconds=2 * full.seconds)
+    sentence = "Compiled for this page, these fit and are faster than the plan by the estimate: full."
+    assert sentence in overview(replace(found, plan=slow)).short
+    assert sentence not in overview(replace(found, plan=replace(slow, seconds=full.seconds))).short
+    elsewhere = overview(replace(found, plan=replace(slow, base_seconds=2 * base)))
+    assert sentence not in elsewhere.short and any("estimated at other rates" in note for note in elsewhere.notes)
+
+
+def test_one_usual_policy_that_the_compiler_refuses_does_not_end_the_report(monkeypatch):
+    def refusing(workload, policies, *rest):
+        if "full" in policies:
+            raise errors.CompileError("full: out of memory\nand more")
+        return measure_many(workload, policies, *rest)
+
+    monkeypatch.setattr(compared, "measure_many", refusing)
+    found = gather(squares(), target="cpu").comparison
+    assert [one.name for one in found.policies] == ["off"] and found.left_out["full"] == "full: out of memory"
+    with pytest.raises(errors.CompileError):
+        gather(squares(), ["off", "full"], "cpu")
+
+
+def test_a_finished_step_has_no_times(tmp_path):
+    step = JOB.step("off")
+    finished = rj.Workload.from_step(step.function, *step.arguments, blocks=MlpLayer, donate_argnums=(0, 1), name="finished")
+    text = rj.save_report(tmp_path / "report.html", finished, ["off", "full"], "cpu").read_text()
+    row = table(text, "policies compared")["full"]
+    assert row["step"][1] == row["computed again"][1] == row["kept: device"][1] == "n/a"
+    assert int(row["device"][0]) == rj.measure(JOB, "full", "cpu").device_bytes
+    assert "No step time is estimated" in text and re.findall(r'<section id="(\w+)"', text) == ["policies", "workload"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"path": 3}, errors.ArgumentError, "path=3: expected the path of a file"),
+        ({"path": "none/report.html"}, errors.ArgumentError, "there is no folder .*none; make it"),
+        ({"path": "."}, errors.ArgumentError, "path='.' is a folder: give a file, such as 'report.html'"),
+        ({"workload": "job"}, errors.ArgumentError, "workload='job': expected a remat_jax.Workload"),
+        (
+            {"policies": "full"},
+            errors.ArgumentError,
+            r"policies='full': expected a list of policies, such as \['off', 'full'\]",
+        ),
+        ({"policies": []}, errors.ArgumentError, "policies is empty"),
+        ({"policies": ["full", "dotz"]}, errors.UnknownPolicyError, r"policies\[1\]='dotz'.*Did you mean 'dots'"),
+        ({"target": "h2000"}, errors.TargetError, "target='h2000'"),
+        ({"timeout": 0}, errors.ArgumentError, "timeout=0"),
+        ({"parity": "passed"}, errors.ArgumentError, "parity='passed': expected a ParityReport"),
+        ({"plan": ["9 MiB"]}, errors.ArgumentError, "expected a Plan, a budget such as '40GiB'"),
+        ({"plan": "lots"}, errors.PlanningError, "budget='lots'"),
+        ({"plan": "1 KiB"}, errors.InfeasibleBudget, "1.0 KiB"),
+        ({"plan": plan_of_another_model(target="cpu")}, errors.PlanningError, "made for another model"),
+        ({"plan": plan_of_another_model()}, errors.PlanningError, "plan is for target='h200', and the report for 'cpu'"),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path, monkeypatch, changes, error, message):
+    monkeypatch.chdir(tmp_path)
+    arguments = {"path": "report.html", "workload": JOB, "policies": ["full"], "target": "cpu", **changes}
+    with pytest.raises(error, match=message):
+        rj.save_report(arguments.pop("path"), arguments.pop("workload"), **arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_blocks_that_are_never_called_are_an_error(tmp_path):
+    other = rj.Workload(JOB.loss, JOB.params, JOB.batch, nn.LSTMCell, name="other")
+    with pytest.raises(errors.BlockError, match="LSTMCell"):
+        rj.save_report(tmp_path / "report.html", other, ["off"], "cpu")
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    path.write_text("old")
+
+    def refuse(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(errors.ArgumentError, match="cannot be written .*No space left"):
+        rj.save_report(path, JOB, ["full"], "cpu")
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_on_several_devices_the_page_says_whose_bytes_they_are():
+    found = gather(squares(), ["full"], "cpu")
+    several = overview(replace(found, target=replace(found.target, name="8xcpu", devices=8, memory_bytes=2**20)))
+    assert several.limit == ("the memory of one device of 8xcpu", 2**20)
+    assert any(note.startswith("Of each of the 8 devices; what is kept") for note in several.notes)
+
+
+def test_policies_of_all_kinds_are_taken_and_told_apart():
+    dots, none = jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.nothing_saveable
+    wrapped = [lambda *args, **kwargs: dots(*args, **kwargs), lambda *args, **kwargs: none(*args, **kwargs)]
+    found = gather(JOB, [*wrapped, "1 x full | 2 x dots", {MlpLayer: "off"}], "cpu").comparison.policies
+    assert [one.name for one in found] == ["<lambda>", "<lambda> (2)", "1 × full | 2 × dots", "MlpLayer: off"]
+    # A function is asked while tracing, so that nothing is known of its time; the others are priced layer by layer.
+    full, off = rj.measure(JOB, "full", "cpu"), rj.measure(JOB, "off", "cpu")
+    assert [one.seconds is None for one in found] == [True, True, False, False]
+    assert found[1].memory.device_bytes == full.device_bytes and found[3].memory.device_bytes == off.device_bytes
+    assert found[2].recompute_flops == 2 * 2048 * 32 * 128 and found[3].extra_seconds == 0
+
+
+def test_progress_is_told():
+    told = []
+    gather(squares(), ["full"], "cpu", progress=lambda *said: told.append(said))
+    assert [said[0].partition(":")[0] for said in told] == ["squares", "compiled full for cpu", "looking for traps under full"]
+    assert [said[1:] for said in told] == [(0, 1), (1, 1), (0, 1)]
+
+
+# --- the command line --------------------------------------------------------------------------------------------------
+
+USERS_FILE = """
+from __future__ import annotations
+from tests.report_pages import JOB as job, PLAN, parity_report
+
+def case():
+    return parity_report()
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user") / "train.py"
+    path.write_text(USERS_FILE)
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_the_command_writes_the_page_and_says_where(file, tmp_path):
+    page, saved = tmp_path / "report.html", PLAN.save(tmp_path / "plan.json")
+    done = run(f"{file}:job", "-p", "off", "-p", "full", "--target", "cpu", "--plan", saved, "-o", page)
+    assert done.exit_code == 0, done.stderr
+    assert "one training step compiled for cpu" in done.stdout and "the plan" in done.stdout
+    assert f"Report: {page}" in done.stdout.replace("\n", "") and "looking for traps under full" in done.stderr
+    assert data_of(page.read_text())["budget"] == PLAN.budget
+
+
+def test_its_json_has_the_figures_and_a_failed_comparison_exits_1(file, tmp_path, monkeypatch):
+    # The report is there already: nothing is compared.
+    monkeypatch.setattr("remat_jax.cli.report.require_torch", lambda: None)
+    page = tmp_path / "report.html"
+    done = run(f"{file}:job", "-p", "full", "--target", "cpu", "--parity", f"{file}:case", "--output", page, "--json")
+    assert done.exit_code == 1 and "<!doctype html>" in page.read_text()
+    data = json.loads(done.stdout)
+    assert data["report"] == str(page) and not data["parity"]["passed"] and data["plan"] is None
+    (full,) = data["policies"]
+    assert full["device_bytes"] == rj.measure(JOB, "full", "cpu").device_bytes and full["findings"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "none/report.html"], "output='none/report.html': there is no folder"),
+        (["-o", "report.html", "-p", "dotz"], "policies[0]='dotz'"),
+        (["-o", "report.html", "--target", "h2000"], "is not a known target"),
+        (["-o", "report.html", "--budget", "lots"], "budget='lots'"),
+        (["-o", "report.html", "--budget", "9 MiB", "--plan", "plan.json"], "give one of them"),
+        (["-o", "report.html", "--plan", "plan.json"], "there is no such file"),
+        ([], "--output"),
+    ],
+)
+def test_bad_usage_exits_2_before_the_users_file_is_run(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise SystemExit('the file was run')")
+    done = run("train.py:job", *arguments)
+    assert done.exit_code == 2 and message in " ".join(done.stderr.split())
