@@ -126,7 +126,9 @@ def _measured(
 
     def compiled(name: str) -> None:
         done.append(name)
-        tell(f"compiled {name} for {target.name}", min(len(done), len(asked)), len(asked))
+        # A plan's policy is longer than a line of progress can be.
+        short = name if len(name) <= 60 else f"{name[:59]}…"
+        tell(f"compiled {short} for {target.name}", min(len(done), len(asked)), len(asked))
 
     def measured(some: Sequence[_Asked]) -> list[tuple[_Asked, MemoryReport]]:
         reports = measure_many(workload, [one.policy for one in some], target, _left(ends), compiled)
