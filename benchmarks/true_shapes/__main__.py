@@ -23,7 +23,7 @@ from remat_jax import compat
 from remat_jax.errors import PlanningError, PolicyError, TargetError
 from remat_jax.hardware import target as target_named
 from remat_jax.planning.budget import budget_bytes
-from remat_jax.policy import as_policy
+from remat_jax.policy import as_block_policy
 from remat_jax.report.tables import format_bytes
 
 TARGETS = ("h100=80GB", "h200=141GB")
@@ -43,7 +43,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     try:
         options.budgets = dict(map(_target, options.targets))
         for name in set(options.policies) - {PLAN}:
-            as_policy(name)
+            as_block_policy(name)
     except (PlanningError, PolicyError, TargetError) as error:
         parser.error(str(error))
     return options

@@ -44,9 +44,8 @@ def _broken_plan(row: Row, fitting: Sequence[Row]) -> list[str]:
 def _broken_offload(row: Row, full: Row) -> list[str]:
     found = [] if row["host_bytes"] else ["nothing is in host memory"]
     if row["device_bytes"] > full.get("device_bytes", row["device_bytes"]):
-        found.append(
-            f"the device has {format_bytes(row['device_bytes'])}, more than {format_bytes(full['device_bytes'])} of full"
-        )
+        more = f"{format_bytes(row['device_bytes'])}, full {format_bytes(full['device_bytes'])}"
+        found.append(f"it needs more of the device than full: {more}")
     return found
 
 

@@ -1,6 +1,6 @@
 """Low-rank adapters for a Flax Linen model as it stands: Hu et al., LoRA, 2021.
 
-The factors lie beside the kernels that they change, as `lora_a` and `lora_b`; a scanned stack has one of each for all its layers.
+The factors lie beside the kernels that they change, as `lora_a` and `lora_b`; those of a scanned stack are stacked like it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ TRAINED = "*/lora_[ab]"
 def with_adapters(key: jax.Array, params: Any, modules: Sequence[str], rank: int) -> Any:
     """Return `params` with two factors beside the kernel of every `nn.Dense` whose path a glob of `modules` matches.
 
-    The first, (…, in, rank), is uniform within 1/√in, the second, (…, rank, out), is zero, as PEFT begins: the model's output is
-    what it was. Both have the kernel's dtype. `jax.eval_shape` of this makes shapes of shapes.
+    The first, (…, in, rank), is uniform within 1/√in, the second, (…, rank, out), is zero, as PEFT begins: the model's output
+    is what it was. Both have the kernel's dtype. `jax.eval_shape` of this makes shapes of shapes.
 
     Raises:
         ValueError: when `rank` is less than 1, or a glob matches no kernel.
