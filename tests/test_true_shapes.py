@@ -92,7 +92,7 @@ def test_rows_of_other_workloads_and_targets_say_nothing_of_a_row() -> None:
 
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int, *more: str) -> tuple[int, list[dict[str, Any]]]:
     monkeypatch.setattr(command, "CASES", {"mlp": cases.Case(lambda: plan_models.job(scanned=True), "all")})
-    status = command.main(["--targets", f"cpu={budget}", "--output", str(tmp_path), *more])
+    status = command.main(["--targets", f"cpu={budget}", "--output", str(tmp_path), "--only", "mlp", *more])
     return status, json.loads((tmp_path / "true_shapes.json").read_text())["rows"]
 
 
@@ -158,7 +158,9 @@ def test_wrong_use_is_told(arguments: list[str], message: str, capsys: pytest.Ca
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_every_case_and_mode_is_asked_by_default() -> None:
-    options = command.parse([])
+def test_every_case_and_mode_is_asked_with_all() -> None:
+    options = command.parse(["--all"])
     assert options.only == list(cases.CASES) and options.budgets == {"h100": 80 * GB, "h200": 141 * GB}
     assert {"off", "full", "offload_inputs", "plan"} <= set(options.policies)
+    short = command.parse([])
+    assert (short.only, short.budgets, short.policies[-1]) == (["pi0"], {"h100": 80 * GB}, "plan")

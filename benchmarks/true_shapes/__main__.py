@@ -3,7 +3,7 @@
 π0 with all its parameters trained; Qwen-Image, Qwen-Image-Edit and Wan 14B frozen, with adapters trained. For each, what the
 modes and a named policy or two need, and the plan for the card: the exit status is 1 where a plan does not fit, where a policy
 that fits is faster by the estimate, or where nothing was found to fit and something does. No GPU is needed. A compilation takes
-minutes, all of it hours: `--resume` goes on.
+a minute or more, all of it hours: `--resume` goes on. Without `--all` it is π0's plan for 80 GB, and what that is held against.
 """
 
 from __future__ import annotations
@@ -28,18 +28,22 @@ from remat_jax.report.tables import format_bytes
 
 TARGETS = ("h100=80GB", "h200=141GB")
 POLICIES = ("full", "offload_inputs", PLAN, "dots_with_no_batch_dims", "off")
+SHORT, SHORT_TARGETS, SHORT_POLICIES = ("pi0",), TARGETS[:1], POLICIES[:3]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.true_shapes", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "benchmarks", help="folder for true_shapes.json")
+    parser.add_argument("--all", action="store_true", help=f"all workloads for {' '.join(TARGETS)}: {' '.join(POLICIES)}")
     parser.add_argument("--only", choices=CASES, action="append", help="one of the workloads; may be given again")
-    parser.add_argument("--targets", nargs="+", default=TARGETS, metavar="TARGET=BUDGET", help=f"default: {' '.join(TARGETS)}")
-    parser.add_argument("--policies", nargs="+", default=POLICIES, help=f"policies, or {PLAN}; default: {' '.join(POLICIES)}")
+    parser.add_argument("--targets", nargs="+", metavar="TARGET=BUDGET", help="such as h100=80GB")
+    parser.add_argument("--policies", nargs="+", help=f"policies, or {PLAN}")
     parser.add_argument("--resume", action="store_true", help="keep the rows of true_shapes.json, if of the same commit")
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: the rows of these files")
     options = parser.parse_args(arguments)
-    options.only = options.only or list(CASES)
+    options.only = options.only or list(CASES if options.all else SHORT)
+    options.targets = options.targets or (TARGETS if options.all else SHORT_TARGETS)
+    options.policies = options.policies or (POLICIES if options.all else SHORT_POLICIES)
     try:
         options.budgets = dict(map(_target, options.targets))
         for name in set(options.policies) - {PLAN}:
