@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import remat_jax as rj
+from examples.models.diffusion import long_attention
 from remat_jax import planner
 from remat_jax.errors import BlockError, PlanningError, UnsupportedError
 from remat_jax.planner.policies import peak_bytes
@@ -396,3 +397,35 @@ def test_the_parts_of_a_named_policy_take_together_what_it_takes(name):
     assert (
         sum(one.layers * one.recompute_seconds for one in parts) == pytest.approx(candidate.seconds) and candidate.seconds > 0
     )
+
+
+class Attends(nn.Module):
+    """Attention in chunks, each of which computes its scores again in the backward pass, between two products."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        heads = [
+            nn.Dense(WIDTH, use_bias=False, name=name)(x).reshape(*x.shape[:2], 2, -1) for name in ("query", "key", "value")
+        ]
+        return x + nn.Dense(WIDTH, use_bias=False, name="out")(long_attention(*heads, chunk=4))
+
+
+def test_what_a_checkpoint_in_a_loop_computes_again_for_itself_is_not_its_result() -> None:
+    x, one, layers = jax.ShapeDtypeStruct((2, 12, WIDTH), jnp.float32), Attends(), 2
+    params = [jax.eval_shape(one.init, jax.random.key(0), x) for _ in range(layers)]
+
+    def loss(params: Any, x: Any) -> Any:
+        for each in params:
+            x = one.apply(each, x)
+        return jnp.sum(jnp.square(x))
+
+    job = rj.Workload(loss, params, (x,), Attends)
+    found, everything = describe(job, "h200"), step_flops(job, "everything")
+    again = {policy: recompute_flops(found, policy) for policy in ("full", "save: *:reshape#6", "everything")}
+    assert again == {policy: step_flops(job, policy) - everything for policy in again}
+    rows, product = 2 * 12, 2 * 2 * 12 * 12 * WIDTH
+    projections, result = 3 * 2 * rows * WIDTH**2, 2 * product
+    # Its result kept saves both products of the attention; the scores are computed once more in either case.
+    assert again["full"] == layers * (projections + result + product)
+    assert again["save: *:reshape#6"] == layers * (projections + product)
+    assert [one.needed for one in found.stack.blocks[0].residuals if one.name == "Attends:reshape#6"] == [True]

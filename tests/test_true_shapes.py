@@ -90,8 +90,11 @@ def test_rows_of_other_workloads_and_targets_say_nothing_of_a_row() -> None:
     assert claims.failures([FULL, OFFLOAD, OFF, PLAN, OFFLOAD | {"workload": "v"}]) == []
 
 
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int, *more: str) -> tuple[int, list[dict[str, Any]]]:
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int, *more: str, commit: str = "a"
+) -> tuple[int, list[dict[str, Any]]]:
     monkeypatch.setattr(command, "CASES", {"mlp": cases.Case(lambda: plan_models.job(scanned=True), "all")})
+    monkeypatch.setattr(command, "provenance", lambda: {"commit": commit, "versions": {"jax": "1"}})
     status = command.main(["--targets", f"cpu={budget}", "--output", str(tmp_path), "--only", "mlp", *more])
     return status, json.loads((tmp_path / "true_shapes.json").read_text())["rows"]
 
@@ -111,6 +114,8 @@ def test_a_small_model_through_all_of_it(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(command, "row", lambda work, policy, target, budget: FULL | {"policy": policy})
     _, again = run(tmp_path, monkeypatch, budget, "--policies", "full", "plan", "dots", "--resume")
     assert again[:3] == found and [one["policy"] for one in again[3:]] == ["dots"]
+    _, other = run(tmp_path, monkeypatch, budget, "--policies", "full", "--resume", commit="b")
+    assert [one["policy"] for one in other] == ["full"]
 
 
 def test_where_nothing_fits_the_row_says_what_is_the_least_and_what_takes_it() -> None:

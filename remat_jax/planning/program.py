@@ -17,6 +17,7 @@ from remat_jax.graph.count import eqn_flops
 from remat_jax.graph.flat import Array, Flat, FlatEqn, flatten, region
 from remat_jax.graph.walk import of_some
 from remat_jax.planning.blocks import Call
+from remat_jax.planning.inner import apart, inner_names
 from remat_jax.policy import Policy
 
 
@@ -201,6 +202,7 @@ def block_program(call: Call) -> Program:
     flat = flatten(compat.dce(forward))
     for array, given in zip(flat.inputs, names, strict=True):
         array.names[:] = dict.fromkeys((*given, *array.names))
+    flat = apart(flat, inner_names(block.linearised.jaxpr))
     inputs = {
         name: array
         for array in flat.inputs
