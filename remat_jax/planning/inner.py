@@ -22,21 +22,25 @@ def inner_names(jaxpr: Any) -> frozenset[str]:
     return frozenset(name for name in found if name is not None)
 
 
-def apart(flat: Flat, inside: frozenset[str]) -> Flat:
-    """`flat` with each loop as two where it makes residuals of a checkpoint inside it, named in `inside`, and something else.
+def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
+    """`flat` with each loop as two where it makes residuals of a checkpoint inside it and something else; and these residuals.
+
+    They are what has a name of `inside` and is read by the backward pass alone.
 
     The backward pass of such a checkpoint starts from what it was given, whatever else is kept. Attention in chunks is one:
     with its result kept, only the scores are computed again; with nothing kept, the result is, and the scores once more.
     """
     read = {array for one in flat.eqns for array in one.inputs}
-    return replace(flat, eqns=tuple(part for one in flat.eqns for part in _parts(one, read, inside)))
+    made = {array for one in flat.eqns if one.primitive == "scan" for array in one.outputs} - read
+    own = frozenset(array for array in made if inside.intersection(array.names))
+    return replace(flat, eqns=tuple(part for one in flat.eqns for part in _parts(one, own))), own
 
 
-def _parts(one: FlatEqn, read: set[Array], inside: frozenset[str]) -> list[FlatEqn]:
-    own = [array not in read and bool(inside.intersection(array.names)) for array in one.outputs]
-    if one.primitive != "scan" or not any(own) or all(own):
+def _parts(one: FlatEqn, own: frozenset[Array]) -> list[FlatEqn]:
+    flags = [array in own for array in one.outputs]
+    if not any(flags) or all(flags):
         return [one]
-    parts = [_part(one, [index for index, flag in enumerate(own) if flag == wanted]) for wanted in (False, True)]
+    parts = [_part(one, [index for index, flag in enumerate(flags) if flag == wanted]) for wanted in (False, True)]
     return [part for part in parts if part is not None] if None not in parts else [one]
 
 
