@@ -54,3 +54,4 @@ def test_what_a_checkpoint_in_a_loop_is_there_to_drop_makes_nothing_else_small()
     scores, result = by_name["Attends/softmax:exp#0"], by_name["Attends:reshape#6"]
     assert result.bytes == 4 * 2 * 512 * WIDTH < 0.01 * scores.bytes
     assert result.needed and result.may_save and result.may_offload
+    assert scores.may_save and not scores.may_offload

@@ -260,8 +260,10 @@ def residual(program: Program, node: Node, found: Sequence[Node], rates: HasSeco
     seconds = None
     if not node.is_input:
         seconds = sum(map(program.seconds(rates).__getitem__, _between(program, node, found)))
-    # Scalars and empty arrays are not copied, whatever a policy says.
+    # Scalars and empty arrays are not copied, whatever a policy says. What a checkpoint in a loop of the block drops is large,
+    # and where the layers are scanned XLA refuses to compile its copies: "Expected instruction to have shape equal to".
     movable = any(getattr(array.aval, "shape", ()) and array.bytes for array in node.members)
+    movable &= program.own.isdisjoint(node.members)
     return planner.Residual(
         node.name,
         float(node.bytes),
