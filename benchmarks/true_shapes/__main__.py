@@ -112,7 +112,8 @@ def say(records: Sequence[dict[str, Any]]) -> int:
     """Print the rows of all records in one table, and what does not hold."""
     # Of a row that two records have, the later one counts.
     by_key = {(one["workload"], one["target"], one["budget"], one["policy"]): one for data in records for one in data["rows"]}
-    rows = [*by_key.values()]
+    order = dict.fromkeys(one["workload"] for one in by_key.values())
+    rows = [one for workload in order for one in by_key.values() if one["workload"] == workload]
     versions = sorted({data["provenance"]["versions"]["jax"] for data in records})
     print(f"One training step, gigabytes (10⁹), JAX {' and '.join(versions)}; times are estimates:")
     print(claims.table(rows))
