@@ -3,6 +3,8 @@
 Prints losses and kept bytes. The published model at its true size, as shapes only, is `job`:
 
     remat-jax measure examples/qwen_image.py:job --target h200 --policy full --policy offload_inputs
+
+On one card it is trained by adapters with the model frozen: `lora_job`, and `edit_lora_job` for Qwen-Image-Edit.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any
 
 NEEDED = {"torch": "remat_jax[torch]", "diffusers": "diffusers", "sklearn": "scikit-learn"}
 SIDE, WORDS = 1328, 512  # pixels of a square image, tokens of the prompt
+RANK = 32
+ADAPTED = ("*/attention/*", "*/image_mlp/fc2", "*/text_mlp/fc2", "*/image_modulation", "*/text_modulation")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,26 +44,57 @@ def job() -> Any:
     >>> sum(leaf.size for leaf in __import__("jax").tree.leaves(job().params)) // 10**6
     20430
     """
+    return _workload("Qwen-Image", [SIDE])
+
+
+def lora_job() -> Any:
+    """Return the step that trains adapters alone, with AdamW: the model is frozen, the image and the text as above.
+
+    Where the adapters are, their rank of 32 and the learning rate are those of DiffSynth-Studio's script.
+
+    >>> sum(leaf.size for path, leaf in lora_job().step("off").arguments[0].items()) // 10**6
+    236
+    """
+    return _workload("Qwen-Image, LoRA", [SIDE], RANK)
+
+
+def edit_lora_job() -> Any:
+    """Return the same of an image that is made from another of 1024²: its tokens stand behind those of the noisy one.
+
+    >>> edit_lora_job().batch[0].shape
+    (1, 10985, 64)
+    """
+    return _workload("Qwen-Image-Edit, LoRA", [SIDE, 1024], RANK)
+
+
+def _workload(name: str, sides: list[int], rank: int | None = None) -> Any:
     import jax
     import jax.numpy as jnp
     import optax
 
     from remat_jax import Workload
 
+    from .models import lora
     from .models.qwen_image import QwenImage, QwenImageBlock, QwenImageConfig
 
-    config, tokens = QwenImageConfig.published(query_chunk=512), SIDE // 16
-    model, grids = QwenImage(config, scan=True, param_dtype=jnp.bfloat16), ((1, tokens, tokens),)
-    latents = jax.ShapeDtypeStruct((1, tokens * tokens, config.in_channels), jnp.bfloat16)
+    config, grids = QwenImageConfig.published(query_chunk=512), tuple((1, side // 16, side // 16) for side in sides)
+    model, made = QwenImage(config, scan=True, param_dtype=jnp.bfloat16), grids[0][1] * grids[0][2]
+    latents = jax.ShapeDtypeStruct((1, sum(rows * columns for _, rows, columns in grids), config.in_channels), jnp.bfloat16)
+    target = jax.ShapeDtypeStruct((1, made, config.out_channels), jnp.bfloat16)
     text = jax.ShapeDtypeStruct((1, WORDS, config.text_width), jnp.bfloat16)
     time = jax.ShapeDtypeStruct((1,), jnp.bfloat16)
     params = jax.eval_shape(lambda *x: model.init(jax.random.key(0), *x, grids), latents, text, time)
 
     def loss(params, latents, text, time, velocity):
-        found = model.apply(params, latents, text, time, grids)
+        with lora.adapters():
+            found = model.apply(params, latents, text, time, grids)[:, :made]
         return jnp.mean(jnp.square((found - velocity).astype(jnp.float32)))
 
-    return Workload(loss, params, (latents, text, time, latents), QwenImageBlock, optimizer=optax.sgd(1e-5), name="Qwen-Image")
+    batch = (latents, text, time, target)
+    if rank is None:
+        return Workload(loss, params, batch, QwenImageBlock, optimizer=optax.sgd(1e-5), name=name)
+    params = jax.eval_shape(lambda params: lora.with_adapters(jax.random.key(0), params, ADAPTED, rank), params)
+    return Workload(loss, params, batch, QwenImageBlock, optimizer=optax.adamw(1e-4), trainable=lora.TRAINED, name=name)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 Prints losses and kept bytes. The published model of 14 billion parameters, as shapes only, is `job` at 480p and `job_720p`:
 
     remat-jax measure examples/wan.py:job --target h200 --policy full --policy offload_inputs
+
+On one card it is trained by adapters with the model frozen: `lora_job` and `lora_job_720p`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any
 
 NEEDED = {"torch": "remat_jax[torch]", "diffusers": "diffusers", "sklearn": "scikit-learn"}
 FRAMES, WORDS = 21, 512  # frames of latents, of 81 frames of video; tokens of the prompt
+RANK = 32
+ADAPTED = ("*_attention/*", "*/mlp/fc?")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,7 +44,7 @@ def job() -> Any:
     >>> sum(leaf.size for leaf in __import__("jax").tree.leaves(job().params)) // 10**6
     14288
     """
-    return _workload(480, 832)
+    return _workload("Wan 14B, 480p", 480, 832)
 
 
 def job_720p() -> Any:
@@ -49,16 +53,37 @@ def job_720p() -> Any:
     >>> job_720p().batch[0].shape
     (1, 21, 90, 160, 16)
     """
-    return _workload(720, 1280)
+    return _workload("Wan 14B, 720p", 720, 1280)
 
 
-def _workload(height: int, width: int) -> Any:
+def lora_job() -> Any:
+    """Return the step that trains adapters alone, with AdamW: the model is frozen, the video of 832 x 480.
+
+    Where the adapters are, their rank of 32 and the learning rate are those of DiffSynth-Studio's script.
+
+    >>> sum(leaf.size for path, leaf in lora_job().step("off").arguments[0].items()) // 10**6
+    153
+    """
+    return _workload("Wan 14B, LoRA, 480p", 480, 832, RANK)
+
+
+def lora_job_720p() -> Any:
+    """Return the same at 1280 x 720.
+
+    >>> lora_job_720p().name
+    'Wan 14B, LoRA, 720p'
+    """
+    return _workload("Wan 14B, LoRA, 720p", 720, 1280, RANK)
+
+
+def _workload(name: str, height: int, width: int, rank: int | None = None) -> Any:
     import jax
     import jax.numpy as jnp
     import optax
 
     from remat_jax import Workload
 
+    from .models import lora
     from .models.wan import Wan, WanBlock, WanConfig
 
     config = WanConfig.t2v_14b(query_chunk=256)
@@ -69,10 +94,15 @@ def _workload(height: int, width: int) -> Any:
     params = jax.eval_shape(lambda *x: model.init(jax.random.key(0), *x), latents, text, time)
 
     def loss(params, latents, text, time, velocity):
-        return jnp.mean(jnp.square((model.apply(params, latents, text, time) - velocity).astype(jnp.float32)))
+        with lora.adapters():
+            found = model.apply(params, latents, text, time)
+        return jnp.mean(jnp.square((found - velocity).astype(jnp.float32)))
 
-    name = f"Wan 14B, {height}p"
-    return Workload(loss, params, (latents, text, time, latents), WanBlock, optimizer=optax.sgd(1e-5), name=name)
+    batch = (latents, text, time, latents)
+    if rank is None:
+        return Workload(loss, params, batch, WanBlock, optimizer=optax.sgd(1e-5), name=name)
+    params = jax.eval_shape(lambda params: lora.with_adapters(jax.random.key(0), params, ADAPTED, rank), params)
+    return Workload(loss, params, batch, WanBlock, optimizer=optax.adamw(1e-4), trainable=lora.TRAINED, name=name)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -46,6 +47,9 @@ from remat_jax.workload import Workload
 
 # What keeps one step from being compiled, and says nothing of another: layers in nested scans cannot differ, say.
 _OF_ONE_STEP = (CompileError, PolicyError, BlockError, UnsupportedError)
+
+_LONGEST = 300
+"""Characters of an error in a note."""
 
 Progress = Callable[[str, int, int], None]
 """What is being done, how many parts are behind, of how many."""
@@ -332,7 +336,12 @@ class _Making:
 
 
 def _first_sentence(error: BaseException) -> str:
-    return _one_line(str(error).split("\n")[0].split("; ")[0])
+    """XLA's sentences can be of thousands of characters, with the types of all that a loop carries.
+
+    >>> len(_first_sentence(ValueError("expected " + "f32[39,1,75600,5120] " * 99)))
+    283
+    """
+    return textwrap.shorten(_one_line(str(error).split("\n")[0].split("; ")[0]), _LONGEST, placeholder=" …")
 
 
 def _one_line(text: str) -> str:

@@ -181,7 +181,7 @@ def _is_view_of_parent(program: Program, node: Node, found: Sequence[Node]) -> b
 
 def _together(program: Program, found: list[Node]) -> None:
     """Join what is decided on together, as far as no other lies on the way from one to the other."""
-    least = SMALL * max((node.bytes for node in found), default=0)
+    least = _small(program, found)
     small = {node for node in found if node.bytes < least and not node.is_input}
     sources: dict[Node, frozenset[Node]] = {}
     for node in found:
@@ -203,6 +203,16 @@ def _together(program: Program, found: list[Node]) -> None:
         joined, waiting = len(left) < len(waiting), left
     for place, node in enumerate(waiting):
         next((into for into in waiting[:place] if into in found and _join(node, into, found)), None)
+
+
+def _small(program: Program, found: Sequence[Node]) -> float:
+    """The bytes below which a residual is small.
+
+    What a checkpoint inside the block is there to compute again is no measure: beside the scores of a long attention, which
+    nothing can hold, all else would be small.
+    """
+    kept = [node.bytes for node in found if program.own.isdisjoint(node.members)]
+    return SMALL * max(kept or [node.bytes for node in found], default=0)
 
 
 def _hosts(node: Node, found: Sequence[Node], small: set[Node], sources: dict[Node, frozenset[Node]]) -> list[Node]:
@@ -250,9 +260,10 @@ def residual(program: Program, node: Node, found: Sequence[Node], rates: HasSeco
     seconds = None
     if not node.is_input:
         seconds = sum(map(program.seconds(rates).__getitem__, _between(program, node, found)))
-    # Scalars and empty arrays are not copied, whatever a policy says.
+    # Scalars and empty arrays are not copied, whatever a policy says. What a checkpoint in a loop of the block drops is large,
+    # and where the layers are scanned XLA refuses to compile its copies: "Expected instruction to have shape equal to".
     movable = any(getattr(array.aval, "shape", ()) and array.bytes for array in node.members)
-    largest = max(one.bytes for one in found)
+    movable &= program.own.isdisjoint(node.members)
     return planner.Residual(
         node.name,
         float(node.bytes),
@@ -260,6 +271,6 @@ def residual(program: Program, node: Node, found: Sequence[Node], rates: HasSeco
         tuple(parent.name for parent in found if parent in node.parents),
         may_save=not node.only_again,
         # A copy of a small array costs more than the bytes it moves.
-        may_offload=movable and not node.only_again and (node.is_input or node.bytes >= SMALL * largest),
+        may_offload=movable and not node.only_again and (node.is_input or node.bytes >= _small(program, found)),
         needed=node.needed,
     )

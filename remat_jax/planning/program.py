@@ -17,6 +17,7 @@ from remat_jax.graph.count import eqn_flops
 from remat_jax.graph.flat import Array, Flat, FlatEqn, flatten, region
 from remat_jax.graph.walk import of_some
 from remat_jax.planning.blocks import Call
+from remat_jax.planning.inner import apart, inner_names
 from remat_jax.policy import Policy
 
 
@@ -46,6 +47,7 @@ class Program:
       forward, backward: the cost of the two passes.
       inputs: the arrays that `@inputs` means, by name.
       backward_program: the backward pass as a flat program of what it reads and the cotangents.
+      own: what checkpoints in the block's loops compute again for themselves: whoever wrote them wants it not kept.
     """
 
     call: Call
@@ -54,6 +56,7 @@ class Program:
     backward: Cost
     inputs: dict[str, Array]
     backward_program: Flat
+    own: frozenset[Array] = frozenset()
     _prices: dict[Any, Price] = field(default_factory=dict)
     _names: dict[Any, tuple[frozenset[str], frozenset[str]]] = field(default_factory=dict)
     _seconds: dict[int, tuple[HasSeconds, dict[FlatEqn, float]]] = field(default_factory=dict)
@@ -201,13 +204,14 @@ def block_program(call: Call) -> Program:
     flat = flatten(compat.dce(forward))
     for array, given in zip(flat.inputs, names, strict=True):
         array.names[:] = dict.fromkeys((*given, *array.names))
+    flat, own = apart(flat, inner_names(block.linearised.jaxpr))
     inputs = {
         name: array
         for array in flat.inputs
         for name in array.names
         if name in block.named.candidates and block.named.candidates[name].is_input
     }
-    return Program(call, flat, jaxpr_cost(block.jaxpr), jaxpr_cost(backward), inputs, flatten(compat.dce(backward)))
+    return Program(call, flat, jaxpr_cost(block.jaxpr), jaxpr_cost(backward), inputs, flatten(compat.dce(backward)), own)
 
 
 def _passes(block: PlannedBlock, live: tuple[bool, ...]) -> tuple[Any, Any]:

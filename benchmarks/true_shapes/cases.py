@@ -1,0 +1,54 @@
+"""The models, at the sizes that were published, as they are trained on one card; shapes only, nothing is allocated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import remat_jax as rj
+from examples import pi0_true, qwen_image, wan
+from remat_jax import compat
+
+NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
+SOUND = "--xla_disable_hlo_passes=dynamic-slice-annotator"
+"""Without that pass JAX 0.10.2 and 0.11.0 compile offload inside a scan right (openxla/xla#46231): a plan may offload."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step.
+
+    Attributes:
+      make: gives the workload.
+      trained: what has gradients and optimizer state.
+      flags: for XLA, without which it does not compile.
+    """
+
+    make: Callable[[], rj.Workload]
+    trained: str
+    flags: str = ""
+
+
+CASES = {
+    "pi0": Case(pi0_true.job, "all", NO_TRITON),
+    "qwen_image": Case(qwen_image.lora_job, "adapters"),
+    "wan_480p": Case(wan.lora_job, "adapters"),
+    "wan_720p": Case(wan.lora_job_720p, "adapters"),
+    "qwen_image_edit": Case(qwen_image.edit_lora_job, "adapters"),
+}
+
+
+@contextmanager
+def compiling(flags: str) -> Iterator[str]:
+    """While it holds, compilers get these flags too, and what makes offload inside a scan sound; gives all flags."""
+    before = os.environ.get("XLA_FLAGS")
+    wanted = [before or "", flags, SOUND if compat.miscompiles_scanned_offload() else ""]
+    os.environ["XLA_FLAGS"] = " ".join(filter(None, wanted))
+    try:
+        yield os.environ["XLA_FLAGS"]
+    finally:
+        del os.environ["XLA_FLAGS"]
+        if before is not None:
+            os.environ["XLA_FLAGS"] = before

@@ -1,0 +1,57 @@
+"""Blocks with checkpoints in their own loops, such as attention in chunks, as planning problems."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import remat_jax as rj
+from examples.models.diffusion import long_attention
+from remat_jax.planning.problem import describe, recompute_flops
+from tests.planning_models import WIDTH, step_flops
+
+
+class Attends(nn.Module):
+    """Attention in chunks, each of which computes its scores again in the backward pass, between two products."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        heads = [
+            nn.Dense(WIDTH, use_bias=False, name=name)(x).reshape(*x.shape[:2], 2, -1) for name in ("query", "key", "value")
+        ]
+        return x + nn.Dense(WIDTH, use_bias=False, name="out")(long_attention(*heads, chunk=4))
+
+
+def attends(length: int) -> rj.Workload:
+    x, one = jax.ShapeDtypeStruct((2, length, WIDTH), jnp.float32), Attends()
+    params = [jax.eval_shape(one.init, jax.random.key(0), x) for _ in range(2)]
+
+    def loss(params: Any, x: Any) -> Any:
+        for each in params:
+            x = one.apply(each, x)
+        return jnp.sum(jnp.square(x))
+
+    return rj.Workload(loss, params, (x,), Attends)
+
+
+def test_what_a_checkpoint_in_a_loop_computes_again_for_itself_is_not_its_result() -> None:
+    job, rows, product = attends(12), 2 * 12, 2 * 2 * 12 * 12 * WIDTH
+    found, everything = describe(job, "h200"), step_flops(job, "everything")
+    again = {policy: recompute_flops(found, policy) for policy in ("full", "save: *:reshape#6", "everything")}
+    assert again == {policy: step_flops(job, policy) - everything for policy in again}
+    projections, result = 3 * 2 * rows * WIDTH**2, 2 * product
+    # Its result kept saves both products of the attention; the scores are computed once more in either case.
+    assert again["full"] == 2 * (projections + result + product)
+    assert again["save: *:reshape#6"] == 2 * (projections + product)
+
+
+def test_what_a_checkpoint_in_a_loop_is_there_to_drop_makes_nothing_else_small() -> None:
+    block = describe(attends(512), "h200").stack.blocks[-1]
+    by_name = {one.name: one for one in block.residuals}
+    scores, result = by_name["Attends/softmax:exp#0"], by_name["Attends:reshape#6"]
+    assert result.bytes == 4 * 2 * 512 * WIDTH < 0.01 * scores.bytes
+    assert result.needed and result.may_save and result.may_offload
+    assert scores.may_save and not scores.may_offload

@@ -1,0 +1,171 @@
+"""The benchmark of published models: its table from recorded rows, claims that can fail, a small model through all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import remat_jax as rj
+from benchmarks.true_shapes import __main__ as command
+from benchmarks.true_shapes import cases, claims, rows
+from remat_jax import compat
+from remat_jax.errors import CompileError
+from tests import plan_models
+
+GB = 10**9
+FULL: dict[str, Any] = {
+    "workload": "w",
+    "target": "h100",
+    "budget": 80 * GB,
+    "policy": "full",
+    "device_bytes": 60 * GB,
+    "host_bytes": 0,
+    "residual_device_bytes": 12 * GB,
+    "wall_seconds": 1.0,
+}
+OFFLOAD = FULL | {"policy": "offload_inputs", "device_bytes": 50 * GB, "host_bytes": 11 * GB, "residual_device_bytes": GB}
+OFF = FULL | {"policy": "off", "device_bytes": 200 * GB}
+PLAN = FULL | {
+    "policy": "plan",
+    "device_bytes": 79 * GB,
+    "host_bytes": 5 * GB,
+    "residual_device_bytes": None,
+    "estimated_seconds": 0.8,
+    "named_seconds": {"full": 1.25, "offload_inputs": 1.5, "off": 0.5},
+}
+INFEASIBLE = FULL | {
+    "policy": "plan",
+    "infeasible": 85 * GB,
+    "held_by": {"parameters": 41 * GB, "working set: layers": 30 * GB},
+}
+for _key in ("device_bytes", "host_bytes", "residual_device_bytes"):
+    del INFEASIBLE[_key]
+
+
+def test_the_table_has_a_line_for_each_row() -> None:
+    lines = [line.split() for line in claims.table([FULL, OFFLOAD, OFF, PLAN]).splitlines()]
+    assert lines == [
+        ["workload", "target", "budget", "policy", "device", "kept", "host", "fits", "step", "s", "holds"],
+        ["w", "h100", "80.0", "full", "60.0", "12.0", "yes", "1.25", "yes"],
+        ["w", "h100", "80.0", "offload_inputs", "50.0", "1.0", "11.0", "yes", "1.50", "yes"],
+        ["w", "h100", "80.0", "off", "200.0", "12.0", "no", "0.50", "yes"],
+        ["w", "h100", "80.0", "plan", "79.0", "5.0", "yes", "0.80", "yes"],
+    ]
+    failed = FULL | {"error": "CompileError: no"}
+    text = claims.table([INFEASIBLE, failed]).splitlines()
+    assert "85.0 at least" in text[1] and "does not compile" in text[2]
+    assert claims.held([PLAN, INFEASIBLE]) == [
+        "w on h100 needs 79.2 GiB at least: parameters 38.2 GiB, working set: layers 27.9 GiB"
+    ]
+
+
+BROKEN: dict[str, list[dict[str, Any]]] = {
+    "plan: the plan needs 75.4 GiB": [FULL, PLAN | {"device_bytes": 81 * GB}],
+    "plan: full fits and is faster: 0.750 s against 0.800": [FULL, PLAN | {"named_seconds": {"full": 0.75}}],
+    "plan: nothing was found to fit, and full does: 55.9 GiB": [FULL, INFEASIBLE],
+    "plan: no plan was made: it hung": [FULL, INFEASIBLE | {"error": "it hung"}],
+    "offload_inputs: nothing is in host memory": [FULL, OFFLOAD | {"host_bytes": 0}],
+    "offload_inputs: it needs more of the device than full: 56.8 GiB, full 55.9 GiB": [
+        FULL,
+        OFFLOAD | {"device_bytes": 61 * GB},
+    ],
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_each_claim_can_fail(
+    message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.json").write_text(json.dumps({"provenance": {"versions": {"jax": "1"}}, "rows": BROKEN[message]}))
+    assert command.main(["--show", str(tmp_path / "one.json")]) == 1
+    assert f"w on h100, {message}\n" in capsys.readouterr().out
+
+
+def test_rows_of_other_workloads_and_targets_say_nothing_of_a_row() -> None:
+    assert claims.failures([FULL | {"workload": "v"}, FULL | {"target": "h200"}, OFF, INFEASIBLE]) == []
+    assert claims.failures([FULL, OFFLOAD, OFF, PLAN, OFFLOAD | {"workload": "v"}]) == []
+
+
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int, *more: str, commit: str = "a"
+) -> tuple[int, list[dict[str, Any]]]:
+    monkeypatch.setattr(command, "CASES", {"mlp": cases.Case(lambda: plan_models.job(scanned=True), "all")})
+    monkeypatch.setattr(command, "provenance", lambda: {"commit": commit, "versions": {"jax": "1"}})
+    status = command.main(["--targets", f"cpu={budget}", "--output", str(tmp_path), "--only", "mlp", *more])
+    return status, json.loads((tmp_path / "true_shapes.json").read_text())["rows"]
+
+
+def test_a_small_model_through_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    job = plan_models.job(scanned=True)
+    least, most = (rj.measure(job, policy).device_bytes for policy in ("full", "off"))
+    budget = (least + most) // 2
+    status, found = run(tmp_path, monkeypatch, budget, "--policies", "full", "off", "plan")
+    by_policy = {one["policy"]: one for one in found}
+    assert status == 0 and "All claims hold." in capsys.readouterr().out
+    assert (by_policy["full"]["device_bytes"], by_policy["off"]["device_bytes"]) == (least, most)
+    assert least < by_policy["plan"]["device_bytes"] <= budget < most
+    assert by_policy["plan"]["estimated_seconds"] < by_policy["plan"]["named_seconds"]["full"]
+    assert by_policy["plan"]["trained"] == "all" and by_policy["plan"]["layers"]
+    # What is there is not measured again.
+    monkeypatch.setattr(command, "row", lambda work, policy, target, budget: FULL | {"policy": policy})
+    _, again = run(tmp_path, monkeypatch, budget, "--policies", "full", "plan", "dots", "--resume")
+    assert again[:3] == found and [one["policy"] for one in again[3:]] == ["dots"]
+    _, other = run(tmp_path, monkeypatch, budget, "--policies", "full", "--resume", commit="b")
+    assert [one["policy"] for one in other] == ["full"]
+
+
+def test_where_nothing_fits_the_row_says_what_is_the_least_and_what_takes_it() -> None:
+    job = plan_models.job(scanned=True)
+    found = rows.row(job, "plan", "cpu", 10**6)
+    assert found["infeasible"] > 10**6 and sum(found["held_by"].values()) == found["infeasible"]
+    assert "parameters" in found["held_by"] and not claims.fits(found)
+
+
+def test_what_does_not_compile_is_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise CompileError("the compiler\nended: " + "x" * 1000)
+
+    monkeypatch.setattr(rj, "measure", fail)
+    found = rows.row(plan_models.job(scanned=True), "full", "cpu", 10**9)
+    assert found["error"].startswith("the compiler ended: xx") and len(found["error"]) == 300
+    assert claims.failures([found]) == [] and "does not compile" in claims.table([found])
+
+
+def test_flags_hold_while_compiling_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = f" {cases.SOUND}" if compat.miscompiles_scanned_offload() else ""
+    monkeypatch.setenv("XLA_FLAGS", "--own")
+    with cases.compiling("--other") as flags:
+        assert flags == os.environ["XLA_FLAGS"] == f"--own --other{sound}"
+        assert not compat.miscompiles_scanned_offload()
+    assert os.environ["XLA_FLAGS"] == "--own"
+    monkeypatch.delenv("XLA_FLAGS")
+    with cases.compiling("--other") as flags:
+        assert flags == f"--other{sound}"
+    assert "XLA_FLAGS" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--targets", "h100"], "budget=''"),
+        (["--targets", "h1=80GB"], "h1"),
+        (["--targets", "h100=90GB"], "and the h100 has"),
+        (["--policies", "fulll"], "Did you mean 'full'?"),
+    ],
+)
+def test_wrong_use_is_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.parse(arguments)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_every_case_and_mode_is_asked_with_all() -> None:
+    options = command.parse(["--all"])
+    assert options.only == list(cases.CASES) and options.budgets == {"h100": 80 * GB, "h200": 141 * GB}
+    assert {"off", "full", "offload_inputs", "plan"} <= set(options.policies)
+    short = command.parse([])
+    assert (short.only, short.budgets, short.policies[-1]) == (["pi0"], {"h100": 80 * GB}, "plan")
