@@ -71,7 +71,11 @@ def test_what_they_keep(name: str, rows: Any) -> None:
         assert away["device"] < kept["device"] < off["device"] / 3
         assert off["host"] == kept["host"] == 0 < away["host"]
     faithful, kept = found["torch", "offload as in DiffSynth-Studio"], found["torch", "checkpoint"]
-    assert faithful["host"] == 0 < faithful["offered"] and faithful["device"] == kept["device"]
+    # Qwen-Image's arguments go by keyword, and stay; Wan's, by position, move, and what layers share moves once for each.
+    if name == "qwen_image":
+        assert faithful["host"] == 0 < faithful["offered"] and faithful["device"] == kept["device"]
+    else:
+        assert faithful["host"] > found["torch", "offload"]["host"] and faithful["device"] < kept["device"]
     image, video, words, numbers = 48, 72, 18, qwen_image.BATCH * qwen_image.CONFIG.hidden_size
     streams = {"qwen_image": 2 * (image + words), "wan": 2 * video + words}[name] * numbers * 4
     assert streams < found["torch", "offload"]["host"] < 1.12 * streams
@@ -85,7 +89,8 @@ def test_the_command_prints_every_row(name: str, rows: Any, monkeypatch: Any, ca
     assert [(row["framework"], row["mode"]) for row in said["rows"]] == FORMS and said["steps"] == 1
     assert command.main(name, ["--steps", "1"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("moved nothing: every argument goes by keyword") == 1 and printed.count("KiB") >= 6
+    moved_nothing = printed.count("moved nothing: every argument goes by keyword")
+    assert moved_nothing == (name == "qwen_image") and printed.count("KiB") >= 6
     worse = [{**row, "difference": float(row["mode"] == "checkpoint")} for row in rows(name).values()]
     monkeypatch.setattr(training, "run_all", lambda *given: worse)
     assert command.main(name, ["--steps", "1", "--json"]) == 1

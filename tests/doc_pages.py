@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+LINKED = (*sorted(ROOT.glob("*.md")), *PAGES[1:], *sorted((ROOT / "docs" / "notes").glob("*.md")))
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -39,6 +40,7 @@ def run(text: str, name: str, namespace: dict[str, Any]) -> int:
     for block in blocks:
         # Line numbers in errors are those of the page; annotations are what the page makes them.
         if ">>> " in block.text:
+            assert block.text.startswith(">>> "), f"{name}, line {block.line}: what stands before the first >>> would not run"
             _run_doctest(block, name, namespace)
         else:
             exec(compile("\n" * (block.line - 1) + block.text, name, "exec", dont_inherit=True), namespace)

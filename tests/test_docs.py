@@ -12,8 +12,9 @@ import pytest
 import typer
 
 from remat_jax.cli.app import app
-from tests.doc_pages import PAGES, ROOT, anchors, commands, fenced, links, run
+from tests.doc_pages import LINKED, PAGES, ROOT, anchors, commands, fenced, links, run
 
+linked = pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 TYPED = sorted({line for page in PAGES for line in commands(page.read_text())})
 # What pages say in passing: the commands of the command line, examples, and files by their path.
@@ -49,14 +50,14 @@ def test_an_option_or_a_command_that_is_not_there_would_be_seen() -> None:
         read("remat-jax mesure a.py:job")
 
 
-@pages
+@linked
 def test_what_is_named_in_passing_exists(page: Path) -> None:
     text = page.read_text()
     assert set(NAMED.findall(text)) <= set(known_commands())
     assert [one for one in (*EXAMPLE.findall(text), *FILE.findall(text)) if not (ROOT / one).is_file()] == []
 
 
-@pages
+@linked
 def test_links_lead_somewhere(page: Path) -> None:
     for link in links(page.read_text()):
         path, _, anchor = link.partition("#")

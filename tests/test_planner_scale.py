@@ -257,3 +257,13 @@ def test_fewer_rounds_of_the_solver_give_a_plan_that_fits_and_a_bound_that_holds
     assert (all_rounds, fewer) == (7, 5)
     assert quick.lower_bound <= exact.seconds and exact.extra_seconds <= quick.extra_seconds * (1 + 1e-2)
     assert quick.extra_seconds == pytest.approx(7.6)
+
+
+@pytest.mark.parametrize("rounds", [0, 2, 8])
+def test_a_working_set_larger_than_the_budget_loses_no_plan_that_fits(rounds):
+    residuals = (Residual("x", 1.0), *(Residual(f"a{i}", 100.0 + 3 * i, 0.1 + 0.013 * i, ("x",)) for i in range(3)))
+    layer = Block("layer", residuals, 1.0, 2.0, 0.0, repeats=6, recomputed_share=1.5, fetched_share=0.1)
+    stack = Stack((layer, Block("head", (Residual("x", 1.0),), 1.0, 2.0, 0.0)), link=HostLink(20.0, 20.0, 0.5))
+    plan = solve_counts(stack, 62.0, most_policies=3, gap=1e-2, node_limit=200, most_rounds=rounds, say_least=False)
+    assert verify(plan).peak_bytes <= 62.0
+    assert plan.extra_seconds == pytest.approx(solve_counts(stack, 62.0, most_policies=3).extra_seconds, rel=1e-2)

@@ -195,11 +195,12 @@ def slow_child(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
 
 
+@pytest.mark.parametrize("keys", [("quick", "slow"), ("slow", "quick")])
 def test_where_one_step_is_refused_the_others_are_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, keys: tuple[str, str]
 ) -> None:
     slow_child(monkeypatch, tmp_path)
-    programs = [replace(program(), key="quick"), replace(program(2), key="slow")]
+    programs = [replace(program(layers + 1), key=key) for layers, key in enumerate(keys)]
     with pytest.raises(CompileError, match="refused policy=quick: refused at once"):
         compile_programs(programs, target("cpu"), timeout=60)
     assert not (tmp_path / "ended").exists()

@@ -34,7 +34,7 @@ def torch_model_fn(
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
 ) -> torch.Tensor:
-    """Run `WanTransformer3DModel` block by block on videos (B, C, F, H, W); everything goes by keyword.
+    """Run `WanTransformer3DModel` block by block on videos (B, C, F, H, W); a block gets positions, as in DiffSynth-Studio.
 
     Raises:
         ValueError: when a shape is not what the model or the other arguments say, or patches do not fill a video.
@@ -54,12 +54,12 @@ def torch_model_fn(
     for block in model.blocks:
         x = checkpoint_forward(
             block,
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
-            hidden_states=x,
-            encoder_hidden_states=text,
-            temb=modulation,
-            rotary_emb=rotation,
+            use_gradient_checkpointing,
+            use_gradient_checkpointing_offload,
+            x,
+            text,
+            modulation,
+            rotation,
         )
     shift, scale = (model.scale_shift_table + conditioning[:, None]).chunk(2, dim=1)
     tokens = model.proj_out(model.norm_out(x) * (1 + scale) + shift)

@@ -71,7 +71,7 @@ def check_conditions(batch: int, text_width: int, text: Any, time: Any) -> None:
 
     Takes arrays of NumPy, JAX and PyTorch alike.
     """
-    if text.ndim != 3 or tuple(text.shape[::2]) != (batch, text_width):
+    if text.ndim != 3 or tuple(text.shape[::2]) != (batch, text_width) or 0 in text.shape:
         raise ValueError(f"text has shape {tuple(text.shape)}, expected ({batch}, tokens, {text_width})")
     if tuple(time.shape) != (batch,):
         raise ValueError(f"time has shape {tuple(time.shape)}, expected ({batch},): one number for each of the batch")

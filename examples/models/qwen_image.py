@@ -223,7 +223,7 @@ def check_shapes(
     if not grids or any(not hasattr(grid, "__len__") or len(grid) != 3 or min(grid) < 1 for grid in grids):
         raise ValueError(f"grids={grids}: expected (frames, rows, columns) for each image, as in ((1, 2, 3),)")
     tokens = sum(frames * rows * columns for frames, rows, columns in grids)
-    expected = (latents.shape[0], tokens, in_channels)
+    expected = (*latents.shape[:1], tokens, in_channels)
     if tuple(latents.shape) != expected:
         raise ValueError(f"latents have shape {tuple(latents.shape)}, expected {expected} for grids={grids}: pack the images")
     check_conditions(latents.shape[0], text_width, text, time)

@@ -272,3 +272,11 @@ def test_neither_model_is_changed() -> None:
     after = case["torch_module"].state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert all(parameter.grad is None for parameter in case["torch_module"].parameters())
+
+
+def test_a_model_that_a_wrapper_renamed_is_refused_by_name():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    wrapped = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(3, 2)))
+    with pytest.raises(ArgumentError, match=r"'0._checkpoint_wrapped_module.weight' is another in state_dict\(\).*before"):
+        compare(**linear(torch_module=wrapped))

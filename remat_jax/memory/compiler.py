@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,8 @@ def compile_programs(
       timeout: seconds for all of them together.
       on_done: told each key as its program is compiled.
       kernels: what an earlier call has made for the same target with the same options; None where nothing is known.
-      children: the processes of a larger call, which ends them; where one fails here, all are ended.
+      children: the processes of a larger call, which ends them; where one of several programs fails here, all
+        of that call's are ended, and those that it starts later. One program that fails ends no other.
 
     Raises:
       CompileError: the compiler failed, aborted, hung or ran out of memory, with what it said last.
@@ -234,7 +235,9 @@ def _answers(
         return run(0)
     with ThreadPoolExecutor(side_by_side) as pool, own:
         parts = [pool.submit(run, number) for number in range(side_by_side)]
-        return {key: answer for part in parts for key, answer in part.result().items()}
+        ended, _ = wait(parts, return_when=FIRST_EXCEPTION)
+        # What failed comes first: the others run on, and are ended with it.
+        return {key: answer for part in (*ended, *parts) for key, answer in part.result().items()}
 
 
 def _with(entry: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

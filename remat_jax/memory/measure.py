@@ -71,7 +71,7 @@ def measure_many(
     timeout: float = DEFAULT_TIMEOUT,
     on_done: Callable[[str], None] | None = None,
 ) -> list[MemoryReport]:
-    """`measure` of several policies, compiled side by side; `on_done` is told of each policy as it is compiled."""
+    """`measure` of several policies, compiled side by side; `on_done` is told of each as it is compiled, in another thread."""
     described = target if isinstance(target, Target) else target_named(target)
     check_devices(workload, described)
     check_timeout(timeout)

@@ -220,9 +220,9 @@ class _Alarm:
         self._timer.start()
 
     def _expire(self) -> None:
-        if self._child.poll() is None:
-            self.expired = True
-            _kill(self._child)
+        # What it started may hold the pipe after it: the group is ended, whether or not the child is.
+        self.expired = True
+        _kill(self._child)
 
     def cancel(self) -> None:
         self._timer.cancel()

@@ -49,6 +49,12 @@ class TorchSide:
         self.excited = _excite(model) if case.excite else []
         self.weights = _copies(model)
         self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        wrapped = [name for name in self.trained if name not in self.weights]
+        if wrapped:
+            raise ArgumentError(
+                f"torch_module: its parameter {wrapped[0]!r} is another in state_dict(), as checkpoint_wrapper has it; "
+                "give the model as it was before, and let the modes checkpoint it"
+            )
         self.blocks = case.torch_blocks or _repeated(model)
         self.block_paths = [path for path, module in model.named_modules() if isinstance(module, self.blocks)]
         if not self.trained:

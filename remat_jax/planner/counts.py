@@ -182,6 +182,8 @@ class _Counting:
                 # By HiGHS's tolerance, or by one more of many policies that are nearly the same: so much less is asked for.
                 less = 1 if new else 2
                 allowed, allowed_host = allowed - less * max(0.0, over), allowed_host - less * max(0.0, host_over)
+                if patience < 0 and (allowed <= 0 or allowed_host < 0):
+                    (allowed, allowed_host), patience = most, math.inf
         raise SolverError(
             f"HiGHS stays over budget={budget!r} or host_budget={self.host_budget!r} by its tolerance; round them."
         )
