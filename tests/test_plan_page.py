@@ -73,3 +73,10 @@ def test_unbeaten_points():
         [point(4, 1.0), point(1, 3.0), point(2, 3.0), point(3, 2.0), point(5, 1.0), Point("x", None, 0, None, False)]
     )
     assert [(one.device_bytes, one.seconds) for one in found] == [(1, 3.0), (3, 2.0), (4, 1.0)]
+
+
+def test_a_host_budget_counts():
+    text = page(plan(host_budget=24 * MIB))
+    rows = re.findall(r"<tr[^>]*>(?:(?!</tr>).)*(within|over on the host|over)</td></tr>", text, re.DOTALL)
+    assert data_of(text)["host_budget"] == 24 * MIB and data_of(page(plan()))["host_budget"] is None
+    assert rows == ["over on the host", "within", "over", "within", "over"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import remat_jax as rj
+from remat_jax.planning.page import page as plan_page
 from remat_jax.report import format_bytes
 from tests.browser import Browser, Tab
 from tests.report_pages import JOB, PLAN, POLICIES, parity_report
@@ -107,6 +109,16 @@ def test_the_slider_moves_along_the_frontier(tab: Tab) -> None:
     assert tab.value("document.querySelector('#parts').textContent") != layers
     tab.click("#back")
     assert figures(tab) == before and tab.value("document.querySelector('#parts').textContent") == layers
+
+
+def test_the_slider_says_what_is_over_the_budget_of_host_memory(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    path.write_text(plan_page(replace(PLAN, host_budget=PLAN.host_bytes)), encoding="utf-8")
+    tab = browser.open(path)
+    assert "over" not in tab.value("document.querySelector('#says').textContent")
+    tab.value("document.querySelector('#at').focus()")
+    tab.press("ArrowLeft", 37)
+    assert tab.value("document.querySelector('#says').textContent").endswith("; over the budget of host memory")
 
 
 def test_light_and_dark_follow_the_system_and_the_switch(tab: Tab) -> None:

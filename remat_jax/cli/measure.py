@@ -51,7 +51,8 @@ def measure(
 ) -> None:
     """Say what a training step needs in memory under each policy, as the target's own compiler lays it out.
 
-    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. No GPU is needed or used.
+    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. No GPU is needed; for --target
+    attached each step is run on this machine's too.
     """
     with answering(as_json) as answer:
         asked = _asked(policy, diff)

@@ -69,5 +69,5 @@ def _check_page(html: Path | None) -> None:
 def _written(report: ParityReport, html: Path) -> Path:
     try:
         return report.to_html(html)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ArgumentError(f"html={str(html)!r} cannot be written ({error}); give another file") from None

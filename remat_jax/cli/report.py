@@ -13,10 +13,11 @@ from remat_jax.cli.parity import parity_report
 from remat_jax.cli.workloads import load_workload
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
+from remat_jax.memory.devices import check_devices
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.overview.compared import Compared
 from remat_jax.overview.data import Gathered
-from remat_jax.overview.save import checked_path, checked_policies, gather, write_page
+from remat_jax.overview.save import check_plan, checked_path, checked_policies, gather, write_page
 from remat_jax.parity.case import require_torch
 from remat_jax.planning.budget import budget_bytes
 from remat_jax.planning.plan import Plan
@@ -49,8 +50,9 @@ def report(
 ) -> None:
     """Write one HTML page of a workload: policies side by side, memory by module, the plan with its frontier, parity, traps.
 
-    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. The page loads nothing. No GPU is needed
-    or used. Exits 1 where the comparison with PyTorch does not hold, 3 where nothing fits the budget.
+    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. The page loads nothing. No GPU is
+    needed; for --target attached each step is run on this machine's too. Exits 1 where the comparison with PyTorch does not
+    hold, 3 where nothing fits the budget.
     """
     with answering(as_json) as answer:
         # What can be wrong in the arguments is said before the user's file runs, which may take long.
@@ -64,10 +66,13 @@ def report(
         compat.keep_to_cpu_without_gpu()
         job = load_workload(workload)
         made = Plan.load(plan, job) if plan is not None else within
+        check_devices(job, described)
+        if isinstance(made, Plan):
+            check_plan(made, job, described)
         with progress() as steps:
             compared = parity_report(parity, steps.tell) if parity is not None else None
             found = gather(job, asked, described, plan=made, parity=compared, timeout=timeout, progress=steps.tell)
-        write_page(where, found)
+        write_page(where, found, "output")
         _show(answer, found, where)
         answer.data({"report": str(where), **found.to_dict()})
     if compared is not None and not compared.passed:

@@ -78,8 +78,7 @@ def compare(
         name = THE_PLAN if one.plan else _new_name(memory.policy, found)
         tell(f"looking for traps under {name}", number, len(reports))
         diagnosis = doctor(workload, one.policy, compiled_for, timeout)
-        # What off keeps has no names; it is what everything keeps.
-        kept = residuals(workload, "everything" if _is_off(one.policy) else one.policy) if workload.has_loss else None
+        kept = residuals(workload, _with_names(one.policy)) if workload.has_loss else None
         figures = _of_plan(one.plan) if one.plan else _estimated(found.described, one.policy, memory)
         found.policies.append(Compared(name, memory, kept, *figures, diagnosis))
     return found
@@ -144,6 +143,8 @@ def _measured(
     known = []
     for one in asked:
         try:
+            if time.monotonic() >= ends:
+                raise refused
             known += measured([one])
         except CompileError as error:
             if one.required:
@@ -182,6 +183,13 @@ def _estimated(described: Described | None, policy: Any, memory: MemoryReport) -
 def _kept(policy: Any) -> Any:
     """What keeps the same: `off` keeps everything, and is no policy that could be priced."""
     return "everything" if _is_off(policy) else as_block_policy(policy)
+
+
+def _with_names(policy: Any) -> Any:
+    """The policy for its residuals: what off keeps has no names; it is what everything keeps."""
+    if isinstance(policy, Mapping):
+        return {block: _with_names(one) for block, one in policy.items()}
+    return "everything" if _is_off(policy) else policy
 
 
 def _is_off(policy: Any) -> bool:

@@ -11,7 +11,7 @@ from remat_jax.parity.report import ParityReport
 from remat_jax.planning import Plan
 from remat_jax.workload import Workload
 
-_BYTES = ("device_bytes", "temp_bytes", "host_bytes", "residual_device_bytes", "residual_host_bytes")
+_BYTES = ("device_bytes", "temp_bytes", "host_bytes", "residual_device_bytes", "residual_host_bytes", "measured_peak_bytes")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Gathered:
             {
                 "policy": one.name,
                 **{name: getattr(one.memory, name) for name in _BYTES},
+                "receipt": asdict(one.memory.receipt) if one.memory.receipt else None,
                 "seconds": one.seconds,
                 "extra_seconds": one.extra_seconds,
                 "recompute_flops": one.recompute_flops,

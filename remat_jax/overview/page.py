@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 from remat_jax.overview.compared import THE_PLAN, Compared
 from remat_jax.overview.data import Gathered
@@ -27,8 +28,9 @@ _COLUMNS = (
 _FOOTER = (
     "Device memory is that of one training step as the target's own compiler lays it out: arguments + results − what is in an "
     "argument's place + temp; host memory is never part of it. Kept is what stays from the forward to the backward pass. Times "
-    "are estimates from counted operations and bytes at the target's rates, and nothing was run."
+    "are estimates from counted operations and bytes at the target's rates, "
 )
+_RUN = "and not measured, though each step was run on it for the measured peak of its memory."
 
 
 def page(gathered: Gathered) -> str:
@@ -58,7 +60,7 @@ def overview(gathered: Gathered) -> Overview:
         plan=page_data(plan) if plan is not None else None,
         explanation=explanation(plan) if plan is not None else "",
         parity=(parity.verdict(), parity.passed, evidence(parity)) if parity is not None else None,
-        footer=(_FOOTER,),
+        footer=(_FOOTER + (_RUN if gathered.target.attached else "and nothing was run."),),
     )
 
 
@@ -150,13 +152,14 @@ def _warnings(found: list[Compared]) -> list[Trouble]:
 
 def _findings(found: list[Compared]) -> list[Trouble]:
     """The traps, the same under several policies once."""
-    under: dict[tuple[str, str, str], dict[str, str]] = {}
+    under: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for one in found:
         for finding in one.diagnosis.findings:
             where = " at ".join(filter(None, (finding.block, finding.place)))
-            under.setdefault((finding.trap, finding.problem, finding.remedy), {})[one.name] = where
+            alike = under.setdefault((finding.trap, finding.problem, finding.remedy), {})
+            alike.setdefault(one.name, []).append(where)
     return [
-        Trouble(trap, ", ".join(wheres), "; ".join(dict.fromkeys(wheres.values())), problem, remedy)
+        Trouble(trap, ", ".join(wheres), "; ".join(dict.fromkeys(filter(None, chain(*wheres.values())))), problem, remedy)
         for (trap, problem, remedy), wheres in under.items()
     ]
 
@@ -200,22 +203,42 @@ def _kept(one: Compared) -> Memory:
 
 def _notes(gathered: Gathered, limit: tuple[str, int] | None) -> list[str]:
     found, plan = gathered.comparison, gathered.plan
-    notes = [_COLUMNS + (f" Fits: within {limit[0]}, {format_bytes(limit[1])}." if limit else "")]
+    host = plan.host_budget if plan is not None else None
+    on_host = f", and {format_bytes(host)} of host memory" if host is not None else ""
+    notes = [_COLUMNS + (f" Fits: within {limit[0]}, {format_bytes(limit[1])}{on_host}." if limit else "")]
     if gathered.target.devices > 1:
         notes.append(
-            f"Of each of the {gathered.target.devices} devices; what is kept, and computed again, is that of all of them."
+            f"Of each of the {gathered.target.devices} devices; what is kept, offered to the host, and computed again, is that "
+            "of all of them, and so are the sizes of arguments below."
         )
     notes += [f"Left out: {name}: {why}" for name, why in found.left_out.items()] + found.notes
     unknown = [one.name for one in found.policies if one.seconds is None]
     if unknown and found.described is not None:
         notes.append(f"No time is estimated for {', '.join(unknown)}: what it offloads, or keeps, cannot be priced here")
-    if plan is None:
-        return notes
+    if _modules(found.policies) is None:
+        notes.append(
+            "No memory by module: what is alive at the peak is known of GPU targets only, and what is kept between the passes "
+            "only where the workload has its loss"
+        )
+    return notes + (_notes_of_plan(gathered, plan) if plan is not None else [])
+
+
+def _notes_of_plan(gathered: Gathered, plan: Plan) -> list[str]:
+    """Where the plan and the report are not of one and the same step."""
+    found, notes = gathered.comparison, []
     versions = {one.memory.jax_version for one in found.policies} - {plan.jax_version}
     if versions:
         notes.append(f"The plan was made with JAX {plan.jax_version}, and the report with JAX {', '.join(versions)}")
     if not _same_rates(gathered):
-        notes.append("The plan's times were estimated at other rates than those of the policies")
+        notes.append("The plan's times were estimated for another step, or at other rates, than those of the policies")
+    for one in found.policies:
+        now, then = ((each.device_bytes, each.host_bytes) for each in (one.memory, plan))
+        if one.name == THE_PLAN and now != then:
+            notes.append(
+                f"Compiled for this page the plan's step needs {format_bytes(now[0])} on the device and {format_bytes(now[1])} "
+                f"on the host; when it was made {format_bytes(then[0])} and {format_bytes(then[1])}: another optimizer, JAX or "
+                "XLA_FLAGS; plan again"
+            )
     return notes
 
 
@@ -231,7 +254,7 @@ def _short(gathered: Gathered, plan: Plan | None, limit: tuple[str, int] | None)
         within = f" within {limit[0]} ({format_bytes(limit[1])})" if limit else ""
         size = format_bytes(best.memory.device_bytes)
         said.append(f"The fastest of them{within} is {best.name}: {format_seconds(seconds)} a step by the estimate, in {size}.")
-    elif timed and limit:
+    elif limit and named and not any(_fits(one, gathered) and _is_sound(one) for one in named):
         said.append(f"None of them that may be run is within {limit[0]} ({format_bytes(limit[1])}).")
     if plan is not None:
         said.append(f"The plan: {plan_summary(plan)}")

@@ -38,7 +38,8 @@ def save_report(
 
     It has the policies side by side (memory as compiled, estimated time, what offload really did, known traps), memory by
     module, and, where they are given, the plan with a slider over the frontier of memory against time, and the parity report.
-    It loads nothing, and is written as a whole or not at all. No GPU is needed or used.
+    It loads nothing, and is written as a whole or not at all. No GPU is needed; for the target
+    `attached` each step is run on this machine's too.
 
     Args:
       path: the file; its folder must exist.
@@ -97,14 +98,15 @@ def gather(
     return Gathered(workload, described, compare(workload, asked, described, found, timeout, tell), found, parity)
 
 
-def write_page(path: Path, gathered: Gathered) -> Path:
+def write_page(path: Path, gathered: Gathered, argument: str = "path") -> Path:
     """Write the page of what was gathered."""
     from remat_jax.overview.page import page
 
+    text = page(gathered)
     try:
-        return write_whole(path, page(gathered))
-    except OSError as error:
-        raise ArgumentError(f"path={str(path)!r} cannot be written ({error}); give another file") from None
+        return write_whole(path, text)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{argument}={str(path)!r} cannot be written ({error}); give another file") from None
 
 
 def checked_path(path: Any, argument: str = "path") -> Path:
@@ -116,12 +118,15 @@ def checked_path(path: Any, argument: str = "path") -> Path:
     if not isinstance(path, str | os.PathLike):
         raise ArgumentError(f"{argument}={path!r}: expected the path of a file, such as 'report.html'")
     where = Path(path)
-    folder = where.absolute().parent
+    try:
+        folder = Path(os.path.realpath(where)).parent
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{argument}={str(path)!r} cannot be written ({error}); give another file") from None
     if where.is_dir():
         raise ArgumentError(f"{argument}={str(path)!r} is a folder: give a file, such as {str(where / 'report.html')!r}")
     if not folder.is_dir():
         raise ArgumentError(f"{argument}={str(path)!r}: there is no folder {folder}; make it, or give another file")
-    if not os.access(folder, os.W_OK):
+    if (where.is_file() or not where.exists()) and not os.access(folder, os.W_OK):
         raise ArgumentError(f"{argument}={str(path)!r}: the folder {folder} cannot be written to; give another file")
     return where
 
@@ -155,14 +160,32 @@ def _plan(workload: Workload, plan: Any, target: Target, timeout: float, tell: P
     if not isinstance(plan, Plan):
         if isinstance(plan, bool) or not isinstance(plan, int | float | str):
             raise ArgumentError(f"plan={plan!r}: expected a Plan, a budget such as '40GiB' or 0.8, or None")
-        return make_plan(workload, budget_bytes(plan, target), target, timeout=timeout, progress=tell)
+        return make_plan(workload, _budget(plan, target), target, timeout=timeout, progress=tell)
+    check_plan(plan, workload, target)
+    return plan
+
+
+def _budget(plan: int | float | str, target: Target) -> int:
+    try:
+        return budget_bytes(plan, target, "plan")
+    except PlanningError as error:
+        if not isinstance(plan, str):
+            raise
+        raise PlanningError(f"{error}. A saved plan is loaded by remat_jax.Plan.load(path, workload)") from None
+
+
+def check_plan(plan: Plan, workload: Workload, target: Target) -> None:
+    """Refuse a plan for another target or model.
+
+    Raises:
+      PlanningError: saying what differs.
+    """
     if plan.target != target.name:
         raise PlanningError(
             f"plan is for target={plan.target!r}, and the report for {target.name!r}: plan again, or give "
             f"target={plan.target!r}"
         )
     plan.model.check_workload(workload, f"the plan for {plan.workload!r}")
-    return plan
 
 
 def _silent(what: str, done: int, of: int) -> None:

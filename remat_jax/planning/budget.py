@@ -21,12 +21,13 @@ _AMOUNT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?|\.\d{1,18})\s*([A-Za-z]+|%)?")
 _BY_LOWER = {unit.lower(): unit for unit in UNITS}
 
 
-def budget_bytes(budget: Any, target: Target) -> int:
+def budget_bytes(budget: Any, target: Target, argument: str = "budget") -> int:
     """The bytes of device memory that `budget` stands for on `target`.
 
     Args:
       budget: an integer of bytes; a float above 0 and up to 1, a share of the target's memory; or a text: `"40GiB"` (1024³),
         `"38 GB"` (1000³), `"80%"`, `"0.8"`, or digits alone for bytes.
+      argument: what a message calls it.
 
     Raises:
       PlanningError: it is none of these, not positive, more than the target has, or a share of a memory that is not known.
@@ -35,12 +36,12 @@ def budget_bytes(budget: Any, target: Target) -> int:
     >>> budget_bytes("40GiB", target("h200")) == 40 * 2**30, budget_bytes(0.5, target("h200"))
     (True, 75377410048)
     """
-    found = _amount(budget, "budget", target)
+    found = _amount(budget, argument, target)
     if found <= 0:
-        raise PlanningError(f"budget={budget!r}: expected more than 0 bytes; {_FORMS}")
+        raise PlanningError(f"{argument}={budget!r}: expected more than 0 bytes; {_FORMS}")
     if target.memory_bytes is not None and found > target.memory_bytes:
         raise PlanningError(
-            f"budget={budget!r} is {format_bytes(found)}, and the {target.name} has {format_bytes(target.memory_bytes)}: "
+            f"{argument}={budget!r} is {format_bytes(found)}, and the {target.name} has {format_bytes(target.memory_bytes)}: "
             "ask for less, for '100%', or for another target"
         )
     return found

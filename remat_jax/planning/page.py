@@ -27,6 +27,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
         "title": f"{plan.workload} on {plan.target}, within {format_bytes(plan.budget)}",
         "summary": [summary(plan), next_gib(plan), *plan.notes],
         "budget": plan.budget,
+        "host_budget": plan.host_budget,
         "base_seconds": plan.base_seconds,
         "chosen": next(index for index, one in enumerate(points) if one is points[-1] or _is_plan(plan, one)),
         "points": [_point(one) | _figures(plan, one) | {"parts": [_part(part) for part in one.parts]} for one in points],

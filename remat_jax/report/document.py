@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -62,15 +63,22 @@ def escaped(value: object) -> str:
 def write_whole(path: str | os.PathLike[str], text: str) -> Path:
     """Write a file, so that whoever reads meanwhile finds the old one or the new one; others may write it at the same time.
 
-    Raises OSError where it cannot be written; nothing is left behind then.
+    A file keeps its mode, and a link what it points at; a pipe or a device is written to. Raises OSError where it cannot be
+    written, and ValueError where `path` or `text` is nothing that can be; nothing is left behind then.
     """
     where = Path(path)
+    if where.exists() and not where.is_file():
+        where.write_text(text, encoding="utf-8")
+        return where
+    place = Path(os.path.realpath(where))
     # A file of tempfile's could be read by nobody else once it is in its place.
-    new = where.parent / f".{uuid.uuid4().hex}.new"
+    new = place.parent / f".{uuid.uuid4().hex}.new"
     try:
         with new.open("x", encoding="utf-8") as file:
             file.write(text)
-        new.replace(where)
+        if place.exists():
+            shutil.copymode(place, new)
+        new.replace(place)
     finally:
         # In its place it has this name no more.
         new.unlink(missing_ok=True)

@@ -121,7 +121,9 @@ function partOf(part, largest) {
 function go(index) {
   const point = data.points[index], largest = Math.max(1, ...point.parts.map(part => part.bytes.save + part.bytes.offload + part.bytes.recompute));
   slider.value = index;
-  const says = (index === data.chosen ? "The plan: " : "") + point.says + (point.device > data.budget ? "; over the budget" : "");
+  const isOverOnHost = data.host_budget !== null && point.host > data.host_budget;
+  const over = point.device > data.budget ? "; over the budget" : isOverOnHost ? "; over the budget of host memory" : "";
+  const says = (index === data.chosen ? "The plan: " : "") + point.says + over;
   slider.setAttribute("aria-valuetext", says);
   document.querySelector("#says").textContent = says;
   mark();

@@ -15,13 +15,13 @@ STYLES, SCRIPTS = ("plan_page.css",), ("tables.js", "plan_page.js")
 def plan_page(data: Mapping[str, Any]) -> str:
     """The page as text.
 
-    `data` has `title`; `summary`, sentences; `budget` in bytes; `base_seconds`; `points` along the frontier with `device`,
-    `host`, `seconds`, `compiled`, `says`, `figures` (pairs of a name and a text) and `parts`; `chosen`, the index of the plan
-    among them; and `named`, points that have a `name`. A part has `where`, `policy`, `costs`, `bytes` and `texts` by action,
-    and `rows` of (residual, action, size, seconds).
+    `data` has `title`; `summary`, sentences; `budget` in bytes; `host_budget`, None for none; `base_seconds`; `points` along
+    the frontier with `device`, `host`, `seconds`, `compiled`, `says`, `figures` (pairs of a name and a text) and `parts`;
+    `chosen`, the index of the plan among them; and `named`, points that have a `name`. A part has `where`, `policy`, `costs`,
+    `bytes` and `texts` by action, and `rows` of (residual, action, size, seconds).
 
     >>> point = {"device": 1, "host": 0, "seconds": 1.0, "compiled": True, "says": "</script>", "figures": [], "parts": []}
-    >>> rest = {"title": "t", "summary": [], "budget": 1, "base_seconds": 1.0, "chosen": 0, "named": []}
+    >>> rest = {"title": "t", "summary": [], "budget": 1, "host_budget": None, "base_seconds": 1.0, "chosen": 0, "named": []}
     >>> text = plan_page({**rest, "points": [point]})
     >>> text.count("</script>"), "http" in text
     (2, False)
@@ -66,4 +66,7 @@ def _named(data: Mapping[str, Any]) -> str:
 
 
 def _within(point: Mapping[str, Any], data: Mapping[str, Any]) -> str:
-    return "within" if point["device"] <= data["budget"] else "over"
+    if point["device"] > data["budget"]:
+        return "over"
+    host = data["host_budget"]
+    return "within" if host is None or point["host"] <= host else "over on the host"

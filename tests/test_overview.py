@@ -1,0 +1,130 @@
+"""The report's sentences and notes: that none of them says more than is known, and that nothing is left out silently."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+import remat_jax as rj
+from remat_jax import errors
+from remat_jax.cli import report as command
+from remat_jax.diagnosis.findings import Finding
+from remat_jax.memory.report import Receipt
+from remat_jax.overview import compared
+from remat_jax.overview.page import overview
+from remat_jax.overview.save import gather
+from tests.plan_models import MlpLayer
+from tests.report_pages import JOB, PLAN, plan_for
+
+
+@pytest.fixture(scope="module")
+def found():
+    return gather(JOB, ["full"], "cpu")
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return gather(JOB, ["full"], "cpu", plan=PLAN)
+
+
+def with_first(found, **changes):
+    """`found` with other values for its first policy."""
+    first, *rest = found.comparison.policies
+    return replace(found, comparison=replace(found.comparison, policies=[replace(first, **changes), *rest]))
+
+
+def test_a_policy_that_fits_and_has_no_time_is_not_said_to_be_over(found):
+    untimed = with_first(found, seconds=None)
+    wide, narrow = (replace(untimed, plan=plan_for(JOB, budget=size)) for size in (2**40, 1))
+    assert not any("None of them" in said for said in overview(wide).short)
+    assert any("None of them that may be run is within the budget (1 B)" in said for said in overview(narrow).short)
+
+
+def test_all_places_of_a_trap_are_shown(found):
+    (full,) = found.comparison.policies
+    traps = [Finding("nested_checkpoint", block, f"h/{index}", "p", "r") for index, block in enumerate("aab")]
+    (trouble,) = overview(with_first(found, diagnosis=replace(full.diagnosis, findings=tuple(traps)))).findings
+    assert trouble.where == "a at h/0; a at h/1; b at h/2" and trouble.under == "full"
+
+
+def test_a_plan_whose_figures_are_not_those_of_this_step_is_told(planned):
+    own = planned.comparison.policies[-1].memory
+    note = next(note for note in overview(planned).notes if note.startswith("Compiled for this page the plan's step needs"))
+    assert f"{rj.report.format_bytes(own.device_bytes)} on the device and 0 B on the host" in note
+    assert "when it was made 4.0 MiB and 24.0 MiB" in note and "plan again" in note
+    same = replace(planned, plan=replace(PLAN, device_bytes=own.device_bytes, host_bytes=own.host_bytes))
+    assert not any("Compiled for this page" in note for note in overview(same).notes)
+
+
+def test_the_host_budget_is_with_what_fits(planned):
+    assert overview(planned).notes[0].endswith("Fits: within the budget, 6.0 MiB.")
+    narrow = replace(planned, plan=plan_for(JOB, host_budget=2**20))
+    assert overview(narrow).notes[0].endswith("Fits: within the budget, 6.0 MiB, and 1.0 MiB of host memory.")
+
+
+def test_what_was_run_is_not_said_not_to_have_been(found):
+    (footer,) = overview(found).footer
+    assert "nothing was run" in footer
+    (full,) = found.comparison.policies
+    memory = replace(full.memory, measured_peak_bytes=77, receipt=Receipt(3, 2, 1))
+    there = with_first(replace(found, target=replace(found.target, attached=True)), memory=memory)
+    (footer,) = overview(there).footer
+    assert "nothing was run" not in footer and "each step was run on it" in footer
+    (row,) = json.loads(json.dumps(there.to_dict()))["policies"]
+    assert row["measured_peak_bytes"] == 77
+    assert row["receipt"] == {"offered_bytes": 3, "host_bytes": 2, "returned_bytes": 1, "warnings": []}
+    assert found.to_dict()["policies"][0]["receipt"] is None
+
+
+def test_on_a_mesh_what_is_offered_is_of_all_devices(found):
+    several = overview(replace(found, target=replace(found.target, devices=8)))
+    assert any("what is kept, offered to the host, and computed again, is that of all of them" in one for one in several.notes)
+
+
+def test_nothing_is_tried_again_once_the_time_is_up(monkeypatch):
+    tried, start = [], time.monotonic()
+
+    def slow(workload, policies, target, timeout, *rest):
+        tried.append(timeout)
+        monkeypatch.setattr(compared.time, "monotonic", lambda: start + 1000)
+        raise errors.CompileError(f"out of time: timeout={timeout:.0f} s")
+
+    monkeypatch.setattr(compared, "measure_many", slow)
+    monkeypatch.setattr(compared, "_usual", lambda *_: ["off", "full"])
+    with pytest.raises(errors.CompileError, match="out of time: timeout=100 s|out of time: timeout=9. s"):
+        gather(JOB, None, "cpu", timeout=100)
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize("plan", ["lots", "plan.json", 2.5])
+def test_what_is_no_plan_is_called_one(plan):
+    with pytest.raises(errors.PlanningError) as error:
+        gather(JOB, ["full"], "cpu", plan=plan)
+    assert str(error.value).startswith(f"plan={plan!r}: ") and "budget=" not in str(error.value)
+    assert ("remat_jax.Plan.load(path, workload)" in str(error.value)) == isinstance(plan, str)
+
+
+def test_what_off_in_a_mapping_keeps_has_its_modules():
+    alone, mapped = gather(JOB, ["off", {MlpLayer: "off"}], "cpu").comparison.policies
+    assert mapped.kept.rows == alone.kept.rows
+
+
+def test_what_can_be_refused_at_once_is_refused_before_the_comparison(monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "load_workload", lambda _: JOB)
+    monkeypatch.setattr(command, "require_torch", lambda: None)
+    monkeypatch.setattr(command, "parity_report", lambda *_: pytest.fail("compared"))
+    saved = plan_for(JOB, target="h200").save(tmp_path / "plan.json")
+    arguments = {"policy": ["full"], "target": "cpu", "budget": None, "plan": saved, "parity": "case", "timeout": 100.0}
+    with pytest.raises(BaseException) as stopped:
+        command.report("job", tmp_path / "report.html", **arguments)
+    assert getattr(stopped.value, "exit_code", None) == 2
+
+
+def test_a_missing_section_is_noted():
+    step = JOB.step("off")
+    finished = rj.Workload.from_step(step.function, *step.arguments, blocks=MlpLayer, donate_argnums=(0, 1), name="finished")
+    shown = overview(gather(finished, ["full"], "cpu"))
+    assert shown.modules is None and any(note.startswith("No memory by module: ") for note in shown.notes)
