@@ -103,6 +103,7 @@ def test_the_readme() -> None:
         ('rj.plan(job, budget="40GiB", target="h200")', 'rj.plan(job, budget="8 MB", target="cpu")'),
         ("rj.largest_batch(", "only_bind(rj.largest_batch)("),
         ("rj.measure(", "only_bind(rj.measure)("),
+        ("rj.save_report(", "only_bind(rj.save_report)("),
     ):
         assert text.count(written) == 1
         text = text.replace(written, instead)
