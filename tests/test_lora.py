@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,3 +97,23 @@ def test_wrong_use_is_told() -> None:
         lora.with_adapters(jax.random.key(0), params, ["*/up"], 0)
     with pytest.raises(ValueError, match=r"modules: '\*/side' matches no module with a kernel; there are a/up, a/down"):
         lora.with_adapters(jax.random.key(0), params, ["*/up", "*/side"], 4)
+
+
+def test_a_layer_that_adds_no_adapters_is_named_when_it_has_some() -> None:
+    conv, x = nn.Conv(4, (3,), name="patches"), jnp.ones((2, 5, 3))
+    params = lora.with_adapters(
+        jax.random.key(0), {"params": {"patches": conv.init(jax.random.key(0), x)["params"]}}, ["*patches"], 2
+    )
+    with lora.adapters(), pytest.raises(TypeError, match="is a Conv with adapters, and only nn.Dense adds them"):
+        conv.apply({"params": params["params"]["patches"]}, x)
+
+
+def test_the_result_keeps_the_dtype_of_the_layer_and_the_input_may_have_its_name() -> None:
+    dense, x = nn.Dense(4, dtype=jnp.bfloat16), jnp.ones((2, 3))
+    params = lora.with_adapters(jax.random.key(0), {"params": {"up": dense.init(jax.random.key(0), x)["params"]}}, ["*up"], 2)
+    own = jax.tree.map(jnp.ones_like, params["params"]["up"])
+    with lora.adapters():
+        found = dense.apply({"params": own}, inputs=x)
+    assert found.dtype == jnp.bfloat16
+    # Three inputs of one through the kernel, its bias, and through two factors of rank two.
+    np.testing.assert_array_equal(np.asarray(found, np.float32), 3 + 1 + 3 * 2)

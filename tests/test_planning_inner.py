@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import pytest
 
 import remat_jax as rj
 from examples.models.diffusion import long_attention
@@ -55,3 +56,47 @@ def test_what_a_checkpoint_in_a_loop_is_there_to_drop_makes_nothing_else_small()
     assert result.bytes == 4 * 2 * 512 * WIDTH < 0.01 * scores.bytes
     assert result.needed and result.may_save and result.may_offload
     assert scores.may_save and not scores.may_offload
+
+
+def again_and_after(p: Any, w1: Any, w2: Any) -> Any:
+    """Products outside the loop's checkpoint, passes inside."""
+    for _ in range(4):
+        p = jnp.sin(p @ w1)
+    return jax.checkpoint(lambda h: jnp.exp(jnp.sin(h)))(p)
+
+
+def twice(p: Any, w1: Any, w2: Any) -> Any:
+    return jnp.sin(jnp.sin(p @ w1) @ w2)
+
+
+class Loops(nn.Module):
+    """A loop over what it is given, and a product with its result, which may be the block's last."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        w1, w2, w3 = (self.param(name, nn.initializers.normal(), (WIDTH, WIDTH)) for name in ("w1", "w2", "w3"))
+        body = {
+            "more than its checkpoint": again_and_after,
+            "keeps what it computes": jax.checkpoint(twice, policy=jax.checkpoint_policies.everything_saveable),
+        }.get(self.kind, jax.checkpoint(twice))
+        y = jax.lax.map(lambda p: body(p, w1, w2), x)
+        return y @ w3 if self.kind == "read by the backward pass alone" else jnp.sin(y) @ w3
+
+
+@pytest.mark.parametrize(
+    "kind", ["more than its checkpoint", "keeps what it computes", "read by the backward pass alone", "plain"]
+)
+def test_a_loop_is_counted_as_jax_runs_it(kind: str) -> None:
+    x, one = jax.ShapeDtypeStruct((12, 8, WIDTH), jnp.float32), Loops(kind)
+    params = [jax.eval_shape(one.init, jax.random.key(0), x) for _ in range(2)]
+
+    def loss(params: Any, x: Any) -> Any:
+        for each in params:
+            x = one.apply(each, x)
+        return jnp.sum(jnp.square(x))
+
+    job = rj.Workload(loss, params, (x,), Loops)
+    told = recompute_flops(describe(job, "h200"), "full")
+    assert told == step_flops(job, "full") - step_flops(job, "everything") > 0

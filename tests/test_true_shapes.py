@@ -90,6 +90,13 @@ def test_rows_of_other_workloads_and_targets_say_nothing_of_a_row() -> None:
     assert claims.failures([FULL, OFFLOAD, OFF, PLAN, OFFLOAD | {"workload": "v"}]) == []
 
 
+def test_rows_of_another_budget_say_nothing_of_a_row() -> None:
+    other = INFEASIBLE | {"budget": 50 * GB}
+    assert claims.failures([FULL, other]) == []
+    slower = PLAN | {"estimated_seconds": 2.0}
+    assert len(claims.failures([FULL, FULL | {"budget": 50 * GB}, slower])) == 1
+
+
 def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int, *more: str, commit: str = "a"
 ) -> tuple[int, list[dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""What the benchmark claims, judged row by row beside the other rows of the same workload and target, and its table."""
+"""What the benchmark claims, judged row by row beside the other rows of the same workload, target and budget, and its table."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ def broken(row: Row, rows: Sequence[Row]) -> list[str]:
     A plan fits its budget, and no policy that fits is faster by the estimate. Where the planner finds nothing, no policy fits.
     What offloads has something in host memory, and `offload_inputs` needs no more of the device than `full`.
     """
-    beside = {one["policy"]: one for one in rows if (one["workload"], one["target"]) == (row["workload"], row["target"])}
+    beside = {one["policy"]: one for one in rows if _place(one) == _place(row)}
     if row["policy"] == PLAN:
         return _broken_plan(row, [one for name, one in beside.items() if name != PLAN and fits(one)])
     if row["policy"] == "offload_inputs" and "device_bytes" in row:
         return _broken_offload(row, beside.get("full", {}))
     return []
+
+
+def _place(row: Row) -> tuple[str, str, int]:
+    return row["workload"], row["target"], row["budget"]
 
 
 def _broken_plan(row: Row, fitting: Sequence[Row]) -> list[str]:
@@ -69,7 +73,7 @@ def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     name, holds = row["workload"], "NO" if broken(row, rows) else "yes"
     first = (name, row["target"], gigabytes(row["budget"]), row["policy"])
     if "error" in row:
-        return (*first, "", "", "", "does not compile", "", holds)
+        return (*first, "", "", "", "does not compile", "", holds if row["policy"] == PLAN else "")
     if "infeasible" in row:
         return (*first, f"{gigabytes(row['infeasible'])} at least", "", "", "no", "", holds)
     kept, seconds = row.get("residual_device_bytes"), _seconds(row, rows)
@@ -85,10 +89,10 @@ def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _seconds(row: Row, rows: Sequence[Row]) -> float | None:
-    """The estimate of a plan, or of a named policy as the plan for the same target has it."""
+    """The estimate of a plan, or of a named policy as the plan for the same budget has it."""
     if row["policy"] == PLAN:
         return row.get("estimated_seconds")
-    same = [one for one in rows if (one["workload"], one["target"], one["policy"]) == (row["workload"], row["target"], PLAN)]
+    same = [one for one in rows if _place(one) == _place(row) and one["policy"] == PLAN]
     known: dict[str, Any] = same[0].get("named_seconds", {}) if same else {}
     return known.get(row["policy"])
 

@@ -60,7 +60,13 @@ def adapters() -> Iterator[None]:
 
 def _adapted(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
     found, module = next_fun(*args, **kwargs), context.module
-    if not isinstance(module, nn.Dense) or context.method_name != "__call__" or not module.has_variable("params", FIRST):
+    if context.method_name != "__call__" or not module.has_variable("params", FIRST):
         return found
-    first, second = (module.get_variable("params", name) for name in (FIRST, SECOND))
-    return found + args[0] @ first @ second
+    if not isinstance(module, nn.Dense):
+        kind = type(module).__name__
+        raise TypeError(
+            f"{'/'.join(module.path)} is a {kind} with adapters, and only nn.Dense adds them: leave it out of `modules`"
+        )
+    given = (args[0] if args else kwargs["inputs"]).astype(found.dtype)
+    first, second = (module.get_variable("params", name).astype(found.dtype) for name in (FIRST, SECOND))
+    return found + given @ first @ second

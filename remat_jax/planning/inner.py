@@ -9,17 +9,22 @@ from typing import Any
 import jax
 
 from remat_jax import compat
+from remat_jax.graph.cost import is_pass
 from remat_jax.graph.flat import Array, Flat, FlatEqn, flatten
 from remat_jax.graph.walk import bodies, equations
 
 _CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
+_DROPS = (None, jax.checkpoint_policies.nothing_saveable)
+"""The policies of checkpoints that keep nothing but what they are given."""
 
 
 def inner_names(jaxpr: Any) -> frozenset[str]:
-    """The names that are given inside the checkpoints of the closed `jaxpr`."""
-    inside = (body for eqn in equations(jaxpr) if eqn.primitive.name in _CHECKPOINTS for body in bodies(eqn))
-    found = (compat.given_name(eqn) for body in inside for eqn in equations(body))
-    return frozenset(name for name in found if name is not None)
+    """The names given inside the checkpoints of the closed `jaxpr` that keep nothing, but for those of their results."""
+    dropping = (e for e in equations(jaxpr) if e.primitive.name in _CHECKPOINTS and e.params.get("policy") in _DROPS)
+    inside = [body for eqn in dropping for body in bodies(eqn)]
+    found = {compat.given_name(eqn) for body in inside for eqn in equations(body)}
+    results = {name for body in inside for array in flatten(body).outputs for name in array.names}
+    return frozenset(name for name in found - results if name is not None)
 
 
 def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
@@ -33,7 +38,27 @@ def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
     read = {array for one in flat.eqns for array in one.inputs}
     made = {array for one in flat.eqns if one.primitive == "scan" for array in one.outputs} - read
     own = frozenset(array for array in made if inside.intersection(array.names))
-    return replace(flat, eqns=tuple(part for one in flat.eqns for part in _parts(one, own))), own
+    eqns: list[FlatEqn] = []
+    for one in flat.eqns:
+        parts = _parts(one, own)
+        # What else such a loop computes would be in both parts.
+        if len(parts) > 1 and _has_other_work(parts[1].eqn, inside):
+            parts = [one]
+        if len(parts) == 1 and not own.issuperset(one.outputs):
+            own = own.difference(one.outputs)
+        eqns += parts
+    return replace(flat, eqns=tuple(eqns)), own
+
+
+def _has_other_work(eqn: Any, inside: frozenset[str]) -> bool:
+    """Whether the body of a loop computes what has no name of `inside`."""
+    for one in flatten(compat.closed(eqn.params["jaxpr"])).eqns:
+        if one.primitive == "scan":
+            if _has_other_work(one.eqn, inside):
+                return True
+        elif not is_pass(one) and not any(inside.intersection(array.names) for array in one.outputs):
+            return True
+    return False
 
 
 def _parts(one: FlatEqn, own: frozenset[Array]) -> list[FlatEqn]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -339,9 +338,10 @@ def _first_sentence(error: BaseException) -> str:
     """XLA's sentences can be of thousands of characters, with the types of all that a loop carries.
 
     >>> len(_first_sentence(ValueError("expected " + "f32[39,1,75600,5120] " * 99)))
-    283
+    300
     """
-    return textwrap.shorten(_one_line(str(error).split("\n")[0].split("; ")[0]), _LONGEST, placeholder=" …")
+    text = _one_line(str(error).split("\n")[0].split("; ")[0])
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 2]} …"
 
 
 def _one_line(text: str) -> str:
