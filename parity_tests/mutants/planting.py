@@ -150,9 +150,15 @@ def noise_of_the_host(torch_path: str, path: str) -> Plant:
         return random.normal(size=shape)
 
     def host(function: Call, x: jax.Array) -> jax.Array:
-        # On the thread of a callback 64-bit types are off: what it is given may be of another dtype there.
-        made = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.pure_callback(lambda _: function(made.shape).astype(made.dtype), made, jax.lax.stop_gradient(x))
+        # A callback may run on a thread on which 64-bit types are off, and JAX would narrow what it returns: bits pass.
+        shape, dtype = x.shape, np.dtype(x.dtype)
+        words = (2,) if dtype.itemsize == 8 else ()
+        bits = jax.ShapeDtypeStruct((*shape, *words), np.uint32 if words else f"uint{8 * dtype.itemsize}")
+
+        def made(_: Any) -> np.ndarray:
+            return np.ascontiguousarray(function(shape).astype(dtype)).view(bits.dtype).reshape(bits.shape)
+
+        return jax.lax.bitcast_convert_type(jax.pure_callback(made, bits, jax.lax.stop_gradient(x)), dtype)
 
     def plant(case: Case) -> Case:
         noisy = copy.deepcopy(case["torch_module"])
