@@ -17,7 +17,7 @@ class Candidate:
 
     Attributes:
       name: of a named policy; empty for the planner's own.
-      loads: what every single block does to memory; `off` is taken for keeping everything.
+      loads: what every single block does to memory.
       seconds: over a step that keeps everything, estimated.
       choices: what every single block does with its residuals; None for a named policy.
     """

@@ -30,17 +30,18 @@ def own_candidate(described: Described, choices: Choices) -> Candidate:
 
 
 def named_candidate(described: Described, name: str) -> Candidate:
-    """A named policy; `off` as one that keeps everything.
+    """A named policy, `off` included.
 
     Raises:
       PolicyError: the policy has no effect on this workload.
     """
-    meant = Policy.parse("everything" if name == "off" else name)
-    audit = Audit()
-    for kind in described.kinds:
-        # What tracing the loss under the policy would meet in each of its layers.
-        audit.saw(kind.paths[0], replace(kind.program.call.block, policy=meant))
-    audit.check()
+    meant = Policy.parse(name)
+    if meant.checkpoint:
+        audit = Audit()
+        for kind in described.kinds:
+            # What tracing the loss under the policy would meet in each of its layers.
+            audit.saw(kind.paths[0], replace(kind.program.call.block, policy=meant))
+        audit.check()
     loads = []
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
         price = kind.program.price(meant, described.rates)
@@ -90,7 +91,7 @@ def recompute_seconds(described: Described, kind: Kind, block: Block, candidate:
     if candidate.choices is not None:
         policy = policy_of(kind, BlockPolicy(block, candidate.choices[at]))
     else:
-        policy = Policy.parse("everything" if candidate.name == "off" else candidate.name)
+        policy = Policy.parse(candidate.name)
     return kind.program.price(policy, described.rates).seconds
 
 
@@ -108,7 +109,7 @@ def rows_of(kind: Kind, block: Block, candidate: Candidate, at: int) -> tuple[Ro
 
 
 def _actions(kind: Kind, block: Block, name: str) -> list[str]:
-    saved, away = kind.program.names(Policy.parse("everything" if name == "off" else name))
+    saved, away = kind.program.names(Policy.parse(name))
     found = []
     for one, members in zip(block.residuals, kind.members, strict=True):
         if away.intersection(members):
