@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -40,7 +41,7 @@ from remat_jax.planning.plan import NOT_MAXIMAL, Plan
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import Described, describe, recompute_flops
 from remat_jax.planning.search import MOST_COMPILED, MOST_RUNS, SIDE_BY_SIDE, Search
-from remat_jax.planning.translate import named_candidate, own_candidate, policies_of
+from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
 from remat_jax.policy import NAMED
 from remat_jax.workload import Workload
 
@@ -174,6 +175,7 @@ class _Making:
             arguments=argument_bytes(self.workload),
             most_runs=most_runs,
             scanned=any(kind.scanned for kind in self.described.kinds),
+            recut=functools.partial(recut, self.described),
         )
 
     def leanest(self) -> tuple[int, InfeasibleBudget | None]:

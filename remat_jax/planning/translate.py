@@ -9,7 +9,7 @@ from remat_jax.apply.audit import Audit
 from remat_jax.errors import PlanningError
 from remat_jax.planner import Block, BlockPolicy, Choice
 from remat_jax.planning.candidate import Candidate
-from remat_jax.planning.choices import Choices, block_policies
+from remat_jax.planning.choices import Choices, Cuts, block_policies, runs
 from remat_jax.planning.fitting import Load
 from remat_jax.planning.model import block_name
 from remat_jax.planning.point import Row
@@ -26,7 +26,24 @@ def own_candidate(described: Described, choices: Choices) -> Candidate:
         Load(round(one.saved_bytes - one.block.input_bytes), round(_bytes(one, Choice.RECOMPUTE)), round(one.host_bytes))
         for one in chosen
     )
-    return Candidate("", loads, extra_seconds(described, _of_choices(described, choices)), choices)
+    seconds = extra_seconds(described, _of_choices(described, choices, ()))
+    return recut(described, Candidate("", loads, seconds, choices), ())
+
+
+def recut(described: Described, candidate: Candidate, cuts: Cuts) -> Candidate:
+    """The same choices with scans cut at `cuts`: where there is a scan, between blocks that do the same."""
+    choices = candidate.choices
+    assert choices is not None, "a named policy is one for all layers"
+    kept, first, scanned = [], 0, set[int]()
+    for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
+        # Kinds that take turns in one scan are cut together: not by one of them.
+        if kind.scanned and kind.program.call.stride == 1:
+            scanned.update(range(first, first + block.repeats))
+            kept += [at for at in cuts if first < at < first + block.repeats and choices[at - 1] == choices[at]]
+        first += block.repeats
+    alone = {start for start, stop in runs(described.stack, choices, tuple(kept)) if stop == start + 1} & scanned
+    loads = tuple(replace(load, alone=at in alone) for at, load in enumerate(candidate.loads))
+    return replace(candidate, loads=loads, cuts=tuple(kept))
 
 
 def named_candidate(described: Described, name: str) -> Candidate:
@@ -53,28 +70,30 @@ def policies_of(described: Described, candidate: Candidate) -> Policies:
     """Block → policy, or a policy for each layer where they differ."""
     if candidate.choices is None:
         return dict.fromkeys((kind.block for kind in described.kinds), Policy.parse(candidate.name))
-    return _of_choices(described, candidate.choices)
+    return _of_choices(described, candidate.choices, candidate.cuts)
 
 
-def _of_choices(described: Described, choices: Choices) -> Policies:
+def _of_choices(described: Described, choices: Choices, cuts: Cuts) -> Policies:
     layers: dict[Any, dict[int, Policy]] = {kind.block: {} for kind in described.kinds}
-    chosen = iter(block_policies(described.stack, choices))
+    cut: dict[Any, list[int]] = {kind.block: [] for kind in described.kinds}
+    chosen = iter(enumerate(block_policies(described.stack, choices)))
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
         known: dict[Any, Policy] = {}
         for position in kind.layers[: block.repeats]:
-            one = next(chosen)
+            at, one = next(chosen)
+            cut[kind.block] += [position] if at in cuts else []
             if one.choices not in known:
                 known[one.choices] = policy_of(kind, one)
             layers[kind.block][position] = known[one.choices]
-    return {key: _one_or_many(key, found) for key, found in layers.items()}
+    return {key: _one_or_many(key, found, cut[key]) for key, found in layers.items()}
 
 
-def _one_or_many(key: type | str, layers: dict[int, Policy]) -> Any:
+def _one_or_many(key: type | str, layers: dict[int, Policy], cuts: list[int]) -> Any:
     if sorted(layers) != list(range(len(layers))):
         raise PlanningError(f"block {block_name(key)!r}: its layers are {sorted(layers)}, expected 0 to {len(layers) - 1}")
-    if len(set(layers.values())) == 1:
+    if len(set(layers.values())) == 1 and not cuts:
         return layers[0]
-    return LayerPolicies.of([layers[position] for position in range(len(layers))])
+    return LayerPolicies.of([layers[position] for position in range(len(layers))], cuts)
 
 
 def text_of(kind: Kind, block: Block, candidate: Candidate, at: int) -> str:
