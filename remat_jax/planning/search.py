@@ -267,7 +267,8 @@ class Search(Solver):
         stack, room = self._fitted(best.compiled.device_bytes), self._within(self._share)
         starts = [one for one in (best.candidate, self._last_alone(best.candidate)) if one is not None]
         filled = [self._filled(stack, one, room) for one in starts]
-        found = min((one for one in filled if predicted(stack, one.loads) <= room), key=lambda one: one.seconds)
+        able = [one for one in filled if predicted(stack, one.loads) <= room]
+        found = min([best.candidate, *able], key=lambda one: one.seconds)
         last = len(self.tried) >= (self._most + MORE_COMPILED if self._much_is_left(best) else self._most) - 1
         if found.seconds >= best.candidate.seconds or self.known(found) is not None or last:
             return [one for one in self._least_more(best) if self.known(one) is None][:1]
