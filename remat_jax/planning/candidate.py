@@ -20,6 +20,7 @@ class Candidate:
       loads: what every single block does to memory; `off` is taken for keeping everything.
       seconds: over a step that keeps everything, estimated.
       choices: what every single block does with its residuals; None for a named policy.
+      like: of a named policy, choices that do the same; None where there are none.
       cuts: where a scan is cut between blocks that do the same. It costs no time by the estimate, and other memory.
     """
 
@@ -28,6 +29,12 @@ class Candidate:
     seconds: float
     choices: Choices | None = None
     cuts: Cuts = ()
+    like: Choices | None = None
+
+    @property
+    def done(self) -> Choices | None:
+        """What every single block does with its residuals, as far as choices can say it."""
+        return self.like if self.choices is None else self.choices
 
     @property
     def host_bytes(self) -> int:

@@ -102,7 +102,7 @@ class Known:
         """
         if best.candidate.seconds <= 0:
             return True
-        if best.candidate.choices is None:
+        if best.candidate.done is None:
             return False
         known = [self.known(one) for one in self._least_more(best)]
         return all(one is not None and one.compiled.device_bytes < FAILED and not self._fits(one) for one in known)
@@ -120,9 +120,9 @@ class Known:
 
     def _one_residual_more(self, found: Candidate) -> list[Candidate]:
         """With one residual more in one of its runs, which stay cut as they are."""
-        assert found.choices is not None, "it was made of choices"
-        kept = borders(self.guess, found.choices, found.cuts)
-        options = [self.cut(self.own(one), kept) for one in one_residual_more(self.guess, found.choices, found.cuts)]
+        assert found.done is not None, "choices say what it does"
+        kept = borders(self.guess, found.done, found.cuts)
+        options = [self.cut(self.own(one), kept) for one in one_residual_more(self.guess, found.done, found.cuts)]
         return [one for one in options if one.seconds < found.seconds]
 
     def cut(self, candidate: Candidate, cuts: Cuts) -> Candidate:

@@ -94,8 +94,8 @@ class Search(Solver):
         return min(len(self.tried) + 1, self._most + MORE_COMPILED)
 
     def _is_open(self, best: Tried) -> bool:
-        """Whether it is still to be shown that no residual more fits; of a named policy, only where much is left."""
-        return not self.is_maximal(best) and (best.candidate.choices is not None or self._much_is_left(best))
+        """Whether it is still to be shown that no residual more fits; where no choices say what it does, if much is left."""
+        return not self.is_maximal(best) and (best.candidate.done is not None or self._much_is_left(best))
 
     def _much_is_left(self, best: Tried) -> bool:
         return self.budget - best.compiled.device_bytes > _MUCH * self.budget
@@ -140,7 +140,7 @@ class Search(Solver):
         found = self._hopeful(stack, best) + self._cut_otherwise(stack, best)
         count = len(self.tried)
         # The last compilation is kept for one residual more, of a plan that has one.
-        kept = best is not None and best.candidate.choices is not None
+        kept = best is not None and best.candidate.done is not None
         much = best is not None and self._much_is_left(best) and self._most <= count < self._most + MORE_COMPILED - 1
         return found + (self._own(stack, best) if not kept or count < self._most - 1 or much else [])
 
@@ -262,20 +262,25 @@ class Search(Solver):
 
         That one keeps fewest bytes of those that save time, or is taken to need least.
         """
-        if best.candidate.choices is None:
+        if best.candidate.done is None:
             return []
-        stack, room = self._fitted(best.compiled.device_bytes), self._within(self._share)
-        starts = [one for one in (best.candidate, self._last_alone(best.candidate)) if one is not None]
-        filled = [self._filled(stack, one, room) for one in starts]
-        able = [one for one in filled if predicted(stack, one.loads) <= room]
-        found = min([best.candidate, *able], key=lambda one: one.seconds)
         last = len(self.tried) >= (self._most + MORE_COMPILED if self._much_is_left(best) else self._most) - 1
-        if found.seconds >= best.candidate.seconds or self.known(found) is not None or last:
-            return [one for one in self._least_more(best) if self.known(one) is None][:1]
-        return [found]
+        # Beside a compiled step with the same runs a prediction is exact, or nearly: nothing is left to dare at first.
+        for room in () if last else (self.budget, self._within(self._share)):
+            found = self._filled(best, room)
+            if found.seconds < best.candidate.seconds and self.known(found) is None:
+                return [found]
+        return [one for one in self._least_more(best) if self.known(one) is None][:1]
 
-    def _filled(self, stack: Stack, found: Candidate, room: float) -> Candidate:
-        """With one residual more after another as long as they seem to fit, the best bargain first."""
+    def _filled(self, best: Tried, room: float) -> Candidate:
+        """The best, or that with its last layers alone, with one residual more after another, the best bargain first."""
+        stack = self._fitted(best.compiled.device_bytes)
+        starts = [one for one in (best.candidate, self._last_alone(best.candidate)) if one is not None]
+        filled = [self._full(stack, one, room) for one in starts]
+        able = [one for one in filled if predicted(stack, one.loads) <= room]
+        return min([best.candidate, *able], key=lambda one: one.seconds)
+
+    def _full(self, stack: Stack, found: Candidate, room: float) -> Candidate:
         while True:
             able = [one for one in self._one_residual_more(found) if predicted(stack, one.loads) <= room]
             if not able:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -63,7 +64,27 @@ def named_candidate(described: Described, name: str) -> Candidate:
         price = kind.program.price(meant, described.rates)
         again = max(0, round(sum(one.bytes for one in block.residuals if one.needed)) - price.saved_bytes - price.host_bytes)
         loads += [Load(price.saved_bytes, again, price.host_bytes)] * block.repeats
-    return Candidate(name, tuple(loads), extra_seconds(described, meant))
+    found = Candidate(name, tuple(loads), extra_seconds(described, meant))
+    return found if name == "off" else replace(found, like=_like(described, found))
+
+
+def _like(described: Described, named: Candidate) -> Choices | None:
+    chosen: list[tuple[Choice, ...]] = []
+    for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
+        names = [one.name for one in block.residuals]
+        actions = dict(zip(names, _actions(kind, block, named.name), strict=True))
+        for one in reversed(block.residuals):
+            if actions[one.name] == Choice.RECOMPUTE.value:
+                actions |= {parent: Choice.RECOMPUTE.value for parent in one.parents if actions[parent] == Choice.UNUSED.value}
+        chosen += [tuple(Choice(actions[name]) for name in names)] * block.repeats
+    try:
+        own = own_candidate(described, tuple(chosen))
+    except PlanningError:
+        # It keeps what no solver is offered.
+        return None
+    kept = [[(load.saved, load.away) for load in one.loads] for one in (own, named)]
+    alike = kept[0] == kept[1] and math.isclose(own.seconds, named.seconds, rel_tol=1e-9, abs_tol=1e-15)
+    return tuple(chosen) if alike else None
 
 
 def policies_of(described: Described, candidate: Candidate) -> Policies:
