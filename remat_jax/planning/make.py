@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -40,7 +41,7 @@ from remat_jax.planning.plan import NOT_MAXIMAL, Plan
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import Described, describe, recompute_flops
 from remat_jax.planning.search import MOST_COMPILED, MOST_RUNS, SIDE_BY_SIDE, Search
-from remat_jax.planning.translate import named_candidate, own_candidate, policies_of
+from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
 from remat_jax.policy import NAMED
 from remat_jax.workload import Workload
 
@@ -66,10 +67,10 @@ def plan(
     """The fastest policy of `workload` whose training step, compiled for `target`, fits a budget of memory.
 
     The residuals of each block, their bytes and what computing them again takes make a problem, whose exact solution is
-    compiled; what the compiler says corrects the problem, which is solved again, six compilations, or up to ten where much of
-    the budget is left. The answer was compiled and fits, and by the estimate no named policy that was compiled and fits is
-    faster; named policies are compiled where the estimate says that they might be. What exactly is promised, and the
-    mathematics, is in `docs/planning.md`.
+    compiled; what the compiler says corrects the problem, which is solved again, six compilations, or up to ten where it takes
+    these to show that no residual more fits. The answer was compiled and fits, and by the estimate no named policy that was
+    compiled and fits is faster; named policies are compiled where the estimate says that they might be. What exactly is
+    promised, and the mathematics, is in `docs/planning.md`.
 
     Args:
       workload: with a loss; a finished step has taken its gradient already.
@@ -174,6 +175,7 @@ class _Making:
             arguments=argument_bytes(self.workload),
             most_runs=most_runs,
             scanned=any(kind.scanned for kind in self.described.kinds),
+            recut=functools.partial(recut, self.described),
         )
 
     def leanest(self) -> tuple[int, InfeasibleBudget | None]:
