@@ -79,6 +79,10 @@ def _key(one: Row) -> tuple[Any, ...]:
     return one["workload"], one["target"], one["budget"], one["host_budget"], one["policy"]
 
 
+def _places(key: tuple[Any, ...], orders: Sequence[list[Any]]) -> list[int]:
+    return [order.index(part) for order, part in zip(orders, (key[0], key[1:4], key[4]), strict=True)]
+
+
 def run(name: str, card: Card, options: argparse.Namespace, record: Record) -> None:
     """All rows of one workload for one target."""
     case = CASES[name]
@@ -110,8 +114,9 @@ def say(records: Sequence[dict[str, Any]]) -> int:
     """Print the rows of all records in one table, and what does not hold."""
     # Of a row that two records have, the later one counts.
     by_key = {_key(one): one for data in records for one in data["rows"]}
-    order = dict.fromkeys(one["workload"] for one in by_key.values())
-    rows = [one for workload in order for one in by_key.values() if one["workload"] == workload]
+    # By workload, card and policy, each in the order in which it came.
+    orders = [list(dict.fromkeys(places)) for places in zip(*((key[0], key[1:4], key[4]) for key in by_key), strict=True)]
+    rows = [by_key[key] for key in sorted(by_key, key=lambda key: _places(key, orders))]
     versions = sorted({data["provenance"]["versions"]["jax"] for data in records})
     print(f"One training step, gigabytes (10⁹), JAX {' and '.join(versions)}; times are estimates:")
     print(claims.table(rows))
