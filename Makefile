@@ -50,6 +50,14 @@ test: $(STAMP)  ## run all tests
 test-browser: $(STAMP)  ## run the tests that open pages in an installed Chromium
 	$(BIN)/python -m pytest -m browser tests $(ARGS)
 
+.PHONY: test-versions
+test-versions: $(STAMP)  ## run the tests that need no PyTorch on every Python and JAX that is promised
+	$(BIN)/python -m tests.versions $(ARGS)
+
+.PHONY: test-newest
+test-newest: $(STAMP)  ## run a representative part of them with the newest JAX, where there is a Python for it
+	$(BIN)/python -m tests.versions --if-there --jax newest -m versions $(ARGS)
+
 .PHONY: lint
 lint: $(STAMP)  ## check style, types and the direction of imports
 	$(BIN)/ruff check .
@@ -87,6 +95,6 @@ lock: $(STAMP)  ## write the versions that are installed into constraints.txt
 	cp $(VENV)/constraints.txt constraints.txt
 
 .PHONY: clean
-clean:  ## remove what was built, but not .venv
+clean:  ## remove what was built, but not .venv and .venvs
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -print0 | xargs -0r rm -rf

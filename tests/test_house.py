@@ -154,9 +154,11 @@ def test_a_wheel_carries_the_examples_inside_the_package():
     assert through_the_top == [], "import relatively: from .models import …"
 
 
-@pytest.mark.parametrize(
-    "target", ["setup", "demo", "test", "test-browser", "lint", "format", "bench", "bench-gpu", "docs", "clean"]
-)
+TARGETS = ["setup", "demo", "test", "test-browser", "test-versions", "test-newest", "wheel", "smoke", "lint", "format"]
+TARGETS += ["bench", "bench-gpu", "docs", "clean"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_make_knows_its_targets(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
