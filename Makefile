@@ -83,6 +83,15 @@ bench-gpu: $(STAMP)  ## measure on this machine's GPU
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.gpu.plans)
 
+.PHONY: wheel
+wheel: $(STAMP)  ## build the wheel into dist; its version is the tag's
+	rm -rf dist
+	$(PIP) wheel -q --no-deps --wheel-dir dist .
+
+.PHONY: smoke
+smoke: wheel  ## install the wheel by itself into an empty environment and use it
+	$(BIN)/python -m tests.smoke dist/*.whl
+
 .PHONY: docs
 docs: $(STAMP)  ## write the reference of all public names to build/docs
 	$(PIP) install -q $(PINS) -e '.[docs]'
