@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from remat_jax.hardware import find_attached_with
 
 if TYPE_CHECKING:
+    # Each from where it is made: of a package with a function and a module of one name, checkers may see the module.
     from remat_jax import parity, porting
     from remat_jax.apply.blocks import checkpoint_blocks
     from remat_jax.apply.jax_policies import jax_policy
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
     from remat_jax.apply.remat import remat
     from remat_jax.apply.replan import replan
     from remat_jax.apply.switch import disable_gradient_checkpointing, enable_gradient_checkpointing
-    from remat_jax.diagnosis import doctor
+    from remat_jax.diagnosis.doctor import doctor
     from remat_jax.errors import InfeasibleBudget, RematError
-    from remat_jax.memory import MemoryReport, measure, residuals
+    from remat_jax.memory.measure import measure
+    from remat_jax.memory.report import MemoryReport
+    from remat_jax.memory.residuals import residuals
     from remat_jax.overview import save_report
-    from remat_jax.planning import Plan, largest_batch, plan
+    from remat_jax.planning.batch import largest_batch
+    from remat_jax.planning.make import plan
+    from remat_jax.planning.plan import Plan
     from remat_jax.policy import LayerPolicies, Policy
     from remat_jax.train import accumulate_gradients, offload_optimizer
     from remat_jax.workload import Workload
@@ -64,11 +69,15 @@ _HOMES = {
     "apply.remat": ("remat",),
     "apply.replan": ("replan",),
     "apply.switch": ("disable_gradient_checkpointing", "enable_gradient_checkpointing"),
-    "diagnosis": ("doctor",),
+    "diagnosis.doctor": ("doctor",),
     "errors": ("InfeasibleBudget", "RematError"),
-    "memory": ("MemoryReport", "measure", "residuals"),
+    "memory.measure": ("measure",),
+    "memory.report": ("MemoryReport",),
+    "memory.residuals": ("residuals",),
     "overview": ("save_report",),
-    "planning": ("Plan", "largest_batch", "plan"),
+    "planning.batch": ("largest_batch",),
+    "planning.make": ("plan",),
+    "planning.plan": ("Plan",),
     "policy": ("LayerPolicies", "Policy"),
     "train": ("accumulate_gradients", "offload_optimizer"),
     "workload": ("Workload",),

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.errors import ArgumentError
@@ -19,6 +19,9 @@ from remat_jax.planning.point import Part, Point
 from remat_jax.policy import Policy
 from remat_jax.report.tables import render
 from remat_jax.workload import Workload
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 NOT_MAXIMAL = "Not shown: that no residual more can be saved in a run of layers; the compilations were used up"
 """A note; `Plan.is_maximal` goes by it."""
@@ -80,7 +83,7 @@ class Plan:
         host = point.host_bytes <= self.host_budget if self.host_budget is not None else True
         return point.device_bytes is not None and point.device_bytes <= self.budget and not point.remark and host
 
-    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self, fn: Callable[P, R]) -> Callable[P, R]:
         """`fn`, a loss or anything else that runs the model, with the plan's policies on its blocks.
 
         Raises:
@@ -93,7 +96,7 @@ class Plan:
         planned = fn if self.is_off else checkpoint_blocks(fn, self.policies)
 
         @functools.wraps(fn)
-        def with_plan(*args: Any, **kwargs: Any) -> Any:
+        def with_plan(*args: P.args, **kwargs: P.kwargs) -> R:
             self.model.check_arguments((args, kwargs), self._told)
             return planned(*args, **kwargs)
 

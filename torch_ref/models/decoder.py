@@ -19,7 +19,7 @@ class ExplicitMultiheadAttention(nn.MultiheadAttention):
     are `bmm`, so that they can be counted and their operands are residuals that can be seen.
     """
 
-    def forward(self, x: torch.Tensor, causal: bool = False) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, x: torch.Tensor, causal: bool = False) -> torch.Tensor:
         """Attend within `x` of shape (time, batch, d_model); with `causal` only to the past and the present."""
         time, batch, d_model = x.shape
         heads = (time, batch * self.num_heads, self.head_dim)
