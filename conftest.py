@@ -29,7 +29,11 @@ if WITHOUT_TORCH:
     collect_ignore_glob += ["torch_ref/*", "parity_tests/*"]
     # Their examples compare with PyTorch.
     names = ("asserting", "capture_torch", "comparison", "localise", "semantics")
-    collect_ignore += ["remat_jax/porting/float64.py", *(f"remat_jax/parity/{name}.py" for name in names)]
+    collect_ignore += [
+        "remat_jax/porting/float64.py",
+        "remat_jax/porting/auto/propose.py",
+        *(f"remat_jax/parity/{name}.py" for name in names),
+    ]
     collect_ignore += TESTS_OF_BOTH
 
 

@@ -101,3 +101,12 @@ def test_two_threads_solve_one_after_the_other(monkeypatch):
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda _: knapsack().solve(), range(3)))
     assert most == [1, 1, 1]
+
+
+def test_a_programme_without_variables_holds_or_does_not():
+    nothing = Model()
+    nothing.at_most({}, 5.0)
+    solution = nothing.solve()
+    assert (solution.values, solution.objective, solution.bound) == ((), 0.0, 0.0)
+    nothing.equal({}, 1.0)
+    assert nothing.solve() is None

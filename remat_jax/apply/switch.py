@@ -64,6 +64,12 @@ def disable_gradient_checkpointing(model: T) -> T:
 
     Raises:
       ArgumentError: `model` is no module.
+
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    >>> enabled = enable_gradient_checkpointing(model, blocks=nnx.Linear)
+    >>> disable_gradient_checkpointing(enabled) is model, type(model.layers[0]) is nnx.Linear
+    (True, True)
     """
     if isinstance(model, linen.Module):
         plain = getattr(type(model), "_plain_class", None)

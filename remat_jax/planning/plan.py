@@ -46,6 +46,16 @@ class Plan:
       notes: what else is to be known.
       model: which model it is for.
       jax_version: what compiled it.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import remat_jax as rj
+    >>> from flax import linen
+    >>> model, x = linen.Dense(8), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
+    >>> job = rj.Workload(lambda params, x: jnp.sum(model.apply(params, x) ** 2), params, (x,), linen.Dense)
+    >>> made = rj.plan(job, budget="1MiB", target="cpu")
+    >>> made.is_off, made.recompute_flops, made.device_bytes < made.budget  # memory enough: nothing is checkpointed
+    (True, 0, True)
     """
 
     policies: Mapping[type | str, Any]
