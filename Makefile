@@ -18,7 +18,7 @@ COMMA := ,
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-EXTRAS := gpu-compile,report,dev$(if $(TORCH),$(COMMA)torch)
+EXTRAS := gpu-compile,report,test,dev$(if $(TORCH),$(COMMA)torch)
 PINS := $(if $(TORCH),-c constraints.txt,)
 # Two workers on two cores: more threads in each only take turns. A file stays in one worker, with what its tests share;
 # the short ones, docstrings, stay last, so that both workers end together.
@@ -50,6 +50,14 @@ test: $(STAMP)  ## run all tests
 test-browser: $(STAMP)  ## run the tests that open pages in an installed Chromium
 	$(BIN)/python -m pytest -m browser tests $(ARGS)
 
+.PHONY: test-versions
+test-versions: $(STAMP)  ## run the tests that need no PyTorch on every Python and JAX that is promised
+	$(BIN)/python -m tests.versions $(ARGS)
+
+.PHONY: test-newest
+test-newest: $(STAMP)  ## run a representative part of them with the newest JAX, where there is a Python for it
+	$(BIN)/python -m tests.versions --if-there --jax newest -m versions $(ARGS)
+
 .PHONY: lint
 lint: $(STAMP)  ## check style, types and the direction of imports
 	$(BIN)/ruff check .
@@ -75,6 +83,15 @@ bench-gpu: $(STAMP)  ## measure on this machine's GPU
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.gpu.plans)
 
+.PHONY: wheel
+wheel: $(STAMP)  ## build the wheel into dist; its version is the tag's
+	rm -rf dist
+	$(PIP) wheel -q --no-deps --wheel-dir dist .
+
+.PHONY: smoke
+smoke: wheel  ## install the wheel by itself into an empty environment and use it
+	$(BIN)/python -m tests.smoke dist/*.whl
+
 .PHONY: docs
 docs: $(STAMP)  ## write the reference of all public names to build/docs
 	$(PIP) install -q $(PINS) -e '.[docs]'
@@ -87,6 +104,6 @@ lock: $(STAMP)  ## write the versions that are installed into constraints.txt
 	cp $(VENV)/constraints.txt constraints.txt
 
 .PHONY: clean
-clean:  ## remove what was built, but not .venv
+clean:  ## remove what was built, but not .venv and .venvs
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -print0 | xargs -0r rm -rf

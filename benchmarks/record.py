@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from remat_jax.hardware import gpus
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "numpy", "torch", "remat_jax")
 FLAGS = ("XLA_FLAGS", "JAX_PLATFORMS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
@@ -58,13 +60,6 @@ def git_commit() -> str | None:
     commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
     return f"{commit}{'+' if changed else ''}" if commit else None
-
-
-def gpus() -> list[dict[str, str]]:
-    """Name, driver and memory of each NVIDIA GPU, as the driver says; empty where there is none."""
-    fields = ("name", "driver_version", "memory.total")
-    listed = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
-    return [dict(zip(fields, line.split(", "), strict=True)) for line in listed.splitlines() if line.count(", ") == 2]
 
 
 def _output(*command: str) -> str:

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from remat_jax import parity, porting
-from remat_jax.apply.blocks import checkpoint_blocks
-from remat_jax.apply.jax_policies import jax_policy
-from remat_jax.apply.pytorch_style import checkpoint_sequential, gradient_checkpoint_forward
-from remat_jax.apply.remat import remat
-from remat_jax.apply.replan import replan
-from remat_jax.apply.switch import disable_gradient_checkpointing, enable_gradient_checkpointing
-from remat_jax.diagnosis import doctor
-from remat_jax.errors import InfeasibleBudget, RematError
-from remat_jax.memory import MemoryReport, measure, residuals
-from remat_jax.overview import save_report
-from remat_jax.planning import Plan, largest_batch, plan
-from remat_jax.policy import LayerPolicies, Policy
-from remat_jax.train import accumulate_gradients, offload_optimizer
-from remat_jax.workload import Workload
+import importlib
+import importlib.metadata
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from remat_jax.hardware import find_attached_with
+
+if TYPE_CHECKING:
+    # Each from where it is made: of a package with a function and a module of one name, checkers may see the module.
+    from remat_jax import parity, porting
+    from remat_jax.apply.blocks import checkpoint_blocks
+    from remat_jax.apply.jax_policies import jax_policy
+    from remat_jax.apply.pytorch_style import checkpoint_sequential, gradient_checkpoint_forward
+    from remat_jax.apply.remat import remat
+    from remat_jax.apply.replan import replan
+    from remat_jax.apply.switch import disable_gradient_checkpointing, enable_gradient_checkpointing
+    from remat_jax.diagnosis.doctor import doctor
+    from remat_jax.errors import InfeasibleBudget, RematError
+    from remat_jax.memory.measure import measure
+    from remat_jax.memory.report import MemoryReport
+    from remat_jax.memory.residuals import residuals
+    from remat_jax.overview import save_report
+    from remat_jax.planning.batch import largest_batch
+    from remat_jax.planning.make import plan
+    from remat_jax.planning.plan import Plan
+    from remat_jax.policy import LayerPolicies, Policy
+    from remat_jax.train import accumulate_gradients, offload_optimizer
+    from remat_jax.workload import Workload
+
+    __version__: str
 
 __all__ = [
     "InfeasibleBudget",
@@ -45,3 +60,62 @@ __all__ = [
     "residuals",
     "save_report",
 ]
+
+# Where each name is from, loaded when it is first used: all of them together, with Flax and Optax, take longer than JAX itself.
+_HOMES = {
+    "apply.blocks": ("checkpoint_blocks",),
+    "apply.jax_policies": ("jax_policy",),
+    "apply.pytorch_style": ("checkpoint_sequential", "gradient_checkpoint_forward"),
+    "apply.remat": ("remat",),
+    "apply.replan": ("replan",),
+    "apply.switch": ("disable_gradient_checkpointing", "enable_gradient_checkpointing"),
+    "diagnosis.doctor": ("doctor",),
+    "errors": ("InfeasibleBudget", "RematError"),
+    "memory.measure": ("measure",),
+    "memory.report": ("MemoryReport",),
+    "memory.residuals": ("residuals",),
+    "overview": ("save_report",),
+    "planning.batch": ("largest_batch",),
+    "planning.make": ("plan",),
+    "planning.plan": ("Plan",),
+    "policy": ("LayerPolicies", "Policy"),
+    "train": ("accumulate_gradients", "offload_optimizer"),
+    "workload": ("Workload",),
+}
+_HOME_OF = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    value: Any
+    if name == "__version__":
+        value = _version()
+    elif name in _HOME_OF:
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})
+
+
+def _version() -> str:
+    """The version that was installed; of sources that were not, none is known."""
+    try:
+        return importlib.metadata.version(__name__)
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+def _attached_device_kind() -> str:
+    from remat_jax.memory.attached import device_kind
+
+    return device_kind()
+
+
+# `hardware` knows nothing of JAX, which says what the attached GPU is.
+find_attached_with(_attached_device_kind)

@@ -7,7 +7,15 @@ from collections.abc import Iterable, Mapping
 
 
 class RematError(Exception):
-    """Base class: raised by every check of ours, so that one ``except`` catches them all."""
+    """Base class: raised by every check of ours, so that one ``except`` catches them all.
+
+    >>> import remat_jax as rj
+    >>> try:
+    ...     rj.Policy.parse("keep: @dots")
+    ... except rj.RematError as error:
+    ...     type(error).__name__
+    'PolicyError'
+    """
 
 
 class PolicyError(RematError, ValueError):
@@ -60,6 +68,10 @@ class InfeasibleBudget(RematError, RuntimeError):
     Attributes:
         least_bytes: that number, where it is known.
         held_by: what takes it, in bytes by name, the largest first; empty where that is not known.
+
+    >>> error = InfeasibleBudget("nothing fits", least_bytes=5.0e9, held_by={"parameters": 4_000_000_000})
+    >>> error.least_bytes - error.held_by["parameters"]
+    1000000000.0
     """
 
     def __init__(self, message: str, least_bytes: float | None = None, held_by: Mapping[str, int] | None = None) -> None:

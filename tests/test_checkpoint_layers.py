@@ -46,6 +46,7 @@ def test_unrolled_gradients_are_bit_equal_run_op_by_op() -> None:
         assert_bit_equal(gradient_of(loss, {Mlp: policies}, params, x), expected)
 
 
+@pytest.mark.versions
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("scanned", [False, True])
 def test_gradients_in_every_mode(scanned: bool) -> None:

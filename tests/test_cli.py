@@ -266,3 +266,8 @@ def test_demo_without_torch_says_how_to_get_it(monkeypatch):
 
 def test_json_has_no_numbers_that_json_does_not_know():
     assert output.finite({"a": [float("inf"), 1.5], "b": (float("nan"), 2)}) == {"a": [None, 1.5], "b": [None, 2]}
+
+
+def test_it_says_its_version():
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.stdout) == (0, f"remat-jax {rj.__version__}\n")

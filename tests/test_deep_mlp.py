@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from examples import deep_mlp
 from examples.segments import command, show
 from examples.segments.setting import QUICK, Row, Setting, cuts

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import textwrap
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
 import remat_jax as rj
 from remat_jax.cli import workloads
 from remat_jax.cli.app import app
+from remat_jax.compat import rematerialisation, versions
+from remat_jax.errors import TargetError
 
+# Functions of the packages have the modules' names.
+environment = importlib.import_module("remat_jax.diagnosis.environment")
+limits = importlib.import_module("remat_jax.compat.limits")
 WORKLOAD = """
     import flax.linen as nn, jax, jax.numpy as jnp
     import remat_jax as rj
@@ -81,3 +88,56 @@ def test_json_is_one_object_with_what_the_library_says(file):
 def test_bad_usage_exits_2(file, arguments, said):
     done = run(f"{file.parent}/{arguments[0]}", *arguments[1:])
     assert done.exit_code == 2 and said in done.stderr
+
+
+def test_without_a_workload_it_says_what_this_machine_is_and_cannot_do(monkeypatch):
+    monkeypatch.setattr(environment, "gpus", list)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    done = run("--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert set(told) == {"python", "platform", "versions", "gpus", "attached", "flags", "limits"}
+    assert told["versions"]["jax"] == jax.__version__ and told["versions"]["remat_jax"] == rj.__version__
+    assert (told["gpus"], told["attached"], told["flags"]["JAX_PLATFORMS"]) == ([], None, "cpu")
+    shown = run().stdout
+    assert f"│ {jax.__version__} " in shown and "GPU" in shown and "JAX_PLATFORMS" in shown
+
+
+def test_a_gpu_that_jax_cannot_use_is_told_with_the_reason(monkeypatch):
+    driver = {"name": "NVIDIA H200", "driver_version": "580.1", "memory.total": "143771 MiB"}
+
+    def none_there():
+        raise TargetError("JAX finds no GPU on this machine (libcudnn.so.9 is missing)")
+
+    monkeypatch.setattr(environment, "gpus", lambda: [driver])
+    monkeypatch.setattr(environment, "device_kind", none_there)
+    told = json.loads(run("--json").stdout)
+    assert told["gpus"] == [driver] and "libcudnn.so.9 is missing" in told["attached"]
+
+
+def test_what_this_jax_cannot_do_is_told_with_the_remedy(monkeypatch):
+    installed = {"jaxlib": "0.12.0.1", "jax-cuda13-plugin": "0.11.2"}
+    monkeypatch.setattr(limits.importlib.metadata, "version", lambda name: installed[name])
+    monkeypatch.setattr(limits, "_PLUGINS", ("jax-cuda13-plugin",))
+    monkeypatch.setattr(versions, "JAX_VERSION", (0, 11, 0))
+    monkeypatch.setattr(rematerialisation, "JAX_VERSION", (0, 11, 0))
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    before = jax.config.jax_remat3
+    jax.config.update("jax_remat3", True)
+    try:
+        refused, miscompiled, plugin = limits.limits()[-3:]
+    finally:
+        jax.config.update("jax_remat3", before)
+    assert refused.startswith("jax_remat3=True") and "use JAX 0.12" in refused
+    assert miscompiled.startswith("offload inside a scan is refused on GPUs") and "use JAX 0.11.1 or later" in miscompiled
+    assert plugin.endswith("pip install jax-cuda13-plugin==0.12.0.1")
+    installed["jax-cuda13-plugin"] = "0.12.0.1+local"
+    monkeypatch.setattr(versions, "JAX_VERSION", (0, 12, 0))
+    assert [one for one in limits.limits() if "plugin is" in one or "scan" in one] == []
+
+
+@pytest.mark.parametrize("option", [("--policy", "off"), ("--target", "h200"), ("--timeout", "300")])
+def test_what_only_a_workload_can_use_is_refused_without_one(option):
+    done = run(*option)
+    assert done.exit_code == 2
+    assert f"{option[0]} '{option[1]}'".replace("'300'", "300.0") in done.stderr and "give FILE:FUNCTION as well" in done.stderr

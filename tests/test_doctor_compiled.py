@@ -78,6 +78,7 @@ def with_memory(nbytes: int) -> Any:
     return dataclasses.replace(one, name="smaller", memory_bytes=nbytes, compiler_description=described)
 
 
+@pytest.mark.versions
 @needs_gpu_compiler
 def test_an_unrolled_offload_by_hand_leaves_most_on_the_device_and_replan_moves_it_all():
     by_hand = job(by_hand_policy())
@@ -172,6 +173,7 @@ def test_copies_that_only_the_latency_hiding_scheduler_hides(monkeypatch):
     assert after.step_seconds == pytest.approx(after.compute_seconds) and after.step_seconds < 0.9 * before.step_seconds
 
 
+@pytest.mark.versions
 @needs_gpu_compiler
 def test_a_scanned_offload_that_this_jax_miscompiles(monkeypatch):
     wrong = compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED

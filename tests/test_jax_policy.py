@@ -31,6 +31,7 @@ NEW_AND_OLD = compat.remat3() and compat.JAX_VERSION < (0, 12, 0)
 served = pytest.mark.skipif(NEW_AND_OLD, reason="refused there, as tested below")
 
 
+@pytest.mark.versions
 @served
 @pytest.mark.parametrize(
     ("policy", "expected", "moved"),
@@ -93,6 +94,7 @@ def test_with_remat3_before_0_12_a_policy_by_hand_is_refused(remat3: None) -> No
         rj.jax_policy("dots")
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("policy", ["dots", "offload: *exp*; save: @dots", jax.checkpoint_policies.everything_saveable])
 def test_our_own_pass_keeps_what_it_should_under_remat3_too(remat3: None, policy: Any) -> None:
     loss, params, x = make_loss(Attention)

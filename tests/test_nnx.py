@@ -100,6 +100,7 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
 POLICIES = ("full", "offload_inputs", "offload_dot_with_no_batch_dims", "save: *ffn/up*; offload: @inputs")
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_statistics_and_rng_counters_are_those_of_the_plain_model(x64, policy):
     plain, model, x = Model(rate=0.3), Model(rate=0.3), inputs()
@@ -166,6 +167,7 @@ def test_under_jit_vmap_and_grad_over_split_state(x64):
     assert_same(nnx.vmap(rj.checkpoint_blocks(loss, {Layer: "full"}), in_axes=(None, 0))(model, batch), each)
 
 
+@pytest.mark.versions
 def test_scanned_layers_keep_numbers_and_state(x64):
     class Scanned(nnx.Module):
         def __init__(self):

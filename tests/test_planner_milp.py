@@ -135,3 +135,12 @@ def test_a_search_that_the_clock_ended_says_so(monkeypatch):
     assert not solve_counts(stack, 700.0).timed_out
     monkeypatch.setattr(scipy.optimize, "milp", late)
     assert knapsack().solve().timed_out and solve_counts(stack, 700.0).timed_out
+
+
+def test_a_programme_without_variables_holds_or_does_not():
+    nothing = Model()
+    nothing.at_most({}, 5.0)
+    solution = nothing.solve()
+    assert (solution.values, solution.objective, solution.bound) == ((), 0.0, 0.0)
+    nothing.equal({}, 1.0)
+    assert nothing.solve() is None

@@ -30,6 +30,7 @@ BY_HAND = {
 # --- counts -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize(
     ("policy", "expected", "moved"),

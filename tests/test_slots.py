@@ -42,6 +42,7 @@ def scanned(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     return compile_for_h200(tmp_path_factory.mktemp("scanned"), SCANNED)["scanned"]
 
 
+@pytest.mark.versions
 @needs_gpu_compiler
 def test_a_scanned_offload_is_judged_as_it_is_compiled(scanned: Compiled) -> None:
     assert scanned.host_temp == HOST

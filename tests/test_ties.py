@@ -22,6 +22,7 @@ def barriers(fn: Any, *args: Any) -> int:
     return times("optimization_barrier", fn, *args)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("policy", OFFLOADS)
 def test_each_unrolled_offload_is_tied_and_nothing_else_is(policy: str) -> None:
     loss, params, x = make_loss()

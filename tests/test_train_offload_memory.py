@@ -120,6 +120,7 @@ def test_a_norm_of_all_gradients_frees_the_state_where_the_blocks_are_tied():
     assert tied["plain"].device - tied["offloaded"].device >= 2 * parameter_bytes() - 2 * KERNEL
 
 
+@pytest.mark.versions
 @needs_gpu_compiler
 def test_half_of_it_and_without_donation():
     half = rj.offload_optimizer(optax.adam(1e-3), 0.5)

@@ -20,6 +20,10 @@ class AllocatedBytes:
         reserved_bytes: the most that the allocator took from the driver, with the gaps between tensors
             (`max_memory_reserved`): what the GPU must have free, beside the CUDA context.
         before_bytes: what tensors held before the step: parameters, gradients, optimizer state, batch, and whatever else lives.
+
+    >>> told = AllocatedBytes(peak_bytes=3 << 20, reserved_bytes=4 << 20, before_bytes=1 << 20)
+    >>> told.peak_bytes - told.before_bytes  # what the step itself added
+    2097152
     """
 
     peak_bytes: int

@@ -69,6 +69,13 @@ class AppliedPolicies:
 
     Attributes:
         blocks: path of each block in the model → its policy.
+
+    >>> import torch, torch_ref
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    >>> with torch_ref.checkpoint_blocks(model, {torch.nn.Linear: "full"}) as applied:
+    ...     model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    >>> sorted(applied.blocks)
+    ['0', '1']
     """
 
     def __init__(

@@ -25,7 +25,11 @@ MATMULS = {
 
 @dataclass(frozen=True)
 class Matmul:
-    """One matrix multiplication: `operator` is `mm`, `addmm`, `bmm` or `baddbmm`; `left` and `right` are shapes."""
+    """One matrix multiplication: `operator` is `mm`, `addmm`, `bmm` or `baddbmm`; `left` and `right` are shapes.
+
+    >>> Matmul("mm", (2, 3), (3, 5)).flops  # 2 · 2 · 3 · 5
+    60
+    """
 
     operator: str
     left: tuple[int, ...]
@@ -46,6 +50,10 @@ class MatmulCount:
 
     Attributes:
         executed: one entry each, in order.
+
+    >>> count = MatmulCount([Matmul("mm", (2, 3), (3, 5)), Matmul("bmm", (4, 2, 3), (4, 3, 5))])
+    >>> count.total, count.flops, dict(count.per_operator)
+    (2, 300, {'mm': 1, 'bmm': 1})
     """
 
     executed: list[Matmul] = field(default_factory=list)
@@ -106,6 +114,13 @@ class CallCount:
 
     Attributes:
         per_module: calls of each module, by object.
+
+    >>> import torch, torch_ref
+    >>> layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    >>> with torch_ref.count_calls(layer) as calls:
+    ...     torch_ref.gradient_checkpoint_forward(layer, True, False, x).sum().backward()
+    >>> calls.per_module[layer]  # again in the backward pass
+    2
     """
 
     per_module: Counter[nn.Module] = field(default_factory=Counter)

@@ -41,6 +41,14 @@ class TrainingStep:
         loss: gives a scalar tensor for `*batch`; often a method of the model, or a function that calls it.
         batch: the tensors that `loss` is given.
         optimizer: its update ends the step; without one the step ends with the gradients.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> step = TrainingStep(model, lambda x: model(x).sum(), (torch.ones(3, 2),), torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> before = model.bias.item()
+    >>> step.run()
+    >>> round(before - model.bias.item(), 4)  # the bias's gradient is the number of rows
+    0.3
     """
 
     model: nn.Module
@@ -65,6 +73,14 @@ class PeakBytes:
         breakdown: the same by category: parameters, buffers, gradients, optimizer_state, activations, temp, batch.
         host_bytes: the most that host copies held, at whatever moment.
         tracked_bytes: peak as `MemTracker` gives it, which takes host copies for device memory.
+
+    >>> import torch, torch_ref
+    >>> def build():
+    ...     model = torch.nn.Linear(100, 100, bias=False)
+    ...     return torch_ref.TrainingStep(model, lambda x: model(x).sum(), (torch.ones(10, 100),))
+    >>> peak = torch_ref.peak_bytes(build)
+    >>> peak.breakdown["parameters"], peak.host_bytes, peak.device_bytes == sum(peak.breakdown.values())
+    (40000, 0, True)
     """
 
     device_bytes: int

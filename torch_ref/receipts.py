@@ -33,6 +33,12 @@ class CallEntry:
         tensors_packed: those of them that backward will read from host memory.
         bytes_on_host: bytes copied to the host for this call; 0 for a copy that an earlier call made.
         bytes_brought_back: bytes copied back so far, counted at every recomputation.
+
+    >>> import torch, torch_ref
+    >>> with torch_ref.receipt() as told:
+    ...     _ = torch_ref.gradient_checkpoint_forward(torch.nn.Linear(4, 4), True, True, torch.ones(2, 4, requires_grad=True))
+    >>> [(call.block, call.mode, call.bytes_offered, call.bytes_on_host) for call in told.calls]
+    [('Linear', 'offload', 32, 32)]
     """
 
     block: str
@@ -145,6 +151,13 @@ def receipt() -> Iterator[Receipt]:
 
     Calls of all threads are recorded. Calls made by a recomputation (nested checkpoints) are recorded if the
     backward pass runs inside the block too.
+
+    >>> import torch, torch_ref
+    >>> layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+    >>> with receipt() as told:
+    ...     torch_ref.gradient_checkpoint_forward(layer, True, True, x).sum().backward()
+    >>> told.calls[0].bytes_on_host, told.calls[0].bytes_brought_back
+    (32, 32)
     """
     opened = Receipt()
     _open.append(opened)

@@ -29,6 +29,11 @@ class SavedEntry:
         shape: shape of the first tensor on it.
         dtype: its data type.
         module: path of the innermost module that was running then; of a function's module its class comes first.
+
+    >>> import torch, torch_ref
+    >>> kept = torch_ref.saved_for_backward(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Sigmoid()), torch.ones(2, 4))
+    >>> [(one.operator, one.shape, one.nbytes, one.place) for one in kept.entries if one.place == "device"]
+    [('aten.sigmoid.default', (2, 8), 64, 'device')]
     """
 
     nbytes: int
@@ -45,6 +50,11 @@ class SavedBytes:
 
     Attributes:
         entries: the storages, in the order in which they were made.
+
+    >>> import torch, torch_ref
+    >>> kept = torch_ref.saved_for_backward(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Sigmoid()), torch.ones(2, 4))
+    >>> kept.device_bytes == sum(one.nbytes for one in kept.entries if one.place == "device")
+    True
     """
 
     entries: tuple[SavedEntry, ...]

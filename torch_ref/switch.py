@@ -85,6 +85,13 @@ def gradient_checkpointing_disable(model: nn.Module) -> None:
 
     Raises:
         InvalidArgumentError: if `model` is no module.
+
+    >>> import torch_ref
+    >>> model = torch_ref.DecoderStack(num_layers=2, d_model=8, nhead=2)
+    >>> _ = torch_ref.gradient_checkpointing_enable(model)
+    >>> gradient_checkpointing_disable(model)
+    >>> torch_ref.is_gradient_checkpointing(model)
+    False
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model is a {type(model).__name__}, expected a module.")

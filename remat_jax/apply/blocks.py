@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from remat_jax.apply.effect import Effect, run_under
 from remat_jax.apply.scope import Block, BlockPolicies
 from remat_jax.errors import ArgumentError
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def checkpoint_blocks(fn: Callable[..., Any], policies: Mapping[Block, Any]) -> Callable[..., Any]:
+
+def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any]) -> Callable[P, R]:
     """`fn` with a policy on every call of the named blocks; the model is not edited.
 
     Parameter names and values, outputs and gradients are those of `fn`. A `jit` inside `fn` is traced anew under each set of
@@ -56,7 +59,7 @@ def checkpoint_blocks(fn: Callable[..., Any], policies: Mapping[Block, Any]) -> 
     effect = Effect(fn, checked)
 
     @functools.wraps(fn)
-    def with_policies(*args: Any, **kwargs: Any) -> Any:
+    def with_policies(*args: P.args, **kwargs: P.kwargs) -> R:
         outputs, found = run_under(checked, fn, args, kwargs)
         effect.check(found, args, kwargs)
         return outputs

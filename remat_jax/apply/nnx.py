@@ -264,11 +264,11 @@ def patched(classes: Iterable[type], wrap: Callable[[Call], Call]) -> Iterator[N
 @contextmanager
 def _one_patched(cls: type, wrap: Callable[[Call], Call]) -> Iterator[None]:
     own = vars(cls).get("__call__")
-    cls.__call__ = wrap(cls.__call__)  # type: ignore[method-assign, operator]
+    cls.__call__ = wrap(cls.__call__)  # type: ignore[method-assign]
     try:
         yield
     finally:
         if own is None:
-            del cls.__call__  # type: ignore[operator]
+            del cls.__call__
         else:
-            cls.__call__ = own  # type: ignore[method-assign, operator]
+            cls.__call__ = own  # type: ignore[method-assign]

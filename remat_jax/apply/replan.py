@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 
@@ -16,8 +16,11 @@ from remat_jax.graph import plan_block
 from remat_jax.graph.rewrite import count_regions, rewrite
 from remat_jax.policy import Policy, as_policy
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def replan(fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+
+def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
     """`fn` with `policy` on every checkpoint region that it has, whatever made it: `nn.remat`, `nnx.remat`, `jax.checkpoint`.
 
     `fn` is traced when it is called, so it must be a function of arrays (Python values in the arguments reach it as they are),
@@ -48,7 +51,7 @@ def replan(fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     checked = as_policy(policy)
 
     @functools.wraps(fn)
-    def replanned(*args: Any, **kwargs: Any) -> Any:
+    def replanned(*args: P.args, **kwargs: P.kwargs) -> R:
         leaves, treedef = jax.tree.flatten((args, kwargs))
         arrays = [index for index, leaf in enumerate(leaves) if compat.is_array(leaf)]
 
@@ -69,7 +72,7 @@ def replan(fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
         audit = Audit()
         outputs = rewrite(jaxpr, values, functools.partial(_run_region, checked, audit))
         audit.check()
-        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+        return cast(R, jax.tree.unflatten(jax.tree.structure(shape), outputs))
 
     return replanned
 

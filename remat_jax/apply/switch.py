@@ -7,7 +7,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Hashable
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from flax import linen, nnx
 
@@ -17,8 +17,10 @@ from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import ArgumentError, BlockError
 from remat_jax.policy import as_policy
 
+T = TypeVar("T")
 
-def enable_gradient_checkpointing(model: Any, policy: Any = "full", *, blocks: Any = None) -> Any:
+
+def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any = None) -> T:
     """`model` with `policy` on its blocks from now on.
 
     An NNX model is changed in place (and returned): its blocks change their class to a checkpointed subclass of the same name,
@@ -57,11 +59,17 @@ def enable_gradient_checkpointing(model: Any, policy: Any = "full", *, blocks: A
     return model
 
 
-def disable_gradient_checkpointing(model: Any) -> Any:
+def disable_gradient_checkpointing(model: T) -> T:
     """`model` without the checkpointing that `enable_gradient_checkpointing` gave it; a plain model is returned as it is.
 
     Raises:
       ArgumentError: `model` is no module.
+
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    >>> enabled = enable_gradient_checkpointing(model, blocks=nnx.Linear)
+    >>> disable_gradient_checkpointing(enabled) is model, type(model.layers[0]) is nnx.Linear
+    (True, True)
     """
     if isinstance(model, linen.Module):
         plain = getattr(type(model), "_plain_class", None)
@@ -84,7 +92,7 @@ def _change_class(module: nnx.Module, cls: type) -> None:
 def _checkpointed_class(cls: Any, policy: Any) -> type:
     """One class per class and policy, so that the same switch gives the same jit cache entry."""
     checkpointed = remat(cls, policy)
-    checkpointed._plain_class = cls  # type: ignore[attr-defined]
+    checkpointed._plain_class = cls
     return checkpointed
 
 

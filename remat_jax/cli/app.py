@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from remat_jax.cli.calibrate import calibrate
@@ -31,3 +33,19 @@ app.command()(plan)
 app.command()(policies)
 app.command()(report)
 app.command()(targets)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from remat_jax import __version__
+
+        typer.echo(f"remat-jax {__version__}")
+        raise typer.Exit()
+
+
+_Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version and exit.")]
+
+
+@app.callback()
+def _options(version: _Version = False) -> None:
+    pass

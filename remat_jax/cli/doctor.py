@@ -1,4 +1,4 @@
-"""`remat-jax doctor`: the known traps in a training step and its policy."""
+"""`remat-jax doctor`: the known traps in a training step and its policy; or what this machine and its packages are."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from remat_jax import compat
 from remat_jax.cli.output import FAILED, Json, answering, progress
 from remat_jax.cli.workloads import load_workload
 from remat_jax.diagnosis import doctor as diagnose
+from remat_jax.diagnosis import environment
+from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.policy import as_block_policy
 
 
 def doctor(
+    context: typer.Context,
     workload: Annotated[
-        str, typer.Argument(metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.", show_default=False
+        ),
+    ] = None,
     policy: Annotated[str, typer.Option("--policy", "-p", help="A name or a text; off looks at the model as it is.")] = "off",
     target: Annotated[
         str | None, typer.Option(help="A GPU to compile for as well; see remat-jax targets. Only tracing unless given.")
@@ -29,8 +35,12 @@ def doctor(
     """Name the known traps in a training step under a policy: where, what happens, and the remedy.
 
     FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. Exits 1 where a trap is found. No GPU is
-    needed or used.
+    needed or used. Without FILE:FUNCTION it says what this machine and its packages are, and what they cannot do: add that, as
+    JSON, when you report a fault.
     """
+    if workload is None:
+        _environment(context, as_json)
+        return
     with answering(as_json) as answer:
         # What can be wrong in the arguments is said before the user's file runs, which may take long.
         as_block_policy(policy)
@@ -45,3 +55,19 @@ def doctor(
         answer.data(found.to_dict())
     if not found.ok:
         raise typer.Exit(FAILED)
+
+
+def _environment(context: typer.Context, as_json: bool) -> None:
+    with answering(as_json) as answer:
+        options = ("policy", "target", "timeout")
+        # A value and where it is from: one that only a workload can use was given, even if it is the default's.
+        given = [name for name in options if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+        if given:
+            raise ArgumentError(
+                f"--{given[0]} {context.params[given[0]]!r} without a workload: give FILE:FUNCTION as well, such as "
+                "train.py:job, or leave the option out for what this machine and its packages are"
+            )
+        compat.keep_to_cpu_without_gpu()
+        found = environment()
+        answer.show(found)
+        answer.data(found.to_dict())

@@ -41,6 +41,7 @@ from remat_jax.compat.jaxprs import (
     tree_bytes,
     uses_references,
 )
+from remat_jax.compat.limits import limits
 from remat_jax.compat.rematerialisation import (
     BLOCK_NAME,
     OFFLOAD,
@@ -114,6 +115,7 @@ __all__ = [
     "layers_scope",
     "keep_to_cpu_without_gpu",
     "like",
+    "limits",
     "lowering_for",
     "made_by",
     "not_captured",

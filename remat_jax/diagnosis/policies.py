@@ -12,9 +12,10 @@ from remat_jax import compat
 from remat_jax.apply.audit import closest
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.diagnosis.findings import Finding, some
-from remat_jax.diagnosis.watch import Observed, Region, bodies
+from remat_jax.diagnosis.watch import Observed, Region
 from remat_jax.errors import nearest
 from remat_jax.graph.origins import origin
+from remat_jax.graph.walk import bodies
 from remat_jax.policy import Action, JaxPolicy, LayerPolicies, Policy
 
 

@@ -11,7 +11,6 @@ from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import (
     Observed,
     Region,
-    bodies,
     body_of,
     bytes_in_use,
     contains_live_region,
@@ -20,6 +19,7 @@ from remat_jax.diagnosis.watch import (
     region_equations,
 )
 from remat_jax.graph.flow import CALLS
+from remat_jax.graph.walk import bodies
 
 
 def remat_scan_of_one_length(observed: Observed) -> Iterator[Finding]:

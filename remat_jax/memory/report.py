@@ -50,6 +50,18 @@ class MemoryReport:
       overlap: what compute covers of the copies to and from the host, in the compiled schedule at the target's nominal rates;
         None where nothing is copied, or the target does not say its rates.
       devices: how many devices the step is divided among.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import remat_jax as rj
+    >>> from flax import linen
+    >>> model, x = linen.Dense(8), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
+    >>> job = rj.Workload(lambda params, x: jnp.sum(model.apply(params, x) ** 2), params, (x,), linen.Dense)
+    >>> report = rj.measure(job, "full", target="cpu")
+    >>> report.argument_bytes  # 8 · 8 + 8 parameters and 4 · 8 inputs of 4 bytes
+    416
+    >>> report.device_bytes == report.argument_bytes + report.output_bytes - report.alias_bytes + report.temp_bytes
+    True
     """
 
     workload: str

@@ -19,6 +19,9 @@ class Divergence:
         what: which array shows it, such as "output 0", "gradient of input 0" or "gradient of kernel".
         error, reference: the norm of the difference, and of PyTorch's array, in float64.
         note: what may explain it, such as a module inside that ran in one model only.
+
+    >>> print(Divergence("ffn.up", "ffn/up", "output 0", error=0.5, reference=10.0))
+    ffn/up against ffn.up: output 0 is 0.5 off, of 10
     """
 
     torch_path: str

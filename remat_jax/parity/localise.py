@@ -41,6 +41,10 @@ class Divergences:
         unmatched_torch, unmatched_flax: paths of the modules that have no counterpart.
         stale: Flax modules whose recomputation, under a checkpoint, gave something else of the same inputs; innermost first.
         hidden: Flax modules that ran where nothing can be captured.
+
+    >>> found = Divergences(None, None, (), {"": ""}, (), ())
+    >>> found.none, found.matched
+    (True, {'': ''})
     """
 
     forward: Divergence | None

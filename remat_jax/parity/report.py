@@ -32,6 +32,13 @@ class TensorRow:
         ratios: dtype → mode → err_jax / max(err_torch, ε·g), at most 4 by the parity rule.
         caught: dtype → whether this gradient with its sign flipped, and doubled, would have been found.
         problems: why it has not passed; empty where it has.
+
+    >>> row = TensorRow("gradient", "ffn.weight", errors={"off": 3e-16, "offload": 4e-16}, ratios={"float32": {"off": 0.9}})
+    >>> row.passed, row.error, row.ratio("float32")
+    (True, 4e-16, 0.9)
+    >>> row.fail("5.1 times PyTorch's error", "offload")
+    >>> row.passed, row.fails_in("off"), row.fails_in("offload")
+    (False, False, True)
     """
 
     kind: str
@@ -74,7 +81,11 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Check:
-    """Something that must hold beside the tensors, and what was found."""
+    """Something that must hold beside the tensors, and what was found.
+
+    >>> Check("planted faults", passed=False, found="1 of 12 was not found").passed
+    False
+    """
 
     name: str
     passed: bool
@@ -88,6 +99,9 @@ class MemoryRow:
     `peak_bytes` is the most that the forward and backward pass need on the device, parameters, inputs and gradients included,
     and no optimizer's state or update in either framework. `peak_from` says how that is known, or why it is None;
     docs/memory.md says what may be compared.
+
+    >>> MemoryRow("offload", "flax", device_bytes=0, host_bytes=4096).peak_bytes is None  # no peak was asked for
+    True
     """
 
     mode: str
@@ -115,6 +129,13 @@ class ParityReport:
         torch, flax: what was compared.
         rules: the weight map, as text.
         modes, dtypes, optimizer: what was asked.
+
+    >>> row = TensorRow("output", "logits", errors={"off": 3e-16})
+    >>> checks = (Check("planted faults", passed=True, found="12 of 12 were found"),)
+    >>> ParityReport((row,), checks, (), "Net", "Net", "", ("off",), ("float64",)).passed
+    True
+    >>> ParityReport((), checks, (), "Net", "Net", "", ("off",), ("float64",)).passed  # nothing was compared
+    False
     """
 
     rows: tuple[TensorRow, ...]

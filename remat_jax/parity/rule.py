@@ -26,6 +26,10 @@ class Row:
     `ratio` is err_jax / max(err_torch, ε·g), the number that may be at most 4; `problem` says what made the tensor
     incomparable (missing, shape, dtype, not finite, no usable reference) and is empty otherwise. A row with a problem
     has not passed.
+
+    >>> row = Row("kernel", err_jax=2e-7, err_torch=1e-7, bound=4e-7, ratio=2.0, passed=True)
+    >>> row.passed is (row.err_jax <= row.bound)
+    True
     """
 
     name: str

@@ -21,7 +21,11 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting that differs: of the Flax module at `path`; `what` it is, and its value in `torch` and in `flax`."""
+    """A setting that differs: of the Flax module at `path`; `what` it is, and its value in `torch` and in `flax`.
+
+    >>> print(Difference("layers_0", "epsilon", 1e-05, 1e-06))
+    layers_0: epsilon is 1e-05 in PyTorch and 1e-06 in Flax
+    """
 
     path: str
     what: str

@@ -14,7 +14,11 @@ from remat_jax.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Tolerance:
-    """A number and why it is that number."""
+    """A number and why it is that number.
+
+    >>> TOLERANCES["error_ratio"].value
+    4.0
+    """
 
     value: float
     reason: str

@@ -132,6 +132,9 @@ class Model:
         import numpy as np
         from scipy.optimize import Bounds, milp
 
+        if not self._cost:
+            # SciPy refuses a programme without variables: a block that keeps nothing leaves nothing to decide.
+            return Solution((), 0.0, 0.0, False) if all(low <= 0 <= high for _, low, high in self._rows) else None
         cost = np.asarray(self._cost)
         scale = _LARGEST_COST / max(np.abs(cost).max(), 1e-300) if cost.any() else 1.0
         with _ONE_AT_A_TIME, _standard_output_left_alone():

@@ -234,7 +234,7 @@ def _or_none(check: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
 def _items(value: Any, count: int, name: str) -> list[Any]:
     if len(_list(value, name)) != count:
         raise _Malformed(f"{name} has {len(value)} items, expected {count}")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _pairs(value: Any) -> list[list[Any]]:

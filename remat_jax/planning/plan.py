@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.errors import ArgumentError
@@ -19,6 +19,9 @@ from remat_jax.planning.point import Part, Point
 from remat_jax.policy import Policy
 from remat_jax.report.tables import render
 from remat_jax.workload import Workload
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 NOT_MAXIMAL = "Not shown: that no residual more can be saved in a run of layers; the compilations were used up"
 """A note; `Plan.is_maximal` goes by it."""
@@ -43,6 +46,16 @@ class Plan:
       notes: what else is to be known.
       model: which model it is for.
       jax_version: what compiled it.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import remat_jax as rj
+    >>> from flax import linen
+    >>> model, x = linen.Dense(8), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
+    >>> job = rj.Workload(lambda params, x: jnp.sum(model.apply(params, x) ** 2), params, (x,), linen.Dense)
+    >>> made = rj.plan(job, budget="1MiB", target="cpu")
+    >>> made.is_off, made.recompute_flops, made.device_bytes < made.budget  # memory enough: nothing is checkpointed
+    (True, 0, True)
     """
 
     policies: Mapping[type | str, Any]
@@ -80,7 +93,7 @@ class Plan:
         host = point.host_bytes <= self.host_budget if self.host_budget is not None else True
         return point.device_bytes is not None and point.device_bytes <= self.budget and not point.remark and host
 
-    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self, fn: Callable[P, R]) -> Callable[P, R]:
         """`fn`, a loss or anything else that runs the model, with the plan's policies on its blocks.
 
         Raises:
@@ -93,7 +106,7 @@ class Plan:
         planned = fn if self.is_off else checkpoint_blocks(fn, self.policies)
 
         @functools.wraps(fn)
-        def with_plan(*args: Any, **kwargs: Any) -> Any:
+        def with_plan(*args: P.args, **kwargs: P.kwargs) -> R:
             self.model.check_arguments((args, kwargs), self._told)
             return planned(*args, **kwargs)
 

@@ -50,6 +50,12 @@ def save(path: str | Path, state_dict: Mapping[str, Any], *, metadata: Mapping[s
 
     Raises:
         PortingError: the suffix is none of these, a value is no array, or the file format has no such dtype.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/model.safetensors", {"scale": np.ones(3, np.float32)})
+    ...     load(f"{folder}/model.safetensors")
+    {'scale': array([1., 1., 1.], dtype=float32)}
     """
     path = Path(path)
     if path.suffix not in (".safetensors", *_TORCH):

@@ -177,6 +177,9 @@ def as_rules(rules: Any) -> Rules:
 
     Raises:
         PortingError: it is none of these, or malformed.
+
+    >>> as_rules("a.weight -> params/a/kernel | linear") == Rules.parse("a.weight -> params/a/kernel | linear")
+    True
     """
     if isinstance(rules, Rules):
         return rules

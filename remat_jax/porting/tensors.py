@@ -24,6 +24,10 @@ def as_numpy(value: Any) -> np.ndarray:
 
     Raises:
         PortingError: the tensor holds no data, or is not dense.
+
+    >>> import jax.numpy as jnp
+    >>> as_numpy(jnp.ones(2, jnp.bfloat16)).dtype
+    dtype(bfloat16)
     """
     if not is_torch(value):
         return np.array(value)

@@ -23,6 +23,11 @@ class Diagnosis:
     Attributes:
         findings: the mistakes, in the order in which they were met; empty if there is none.
         regions: how many checkpointed regions were run.
+
+    >>> Diagnosis((), 2).ok
+    True
+    >>> print(Diagnosis((), 2))
+    2 checkpointed region(s), nothing wrong.
     """
 
     findings: tuple[Finding, ...]

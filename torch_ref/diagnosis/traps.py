@@ -20,6 +20,9 @@ class Finding:
         place: `file:line (function)` of the checkpoint; empty for a flag.
         problem: what happens.
         remedy: what to do.
+
+    >>> print(Finding("nothing_offloaded", "Linear", "train.py:3 (step)", "no tensor is moved", "Pass a tensor"))
+    nothing_offloaded: Linear at train.py:3 (step): no tensor is moved. Pass a tensor.
     """
 
     trap: str

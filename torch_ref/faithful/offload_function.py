@@ -43,7 +43,11 @@ class OffloadFunction(torch.autograd.Function):
 
 
 class OffloadDecoder(nn.Module):
-    """Two linear layers, (batch, width) → the same, with the function between them."""
+    """Two linear layers, (batch, width) → the same, with the function between them.
+
+    >>> OffloadDecoder(8)(torch.ones(2, 8)).shape
+    torch.Size([2, 8])
+    """
 
     def __init__(self, width: int = 512) -> None:
         super().__init__()

@@ -143,7 +143,11 @@ class Pi0(Switched):
 
 
 def prepare_for_training(model: nn.Module) -> bool:
-    """Switch checkpointing on if the model has the method, as the training script does; says whether it had."""
+    """Switch checkpointing on if the model has the method, as the training script does; says whether it had.
+
+    >>> prepare_for_training(nn.Linear(1, 1))
+    False
+    """
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable()
         logger.info("Enabled gradient checkpointing for memory optimization")

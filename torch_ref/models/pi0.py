@@ -81,6 +81,11 @@ class Pi0Layer(nn.Module):
 
     Raises:
         InvalidArgumentError: if `streams` are not two.
+
+    >>> config = Pi0Config(depth=1)
+    >>> layer = Pi0(config).layers[0]
+    >>> isinstance(layer, Pi0Layer)
+    True
     """
 
     def __init__(self, config: Pi0Config) -> None:

@@ -98,6 +98,11 @@ class Observation(NamedTuple):
         prompt: token numbers (batch, prompt_length).
         prompt_mask: (batch, prompt_length), false for padding.
         state: (batch, action_dim); π0.5 does not read it.
+
+    >>> cameras = torch.zeros(1, 3, 3, 28, 28), torch.ones(1, 3, dtype=torch.bool)
+    >>> prompt = torch.zeros(1, 12, dtype=torch.long), torch.ones(1, 12, dtype=torch.bool)
+    >>> Observation(*cameras, *prompt, torch.zeros(1, 8)).state.shape
+    torch.Size([1, 8])
     """
 
     images: torch.Tensor

@@ -102,12 +102,15 @@ class Pair:
                 if name in self.written:
                     tensor.copy_(torch.from_numpy(np.array(values[name])))
         self.torch.zero_grad(set_to_none=True)
-        convert = lambda x: torch.from_numpy(np.array(x))  # noqa: E731
+
+        def convert(x: Any) -> Any:
+            return torch.from_numpy(np.array(x))
+
         with keep_float64(), torch.set_grad_enabled(gradients):
             result = self.torch_call(self.torch, *map(convert, self.args), **{k: convert(v) for k, v in self.kwargs.items()})
             outputs = [x for x in _leaves(result) if is_torch(x) and x.is_floating_point()]
             if gradients:
-                sum((x * torch.from_numpy(_weights(i, x.shape))).sum() for i, x in enumerate(outputs)).backward()  # type: ignore[union-attr]
+                sum((x * torch.from_numpy(_weights(i, x.shape))).sum() for i, x in enumerate(outputs)).backward()
         named = dict(self.torch.named_parameters()) if gradients else {}
         found = {name: np.zeros(p.shape) if p.grad is None else as_numpy(p.grad) for name, p in named.items()}
         return [as_numpy(x) for x in outputs], found

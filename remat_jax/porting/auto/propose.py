@@ -42,6 +42,15 @@ def propose(
 
     Raises:
         PortingError: no map fits the shapes; the models agree by none; by several; or the inputs leave modules unused.
+
+    >>> import flax.linen as nn
+    >>> import numpy as np
+    >>> import torch
+    >>> theirs = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    >>> ours = nn.Sequential([nn.Dense(5), nn.tanh, nn.Dense(2)])
+    >>> print(propose(theirs, ours, (np.ones((2, 3), np.float32),)))
+    {i}.weight -> params/layers_{i}/kernel | linear
+    {i}.bias -> params/layers_{i}/bias
     """
     with jax.enable_x64(True):
         _refuse_random(torch_module)

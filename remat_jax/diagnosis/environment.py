@@ -1,0 +1,101 @@
+"""What this machine and its packages are, and what they cannot do: what a report of a fault must say."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from remat_jax import compat
+from remat_jax.errors import TargetError
+from remat_jax.hardware import gpus
+from remat_jax.memory.attached import device_kind
+from remat_jax.report.tables import render, table
+
+PACKAGES = (
+    *("remat_jax", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+    *("flax", "optax", "numpy", "scipy", "torch"),
+)
+PREFIXES = ("JAX_", "XLA_", "REMAT_JAX_", "CUDA_VISIBLE_DEVICES", "PYTORCH_")
+NOT_INSTALLED = "not installed"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a report of a fault must say of where it happened.
+
+    Attributes:
+      python, platform: of this process.
+      versions: of each package that matters; None where it is not installed.
+      gpus: name, driver and memory of each, as NVIDIA's driver says.
+      attached: what JAX calls the GPU, or why it has none; None where the driver knows of none.
+      flags: the variables that change what JAX, XLA, PyTorch or remat_jax do.
+      limits: what cannot be done here, why, and the remedy.
+    """
+
+    python: str
+    platform: str
+    versions: dict[str, str | None]
+    gpus: tuple[dict[str, str], ...]
+    attached: str | None
+    flags: dict[str, str]
+    limits: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; the keys are the attribute names."""
+        return {**asdict(self), "gpus": list(self.gpus), "limits": list(self.limits)}
+
+    def __rich__(self) -> Any:
+        rows = [("Python", self.python), ("platform", self.platform)]
+        rows += [(name, version or NOT_INSTALLED) for name, version in self.versions.items()]
+        rows += [("GPU", ", ".join(one.values())) for one in self.gpus] or [("GPU", "none")]
+        rows += [("JAX's GPU", self.attached)] if self.attached else []
+        rows += list(self.flags.items())
+        rows += [("cannot", limit) for limit in self.limits]
+        return table("This environment", ("what", "is"), rows)
+
+    def __str__(self) -> str:
+        return render(self.__rich__())
+
+
+def environment() -> Environment:
+    """What this machine and its packages are, and what they cannot do. No device is touched by this process.
+
+    >>> found = environment()
+    >>> found.python == platform.python_version(), "jax" in found.versions
+    (True, True)
+    """
+    found = tuple(gpus())
+    versions = {name: _version(name) for name in PACKAGES}
+    return Environment(
+        python=platform.python_version(),
+        platform=platform.platform(),
+        versions=versions,
+        gpus=found,
+        attached=_attached() if found else None,
+        flags={name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
+        limits=(*compat.limits(), *_without_torch()),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _attached() -> str:
+    try:
+        return device_kind()
+    except TargetError as error:
+        return str(error)
+
+
+def _without_torch() -> tuple[str, ...]:
+    if importlib.util.find_spec("torch") is not None:
+        return ()
+    return ("parity, porting.propose and torch_ref need PyTorch, which is not installed: pip install 'remat-jax[torch]'",)

@@ -1,0 +1,115 @@
+"""The wheel alone: what is in it, and that it installs into an empty environment and works there. `make smoke`."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = ROOT / ".venvs" / "smoke"
+TOP = re.compile(r"(remat_jax|torch_ref|remat_jax-[^/]+\.dist-info)/")
+FORBIDDEN = re.compile(r"(^|/)(tests?|parity_tests|benchmarks|docs|__pycache__|conftest\.py|test_[^/]*|\.[^/]*)(/|$)|\.pyc$")
+WANTED = ("remat_jax/py.typed", "torch_ref/py.typed", "remat_jax/examples/__init__.py", "remat_jax/hardware/targets.toml")
+# A user's first file: a model's gradient under a policy, and what the policy does to memory, on the CPU.
+USE = """
+import flax.linen as nn, jax, jax.numpy as jnp, numpy as np
+import remat_jax as rj
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(64, name="down")(nn.gelu(nn.Dense(256, name="up")(x)))
+
+model, x = nn.Sequential([Block(), Block()]), jnp.ones((32, 64)) / 8
+params = model.init(jax.random.key(0), x)
+loss = lambda params, x: jnp.mean(model.apply(params, x) ** 2)
+
+def job():
+    return rj.Workload(loss, params, (x,), Block, name="two blocks")
+
+if __name__ == "__main__":
+    plain, found = jax.grad(loss)(params, x), jax.grad(rj.checkpoint_blocks(loss, {Block: "dots"}))(params, x)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(found), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert float(jnp.abs(a).max()) > 0
+    off, full = (rj.residuals(job(), policy).device_bytes for policy in ("off", "full"))
+    assert full < off, (full, off)
+    print(rj.__version__, rj.__file__)
+"""
+
+
+def check_contents(names: list[str]) -> None:
+    """Raise where a wheel has what it should not, or lacks what it needs.
+
+    >>> check_contents([*WANTED, "remat_jax-1.dist-info/licenses/LICENSE", "remat_jax/__init__.py"])
+    >>> check_contents([*WANTED, "remat_jax-1.dist-info/licenses/LICENSE", "tests/smoke.py"])
+    Traceback (most recent call last):
+      ...
+    ValueError: the wheel must not have: tests/smoke.py
+    >>> check_contents(["remat_jax-1.dist-info/licenses/LICENSE", *WANTED[1:]])
+    Traceback (most recent call last):
+      ...
+    ValueError: the wheel lacks: remat_jax/py.typed
+    """
+    wrong = [name for name in names if not TOP.match(name) or FORBIDDEN.search(name)]
+    if wrong:
+        raise ValueError(f"the wheel must not have: {', '.join(wrong)}")
+    missing = [name for name in WANTED if name not in names]
+    missing += [] if any(name.endswith("/licenses/LICENSE") for name in names) else ["LICENSE"]
+    if missing:
+        raise ValueError(f"the wheel lacks: {', '.join(missing)}")
+
+
+def output(*command: str | Path, cwd: str) -> str:
+    """Standard output of a command that must succeed."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))} exits {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def seconds(python: Path, code: str, cwd: str) -> float:
+    """Processor time of a fresh Python that runs `code`, the least of three."""
+    times = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        output(python, "-c", code, cwd=cwd)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(times)
+
+
+def main(wheel: str) -> None:
+    """Check the wheel's contents, install it by itself with what it depends on, and use it from an empty folder."""
+    path = Path(wheel).resolve()
+    check_contents(zipfile.ZipFile(path).namelist())
+    version = path.name.split("-")[1]
+    subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
+    python, command = VENV / "bin" / "python", VENV / "bin" / "remat-jax"
+    subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", path], check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train.py").write_text(USE)
+        said, where = output(python, "train.py", cwd=folder).split()
+        assert said == version and Path(where).is_relative_to(VENV), (said, where, version)
+        assert output(command, "--version", cwd=folder) == f"remat-jax {version}\n"
+        assert "doctor" in output(command, "--help", cwd=folder)
+        told = json.loads(output(command, "doctor", "--json", cwd=folder))
+        assert (told["versions"]["remat_jax"], told["versions"]["torch"]) == (version, None), told
+        measured = ("measure", "train.py:job", "--target", "cpu", "--policy", "full", "--json")
+        assert '"device_bytes"' in output(command, *measured, cwd=folder)
+        jax, both = seconds(python, "import jax", folder), seconds(python, "import jax, remat_jax", folder)
+        names = seconds(python, "import jax, remat_jax as rj; [getattr(rj, name) for name in rj.__all__]", folder)
+    print(f"{path.name}: {len(zipfile.ZipFile(path).namelist())} files, installed by itself, works")
+    print(
+        f"processor time of imports: JAX {jax:.2f} s, remat_jax {both - jax:.2f} s more, all its names {names - jax:.2f} s more"
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,112 @@
+"""What holds in every version, and the command that runs the tests in each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import remat_jax as rj
+from remat_jax.policy import NAMED
+from tests import versions
+from tests.small_models import Mlp, assert_same, make_loss
+
+ROOT = Path(__file__).resolve().parents[1]
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+NONE_SUCH = versions.Version("3.99", "0.12.0", remat3=True)
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+def test_gradients_under_every_named_policy_are_the_plain_ones(x64: None, scanned: bool) -> None:
+    plain, params, x = make_loss(Mlp, scanned=scanned)
+    expected = jax.jit(jax.grad(plain, (0, 1)))(params, x)
+    for policy in NAMED:
+        found = jax.jit(jax.grad(rj.checkpoint_blocks(plain, {Mlp: policy}), (0, 1)))(params, x)
+        assert_same(found, expected)
+
+
+def test_the_table_has_every_python_and_jax_that_is_promised() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert len(set(versions.VERSIONS)) == len(versions.VERSIONS)
+    lowest = next(one.partition(">=")[2] for one in project["dependencies"] if one.startswith("jax>="))
+    assert {one.jax for one in versions.VERSIONS} == {lowest, "0.11.2", versions.NEWEST}
+    newer = {(one.jax, one.remat3) for one in versions.VERSIONS if one.python == "3.12"}
+    assert newer == {(name, remat3) for name in ("0.11.2", versions.NEWEST) for remat3 in (False, True)}
+    assert versions.Version(project["requires-python"].removeprefix(">="), lowest, remat3=True) in versions.VERSIONS
+
+
+def test_an_interpreter_is_of_the_version_that_is_asked_for() -> None:
+    found = versions.interpreter(HERE)
+    assert found is not None
+    told = subprocess.run([found, "-c", "import sys; print(*sys.version_info[:2], sep='.')"], capture_output=True, text=True)
+    assert told.stdout.strip() == HERE
+    assert versions.interpreter("3.99") is None
+
+
+def test_a_version_without_interpreter_is_told_and_fails_unless_it_may_be_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(versions, "VERSIONS", (NONE_SUCH,))
+    left_out = "Python 3.99, JAX 0.12.0, jax_remat3 on: left out, no python3.99 on the path or among pyenv's\n"
+    assert [versions.main([]), versions.main(["--if-there"])] == [1, 0]
+    assert capsys.readouterr().out == left_out * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "paths"), [(("-m", "versions"), ["tests", "remat_jax"]), (("-k", "docs", "tests/test_docs.py::test_a"), [])]
+)
+def test_each_version_runs_the_tests_with_its_own_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: tuple[str, ...], paths: list[str]
+) -> None:
+    told: list[tuple[Any, str, bool]] = []
+
+    def pretend(command: list[Any], cwd: Path, env: dict[str, str], check: bool) -> subprocess.CompletedProcess[str]:
+        told.append((command, env["JAX_REMAT3"], "PYTHONPATH" in env))
+        return subprocess.CompletedProcess(command, int(env["JAX_REMAT3"]))
+
+    monkeypatch.setattr(versions, "interpreter", lambda python: f"python{python}")
+    monkeypatch.setattr(versions, "install", lambda version, python: version.folder / python)
+    monkeypatch.setattr(versions.subprocess, "run", pretend)
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    assert versions.main(["--jax", "newest", *given]) == 1
+    assert [(flag, path) for _, flag, path in told] == [("0", False), ("1", False)]
+    for command, _, _ in told:
+        assert command[0] == versions.VENVS / "py3.12-jax-newest" / "python3.12"
+        assert command[-len(given) :] == list(given) and [one for one in command if one in ("tests", "remat_jax")] == paths
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == [
+        "Python 3.12, JAX newest, jax_remat3 off: passed",
+        "Python 3.12, JAX newest, jax_remat3 on: FAILED, pytest exits 1",
+    ]
+
+
+def test_an_environment_is_made_once_and_the_newest_asked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+
+    def pretend(command: list[Any], check: bool) -> None:
+        commands.append([str(word) for word in command])
+        if "venv" in command:
+            (Path(command[-1]) / "bin").mkdir(parents=True)
+            (Path(command[-1]) / "bin" / "python").touch()
+
+    monkeypatch.setattr(versions, "VENVS", tmp_path)
+    monkeypatch.setattr(versions.subprocess, "run", pretend)
+    fixed, newest = versions.Version("3.12", "0.11.2", remat3=False), versions.Version("3.12", versions.NEWEST, remat3=True)
+    for version in (fixed, fixed, newest, newest):
+        assert versions.install(version, "python3.12") == version.folder / "bin" / "python"
+    assert ["venv" in words for words in commands] == [True, False, True, False, False]
+    assert [words[7] for words in commands if "install" in words] == ["jax==0.11.2", "jax", "jax"]
+    versions.install(versions.Version("3.12", "0.11.2", remat3=True), "python3.12")
+    assert len(commands) == 5
+
+
+def test_a_version_that_is_not_in_the_table_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        versions.main(["--jax", "0.9"])
+    assert ended.value.code == 2 and "Python 3.12, JAX 0.11.2, jax_remat3 off" in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""The tests that need no PyTorch, on every Python and JAX that is promised: `make test-versions`.
+
+Each version has an environment of its own under `.venvs`, made once and brought up to date when `pyproject.toml` changes; the
+newest JAX is asked for again every time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENVS = ROOT / ".venvs"
+NEWEST = "newest"
+EXTRAS = "gpu-compile,report,test"
+PATHS = ("tests", "remat_jax")
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Version:
+    """One line of the table: a Python, a JAX, and whether JAX's new rematerialisation is on."""
+
+    python: str
+    jax: str
+    remat3: bool
+
+    def __str__(self) -> str:
+        return f"Python {self.python}, JAX {self.jax}, jax_remat3 {'on' if self.remat3 else 'off'}"
+
+    @property
+    def folder(self) -> Path:
+        """Its environment; whether `jax_remat3` is on is said when the tests run."""
+        return VENVS / f"py{self.python}-jax-{self.jax}"
+
+
+# Python 3.11 with JAX 0.10.2 and PyTorch, jax_remat3 off, is what `make test` runs.
+VERSIONS = (
+    Version("3.11", "0.10.2", remat3=True),
+    Version("3.12", "0.11.2", remat3=False),
+    Version("3.12", "0.11.2", remat3=True),
+    Version("3.12", NEWEST, remat3=False),
+    Version("3.12", NEWEST, remat3=True),
+)
+
+
+def interpreter(python: str) -> str | None:
+    """A Python of that version that runs: this one, one on the path, or one of pyenv's; None where there is none."""
+    found = [sys.executable, shutil.which(f"python{python}")]
+    if pyenv := shutil.which("pyenv"):
+        root = subprocess.run([pyenv, "root"], capture_output=True, text=True, check=False).stdout.strip()
+        found += sorted(map(str, Path(root, "versions").glob(f"{python}.*/bin/python")), reverse=True)
+    code = "import sys, venv, ensurepip; print('{}.{}'.format(*sys.version_info))"
+    for path in filter(None, found):
+        # pyenv's shim of a version that is not selected is on the path, and fails.
+        done = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False)
+        if done.returncode == 0 and done.stdout.strip() == python:
+            return path
+    return None
+
+
+def install(version: Version, python: str) -> Path:
+    """The Python of the version's environment, made or brought up to date where it has to be."""
+    inside, stamp = version.folder / "bin" / "python", version.folder / "installed"
+    wanted = f"jax=={version.jax}" if version.jax != NEWEST else "jax"
+    state = hashlib.sha256(f"{wanted} {EXTRAS} {(ROOT / 'pyproject.toml').read_text()}".encode()).hexdigest()
+    if version.jax != NEWEST and stamp.exists() and stamp.read_text() == state:
+        return inside
+    if not inside.exists():
+        subprocess.run([python, "-m", "venv", version.folder], check=True)
+    pip = [inside, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--upgrade"]
+    subprocess.run([*pip, wanted, "-e", f"{ROOT}[{EXTRAS}]"], check=True)
+    stamp.write_text(state)
+    return inside
+
+
+def run(version: Version, python: Path, arguments: list[str]) -> int:
+    """The tests' exit status. What is no option or value of pytest's own is left to it; without paths all tests run."""
+    environment = {**os.environ, **ONE_THREAD, "JAX_REMAT3": str(int(version.remat3))}
+    # Without PyTorch's part, which this environment has not; and without another checkout that is on the path.
+    environment.pop("PYTHONPATH", None)
+    paths = () if any(one.startswith(PATHS) for one in arguments) else PATHS
+    command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *paths, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what is asked for; 1 where a test fails, or where an interpreter is missing that must be there."""
+    parser = argparse.ArgumentParser(prog="make test-versions", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--jax", action="append", help="only this JAX of the table; may be repeated")
+    parser.add_argument("--remat3", choices=("off", "on"), help="only with jax_remat3 off, or on")
+    parser.add_argument("--if-there", action="store_true", help="leave out, and say so, what there is no interpreter for")
+    options, rest = parser.parse_known_args(arguments)
+    wanted = [one for one in VERSIONS if not options.jax or one.jax in options.jax]
+    wanted = [one for one in wanted if options.remat3 is None or one.remat3 == (options.remat3 == "on")]
+    if not wanted:
+        parser.error(f"--jax {options.jax}, --remat3 {options.remat3}: the table has {'; '.join(map(str, VERSIONS))}")
+    said, failed = [], False
+    for version in wanted:
+        python = interpreter(version.python)
+        if python is None:
+            said.append(f"{version}: left out, no python{version.python} on the path or among pyenv's")
+            failed |= not options.if_there
+            continue
+        print(f"== {version}", flush=True)
+        status = run(version, install(version, python), rest)
+        said.append(f"{version}: {'passed' if status == 0 else f'FAILED, pytest exits {status}'}")
+        failed |= status != 0
+    print("\n".join(said), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
