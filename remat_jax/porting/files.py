@@ -38,7 +38,7 @@ def load(path: str | Path, *, key: str | None = None) -> dict[str, Any]:
     try:
         return _load(_one_file(Path(path)), key)
     except OSError as error:
-        raise PortingError(f"path={str(path)!r} cannot be read ({error}); give another file.") from None
+        raise PortingError(f"path={str(path)[:400]!r} cannot be read ({error.strerror or error}); give another file.") from None
 
 
 def _load(path: Path, key: str | None) -> dict[str, Any]:
