@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from remat_jax.policy.form import Policy
 
 VERSION, CUT_VERSION = 1, 2
 """Of JSON without cuts, and with: what reads the first only must not take the second for layers in one scan."""
+MOST_LAYERS = 10**6
+"""In a run: a longer one is a slip of the pen, and a list of its layers would not fit."""
 _RUN = re.compile(r"\s*(\d+)\s*[x×]\s+(.*)", re.DOTALL)
 # A new run, and not a bar in the name of a residual.
 _BAR = re.compile(r"(\|\|?)(?=\s*\d+\s*[x×]\s)")
@@ -100,7 +103,9 @@ class LayerPolicies:
             found = _RUN.fullmatch(part)
             if found is None:
                 raise PolicyError(f"{argument}={text!r}: the run {part.strip()!r} is not 'N × policy'; write {_GRAMMAR}.")
-            runs.append((int(found[1]), Policy.parse(found[2].strip(), argument)))
+            # Python reads no integer of thousands of digits.
+            count = int(found[1]) if len(found[1]) <= 18 else math.inf
+            runs.append((count, Policy.parse(found[2].strip(), argument)))
         return cls(tuple(runs), tuple(cuts))
 
     def __str__(self) -> str:
@@ -201,7 +206,7 @@ class LayerPolicies:
         """
         try:
             data = json.loads(text)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise PolicyError(
                 f"policies by layer: {text!r} is not JSON ({error}); give what LayerPolicies.to_json wrote."
             ) from None
@@ -230,8 +235,10 @@ def _checked_run(run: Any) -> tuple[int, Policy]:
     if not isinstance(run, Sequence) or isinstance(run, str) or len(run) != 2:
         raise PolicyError(f"LayerPolicies: run={run!r}: expected a pair (layers, policy), as in (8, 'full').")
     count, policy = run
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise PolicyError(f"LayerPolicies: a run of {count!r} layers: expected 1 or more; leave an empty run out.")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_LAYERS:
+        raise PolicyError(
+            f"LayerPolicies: a run of {count!r:.40} layers: expected 1 to {MOST_LAYERS}; leave an empty run out."
+        )
     checked = Policy.parse(policy) if not isinstance(policy, Policy) else policy
     if _BAR.search(str(checked)):
         raise PolicyError(
