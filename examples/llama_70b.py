@@ -2,6 +2,7 @@
 
     remat-jax measure examples/llama_70b.py:job --target 8x8xh200 --policy full
     remat-jax plan    examples/llama_70b.py:job --target 8x8xh200 --budget 100GiB
+    remat-jax measure examples/llama_70b.py:job --target 4x8xh200 --mesh data=4,fsdp=8
 
 `job` divides parameters, optimizer state and batch over all 64 (FSDP); `tensor_job` divides the batch over the hosts, and the
 heads and the hidden layer of the feed-forward over the GPUs of each (tensor parallelism). Nothing is allocated.

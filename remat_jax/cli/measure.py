@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from remat_jax import compat
+from remat_jax.cli.meshes import MeshOption, checked_mesh, load_on_mesh
 from remat_jax.cli.output import Answer, Json, answering, progress
-from remat_jax.cli.workloads import load_workload
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
@@ -34,6 +34,7 @@ def measure(
         typer.Option("--policy", "-p", help="A name or a text; once for each of several. off and full unless given."),
     ] = None,
     target: Annotated[str, typer.Option(help="What to compile for; see remat-jax targets.")] = "cpu",
+    mesh: MeshOption = None,
     timeout: Annotated[float, typer.Option(help="Seconds that compiling may take in all.")] = DEFAULT_TIMEOUT,
     show_residuals: Annotated[bool, typer.Option("--residuals", help="List what is kept between the passes, by name.")] = False,
     show_live: Annotated[
@@ -58,8 +59,9 @@ def measure(
         asked = _asked(policy, diff)
         described = target_named(target)
         _check_picture(plot, described)
+        divided = checked_mesh(mesh, described)
         compat.keep_to_cpu_without_gpu()
-        job = load_workload(workload)
+        job = load_on_mesh(workload, divided)
         with progress() as steps:
             steps.tell(f"{job.name}: tracing, then compiling for {described.name}", 0, len(asked))
             tables = [residuals(job, one) for one in asked] if show_residuals else []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from jax.sharding import AbstractMesh
+
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import Target
+from remat_jax.mesh import shown
 from remat_jax.workload import Workload
 
 
@@ -18,7 +21,8 @@ def check_devices(workload: Workload, target: Target) -> None:
         if target.devices > 1:
             raise UnsupportedError(
                 f"target={target.name!r} is {target.devices} devices, and {workload.name!r} has no mesh to use them by: ask "
-                "for one of them, or say how it is divided: Workload(…, mesh={'data': …}, shardings=(…))"
+                "for one of them, or say how it is divided: Workload(…, mesh={'data': …}, shardings=(…)), or workload.on_mesh "
+                "('data=…,fsdp=…'), which is --mesh on the command line"
             )
         return
     if target.attached:
@@ -26,10 +30,17 @@ def check_devices(workload: Workload, target: Target) -> None:
             f"target={target.name!r} is one device to run on, and {workload.name!r} has a mesh: name the hardware instead, "
             f"such as '{workload.mesh.size}xh200'"
         )
-    if workload.mesh.size != target.devices:
-        axes = ", ".join(f"{name}={size}" for name, size in workload.mesh.shape.items())
+    check_size(workload.mesh, target, f"the mesh of {workload.name!r} ({shown(workload.mesh)})")
+
+
+def check_size(mesh: AbstractMesh, target: Target, called: str) -> None:
+    """Refuse a mesh of more or fewer devices than the target; `called` is what the message says of the mesh.
+
+    Raises:
+      ArgumentError: it is of another size.
+    """
+    if mesh.size != target.devices:
         raise ArgumentError(
-            f"target={target.name!r} is {target.devices} device{'s' * (target.devices > 1)}, and the mesh of {workload.name!r} "
-            f"({axes}) has {workload.mesh.size}: ask for as many, such as '{workload.mesh.size}xh200' in one host "
-            "('8x8xh200' are 64 in eight hosts), or change the mesh"
+            f"target={target.name!r} is {target.devices} device{'s' * (target.devices > 1)}, and {called} has {mesh.size}: ask "
+            f"for as many, such as '{mesh.size}xh200' in one host ('8x8xh200' are 64 in eight hosts), or change the mesh"
         )
