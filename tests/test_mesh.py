@@ -26,7 +26,7 @@ from remat_jax.memory.predict import Predictor
 from remat_jax.memory.shares import Shares, residual_shares
 from remat_jax.mesh import as_mesh
 from remat_jax.planning import problem
-from tests.mesh_models import BATCH, CONFIG, LAYERS, LENGTH, MESH, POLICIES, small_llama
+from tests.mesh_models import BATCH, CONFIG, LAYERS, LENGTH, MESH, OF_SEQUENCE, POLICIES, small_llama
 from tests.small_models import Mlp
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
@@ -249,7 +249,7 @@ def results(tmp_path_factory, in_a_hurry):
     return dict(np.load(path))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *(f"sequence {policy}" for policy in OF_SEQUENCE)])
 def test_a_step_on_eight_devices_is_that_on_one(results, policy):
     of_policy = {name: value for name, value in results.items() if name.startswith(f"{policy}/")}
     assert len(of_policy) > 10
