@@ -27,7 +27,7 @@ from remat_jax.mesh import (
     usual_shardings,
 )
 from remat_jax.policy import as_block_policy, is_off
-from remat_jax.train import OffloadedOptimizer
+from remat_jax.train import OffloadedOptimizer, plain
 from remat_jax.train.structs import result_structs, struct
 from remat_jax.train.trainable import check_trained, path_text, split
 
@@ -121,7 +121,7 @@ class Workload:
             raise ArgumentError(f"optimizer={optimizer!r}: expected an optax optimizer, with init and update")
         self.batch, self.optimizer = _structs(batch, "batch"), optimizer
         self.params = _structs(params, "params")
-        self.mesh, self.shardings = _on_mesh(mesh, shardings, self.params, self.batch, optimizer)
+        self.mesh, self.shardings = _on_mesh(mesh, shardings, self.params, self.batch)
         self.loss, self._own_loss, self._states = under(self.mesh, loss), loss, 0
         self.blocks = _checked_blocks(blocks)
         self.trainable, self.has_aux, self.donate = trainable, has_aux, donate
@@ -303,7 +303,8 @@ class Workload:
         if self.optimizer is None:
             places: tuple[Any, ...] = (trained, frozen, *batch)
         else:
-            places = (trained, state_shardings(self.optimizer, step.arguments[1], step.arguments[0], trained), frozen, *batch)
+            of_state = state_shardings(plain(self.optimizer), step.arguments[1], step.arguments[0], trained)
+            places = (trained, of_state, frozen, *batch)
 
         def function(*arguments: Any) -> Any:
             results = step.function(*arguments)
@@ -359,17 +360,13 @@ def _checked_blocks(blocks: Any) -> Blocks:
     return wanted
 
 
-def _on_mesh(
-    mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...], optimizer: Any
-) -> tuple[AbstractMesh | None, tuple[Any, ...]]:
+def _on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[AbstractMesh | None, tuple[Any, ...]]:
     """The mesh, and how parameters and batch lie on it."""
     if mesh is None and shardings is None:
         return None, ()
     if mesh is None or shardings is None:
         given, lacking = ("shardings", "mesh") if mesh is None else ("mesh", "shardings")
         raise ArgumentError(f"{given} without {lacking}: they belong together; give both, or neither for a single device")
-    if isinstance(optimizer, OffloadedOptimizer):
-        raise UnsupportedError("optimizer: an offloaded optimizer on a mesh is not served; give the optimizer itself")
     if any(compat.is_on_host(leaf) for leaf in jax.tree.leaves((params, batch))):
         raise UnsupportedError("params or batch: arrays in host memory on a mesh are not served; give them in device memory")
     found = as_mesh(mesh)

@@ -88,7 +88,35 @@ def main(path: str) -> None:
         assert all(jax.tree.leaves(kept)), "new parameters lie where the old ones did"
         for place, leaf in enumerate(jax.tree.leaves(results)):
             found[f"{name}/{place}"] = np.asarray(leaf)
+    found |= offloaded_optimizer(given)
     np.savez(Path(path), **found)
+
+
+def offloaded_optimizer(given: Any) -> dict[str, Any]:
+    """A step of Adam on one device, and one with its state in host memory on eight, divided as the parameters are.
+
+    The state is made op by op from divided parameters, as a training loop does before its first step.
+    """
+    found: dict[str, Any] = {}
+    tx = optax.adam(1e-3)
+    alone = small_llama(dtype=jnp.float64, optimizer=tx)
+    params, tokens = given[0], given[3:]
+    results = jax.jit(alone.step("full").function)(params, tx.init(params), {}, *tokens)
+    found |= {f"adam alone/{place}": np.asarray(leaf) for place, leaf in enumerate(jax.tree.leaves(results))}
+
+    offloaded = rj.offload_optimizer(tx)
+    step = small_llama(MESH, dtype=jnp.float64, optimizer=offloaded).step("full")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), tuple(MESH))
+    places = jax.tree.map(lambda one: NamedSharding(mesh, one.spec, memory_kind=one.memory_kind), step.shardings)
+    divided, *tokens = jax.device_put((params, *tokens), (places[0], *places[3:]))
+    state = offloaded.init(divided)
+    assert jax.tree.all(jax.tree.map(lambda one, place: one.sharding.is_equivalent_to(place, one.ndim), state, places[1]))
+    results = jax.jit(step.function, donate_argnums=(0, 1))(divided, state, {}, *tokens)
+    lies = jax.tree.map(lambda one, place: one.sharding.is_equivalent_to(place, one.ndim), results[:2], places[:2])
+    assert jax.tree.all(lies), "the state is where it was"
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(results[1]) if leaf.ndim}
+    assert kinds == {"pinned_host"}, kinds
+    return found | {f"adam offloaded/{place}": np.asarray(leaf) for place, leaf in enumerate(jax.tree.leaves(results))}
 
 
 if __name__ == "__main__":

@@ -82,8 +82,6 @@ def test_the_target_has_as_many_devices_as_the_mesh():
         rj.doctor(divided, "full", "h200")
     with pytest.raises(UnsupportedError, match="a Predictor serves one device"):
         Predictor(divided, "8xcpu", ["full", "everything"])
-    with pytest.raises(UnsupportedError, match="an offloaded optimizer on a mesh is not served"):
-        mlp(mesh={"data": 8}, shardings=(P(),), optimizer=rj.offload_optimizer(optax.adam(1e-3)))
 
 
 def test_the_state_of_an_optimizer_lies_as_its_parameters_do():
@@ -257,6 +255,14 @@ def test_a_step_on_eight_devices_is_that_on_one(results, policy):
         expected = results[f"alone/{name.partition('/')[2]}"]
         assert value.dtype == expected.dtype
         np.testing.assert_allclose(value, expected, rtol=1e-12, atol=1e-12 * np.abs(expected).max())
+
+
+def test_a_state_on_the_hosts_of_eight_devices_is_updated_as_on_one(results):
+    alone = {name.partition("/")[2]: value for name, value in results.items() if name.startswith("adam alone/")}
+    assert len(alone) > 30
+    for place, expected in alone.items():
+        atol = 1e-12 * max(np.abs(expected).max(), 1e-300)
+        np.testing.assert_allclose(results[f"adam offloaded/{place}"], expected, rtol=1e-12, atol=atol)
 
 
 class Layer(nn.Module):

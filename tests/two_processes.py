@@ -21,7 +21,7 @@ MODES = ("full", "offload_inputs")
 def main(address: str, rank: int, path: str) -> None:
     """Write what this process has of each result: for every policy the loss and the parameters after a step of size 1."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, num_processes=2, process_id=rank, initialization_timeout=60)
+    jax.distributed.initialize(address, num_processes=2, process_id=rank, initialization_timeout=120)
     assert (jax.process_count(), jax.local_device_count(), jax.device_count()) == (2, 4, 8)
     settings: dict[str, Any] = {"dtype": jnp.float64, "optimizer": optax.sgd(1.0)}
     given = numbers(small_llama(**settings))

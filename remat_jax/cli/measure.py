@@ -148,7 +148,8 @@ def _caption(target: Target, reports: Sequence[MemoryReport]) -> str:
     said = "device: arguments + outputs − aliased + temp. kept: residuals, from the forward to the backward pass."
     if target.devices > 1:
         said = (
-            f"device: of each of the {target.devices}, arguments + outputs − aliased + temp; host too. kept: residuals, of all."
+            f"device: of each of the {target.devices}, arguments + outputs − aliased + temp; host too, and a host has "
+            f"{target.devices // target.hosts} of them. kept: residuals, of all."
         )
     if any(report.receipt for report in reports):
         said += " gave back: against saving on the device what is offloaded."
@@ -162,6 +163,7 @@ def _caption(target: Target, reports: Sequence[MemoryReport]) -> str:
 def _warnings(reports: Sequence[MemoryReport]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for report in reports:
-        for warning in report.receipt.warnings if report.receipt else ():
+        said = (*(report.receipt.warnings if report.receipt else ()), report.host_warning)
+        for warning in filter(None, said):
             found.setdefault(warning, []).append(report.policy)
     return found

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
+from remat_jax import compat
+
 
 def under(mesh: AbstractMesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` traced under `mesh`, so that a bare `PartitionSpec` in a constraint of its own means this mesh."""
@@ -28,5 +30,8 @@ def pinned(tree: Any, shardings: Any) -> Any:
 
 
 def local_struct(leaf: Any, sharding: NamedSharding) -> Any:
-    """What one device holds of `leaf`, as a shape."""
-    return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
+    """What one device holds of `leaf`, as a shape in the memory that it is in."""
+    shape = sharding.shard_shape(leaf.shape)
+    if compat.is_on_host(leaf):
+        return jax.core.ShapedArray(shape, leaf.dtype, memory_space=jax.memory.Space.Host)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
