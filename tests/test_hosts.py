@@ -24,16 +24,15 @@ needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), rea
 @needs_gpu_compiler
 def test_each_device_has_its_part_of_the_state_and_of_the_residuals_on_its_host():
     job = small_llama(MESH, optimizer=rj.offload_optimizer(optax.adam(1e-3)))
-    plain = small_llama(MESH, optimizer=optax.adam(1e-3))
     norms = (2 * LAYERS + 1) * CONFIG.hidden_size
-    matrices = sum(leaf.size for leaf in jax.tree.leaves(plain.params)) - norms
-    moments = 2 * FLOAT * (matrices // 8 + norms)
-    before, after = (rj.measure(one, "full", "2x4xh200") for one in (plain, job))
-    assert (before.host_bytes, after.host_bytes, after.host_bytes_per_host) == (0, moments, 4 * moments)
-    assert before.argument_bytes - after.argument_bytes == moments == before.alias_bytes - after.alias_bytes
+    matrices = sum(leaf.size for leaf in jax.tree.leaves(job.params)) - norms
+    here, tokens = FLOAT * (matrices // 8 + norms), 2 * FLOAT * BATCH * LENGTH // 4
+    moments = 2 * here
+    both = rj.measure(job, "offload_inputs", "2x4xh200")
+    # Parameters, Adam's count, tokens and targets; the moments are in the place of the old ones, on the host.
+    assert (both.argument_bytes, both.alias_bytes) == (here + 4 + tokens, here + 4)
 
     # The input of each layer, divided by the batch alone: over four of the eight devices.
-    both = rj.measure(job, "offload_inputs", "2x4xh200")
     inputs = LAYERS * BATCH * LENGTH * CONFIG.hidden_size * FLOAT
     # The rotations are whole on each device; the mask, a constant, XLA makes anew.
     rotations, mask = FLOAT * LENGTH * CONFIG.head_dim, FLOAT * LENGTH * LENGTH

@@ -1,8 +1,8 @@
 """`python -m benchmarks.clusters`: decoders over hosts of eight GPUs, compiled for them without one.
 
 Llama 3 8B and 70B, Llama 3.1 405B and Qwen 3 235B A22B: the memory of a device and of a host under each policy and under the
-plan for 90 % of a device, and what the devices send each other. The exit status is 1 where a plan does not fit, or where recomputing
-gathers weights again. Without `--all` it is 8B on one host. `--resume` goes on.
+plan for 90 % of a device, and what the devices send each other. The exit status is 1 where a plan does not fit, or where
+recomputing gathers weights again. Without `--all` it is 8B on one host. `--resume` goes on.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport, residuals
+from remat_jax.memory.collectives import KINDS, executed
 from remat_jax.memory.diff import compare_policies
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
 from remat_jax.policy import as_block_policy
@@ -128,8 +129,25 @@ def _show(answer: Answer, target: Target, reports: Sequence[MemoryReport], table
     title = f"{first.workload}: one training step compiled for {first.target} (JAX {first.jax_version})"
     columns = ("policy", "device", "of it temp", "host", "kept: device", "kept: host", "offload gave back")
     answer.show(*tables, table(title, columns, [_cells(report) for report in reports], caption=_caption(target, reports)))
+    answer.show(*_exchanges(reports))
     for warning, policies in _warnings(reports).items():
         answer.remark(f"warning: {warning} ({', '.join(policies)})")
+
+
+def _exchanges(reports: Sequence[MemoryReport]) -> list[Any]:
+    """What the devices send each other under each policy, as a table; none of a single device, or where it is not known."""
+    sent = {report.policy: executed(report.collectives) for report in reports if report.collectives is not None}
+    if not sent:
+        return []
+    kinds = [kind for kind in KINDS if any(kind in one for one in sent.values())]
+    rows = [
+        (policy, *(f"{one[kind][0]}: {format_bytes(one[kind][1])}" if kind in one else "" for kind in kinds))
+        for policy, one in sent.items()
+    ]
+    caption = "What a policy has more of than off, it makes the devices send again."
+    return [
+        table("What one device sends or gets in a step: arrays, and their bytes", ("policy", *kinds), rows, caption=caption)
+    ]
 
 
 def _cells(report: MemoryReport) -> tuple[Any, ...]:
