@@ -17,7 +17,9 @@ from remat_jax.hardware.describe import describe
 
 TABLE = "targets.toml"
 FACTS = ("memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s", "peak_flops", "compiler")
-OPTIONAL = ("device_kinds", "measured")
+OPTIONAL_FACTS = ("host_memory_bytes",)
+OPTIONAL = ("device_kinds", "measured", *OPTIONAL_FACTS)
+SIZES_AND_RATES = ("memory_bytes", "host_memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s")
 MEASURED = ("flops", "hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", "hidden_share", "source")
 ATTACHED = "attached"
 ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "a100-80": "a100", "a100-sxm": "a100", "4090": "rtx4090"}
@@ -40,6 +42,7 @@ class Target:
         description: one line for people.
         memory_bytes: memory of one device, in bytes.
         hbm_bytes_per_s: rate of that memory, in bytes per second.
+        host_memory_bytes: memory of the host that there is for one device, in bytes: of a host of eight devices, an eighth.
         host_link_bytes_per_s: rate of the link to host memory, each way, in bytes per second.
         peak_flops: FLOPs per second by dtype name, dense; ``tensorfloat32`` is float32 at reduced matmul precision.
         compiler_description: what XLA needs in order to compile for the target where it is absent, a
@@ -57,6 +60,7 @@ class Target:
     kind: Literal["cpu", "gpu"]
     description: str
     memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
     hbm_bytes_per_s: float | None = None
     host_link_bytes_per_s: float | None = None
     peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -210,7 +214,7 @@ def _read_target(name: str, given: object) -> Target:
     wrong = [key for key, one in texts.items() if not isinstance(one, str) or not one.isprintable() or set(one) & {'"', "\\"}]
     if wrong:
         raise TargetError(f"target table [{name}]: {', '.join(wrong)}: write a text of one line, without quotation marks.")
-    stated, sourced = set(entry) & set(FACTS), set(entry["source"])
+    stated, sourced = set(entry) & {*FACTS, *OPTIONAL_FACTS}, set(entry["source"])
     if stated != sourced:
         raise TargetError(
             f"target table [{name}]: without a source: {sorted(stated - sourced)}; a source without a "
@@ -233,9 +237,7 @@ def _as_table(name: str, value: object) -> dict[str, Any]:
 
 
 def _check_figures(name: str, entry: dict[str, Any]) -> None:
-    figures: dict[str, Any] = {
-        key: entry[key] for key in ("memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s") if key in entry
-    }
+    figures: dict[str, Any] = {key: entry[key] for key in SIZES_AND_RATES if key in entry}
     figures |= {f"peak_flops.{dtype}": rate for dtype, rate in entry.get("peak_flops", {}).items()}
     wrong = _not_positive(figures)
     if wrong:

@@ -26,7 +26,7 @@ from remat_jax.graph.count import flops
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compiler import Sizes, compile_programs
-from remat_jax.memory.devices import check_devices
+from remat_jax.memory.devices import check_devices, host_shortage
 from remat_jax.memory.exporting import Program, export_step
 from remat_jax.memory.kernels import Kernels
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, is_miscompiled
@@ -216,6 +216,8 @@ class _Making:
             )
         if not self.search.is_maximal(best):
             self.notes.append(NOT_MAXIMAL)
+        if (short := host_shortage(best.compiled.host_bytes, self.target)) is not None:
+            self.notes.append(f"Host memory: {short}, or plan with a host_budget")
         if self.search.timed_out:
             self.notes.append("The solver's time limit was met: on another run the plan may be another one")
 
