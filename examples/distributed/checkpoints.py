@@ -47,9 +47,10 @@ class Checkpoints:
             max_to_keep=keep, enable_async_checkpointing=not wait, cleanup_tmp_directories=True
         )
         try:
-            self._manager = ocp.CheckpointManager(self._folder, options=options)
+            self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ArgumentError(f"--checkpoint {folder}: {error}; give a folder that can be written to") from error
+            raise ArgumentError(f"--checkpoint {folder}: {error.strerror}; give a folder that can be written to") from error
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def save(self, step: int, state: Any) -> None:
         """Save the state before step number `step`."""
@@ -93,8 +94,8 @@ class Checkpoints:
             differing = differences(self._setting, about["setting"])
             if differing:
                 raise ArgumentError(
-                    f"--checkpoint {self._folder}: the checkpoint of step {step} is of another training ({'; '.join(differing)}): "
-                    "start with its arguments, or give another folder"
+                    f"--checkpoint {self._folder}: the checkpoint of step {step} is of another training "
+                    f"({'; '.join(differing)}): start with its arguments, or give another folder"
                 )
             why, state = _attempt(path, state=ocp.args.StandardRestore(structs))
         if why:
@@ -130,13 +131,14 @@ def _free(path: Path) -> Path:
 
 
 def checksums(state: Any) -> dict[str, int]:
-    """A number for each array that another value in any of its elements would change, whatever the mesh.
+    """A number for each array that another value in one of its elements would change, whatever the mesh.
 
-    The bits of each element times an odd number of its own, summed modulo 2³².
+    Each element's bits and place, mixed by the finalizer of MurmurHash3, a bijection, and summed modulo 2³². A sum of integers
+    does not depend on its order. Several changes at once go unseen with a probability of 2⁻³².
 
     >>> one, other = (checksums({"x": jnp.array(x)}) for x in ([1.0, 2.0], [2.0, 1.0]))
     >>> one, one == other
-    ({'x': 2147483648}, False)
+    ({'x': 945941075}, False)
     """
     leaves = jax.tree.leaves_with_path(state)
     sums = jax.jit(lambda arrays: [_checksum(array) for array in arrays])([leaf for _, leaf in leaves])
@@ -152,4 +154,7 @@ def _checksum(array: jax.Array) -> jax.Array:
     for dimension in reversed(range(bits.ndim)):
         place += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dimension) * jnp.uint32(stride % 2**32)
         stride *= bits.shape[dimension]
-    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+    mixed = bits ^ (place * jnp.uint32(0x9E3779B9))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)

@@ -32,16 +32,20 @@ def parser() -> argparse.ArgumentParser:
     """The arguments. Those of `Setting` have its defaults."""
     made = argparse.ArgumentParser(
         prog="train_anywhere.py",
-        description="Train a decoder on the source of Python's standard library, on whatever devices there are. The same command "
-        "again goes on from the newest checkpoint, on the same mesh or on another one.",
+        description="Train a decoder on the source of Python's standard library, on whatever devices there are. The same "
+        "command again goes on from the newest checkpoint, on the same mesh or on another one.",
     )
     _add_setting(made.add_argument_group("what is trained", "a checkpoint is only taken up by the same"))
     how = made.add_argument_group("how")
     how.add_argument("--steps", type=int, default=200, help="steps in all, those of earlier runs included (default 200)")
-    how.add_argument("--policy", default="full", help="a policy's name or text, or a plan's file ending in .json (default full)")
+    how.add_argument(
+        "--policy", default="full", help="a policy's name or text, or a plan's file ending in .json (default full)"
+    )
     how.add_argument("--mesh", help="sizes of the axes data and fsdp, as in data=2,fsdp=4 (default: all devices on fsdp)")
     how.add_argument("--checkpoint", type=Path, metavar="DIR", help="where checkpoints are, for all processes the same folder")
-    how.add_argument("--save-every", type=int, default=50, metavar="N", help="save after every N steps (default 50), and at the end")
+    how.add_argument(
+        "--save-every", type=int, default=50, metavar="N", help="save after every N steps (default 50), and at the end"
+    )
     how.add_argument("--keep", type=int, default=3, metavar="N", help="how many checkpoints are kept (default 3)")
     how.add_argument("--wait", action="store_true", help="wait until a checkpoint is written before going on")
     how.add_argument("--log-every", type=int, default=10, metavar="N", help="a row of metrics for every N steps (default 10)")
@@ -117,21 +121,22 @@ def train(setting: Setting, options: argparse.Namespace) -> State:
     trainer = Trainer(setting, mesh, job, policy)
     console.tell(
         {
-            "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}, {jax.process_count()} processes",
+            "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}, processes: {jax.process_count()}",
             "mesh": processes.written(mesh.shape),
             "model": f"{trainer.parameters:,} parameters, {setting.dtype}",
             "policy": options.policy,
-            "compiled": f"{format_bytes(trainer.device_bytes)} on each device, {format_bytes(trainer.host_bytes)} on its host",
             **planned,
         }
     )
     saving = Checkpoints(options.checkpoint, told, options.keep, options.wait) if options.checkpoint else None
     restored = saving.restore(trainer.structs, console.warn) if saving else None
+    if restored and restored[0] >= options.steps:
+        console.tell({"done": f"the newest checkpoint is of step {restored[0]}, and --steps is {options.steps}"})
+        return restored[1]
+    needed = [format_bytes(size) for size in trainer.compile()]
     first, state = restored or (0, trainer.initial())
-    if first >= options.steps:
-        console.tell({"done": f"the newest checkpoint is of step {first}, and --steps is {options.steps}"})
-        return state
-    console.tell({"begins": f"at step {first}" + (f", from {options.checkpoint}" if restored else "")})
+    begins = f"at step {first}" + (f", from {options.checkpoint}" if restored else "")
+    console.tell({"compiled": f"{needed[0]} on each device, {needed[1]} on its host", "begins": begins})
     try:
         return _run(trainer, state, first, setting, options, saving)
     except jax.errors.JaxRuntimeError as error:

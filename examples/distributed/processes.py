@@ -72,7 +72,11 @@ def make_mesh(sizes: dict[str, int] | None) -> Mesh:
     sizes = sizes or {"fsdp": devices}
     wanted = math.prod(sizes.values())
     if wanted != devices:
-        of = f"{jax.process_count()} processes with {jax.local_device_count()} each" if jax.process_count() > 1 else "one process"
+        of = (
+            f"{jax.process_count()} processes with {jax.local_device_count()} each"
+            if jax.process_count() > 1
+            else "one process"
+        )
         raise ArgumentError(
             f"--mesh {written(sizes)} is of {wanted} devices, and there are {devices} ({of}): change the mesh, or the devices "
             "(CUDA_VISIBLE_DEVICES; JAX_NUM_CPU_DEVICES on a processor)"

@@ -76,8 +76,8 @@ def _model(setting: Setting, activations: P | None) -> llama.Llama:
 def over_fsdp(shape: tuple[int, ...], devices: int) -> P:
     """The largest dimension that `devices` divide is divided over `fsdp`; an array without one is on every device.
 
-    >>> over_fsdp((8, 24), 4), over_fsdp((3,), 4)
-    (PartitionSpec(None, 'fsdp'), PartitionSpec())
+    >>> [tuple(over_fsdp(shape, 4)) for shape in ((8, 24), (3,))]
+    [(None, 'fsdp'), ()]
     """
     divisible = [dimension for dimension, size in enumerate(shape) if size % devices == 0]
     if devices == 1 or not divisible:
@@ -89,17 +89,18 @@ def over_fsdp(shape: tuple[int, ...], devices: int) -> P:
 def batch_of(setting: Setting, step: int) -> tuple[np.ndarray, np.ndarray]:
     """The whole batch of a step, tokens and targets. It depends on the step and the seed alone, not on what came before.
 
-    >>> [int(tokens[0, 0]) for tokens, _ in (batch_of(Setting(), 7), batch_of(Setting(), 7))]
-    [115, 115]
+    >>> one, other = batch_of(Setting(), 7), batch_of(Setting(), 7)
+    >>> one[0].shape, bool((one[0] == other[0]).all())
+    ((32, 256), True)
     """
     return text.batches((setting.seed, step), setting.batch, setting.length, steps=1)[0]
 
 
 class Trainer:
-    """The compiled step on a mesh whose devices are here, under a policy.
+    """The step on a mesh whose devices are here, under a policy.
 
     Attributes:
-      device_bytes, host_bytes: what one device, and the host for it, need for the step, as compiled.
+      structs: the state as shapes, with where each array lies.
       parameters: how many there are.
     """
 
@@ -107,15 +108,20 @@ class Trainer:
         self._setting, self._job = setting, job
         step = job.step(policy)
         places = jax.tree.map(lambda one: NamedSharding(mesh, one.spec), step.shardings)
-        arguments = jax.tree.map(lambda one, at: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=at), step.arguments, places)
-        self.structs: State = {"params": arguments[0], "state": arguments[1]}
+        self._arguments = jax.tree.map(
+            lambda one, at: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=at), step.arguments, places
+        )
+        self.structs: State = {"params": self._arguments[0], "state": self._arguments[1]}
         self._of_batch = places[3:]
-        self._step = jax.jit(step.function, donate_argnums=step.donate_argnums).lower(*arguments).compile()
+        self._jitted = jax.jit(step.function, donate_argnums=step.donate_argnums)
+        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(job.params))
+
+    def compile(self) -> tuple[int, int]:
+        """Compile the step, before the first; gives the bytes that one device, and the host for it, need."""
+        self._step = self._jitted.lower(*self._arguments).compile()
         sizes = self._step.memory_analysis()
         held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-        self.device_bytes = int(held + sizes.temp_size_in_bytes)
-        self.host_bytes = int(sizes.host_temp_size_in_bytes)
-        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(job.params))
+        return int(held + sizes.temp_size_in_bytes), int(sizes.host_temp_size_in_bytes)
 
     def initial(self) -> State:
         """The state before the first step. Each device makes its own part of it."""
