@@ -5,6 +5,7 @@ python -m parity_tests.sharded_rank RANK RANKS PORT FOLDER
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,8 @@ def refused(given: dict[str, Any], mesh: DeviceMesh) -> str:
 
 def main(rank: int, ranks: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    # To count what is kept is to collect garbage, which takes long where much is imported.
+    gc.freeze()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     given = torch.load(folder / "given.pt")
     mesh = init_device_mesh("cpu", (ranks,))

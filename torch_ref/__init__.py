@@ -1,11 +1,10 @@
 """The PyTorch reference: gradient checkpointing and host offload as a port should do them, and what they cost.
 
 `gradient_checkpoint_forward` runs a block in one of three modes: off, checkpoint, offload. `selective_checkpoint` runs
-it under any policy of `remat_jax`, `checkpoint_blocks` puts policies on a finished model, and `shard_blocks` puts FSDP2 around
-them. `faithful` holds the first
-as DiffSynth-Studio has it. The rest measures: `receipt` what an offload moved, `saved_for_backward` what the
-graph holds after the forward pass, `count_matmuls` and `count_calls` what is executed, `peak_bytes` the memory of a
-training step, on fake tensors.
+it under any policy of `remat_jax`, `checkpoint_blocks` puts policies on a finished model, and `shard_blocks` puts FSDP2
+around them. `faithful` holds the first as DiffSynth-Studio has it. The rest measures: `receipt` what an offload moved,
+`saved_for_backward` what the graph holds after the forward pass, `count_matmuls` and `count_calls` what is executed,
+`peak_bytes` the memory of a training step, on fake tensors.
 """
 
 from __future__ import annotations

@@ -65,18 +65,18 @@ def shard_blocks(
 ) -> ShardedModel:
     """Put `policy` on the blocks of `model`, then FSDP2's `fully_shard` on each of them and on the model.
 
-    The policy is inside of what FSDP gathers: a recomputation finds the block's parameters gathered once more, and what it keeps or
-    moves are the block's arrays alone. The other way round, `selective_checkpoint` around a sharded block under a policy that looks
-    inside, the gathering itself counts as part of the block; it is not repeated, which is a `ChangedRecomputationError`.
-    `gradient_checkpoint_forward`, which looks at arguments only, may be called on sharded blocks.
+    FSDP gathers a block's parameters outside of its policy, which keeps and moves the block's own arrays alone. The other
+    way round, `selective_checkpoint` around a sharded block with a policy that looks inside, gathering would be a part of
+    the block, and is not repeated: a `ChangedRecomputationError`. `gradient_checkpoint_forward`, which looks at arguments
+    only, may be called on sharded blocks.
 
-    Every rank computes the loss of its own rows, and FSDP averages the gradients: they are those of the mean over all rows where
-    every rank has equally many targets.
+    Every rank computes the loss of its own rows, and FSDP averages the gradients: they are those of the mean over all rows
+    where every rank has equally many targets.
 
     Args:
         model: any module; it is changed in place, and its parameters become `DTensor`s.
-        mesh: the ranks, `torch.distributed.device_mesh.init_device_mesh("cuda", (8,))`; with two axes the parameters are divided
-            over the second and repeated over the first.
+        mesh: the ranks, `torch.distributed.device_mesh.init_device_mesh("cuda", (8,))`; with two axes the parameters are
+            divided over the second and repeated over the first.
         policy: a policy, its name or text, as `checkpoint_blocks` takes it; `off` for none.
         blocks: as for `gradient_checkpointing_enable`.
         reshard_after_forward: whether a block's whole parameters are given up between the passes.
@@ -101,8 +101,8 @@ def shard_blocks(
 
     if not isinstance(mesh, DeviceMesh):
         raise InvalidArgumentError(
-            f"mesh is a {type(mesh).__name__}, expected a DeviceMesh: torch.distributed.device_mesh.init_device_mesh('cuda', (n,))"
-            " for n ranks."
+            f"mesh is a {type(mesh).__name__}, expected a DeviceMesh, as from"
+            " torch.distributed.device_mesh.init_device_mesh('cuda', (n,)) for n ranks."
         )
     checked = Policy.parse(policy)
     found = _found(model, blocks)
