@@ -228,6 +228,21 @@ def test_a_change_of_any_bit_and_of_places_changes_a_checksum() -> None:
             assert right not in others, (dtype, list(changed)[others.index(right)])
 
 
+@pytest.fixture
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All trainings of a test are of one setting, mesh and policy: the first one's program serves them all."""
+    compile_it, programs = training.Trainer.compile, []
+
+    def compile_once(self: training.Trainer) -> tuple[int, int]:
+        if not programs:
+            programs.append((compile_it(self), self._step))
+        self._step = programs[0][1]
+        return programs[0][0]
+
+    monkeypatch.setattr(training.Trainer, "compile", compile_once)
+
+
+@pytest.mark.usefixtures("compiled_once")
 def test_the_same_command_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(steps: int, *arguments: str) -> dict[int, list[float]]:
         path = tmp_path / "metrics.jsonl"
