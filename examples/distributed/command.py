@@ -100,7 +100,10 @@ def main(arguments: list[str] | None = None) -> int:
         train(setting, options)
     except RematError as error:
         print(f"error: {error}", file=sys.stderr)
-        return FAILED if isinstance(error, CheckpointError | TrainingError) else BAD_USAGE
+        status = FAILED if isinstance(error, CheckpointError | TrainingError) else BAD_USAGE
+        if jax.distributed.is_initialized():
+            _leave(status)
+        return status
     return 0
 
 
@@ -188,7 +191,12 @@ def _end_alone(error: Exception) -> NoReturn:
         f"error: process {jax.process_index()} of {jax.process_count()}: a step failed ({why}), most likely because another "
         "process has ended; the same command again, on any mesh, goes on from the newest checkpoint",
         file=sys.stderr,
-        flush=True,
     )
-    # At a normal exit JAX would wait for the processes that are gone.
-    os._exit(FAILED)
+    _leave(FAILED)
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit at once: at a normal exit JAX waits for the other processes, which are gone, or wait for this one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
