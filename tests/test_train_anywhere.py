@@ -277,7 +277,6 @@ def test_a_batch_is_a_function_of_its_step() -> None:
         (("--width", "18"), "--width 18 with --heads 2: expected an even number of features for each head"),
         (("--dtype", "float8"), "--dtype float8: expected one of float32, bfloat16, float64"),
         (("--steps", "0"), "--steps 0: expected at least 1"),
-        (("--distributed",), "--distributed: JAX found no other processes"),
         (("--num-processes", "2"), "--coordinator, --process-id: missing; give all of"),
         (("--coordinator", "host", "--num-processes", "2", "--process-id", "0"), "--coordinator host: expected HOST:PORT"),
         (("--policy", "fulll"), "Did you mean 'full'?"),
@@ -342,6 +341,27 @@ def test_a_loss_that_is_not_finite_ends_the_training_before_it_is_saved(tmp_path
         command._run(Diverging(), state_of(), 0, SETTING, command.parser().parse_args(line), saving)
     saving.close()
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["2"]
+
+
+def test_processes_join_by_address_or_as_jax_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[tuple[Any, ...]] = []
+
+    def initialize(*address: Any, heartbeat_timeout_seconds: int, shutdown_timeout_seconds: int) -> None:
+        joined.append((*address, heartbeat_timeout_seconds, shutdown_timeout_seconds))
+        if len(joined) > 2:
+            raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    processes.start(None, None, None, False, 10)
+    processes.start("host:1", 2, 1, False, 10)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1")
+    processes.start(None, None, None, False, 20)
+    assert joined == [("host:1", 2, 1, 10, 10), (None, None, None, 20, 20)]
+    with pytest.raises(
+        ArgumentError, match=r"JAX found no other processes \(coordinator_address should be defined.\); give --coord"
+    ):
+        processes.start(None, None, None, True, 10)
 
 
 def test_processes_that_are_told_different_things_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
