@@ -117,3 +117,15 @@ def test_the_readme() -> None:
     assert run(torch_side, "README.md", given) == 1
     # Neither the switch's policy, `full`, nor any other of the page is on while the receipt counts offloads.
     assert given["r"].bytes_on_host == 0
+
+
+def test_the_guide_to_many_devices() -> None:
+    """On one device; what several do is in `test_train_anywhere` and `test_sharded`."""
+    names = taken_for_granted()
+    batch = np.zeros((4, 8), np.int32)
+    model = linen.ByteDecoder(**SIZES, scan=True)
+    names |= {"params": names["make_job"]().params, "folder": Path.cwd() / "run", "numpy_batch": (batch, batch)}
+    names |= dict(zip(("tokens", "targets"), names["make_job"]().batch, strict=True))
+    names["initial_params"] = lambda: model.init(jax.random.key(0), batch)["params"]
+    assert run((ROOT / "docs" / "distributed.md").read_text(), "distributed.md", names) == 7
+    assert np.isfinite(names["value"]) and names["manager"].all_steps() == [3]

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import typer
 
+from examples.distributed import command
+from examples.distributed.processes import parsed_mesh
 from remat_jax.cli.app import app
 from tests.doc_pages import LINKED, PAGES, ROOT, anchors, commands, fenced, links, run
 
@@ -33,19 +35,33 @@ def read(line: str) -> None:
     known_commands()[name].make_context(name, arguments)
 
 
+def read_by_script(line: str) -> None:
+    """Have the training script read its arguments; `--help` ends it."""
+    arguments = [word for word in shlex.split(line)[2:] if word != "$TRAIN_ANYWHERE"]
+    if arguments == ["--help"]:
+        return
+    options = command.parser().parse_args(arguments)
+    command.setting_of(options)
+    assert options.mesh is None or parsed_mesh(options.mesh)
+
+
 @pytest.mark.parametrize("line", TYPED)
 def test_commands_have_these_names_and_options(line: str) -> None:
     if line.startswith("remat-jax "):
         read(line)
+    elif line.startswith("python examples/train_anywhere.py "):
+        read_by_script(line)
     else:
         program, *arguments = shlex.split(line)
         assert program == "make" and subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True).returncode == 0
 
 
 def test_an_option_or_a_command_that_is_not_there_would_be_seen() -> None:
-    assert len(TYPED) >= 8 and {line.split()[0] for line in TYPED} == {"make", "remat-jax"}
+    assert len(TYPED) >= 8 and {line.split()[0] for line in TYPED} == {"make", "python", "remat-jax"}
     with pytest.raises(Exception, match="No such option: --bugdet"):
         read("remat-jax plan a.py:job --bugdet 1")
+    with pytest.raises(SystemExit):
+        read_by_script("python examples/train_anywhere.py --polcy full")
     with pytest.raises(KeyError, match="mesure"):
         read("remat-jax mesure a.py:job")
 
