@@ -18,7 +18,7 @@ COMMA := ,
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-EXTRAS := gpu-compile,report,dev$(if $(TORCH),$(COMMA)torch)
+EXTRAS := gpu-compile,report,dev,docs$(if $(TORCH),$(COMMA)torch)
 PINS := $(if $(TORCH),-c constraints.txt,)
 # Two workers on two cores: more threads in each only take turns. A file stays in one worker, with what its tests share;
 # the short ones, docstrings, stay last, so that both workers end together.
@@ -76,9 +76,8 @@ bench-gpu: $(STAMP)  ## measure on this machine's GPU
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.gpu.plans)
 
 .PHONY: docs
-docs: $(STAMP)  ## write the reference of all public names to build/docs
-	$(PIP) install -q $(PINS) -e '.[docs]'
-	$(BIN)/pdoc --output-directory build/docs remat_jax torch_ref
+docs: $(STAMP)  ## build the documentation, strictly, into build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 .PHONY: lock
 lock: $(STAMP)  ## write the versions that are installed into constraints.txt

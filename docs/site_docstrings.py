@@ -1,4 +1,4 @@
-"""What the reference makes of docstrings: examples become code, and a name that a module shares is the function, not the module."""
+"""The reference: examples in docstrings become code, and a name that a function shares with its module is the function's."""
 
 from __future__ import annotations
 
@@ -21,13 +21,21 @@ class Docstrings(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """`from remat_jax.planning import plan` is the function that `planning` imports, beside its module `plan.py`."""
-        for member in list(pkg.members.values()):
-            while member.is_alias:
-                parent, _, name = member.target_path.removeprefix(f"{pkg.name}.").rpartition(".")
-                imported = pkg[parent].imports.get(name) if parent and parent in _modules(pkg) else None
-                if imported is None or imported == member.target_path:
-                    break
-                member.target_path = imported
+        modules = _modules(pkg)
+        for module in (pkg, *(pkg[path] for path in sorted(modules))):
+            for name, member in list(module.members.items()):
+                path = member.target_path if member.is_alias else ""
+                while (imported := _imported(pkg, modules, path)) not in ("", path):
+                    path = imported
+                if path:
+                    # A new one, because what the old one leads to has been looked up already.
+                    module.members[name] = griffe.Alias(name, path, parent=module)
+
+
+def _imported(pkg: griffe.Module, modules: set[str], path: str) -> str:
+    """What the module in the first part of a path imports under its last name; empty where it imports none."""
+    parent, _, name = path.removeprefix(f"{pkg.name}.").rpartition(".")
+    return pkg[parent].imports.get(name, "") if parent in modules else ""
 
 
 def _modules(module: griffe.Module, prefix: str = "") -> set[str]:

@@ -1,7 +1,7 @@
 """What MkDocs does beside `mkdocs.yml`: files that pages link to become pages too, formulas become MathML, notes are listed.
 
-Pages are written for the repository's host, where `../examples/pi0.py` is a link like any other. A site has `docs` only, so each file
-that is linked to gets a page of its own under `repository/`. Formulas are MathML when the site is built, not scripts when it is read.
+Pages are written for the repository's host, where `../examples/pi0.py` is a link like any other. A site has `docs` only, so
+each file that is linked to gets a page of its own under `repository/`. Formulas are set when the site is built, not when read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ PICTURES = (".png", ".svg")
 _UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 _LINK = re.compile(r"(?<=\]\()[^)\s#:]+(?=[)#])")
 # Code is left as it is, in fences and in lines.
-_CODE_OR_FORMULA = re.compile(r"^(`{3,}).*?^\1$|`[^`\n]+`|\$\$(.+?)\$\$|\$([^$\s](?:[^$\n]*[^$\s])?)\$", re.DOTALL | re.MULTILINE)
+_CODE_OR_FORMULA = re.compile(
+    r"^(`{3,}).*?^\1$|`[^`\n]+`|\$\$(.+?)\$\$|\$([^$\s](?:[^$\n]*[^$\s])?)\$", re.DOTALL | re.MULTILINE
+)
 
 
 def on_config(config: Any) -> None:
