@@ -70,7 +70,7 @@ def plan(
     compiled; what the compiler says corrects the problem, which is solved again, six compilations, or up to ten where it takes
     these to show that no residual more fits. The answer was compiled and fits, and by the estimate no named policy that was
     compiled and fits is faster; named policies are compiled where the estimate says that they might be. What exactly is
-    promised, and the mathematics, is in `docs/planning.md`.
+    promised, and the mathematics, is in `docs/how/planner.md`.
 
     Args:
       workload: with a loss; a finished step has taken its gradient already.
@@ -82,7 +82,7 @@ def plan(
       progress: told what is being done, how many steps are compiled, and how many may be.
 
     On a mesh every figure is that of one device, but for `recompute_flops`; how the compiler divides the residuals is asked
-    with one compilation more (`docs/planning.md`, "On a mesh").
+    with one compilation more (`docs/how/planner.md`, "On a mesh").
 
     Raises:
       InfeasibleBudget: nothing fits; the message says the least that was reached, and what takes it.

@@ -89,7 +89,7 @@ def describe(
     On a mesh, bytes and times are those of one device, and one step is compiled to see how the compiler divides the residuals.
 
     Equal blocks that follow each other are one kind, and so are the rounds of a scan. The times are estimates by the cost model
-    (`docs/planning.md`), the bytes those of the residuals. Kinds that take turns in one scan stand one after the other.
+    (`docs/how/planner.md`), the bytes those of the residuals. Kinds that take turns in one scan stand one after the other.
 
     Args:
       target: its name, or a `Target`; says the rates, unless `rates` does.
