@@ -18,7 +18,7 @@ COMMA := ,
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-EXTRAS := gpu-compile,report,test,dev$(if $(TORCH),$(COMMA)torch)
+EXTRAS := gpu-compile,report,test,dev,docs$(if $(TORCH),$(COMMA)torch)
 PINS := $(if $(TORCH),-c constraints.txt,)
 # Two workers on two cores: more threads in each only take turns. A file stays in one worker, with what its tests share;
 # the short ones, docstrings, stay last, so that both workers end together.
@@ -93,9 +93,8 @@ smoke: wheel  ## install the wheel by itself into an empty environment and use i
 	$(BIN)/python -m tests.smoke dist/*.whl
 
 .PHONY: docs
-docs: $(STAMP)  ## write the reference of all public names to build/docs
-	$(PIP) install -q $(PINS) -e '.[docs]'
-	$(BIN)/pdoc --output-directory build/docs remat_jax torch_ref
+docs: $(STAMP)  ## build the documentation, strictly, into build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 .PHONY: lock
 lock: $(STAMP)  ## write the versions that are installed into constraints.txt

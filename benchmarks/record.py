@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,13 @@ def _output(*command: str) -> str:
 def write_json(path: Path, data: Any) -> None:
     """Write `data` so that whoever reads or kills at any moment finds the old file or the new one, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    new.replace(path)
+    # A name of its own: two runs may write the same file.
+    new = path.with_name(f".{uuid.uuid4().hex}.new")
+    try:
+        new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def text_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

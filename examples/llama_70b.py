@@ -2,6 +2,7 @@
 
     remat-jax measure examples/llama_70b.py:job --target 8x8xh200 --policy full
     remat-jax plan    examples/llama_70b.py:job --target 8x8xh200 --budget 100GiB
+    remat-jax measure examples/llama_70b.py:job --target 4x8xh200 --mesh data=4,fsdp=8
 
 `job` divides parameters, optimizer state and batch over all 64 (FSDP); `tensor_job` divides the batch over the hosts, and the
 heads and the hidden layer of the feed-forward over the GPUs of each (tensor parallelism). Nothing is allocated.
@@ -32,7 +33,7 @@ def job() -> Workload:
     >>> sum(leaf.size for leaf in jax.tree.leaves(job().params)) // 10**9
     70
     """
-    return _workload({"data": 8, "fsdp": 8}, lambda path, leaf: _last(leaf, EVERYWHERE), P(EVERYWHERE), "Llama 3 70B, FSDP")
+    return decoder_job(llama.LlamaConfig.llama3_70b(), {"data": 8, "fsdp": 8}, last, P(EVERYWHERE), "Llama 3 70B, FSDP")
 
 
 def tensor_job() -> Workload:
@@ -41,13 +42,21 @@ def tensor_job() -> Workload:
     >>> tensor_job().mesh.axis_names
     ('fsdp', 'tensor')
     """
-    return _workload({"fsdp": 8, "tensor": 8}, by_features, P("fsdp"), "Llama 3 70B, tensor parallel")
-
-
-def _workload(mesh: dict[str, int], of_params: Callable[[str, Any], P], of_batch: P, name: str) -> Workload:
     config = llama.LlamaConfig.llama3_70b()
+    return decoder_job(config, {"fsdp": 8, "tensor": 8}, by_features, P("fsdp"), "Llama 3 70B, tensor parallel")
+
+
+def decoder_job(
+    config: llama.LlamaConfig,
+    mesh: dict[str, int],
+    of_params: Callable[[str, Any], P],
+    of_batch: P,
+    name: str,
+    batch: int = BATCH,
+) -> Workload:
+    """Return a training step of a decoder with Adam in bfloat16: `batch` sequences of 4096 tokens, layers scanned."""
     model = llama.Llama(config, scan=True, param_dtype=jnp.bfloat16, activations=of_batch)
-    tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((batch, LENGTH), jnp.int32)
     alone = llama.Llama(config, scan=True, param_dtype=jnp.bfloat16)
     params = jax.eval_shape(alone.init, jax.random.key(0), tokens)["params"]
 
@@ -66,8 +75,9 @@ def _workload(mesh: dict[str, int], of_params: Callable[[str, Any], P], of_batch
     )
 
 
-def _last(leaf: Any, axes: Any) -> P:
-    return P(*[None] * (len(leaf.shape) - 1), axes)
+def last(path: str, leaf: Any) -> P:
+    """The last dimension of every parameter is split over all devices."""
+    return P(*[None] * (len(leaf.shape) - 1), EVERYWHERE)
 
 
 def by_features(path: str, leaf: Any) -> P:

@@ -66,7 +66,7 @@ def corpus(modules: tuple[str, ...] = MODULES, folder: Path | None = None) -> np
 
 
 def batches(
-    seed: int, batch: int, length: int, steps: int, data: Sequence[int] | np.ndarray | None = None
+    seed: int | Sequence[int], batch: int, length: int, steps: int, data: Sequence[int] | np.ndarray | None = None
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return `steps` batches (tokens, targets), each int32 of shape (batch, length); a target is the byte that follows.
 

@@ -20,7 +20,7 @@ from examples.diffusion import command, data, qwen_image, training, wan
 from examples.models.diffusion import pack
 from examples.models.qwen_image import QwenImage
 from examples.models.wan import Wan
-from remat_jax.parity import TOLERANCES
+from remat_jax.parity import LOSS_STEPS, TOLERANCES
 from remat_jax.parity.compiling import compile_options
 
 STEPS = 3
@@ -60,6 +60,15 @@ def test_every_form_trains_the_same_and_learns(name: str, rows: Any) -> None:
     for (framework, mode), row in found.items():
         assert row["difference"] <= (0 if framework == "torch" else TOLERANCES["loss"].value), (framework, mode)
         assert row["difference"] == np.abs(np.array(row["losses"]) / plain - 1).max()
+
+
+def test_losses_are_compared_as_long_as_their_tolerance_holds(monkeypatch: Any) -> None:
+    losses = [1.0] * LOSS_STEPS
+    monkeypatch.setattr(training, "train_torch", lambda *given: {"losses": [*losses, 1.0], "host": 0})
+    for late, last, expected in ((0.5, 1.0, 0.0), (1.0, 1.5, 0.5)):
+        found = {"losses": [*losses[1:], last, late], "host": 0}
+        monkeypatch.setattr(training, "train_jax", lambda *given, found=found: found)
+        assert {row["difference"] for row in training.run_all(None, [], str)} == {0.0, expected}
 
 
 @sides

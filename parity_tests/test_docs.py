@@ -37,7 +37,23 @@ def few_compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_the_porting_guide() -> None:
-    assert run((ROOT / "docs" / "porting.md").read_text(), "porting.md", {"__name__": "porting"}) > 30
+    assert run(text_of("docs/porting.md"), "porting.md", {"__name__": "porting"}) > 30
+
+
+def test_the_page_on_parity() -> None:
+    assert run(text_of("docs/parity.md"), "parity.md", {"__name__": "parity"}) == 6
+
+
+def test_the_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The one at its size, the other at a small one: what it compiles takes minutes, and is in its table."""
+    assert run(text_of("docs/notes/segments.md"), "segments.md", {}) == 1
+    assert capsys.readouterr().out == "47\n59\n"
+    text = text_of("docs/notes/unrolled_offload.md").replace("rj.measure(", "only_bind(rj.measure)(")
+    assert run(text, "unrolled_offload.md", {"only_bind": only_bind}) == 1
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
 
 
 class TorchLayer(torch.nn.Module):
@@ -98,7 +114,7 @@ def only_bind(function: Any) -> Any:
 
 def test_the_readme() -> None:
     """A plan is compiled for the CPU, which is quicker than for a GPU, and finds the same names."""
-    text = (ROOT / "README.md").read_text()
+    text = text_of("README.md")
     for written, instead in (
         ('rj.plan(job, budget="40GiB", target="h200")', 'rj.plan(job, budget="8 MB", target="cpu")'),
         ("rj.largest_batch(", "only_bind(rj.largest_batch)("),
@@ -117,3 +133,15 @@ def test_the_readme() -> None:
     assert run(torch_side, "README.md", given) == 1
     # Neither the switch's policy, `full`, nor any other of the page is on while the receipt counts offloads.
     assert given["r"].bytes_on_host == 0
+
+
+def test_the_guide_to_many_devices() -> None:
+    """On one device; what several do is in `test_train_anywhere` and `test_sharded`."""
+    names = taken_for_granted()
+    batch = np.zeros((4, 8), np.int32)
+    model = linen.ByteDecoder(**SIZES, scan=True)
+    names |= {"params": names["make_job"]().params, "folder": Path.cwd() / "run", "numpy_batch": (batch, batch)}
+    names |= dict(zip(("tokens", "targets"), names["make_job"]().batch, strict=True))
+    names["initial_params"] = lambda: model.init(jax.random.key(0), batch)["params"]
+    assert run((ROOT / "docs" / "distributed.md").read_text(), "distributed.md", names) == 7
+    assert np.isfinite(names["value"]) and names["manager"].all_steps() == [3]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -17,10 +16,20 @@ from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.apply.nnx import known_paths
 from remat_jax.apply.switch import repeated_modules
 from remat_jax.errors import ArgumentError, UnsupportedError
-from remat_jax.mesh import argument_shardings, as_mesh, local_struct, pinned, state_shardings, under
+from remat_jax.mesh import (
+    argument_shardings,
+    as_mesh,
+    local_struct,
+    pinned,
+    specs_for,
+    state_shardings,
+    under,
+    usual_shardings,
+)
 from remat_jax.policy import as_block_policy, is_off
-from remat_jax.train import OffloadedOptimizer
+from remat_jax.train import OffloadedOptimizer, plain
 from remat_jax.train.structs import result_structs, struct
+from remat_jax.train.trainable import check_trained, path_text, split
 
 Blocks = tuple[type | str, ...]
 
@@ -67,8 +76,9 @@ class Workload:
       has_aux: the loss returns `(scalar, aux)`; aux is an output of the step.
       donate: the step may reuse the buffers of parameters and optimizer state. Without an optimizer nothing is updated, and
         nothing is donated.
-      mesh: for several devices: a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis name, `{"data": 8, "fsdp": 8}`; the
-        devices need not be here. The loss is traced under it, so that its own constraints may name the axes.
+      mesh: for several devices: a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis name, `{"data": 8, "fsdp": 8}` or
+        `"data=8,fsdp=8"`; the devices need not be here. The loss is traced under it, so that its own constraints may name the
+        axes.
       shardings: how the arguments lie on the mesh: `(for params, for batch[0], …)`, each a `PartitionSpec`, a pytree prefix of
         them, or a function of an array's path and the leaf that gives one; None and what is left out mean replicated. An
         optimizer's state lies as its parameters do.
@@ -111,11 +121,11 @@ class Workload:
             raise ArgumentError(f"optimizer={optimizer!r}: expected an optax optimizer, with init and update")
         self.batch, self.optimizer = _structs(batch, "batch"), optimizer
         self.params = _structs(params, "params")
-        self.mesh, self.shardings = _on_mesh(mesh, shardings, self.params, self.batch, optimizer)
-        self.loss = under(self.mesh, loss)
+        self.mesh, self.shardings = _on_mesh(mesh, shardings, self.params, self.batch)
+        self.loss, self._own_loss, self._states = under(self.mesh, loss), loss, 0
         self.blocks = _checked_blocks(blocks)
         self.trainable, self.has_aux, self.donate = trainable, has_aux, donate
-        _check_trained(_split(self.params, trainable)[0])
+        check_trained(split(self.params, trainable)[0])
         self.name = name or str(getattr(loss, "__name__", "workload"))
         self._finished: Step | None = None
         self._check_loss()
@@ -177,7 +187,43 @@ class Workload:
             described = _structs(params, "params"), _structs(batch, "batch")
             of_state, of_batch = argument_shardings(as_mesh(options["mesh"]), options["shardings"], *described)
             options["shardings"] = (of_state, None, *of_batch)
-        return cls(of_params, params, (rest, *batch), blocks, **options)
+        made = cls(of_params, params, (rest, *batch), blocks, **options)
+        made._states = 1
+        return made
+
+    def on_mesh(self, mesh: Any, shardings: Any = None) -> Workload:
+        """The same step on another mesh, or on one for the first time; what `remat-jax --mesh` does.
+
+        Args:
+          mesh: as for `Workload`, such as `"data=8,fsdp=8"`.
+          shardings: as for `Workload`. Without them the workload's own are kept; where it has none, the batch lies over `data`
+            and `fsdp`, and of each parameter the largest dimension that divides over `fsdp`.
+
+        Raises:
+          ArgumentError: an axis that the shardings need is not there, or one is that nothing lies over.
+          UnsupportedError: a finished step, which is as it is.
+
+        >>> import jax.numpy as jnp
+        >>> x, w = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((8, 32), jnp.float32)
+        >>> job = Workload(lambda w, x: (x @ w).sum(), w, (x,), blocks="*")
+        >>> [one.shape for one in job.on_mesh("data=2,fsdp=4").step("off").local_arguments if hasattr(one, "shape")]
+        [(8, 8), (2, 8)]
+        """
+        if not self.has_loss:
+            raise UnsupportedError(
+                f"mesh={mesh!r}: {self.name!r} is a finished step (Workload.from_step); give its loss instead"
+            )
+        found = as_mesh(mesh)
+        if shardings is None and self.mesh is not None:
+            shardings = specs_for(found, self.shardings, self.mesh)
+        elif shardings is None:
+            of_params, *of_batch = usual_shardings(found, self.params, self.batch[self._states :])
+            shardings = (of_params, *[None] * self._states, *of_batch)
+        kinds = ("optimizer", "trainable", "has_aux", "donate", "name")
+        options = {name: getattr(self, name) for name in kinds}
+        made = Workload(self._own_loss, self.params, self.batch, self.blocks, mesh=found, shardings=shardings, **options)
+        made._states = self._states
+        return made
 
     # --- what is measured ---------------------------------------------------------------------------------------------
 
@@ -197,7 +243,7 @@ class Workload:
 
     def split_loss(self, policy: Any) -> tuple[Callable[..., Any], Any, Any]:
         """`(loss(trained, frozen, *batch) → scalar or (scalar, aux), trained, frozen)` under `policy`."""
-        trained, frozen, join = _split(self.params, self.trainable)
+        trained, frozen, join = split(self.params, self.trainable)
         loss = self.with_policy(self.loss, policy)
         return (lambda trained, frozen, *batch: loss(join(trained, frozen), *batch)), trained, frozen
 
@@ -257,7 +303,8 @@ class Workload:
         if self.optimizer is None:
             places: tuple[Any, ...] = (trained, frozen, *batch)
         else:
-            places = (trained, state_shardings(self.optimizer, step.arguments[1], step.arguments[0], trained), frozen, *batch)
+            of_state = state_shardings(plain(self.optimizer), step.arguments[1], step.arguments[0], trained)
+            places = (trained, of_state, frozen, *batch)
 
         def function(*arguments: Any) -> Any:
             results = step.function(*arguments)
@@ -267,10 +314,10 @@ class Workload:
 
     def _parted(self, of_params: Any) -> tuple[Any, Any]:
         """The part for the trained parameters and that for the frozen ones of a pytree like `params`."""
-        trained, frozen, _ = _split(self.params, self.trainable)
+        trained, frozen, _ = split(self.params, self.trainable)
         if self.trainable is None:
             return of_params, {}
-        by_path = {_path(path): leaf for path, leaf in jax.tree.leaves_with_path(of_params)}
+        by_path = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(of_params)}
         return {path: by_path[path] for path in trained}, {path: by_path[path] for path in frozen}
 
     def _check_loss(self) -> None:
@@ -313,61 +360,15 @@ def _checked_blocks(blocks: Any) -> Blocks:
     return wanted
 
 
-def _split(params: Any, trainable: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
-    """The trained leaves, the frozen ones, and how to put them together; both are dicts by parameter path."""
-    if trainable is None:
-        return params, {}, lambda trained, _: trained
-    leaves, treedef = jax.tree.flatten_with_path(params)
-    paths = [_path(path) for path, _ in leaves]
-    chosen = [_is_trainable(trainable, path, leaf) for path, (_, leaf) in zip(paths, leaves, strict=True)]
-    if not any(chosen):
-        raise ArgumentError(f"trainable={trainable!r} selects no parameter; the first paths are: {', '.join(paths[:5])}")
-    trained = {path: leaf for path, (_, leaf), yes in zip(paths, leaves, chosen, strict=True) if yes}
-    frozen = {path: leaf for path, (_, leaf), yes in zip(paths, leaves, chosen, strict=True) if not yes}
-
-    def join(trained: Any, frozen: Any) -> Any:
-        return jax.tree.unflatten(treedef, [(trained if path in trained else frozen)[path] for path in paths])
-
-    return trained, frozen, join
-
-
-def _path(keys: Any) -> str:
-    return jax.tree_util.keystr(keys, simple=True, separator="/")
-
-
-def _on_mesh(
-    mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...], optimizer: Any
-) -> tuple[AbstractMesh | None, tuple[Any, ...]]:
+def _on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[AbstractMesh | None, tuple[Any, ...]]:
     """The mesh, and how parameters and batch lie on it."""
     if mesh is None and shardings is None:
         return None, ()
     if mesh is None or shardings is None:
         given, lacking = ("shardings", "mesh") if mesh is None else ("mesh", "shardings")
         raise ArgumentError(f"{given} without {lacking}: they belong together; give both, or neither for a single device")
-    if isinstance(optimizer, OffloadedOptimizer):
-        raise UnsupportedError("optimizer: an offloaded optimizer on a mesh is not served; give the optimizer itself")
     if any(compat.is_on_host(leaf) for leaf in jax.tree.leaves((params, batch))):
         raise UnsupportedError("params or batch: arrays in host memory on a mesh are not served; give them in device memory")
     found = as_mesh(mesh)
     of_params, of_batch = argument_shardings(found, shardings, params, batch)
     return found, (of_params, *of_batch)
-
-
-def _check_trained(trained: Any) -> None:
-    for path, leaf in jax.tree.flatten_with_path(trained)[0]:
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            name = _path(path)
-            raise ArgumentError(
-                f"params: {name!r} is {leaf.dtype} and has no gradient; pass it in batch, or select the others with trainable"
-            )
-
-
-def _is_trainable(trainable: Any, path: str, leaf: Any) -> bool:
-    if callable(trainable):
-        return bool(trainable(path, leaf))
-    globs = (trainable,) if isinstance(trainable, str) else trainable
-    if not isinstance(globs, Sequence) or not all(isinstance(glob, str) for glob in globs):
-        raise ArgumentError(
-            f"trainable={trainable!r}: expected a glob on parameter paths, several of them, or a function of path and leaf"
-        )
-    return any(fnmatchcase(path, glob) for glob in globs)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-LINKED = (*sorted(ROOT.glob("*.md")), *PAGES[1:], *sorted((ROOT / "docs" / "notes").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+LINKED = (*sorted(ROOT.glob("*.md")), *PAGES[1:])
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+_FILE = re.compile(r"# (\w+\.py)\n")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -31,7 +32,7 @@ def run(text: str, name: str, namespace: dict[str, Any]) -> int:
     """Run the Python blocks of a page; how many there were.
 
     A block with `>>>` is a doctest, and what it prints must be what the page says. Any other block must run. The namespace goes
-    from block to block.
+    from block to block. One that begins with `# train.py` is written to that file too, for what imports it.
 
     Raises:
         AssertionError: what a block printed is not what the page says; the report has both.
@@ -39,6 +40,8 @@ def run(text: str, name: str, namespace: dict[str, Any]) -> int:
     blocks = [block for block in fenced(text) if block.language == "python"]
     for block in blocks:
         # Line numbers in errors are those of the page; annotations are what the page makes them.
+        if file := _FILE.match(block.text):
+            Path(file[1]).write_text(block.text)
         if ">>> " in block.text:
             assert block.text.startswith(">>> "), f"{name}, line {block.line}: what stands before the first >>> would not run"
             _run_doctest(block, name, namespace)

@@ -21,16 +21,30 @@ from examples.models.functions import cross_entropy
 BATCH, LENGTH, LAYERS = 8, 16, 2
 CONFIG = llama.LlamaConfig(96, 32, 64, num_layers=LAYERS)
 MESH = {"fsdp": 4, "tensor": 2}
+BY_BATCH = P("fsdp")
 POLICIES: dict[str, Any] = {
     "full": "full",
+    "offload_inputs": "offload_inputs",
     "dots": "dots",
-    "layers": rj.LayerPolicies.of(["full", "save: *mlp*"]),
+    "offload_dots": "offload_dot_with_no_batch_dims",
+    "layers": rj.LayerPolicies.of(["offload_inputs", "save: *mlp*"]),
 }
+BY_SEQUENCE: dict[str, Any] = {"mesh": {"data": 2, "sequence": 4}, "over": P("data", "sequence"), "of_params": P()}
+"""The positions of a sequence over four devices, the batch over two; parameters are everywhere."""
+OF_SEQUENCE = ("offload_inputs", "dots")
 
 
-def small_llama(mesh: Any = None, *, dtype: Any = jnp.float32, scan: bool = True, **options: Any) -> rj.Workload:
-    """The workload; without a mesh for one device."""
-    model = llama.Llama(CONFIG, scan, dtype, P("fsdp") if mesh is not None else None)
+def small_llama(
+    mesh: Any = None,
+    *,
+    over: Any = BY_BATCH,
+    of_params: Any = by_features,
+    dtype: Any = jnp.float32,
+    scan: bool = True,
+    **options: Any,
+) -> rj.Workload:
+    """The workload; without a mesh for one device. `over` says how tokens and what goes from layer to layer lie on it."""
+    model = llama.Llama(CONFIG, scan, dtype, over if mesh is not None else None)
     tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
     params = jax.eval_shape(llama.Llama(CONFIG, scan, dtype).init, jax.random.key(0), tokens)["params"]
 
@@ -38,7 +52,7 @@ def small_llama(mesh: Any = None, *, dtype: Any = jnp.float32, scan: bool = True
         return cross_entropy(model.apply({"params": params}, tokens), targets)
 
     if mesh is not None:
-        options |= {"mesh": mesh, "shardings": (by_features, P("fsdp"), P("fsdp"))}
+        options |= {"mesh": mesh, "shardings": (of_params, over, over)}
     return rj.Workload(loss, params, (tokens, tokens), llama.LlamaBlock, **options)
 
 
@@ -56,22 +70,53 @@ def numbers(job: rj.Workload) -> tuple[Any, ...]:
 
 
 def main(path: str) -> None:
-    """Write the updated parameters of a step on one device and on eight, for each policy; of each gradient where it lies."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), tuple(MESH))
+    """Write the updated parameters of a step on one device and on eight, for each case; of each gradient where it lies."""
+    settings = {"dtype": jnp.float64, "optimizer": optax.sgd(1.0)}
     found: dict[str, Any] = {}
-    alone = small_llama(dtype=jnp.float64, optimizer=optax.sgd(1.0))
+    alone = small_llama(**settings)
     given = numbers(alone)
     for place, leaf in enumerate(jax.tree.leaves(jax.jit(alone.step("off").function)(*given))):
         found[f"alone/{place}"] = leaf
-    for name, policy in POLICIES.items():
-        step = small_llama(mesh, dtype=jnp.float64, optimizer=optax.sgd(1.0)).step(policy)
-        places = jax.tree.map(lambda one: NamedSharding(mesh, one.spec), step.shardings)
+    divided, by_sequence = small_llama(MESH, **settings), small_llama(**BY_SEQUENCE, **settings)
+    cases = {name: (divided, name) for name in POLICIES} | {f"sequence {name}": (by_sequence, name) for name in OF_SEQUENCE}
+    for name, (job, policy) in cases.items():
+        step = job.step(POLICIES[policy])
+        mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(job.mesh.axis_sizes), job.mesh.axis_names)
+        places = jax.tree.map(lambda one, mesh=mesh: NamedSharding(mesh, one.spec), step.shardings)
         results = jax.jit(step.function)(*jax.device_put(given, places))
         kept = jax.tree.map(lambda new, old: new.sharding.is_equivalent_to(old, new.ndim), results[0], places[0])
         assert all(jax.tree.leaves(kept)), "new parameters lie where the old ones did"
         for place, leaf in enumerate(jax.tree.leaves(results)):
             found[f"{name}/{place}"] = np.asarray(leaf)
+    found |= offloaded_optimizer(given)
     np.savez(Path(path), **found)
+
+
+def offloaded_optimizer(given: Any) -> dict[str, Any]:
+    """A step of Adam on one device, and one with its state in host memory on eight, divided as the parameters are.
+
+    The state is made op by op from divided parameters, as a training loop does before its first step.
+    """
+    found: dict[str, Any] = {}
+    tx = optax.adam(1e-3)
+    alone = small_llama(dtype=jnp.float64, optimizer=tx)
+    params, tokens = given[0], given[3:]
+    results = jax.jit(alone.step("full").function)(params, tx.init(params), {}, *tokens)
+    found |= {f"adam alone/{place}": np.asarray(leaf) for place, leaf in enumerate(jax.tree.leaves(results))}
+
+    offloaded = rj.offload_optimizer(tx)
+    step = small_llama(MESH, dtype=jnp.float64, optimizer=offloaded).step("full")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), tuple(MESH))
+    places = jax.tree.map(lambda one: NamedSharding(mesh, one.spec, memory_kind=one.memory_kind), step.shardings)
+    divided, *tokens = jax.device_put((params, *tokens), (places[0], *places[3:]))
+    state = offloaded.init(divided)
+    assert jax.tree.all(jax.tree.map(lambda one, place: one.sharding.is_equivalent_to(place, one.ndim), state, places[1]))
+    results = jax.jit(step.function, donate_argnums=(0, 1))(divided, state, {}, *tokens)
+    lies = jax.tree.map(lambda one, place: one.sharding.is_equivalent_to(place, one.ndim), results[:2], places[:2])
+    assert jax.tree.all(lies), "the state is where it was"
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(results[1]) if leaf.ndim}
+    assert kinds == {"pinned_host"}, kinds
+    return found | {f"adam offloaded/{place}": np.asarray(leaf) for place, leaf in enumerate(jax.tree.leaves(results))}
 
 
 if __name__ == "__main__":

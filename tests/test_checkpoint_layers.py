@@ -104,6 +104,17 @@ def test_parameters_are_made_as_without_policies() -> None:
 # --- scans ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_scan_is_cut_between_layers_under_one_policy() -> None:
+    """Into as many scans as there are bars, with the same gradients."""
+    loss, params, x = make_loss(layers=4, scanned=True)
+    cut = rj.checkpoint_blocks(loss, {Mlp: "2 x full || 1 x full || 1 x full"})
+    lengths = [eqn.params["length"] for eqn in jax.make_jaxpr(cut)(params, x).eqns if eqn.primitive.name == "scan"]
+    assert lengths == [2, 1, 1]
+    assert_same(gradient_of(loss, {Mlp: "2 x full || 1 x full || 1 x full"}, params, x), jax.grad(loss)(params, x))
+    rows = rj.residuals(rj.Workload(loss, params, (x,), Mlp), rj.LayerPolicies.parse("2 x full || 2 x full")).rows
+    assert {row.layers for row in rows if row.action == "save" and "#" in row.name} == {(0, 2), (2, 4)}
+
+
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_plain_scan_with_outputs_forwards_and_backwards(reverse: bool) -> None:

@@ -11,11 +11,18 @@ from typing import Any
 import pytest
 import typer
 
+from examples.distributed import command
+from examples.distributed.processes import parsed_mesh
 from remat_jax.cli.app import app
 from tests.doc_pages import LINKED, PAGES, ROOT, anchors, commands, fenced, links, run
 
-linked = pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+linked = pytest.mark.parametrize("page", LINKED, ids=name_of)
+pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
 TYPED = sorted({line for page in PAGES for line in commands(page.read_text())})
 # What pages say in passing: the commands of the command line, examples, and files by their path.
 NAMED = re.compile(r"`remat-jax ([a-z]+)")
@@ -33,19 +40,33 @@ def read(line: str) -> None:
     known_commands()[name].make_context(name, arguments)
 
 
+def read_by_script(line: str) -> None:
+    """Have the training script read its arguments; `--help` ends it."""
+    arguments = [word for word in shlex.split(line)[2:] if word != "$TRAIN_ANYWHERE"]
+    if arguments == ["--help"]:
+        return
+    options = command.parser().parse_args(arguments)
+    command.setting_of(options)
+    assert options.mesh is None or parsed_mesh(options.mesh)
+
+
 @pytest.mark.parametrize("line", TYPED)
 def test_commands_have_these_names_and_options(line: str) -> None:
     if line.startswith("remat-jax "):
         read(line)
+    elif line.startswith("python examples/train_anywhere.py "):
+        read_by_script(line)
     else:
         program, *arguments = shlex.split(line)
         assert program == "make" and subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True).returncode == 0
 
 
 def test_an_option_or_a_command_that_is_not_there_would_be_seen() -> None:
-    assert len(TYPED) >= 8 and {line.split()[0] for line in TYPED} == {"make", "remat-jax"}
+    assert len(TYPED) >= 8 and {line.split()[0] for line in TYPED} == {"make", "python", "remat-jax"}
     with pytest.raises(Exception, match="No such option: --bugdet"):
         read("remat-jax plan a.py:job --bugdet 1")
+    with pytest.raises(SystemExit):
+        read_by_script("python examples/train_anywhere.py --polcy full")
     with pytest.raises(KeyError, match="mesure"):
         read("remat-jax mesure a.py:job")
 
@@ -68,9 +89,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pages
 def test_code_is_run(page: Path) -> None:
-    """All pages with Python compare with PyTorch, so that they are run in `parity_tests`."""
+    """Pages that compare with PyTorch are run in `parity_tests`."""
     has_code = any(block.language == "python" for block in fenced(page.read_text()))
-    assert has_code == (f'"{page.name}"' in (ROOT / "parity_tests" / "test_docs.py").read_text())
+    runners = (ROOT / "parity_tests" / "test_docs.py", ROOT / "tests" / "test_pages.py")
+    assert not has_code or any(f'"{page.relative_to(ROOT)}"' in runner.read_text() for runner in runners)
 
 
 def test_blocks_share_their_names_and_what_they_print_is_compared() -> None:

@@ -109,7 +109,7 @@ def test_torch_is_pinned_to_one_release_without_a_build_tag():
 
 def test_everything_that_is_installed_for_development_is_pinned():
     wanted = list(PROJECT["dependencies"])
-    for extra in ("torch", "gpu-compile", "report", "test", "dev"):
+    for extra in ("torch", "gpu-compile", "report", "test", "dev", "docs"):
         wanted += PROJECT["optional-dependencies"][extra]
     pinned = {name.lower().replace("_", "-") for name in pins()}
     assert {name_of(requirement) for requirement in wanted} - pinned == set()
@@ -170,9 +170,9 @@ def test_make_installs_the_pinned_torch_and_none_when_told(tmp_path):
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     assert f"install -q -c constraints.txt 'torch=={pins()['torch']}'" in plan()
-    assert "-e '.[gpu-compile,report,test,dev,torch]'" in plan()
+    assert "-e '.[gpu-compile,report,test,dev,docs,torch]'" in plan()
     without = plan("TORCH=")
-    assert "torch" not in without and "constraints" not in without and "-e '.[gpu-compile,report,test,dev]'" in without
+    assert "torch" not in without and "constraints" not in without and "-e '.[gpu-compile,report,test,dev,docs]'" in without
 
 
 def test_nothing_names_a_machine():

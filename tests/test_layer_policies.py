@@ -46,6 +46,25 @@ def test_equal_layers_are_equal_policies() -> None:
         policies.run_of(12)
 
 
+def test_cuts_stand_between_layers_under_one_policy() -> None:
+    policies = rj.LayerPolicies.parse("3 x full || 1 x full || 1 × full | 1 x dots")
+    assert policies.runs == ((5, FULL), (1, DOTS)) and policies.cuts == (3, 4)
+    assert policies.ranges == ((range(3), FULL), (range(3, 4), FULL), (range(4, 5), FULL), (range(5, 6), DOTS))
+    assert policies.run_of(3) == (range(3, 4), FULL) and policies.layers == 6
+    assert str(policies) == "3 × full || 1 × full || 1 × full | 1 × dots" and rj.LayerPolicies.parse(str(policies)) == policies
+    # Where policies differ it is cut anyway.
+    assert rj.LayerPolicies.of(["full"] * 5 + ["dots"], cuts=[5, 4, 3]) == policies != rj.LayerPolicies(policies.runs)
+    assert policies.map(lambda one: DOTS).cuts == (3, 4)
+    assert policies.to_dict()["version"] == 2 and rj.LayerPolicies.from_json(policies.to_json()) == policies
+    for wrong in ({"version": 1}, {"cuts": [6]}, {"cuts": [True]}, {"cuts": "4"}, {"cuts": None}):
+        with pytest.raises(PolicyError):
+            rj.LayerPolicies.from_dict(policies.to_dict() | wrong)
+    with pytest.raises(PolicyError, match="a cut before layer 0 of 2: expected 1 to 1"):
+        rj.LayerPolicies(((2, FULL),), (0,))
+    with pytest.raises(PolicyError, match="cuts=4: expected the positions"):
+        rj.LayerPolicies(((2, FULL),), 4)  # type: ignore[arg-type]
+
+
 def test_json_goes_there_and_back() -> None:
     policies = rj.LayerPolicies.parse("8 x full | 3 x offload: @inputs; save: *up* | 1 x off")
     assert rj.LayerPolicies.from_json(policies.to_json()) == policies

@@ -173,6 +173,17 @@ def test_each_further_residual_is_the_plan_with_that_one_saved():
     assert rows.further(described, plan(policies={plan_models.MlpLayer: rj.Policy.parse("off")}, parts=())) == []
 
 
+def test_a_run_with_one_residual_more_stays_a_scan_of_its_own():
+    """Though it does what its neighbour does then, or did before."""
+    described = describe(plan_models.job(scanned=True), "h200")
+    policies = {plan_models.MlpLayer: rj.LayerPolicies.parse("3 x full || 1 x full | 2 x save: layers:tanh#0")}
+    parts = [replace(part(*run, ""), block="MlpLayer") for run in ((0, 3), (3, 1), (4, 2))]
+    options = rows.further(described, plan(policies=policies, parts=tuple(parts)))
+    found = {(one.where, one.residual): one.policies[plan_models.MlpLayer] for one in options}
+    for place in (("MlpLayer 3", "layers:tanh#0"), ("MlpLayer 4–5", "layers:sub#0"), ("MlpLayer 0–2", "layers:sub#0")):
+        assert [run.start for run, _ in found[place].ranges] == [0, 3, 4]
+
+
 # Claims.
 
 ROW: dict[str, Any] = {

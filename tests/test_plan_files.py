@@ -64,7 +64,10 @@ def test_the_keys_are_the_attribute_names():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.update(version=2), "is of version 2, and this release reads version 1 only: make the plan again"),
+        (
+            lambda data: data.update(version=3),
+            "is of version 3, and this release reads versions 1 and 2 only: make the plan again",
+        ),
         (lambda data: data.update(version="1"), "is of version '1'"),
         (lambda data: data.update(version=True), "is of version True"),
         (lambda data: data.pop("version"), "no object with a version"),

@@ -11,6 +11,7 @@ import pytest
 import scipy.optimize
 
 from remat_jax.errors import SolverError
+from remat_jax.planner import Block, Residual, Stack, solve_counts
 from remat_jax.planner.milp import Model
 
 
@@ -101,6 +102,39 @@ def test_two_threads_solve_one_after_the_other(monkeypatch):
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda _: knapsack().solve(), range(3)))
     assert most == [1, 1, 1]
+
+
+def hard_knapsacks(items=40, rows=5):
+    """Many rows over the same items: nothing that the root node of the solver's tree ends with."""
+    random, model = np.random.default_rng(0), Model()
+    chosen = [model.integer(1, -float(value)) for value in random.integers(50, 100, items)]
+    for weights in random.integers(20, 100, (rows, items)):
+        model.at_most(dict(zip(chosen, map(float, weights), strict=True)), float(weights.sum() // 2))
+    return model
+
+
+def test_a_limit_of_nodes_ends_the_search_at_a_sound_answer_each_time_the_same():
+    first, again = (hard_knapsacks().solve(gap=1e-9, node_limit=1) for _ in range(2))
+    assert first == again and not first.timed_out
+    best = hard_knapsacks().solve(gap=1e-3)
+    assert first.bound <= best.objective * (1 - 1e-9) and best.objective <= first.objective
+    assert best.objective - best.bound <= 1e-3 * abs(best.objective) < first.objective - first.bound
+
+
+def test_a_search_that_the_clock_ended_says_so(monkeypatch):
+    """The answer is there, and another run may have another: the plan is told."""
+    original = scipy.optimize.milp
+
+    def late(*arguments, **named):
+        found = original(*arguments, **named)
+        found.message = "Time limit reached. (HiGHS Status 13: model_status is Time limit reached)"
+        return found
+
+    residuals = (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",)))
+    stack = Stack((Block("layer", residuals, 1.0, 2.0, repeats=30),))
+    assert not solve_counts(stack, 700.0).timed_out
+    monkeypatch.setattr(scipy.optimize, "milp", late)
+    assert knapsack().solve().timed_out and solve_counts(stack, 700.0).timed_out
 
 
 def test_a_programme_without_variables_holds_or_does_not():

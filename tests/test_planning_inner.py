@@ -12,6 +12,7 @@ import pytest
 import remat_jax as rj
 from examples.models.diffusion import long_attention
 from remat_jax.planning.problem import describe, recompute_flops
+from remat_jax.planning.translate import named_candidate, rows_of
 from tests.planning_models import WIDTH, step_flops
 
 
@@ -100,3 +101,41 @@ def test_a_loop_is_counted_as_jax_runs_it(kind: str) -> None:
     job = rj.Workload(loss, params, (x,), Loops)
     told = recompute_flops(describe(job, "h200"), "full")
     assert told == step_flops(job, "full") - step_flops(job, "everything") > 0
+
+
+class Twice(nn.Module):
+    """Two layers, the first under a checkpoint of the block's own."""
+
+    inner: bool = True
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        wide = self.param("wide", nn.initializers.normal(), (WIDTH, 4 * WIDTH))
+        back = self.param("back", nn.initializers.normal(), (4 * WIDTH, WIDTH))
+        layer = lambda h: jnp.sin(h @ wide) @ back  # noqa: E731
+        x = x + (jax.checkpoint(layer) if self.inner else layer)(x)
+        return x + jnp.sin(x @ wide) @ back
+
+
+def twice_job(rows: int, *, inner: bool = True) -> rj.Workload:
+    x, model = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32), nn.Sequential([Twice(inner) for _ in range(3)])
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return rj.Workload(lambda p, x: jnp.square(model.apply(p, x)).sum(), params, (x,), Twice)
+
+
+def test_without_a_policy_a_checkpoint_of_the_blocks_own_drops_what_it_drops() -> None:
+    rows = 64
+    job, wide = twice_job(rows), 4 * rows * 4 * WIDTH
+    found = describe(job, "h200")
+    off, everything = (named_candidate(found, name) for name in ("off", "everything"))
+    # The first layer's argument of the sine and its result, computed again by one product.
+    assert [b.saved - a.saved for a, b in zip(off.loads, everything.loads, strict=True)] == [2 * wide] * 3
+    again = 3 * 2 * rows * WIDTH * 4 * WIDTH
+    assert recompute_flops(found, "off") == again == step_flops(job, "off") - step_flops(job, "everything")
+    assert off.seconds > 0 == everything.seconds
+    (kind, *_), (block, *_) = found.kinds, found.stack.blocks
+    assert sum(row.bytes for row in rows_of(kind, block, off, 0) if row.action == "recompute") == 2 * wide
+    # What is outside of the blocks has no part in it.
+    plain = describe(twice_job(rows, inner=False), "h200")
+    assert found.base_seconds == pytest.approx(plain.base_seconds, rel=1e-6)
+    assert found.stack.fixed_bytes == plain.stack.fixed_bytes

@@ -21,6 +21,7 @@ FULL: dict[str, Any] = {
     "workload": "w",
     "target": "h100",
     "budget": 80 * GB,
+    "host_budget": 256 * GB,
     "policy": "full",
     "device_bytes": 60 * GB,
     "host_bytes": 0,
@@ -33,7 +34,9 @@ PLAN = FULL | {
     "policy": "plan",
     "device_bytes": 79 * GB,
     "host_bytes": 5 * GB,
-    "residual_device_bytes": None,
+    "planned_device_bytes": 79 * GB,
+    "planned_host_bytes": 5 * GB,
+    "residual_device_bytes": 30 * GB,
     "estimated_seconds": 0.8,
     "named_seconds": {"full": 1.25, "offload_inputs": 1.5, "off": 0.5},
 }
@@ -49,11 +52,11 @@ for _key in ("device_bytes", "host_bytes", "residual_device_bytes"):
 def test_the_table_has_a_line_for_each_row() -> None:
     lines = [line.split() for line in claims.table([FULL, OFFLOAD, OFF, PLAN]).splitlines()]
     assert lines == [
-        ["workload", "target", "budget", "policy", "device", "kept", "host", "fits", "step", "s", "holds"],
-        ["w", "h100", "80.0", "full", "60.0", "12.0", "yes", "1.25", "yes"],
-        ["w", "h100", "80.0", "offload_inputs", "50.0", "1.0", "11.0", "yes", "1.50", "yes"],
-        ["w", "h100", "80.0", "off", "200.0", "12.0", "no", "0.50", "yes"],
-        ["w", "h100", "80.0", "plan", "79.0", "5.0", "yes", "0.80", "yes"],
+        ["workload", "target", "budget", "host", "budget", "policy", "device", "kept", "host", "fits", "step", "s", "holds"],
+        ["w", "h100", "80.0", "256.0", "full", "60.0", "12.0", "yes", "1.25", "yes"],
+        ["w", "h100", "80.0", "256.0", "offload_inputs", "50.0", "1.0", "11.0", "yes", "1.50", "yes"],
+        ["w", "h100", "80.0", "256.0", "off", "200.0", "12.0", "no", "0.50", "yes"],
+        ["w", "h100", "80.0", "256.0", "plan", "79.0", "30.0", "5.0", "yes", "0.80", "yes"],
     ]
     failed = FULL | {"error": "CompileError: no"}
     text = claims.table([INFEASIBLE, failed]).splitlines()
@@ -64,7 +67,19 @@ def test_the_table_has_a_line_for_each_row() -> None:
 
 
 BROKEN: dict[str, list[dict[str, Any]]] = {
-    "plan: the plan needs 75.4 GiB": [FULL, PLAN | {"device_bytes": 81 * GB}],
+    "plan: the plan needs 75.4 GiB, and 4.7 GiB of the host": [
+        FULL,
+        PLAN | {"device_bytes": 81 * GB, "planned_device_bytes": 81 * GB},
+    ],
+    "plan: the plan needs 73.6 GiB, and 279.4 GiB of the host": [
+        FULL,
+        PLAN | {"host_bytes": 300 * GB, "planned_host_bytes": 300 * GB},
+    ],
+    "plan: applied, the plan needs 73.6 GiB of device memory, and said 65.2 GiB": [
+        FULL,
+        PLAN | {"planned_device_bytes": 70 * GB},
+    ],
+    "plan: applied, the plan needs 4.7 GiB of host memory, and said 1.9 GiB": [FULL, PLAN | {"planned_host_bytes": 2 * GB}],
     "plan: full fits and is faster: 0.750 s against 0.800": [FULL, PLAN | {"named_seconds": {"full": 0.75}}],
     "plan: nothing was found to fit, and full does: 55.9 GiB": [FULL, INFEASIBLE],
     "plan: no plan was made: it hung": [FULL, INFEASIBLE | {"error": "it hung"}],
@@ -90,11 +105,19 @@ def test_rows_of_other_workloads_and_targets_say_nothing_of_a_row() -> None:
     assert claims.failures([FULL, OFFLOAD, OFF, PLAN, OFFLOAD | {"workload": "v"}]) == []
 
 
+def test_without_a_plan_nothing_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "one.json").write_text(json.dumps({"provenance": {"versions": {"jax": "1"}}, "rows": [FULL, OFFLOAD]}))
+    assert command.main(["--show", str(tmp_path / "one.json")]) == 1
+    assert capsys.readouterr().out.endswith("No plan is among the rows: nothing is shown.\n")
+    assert claims.verdict([FULL, PLAN]) == ("All claims hold, of 1 plan among 2 rows.", 0)
+
+
 def test_rows_of_another_budget_say_nothing_of_a_row() -> None:
     other = INFEASIBLE | {"budget": 50 * GB}
     assert claims.failures([FULL, other]) == []
     slower = PLAN | {"estimated_seconds": 2.0}
-    assert len(claims.failures([FULL, FULL | {"budget": 50 * GB}, slower])) == 1
+    others = [FULL | {"budget": 50 * GB}, FULL | {"host_budget": None}]
+    assert len(claims.failures([FULL, *others, slower])) == 1
 
 
 def run(
@@ -102,7 +125,7 @@ def run(
 ) -> tuple[int, list[dict[str, Any]]]:
     monkeypatch.setattr(command, "CASES", {"mlp": cases.Case(lambda: plan_models.job(scanned=True), "all")})
     monkeypatch.setattr(command, "provenance", lambda: {"commit": commit, "versions": {"jax": "1"}})
-    status = command.main(["--targets", f"cpu={budget}", "--output", str(tmp_path), "--only", "mlp", *more])
+    status = command.main(["--targets", f"cpu={budget}+0", "--output", str(tmp_path), "--only", "mlp", *more])
     return status, json.loads((tmp_path / "true_shapes.json").read_text())["rows"]
 
 
@@ -112,13 +135,13 @@ def test_a_small_model_through_all_of_it(tmp_path: Path, monkeypatch: pytest.Mon
     budget = (least + most) // 2
     status, found = run(tmp_path, monkeypatch, budget, "--policies", "full", "off", "plan")
     by_policy = {one["policy"]: one for one in found}
-    assert status == 0 and "All claims hold." in capsys.readouterr().out
+    assert status == 0 and "All claims hold, of 1 plan among 3 rows." in capsys.readouterr().out
     assert (by_policy["full"]["device_bytes"], by_policy["off"]["device_bytes"]) == (least, most)
     assert least < by_policy["plan"]["device_bytes"] <= budget < most
     assert by_policy["plan"]["estimated_seconds"] < by_policy["plan"]["named_seconds"]["full"]
     assert by_policy["plan"]["trained"] == "all" and by_policy["plan"]["layers"]
     # What is there is not measured again.
-    monkeypatch.setattr(command, "row", lambda work, policy, target, budget: FULL | {"policy": policy})
+    monkeypatch.setattr(command, "row", lambda work, policy, card: FULL | {"policy": policy})
     _, again = run(tmp_path, monkeypatch, budget, "--policies", "full", "plan", "dots", "--resume")
     assert again[:3] == found and [one["policy"] for one in again[3:]] == ["dots"]
     _, other = run(tmp_path, monkeypatch, budget, "--policies", "full", "--resume", commit="b")
@@ -127,7 +150,7 @@ def test_a_small_model_through_all_of_it(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_where_nothing_fits_the_row_says_what_is_the_least_and_what_takes_it() -> None:
     job = plan_models.job(scanned=True)
-    found = rows.row(job, "plan", "cpu", 10**6)
+    found = rows.row(job, "plan", rows.Card("cpu", 10**6))
     assert found["infeasible"] > 10**6 and sum(found["held_by"].values()) == found["infeasible"]
     assert "parameters" in found["held_by"] and not claims.fits(found)
 
@@ -137,7 +160,7 @@ def test_what_does_not_compile_is_a_row_of_its_own(monkeypatch: pytest.MonkeyPat
         raise CompileError("the compiler\nended: " + "x" * 1000)
 
     monkeypatch.setattr(rj, "measure", fail)
-    found = rows.row(plan_models.job(scanned=True), "full", "cpu", 10**9)
+    found = rows.row(plan_models.job(scanned=True), "full", rows.Card("cpu", 10**9))
     assert found["error"].startswith("the compiler ended: xx") and len(found["error"]) == 300
     assert claims.failures([found]) == [] and "does not compile" in claims.table([found])
 
@@ -161,6 +184,7 @@ def test_flags_hold_while_compiling_and_no_longer(monkeypatch: pytest.MonkeyPatc
         (["--targets", "h100"], "budget=''"),
         (["--targets", "h1=80GB"], "h1"),
         (["--targets", "h100=90GB"], "and the h100 has"),
+        (["--targets", "h100=80GB+much"], "host_budget='much'"),
         (["--policies", "fulll"], "Did you mean 'full'?"),
     ],
 )
@@ -172,7 +196,10 @@ def test_wrong_use_is_told(arguments: list[str], message: str, capsys: pytest.Ca
 
 def test_every_case_and_mode_is_asked_with_all() -> None:
     options = command.parse(["--all"])
-    assert options.only == list(cases.CASES) and options.budgets == {"h100": 80 * GB, "h200": 141 * GB}
+    h100, h200 = rows.Card("h100", 80 * GB, 256 * GB), rows.Card("h200", 141 * GB, 256 * GB)
+    assert options.only == list(cases.CASES) and options.cards == [h100, h200]
     assert {"off", "full", "offload_inputs", "plan"} <= set(options.policies)
     short = command.parse([])
-    assert (short.only, short.budgets, short.policies[-1]) == (["pi0"], {"h100": 80 * GB}, "plan")
+    assert (short.only, short.cards, short.policies[-1]) == (["pi0"], [h100], "plan")
+    two = command.parse(["--targets", "h100=80GB", "h100=60GB", "h100=80GB"])
+    assert [one.budget for one in two.cards] == [80 * GB, 60 * GB]

@@ -1,10 +1,10 @@
 """The PyTorch reference: gradient checkpointing and host offload as a port should do them, and what they cost.
 
 `gradient_checkpoint_forward` runs a block in one of three modes: off, checkpoint, offload. `selective_checkpoint` runs
-it under any policy of `remat_jax`, and `checkpoint_blocks` puts policies on a finished model. `faithful` holds the first
-as DiffSynth-Studio has it. The rest measures: `receipt` what an offload moved, `saved_for_backward` what the
-graph holds after the forward pass, `count_matmuls` and `count_calls` what is executed, `peak_bytes` the memory of a
-training step, on fake tensors.
+it under any policy of `remat_jax`, `checkpoint_blocks` puts policies on a finished model, and `shard_blocks` puts FSDP2
+around them. `faithful` holds the first as DiffSynth-Studio has it. The rest measures: `receipt` what an offload moved,
+`saved_for_backward` what the graph holds after the forward pass, `count_matmuls` and `count_calls` what is executed,
+`peak_bytes` the memory of a training step, on fake tensors.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ from torch_ref.segments import (
     uniform_boundaries,
 )
 from torch_ref.selective import selective_checkpoint
+from torch_ref.sharded import ShardedModel, shard_blocks
 from torch_ref.switch import gradient_checkpointing_disable, gradient_checkpointing_enable, is_gradient_checkpointing
 from torch_ref.train import HybridOptimizer, accumulate_gradients, accumulated_step, micro_batches
 
@@ -101,6 +102,7 @@ __all__ = [
     "SavedBytes",
     "SavedEntry",
     "SegmentCost",
+    "ShardedModel",
     "SiglipLayer",
     "SiglipTower",
     "TorchRefError",
@@ -133,6 +135,7 @@ __all__ = [
     "recomputed_layers",
     "saved_for_backward",
     "selective_checkpoint",
+    "shard_blocks",
     "sqrt_segments",
     "uniform_boundaries",
 ]

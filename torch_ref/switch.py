@@ -54,7 +54,7 @@ def gradient_checkpointing_enable(
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model is a {type(model).__name__}, expected a module.")
-    only = _repeated(model) if blocks is None else None
+    only = repeated_blocks(model) if blocks is None else None
     given = tuple(map(type, only)) if only is not None else blocks if isinstance(blocks, tuple) else (blocks,)
     classes: list[Any] = list(dict.fromkeys(given))
     if not classes:
@@ -112,7 +112,7 @@ def is_gradient_checkpointing(model: nn.Module) -> bool:
     return applied is not None and not applied.is_removed
 
 
-def _repeated(model: nn.Module) -> list[nn.Module]:
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The modules of one class that stand side by side in a list, the outermost such lists only."""
     repeated: dict[str, list[nn.Module]] = {}
     for path, module in model.named_modules():

@@ -121,7 +121,10 @@ def further(described: Described, found: Plan) -> list[Further]:
 
 
 def saving(described: Described, kind: Kind, found: Plan, layers: range, members: Sequence[str]) -> LayerPolicies:
-    """The plan's policies for the blocks of a kind, with some arrays saved in some layers, each by its own name."""
+    """The plan's policies for the blocks of a kind, with some arrays saved in some layers, each by its own name.
+
+    Its runs stay as they are: a scan of one of them is not made one with the next, even where the two now do the same.
+    """
     count = sum(len(other.layers) for other in described.kinds if other.block == kind.block)
     policies = [policy_at(found.policies[kind.block], layer) for layer in range(count)]
     for layer in layers:
@@ -129,7 +132,9 @@ def saving(described: Described, kind: Kind, found: Plan, layers: range, members
         names = [path + name.removeprefix(kind.paths[0]) for name in members]
         rules = selectors({"save": names}, [path], names).rules
         policies[layer] = Policy((*(rule for rule in rules if rule.action.value == "save"), *policies[layer].rules))
-    return LayerPolicies.of(policies)
+    whole = found.policies[kind.block]
+    cuts = [run.start for run, _ in whole.ranges[1:]] if isinstance(whole, LayerPolicies) else []
+    return LayerPolicies.of(policies, cuts)
 
 
 def policy_at(policy: Any, layer: int) -> Policy:

@@ -15,7 +15,8 @@ _EQUAL = 1e-6
 def broken(row: Row, rows: Sequence[Row]) -> list[str]:
     """Which claims a row breaks, with its figures; `rows` are all of the record.
 
-    A plan fits its budget, and no policy that fits is faster by the estimate. Where the planner finds nothing, no policy fits.
+    A plan, saved, loaded and measured by itself, needs what it said and fits both budgets, and no policy that fits is faster by
+    the estimate. Where the planner finds nothing, no policy fits.
     What offloads has something in host memory, and `offload_inputs` needs no more of the device than `full`.
     """
     beside = {one["policy"]: one for one in rows if _place(one) == _place(row)}
@@ -26,8 +27,8 @@ def broken(row: Row, rows: Sequence[Row]) -> list[str]:
     return []
 
 
-def _place(row: Row) -> tuple[str, str, int]:
-    return row["workload"], row["target"], row["budget"]
+def _place(row: Row) -> tuple[str, str, int, int | None]:
+    return row["workload"], row["target"], row["budget"], row["host_budget"]
 
 
 def _broken_plan(row: Row, fitting: Sequence[Row]) -> list[str]:
@@ -36,8 +37,12 @@ def _broken_plan(row: Row, fitting: Sequence[Row]) -> list[str]:
     if "infeasible" in row:
         return [f"nothing was found to fit, and {one['policy']} does: {format_bytes(one['device_bytes'])}" for one in fitting]
     found = []
+    for where in ("device", "host"):
+        if row[f"{where}_bytes"] != row[f"planned_{where}_bytes"]:
+            needed, said = (format_bytes(row[f"{kind}{where}_bytes"]) for kind in ("", "planned_"))
+            found.append(f"applied, the plan needs {needed} of {where} memory, and said {said}")
     if not fits(row):
-        found.append(f"the plan needs {format_bytes(row['device_bytes'])}")
+        found.append(f"the plan needs {format_bytes(row['device_bytes'])}, and {format_bytes(row['host_bytes'])} of the host")
     for one in fitting:
         seconds = row["named_seconds"].get(one["policy"])
         if seconds is not None and seconds < row["estimated_seconds"] * (1 - _EQUAL):
@@ -54,8 +59,11 @@ def _broken_offload(row: Row, full: Row) -> list[str]:
 
 
 def fits(row: Row) -> bool:
-    """Whether the compiled step is within the budget of its row."""
-    return bool(row.get("device_bytes", row["budget"] + 1) <= row["budget"])
+    """Whether the compiled step is within both budgets of its row."""
+    if "device_bytes" not in row:
+        return False
+    host = row["host_budget"] is None or row["host_bytes"] <= row["host_budget"]
+    return bool(row["device_bytes"] <= row["budget"] and host)
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
@@ -65,13 +73,14 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows in plain text, memory in gigabytes (10⁹); the time is an estimate."""
-    columns = ("workload", "target", "budget", "policy", "device", "kept", "host", "fits", "step s", "holds")
+    columns = ("workload", "target", "budget", "host budget", "policy", "device", "kept", "host", "fits", "step s", "holds")
     return text_table(columns, [_cells(row, rows) for row in rows])
 
 
 def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     name, holds = row["workload"], "NO" if broken(row, rows) else "yes"
-    first = (name, row["target"], gigabytes(row["budget"]), row["policy"])
+    host = "" if row["host_budget"] is None else gigabytes(row["host_budget"])
+    first = (name, row["target"], gigabytes(row["budget"]), host, row["policy"])
     if "error" in row:
         return (*first, "", "", "", "does not compile", "", holds if row["policy"] == PLAN else "")
     if "infeasible" in row:
@@ -95,6 +104,17 @@ def _seconds(row: Row, rows: Sequence[Row]) -> float | None:
     same = [one for one in rows if _place(one) == _place(row) and one["policy"] == PLAN]
     known: dict[str, Any] = same[0].get("named_seconds", {}) if same else {}
     return known.get(row["policy"])
+
+
+def verdict(rows: Sequence[Row]) -> tuple[str, int]:
+    """What holds and what does not, in words, and the exit status: 1 where a claim fails or none was asked."""
+    found = failures(rows)
+    if found:
+        return "\n".join(["Does not hold:", *found]), 1
+    judged = sum(one["policy"] == PLAN for one in rows)
+    if not judged:
+        return "No plan is among the rows: nothing is shown.", 1
+    return f"All claims hold, of {judged} plan{'s' * (judged > 1)} among {len(rows)} rows.", 0
 
 
 def held(rows: Sequence[Row]) -> list[str]:

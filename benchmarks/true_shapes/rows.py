@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import remat_jax as rj
 from remat_jax.errors import CompileError, InfeasibleBudget
+from remat_jax.hardware import target as target_named
 from remat_jax.planning import Plan
+from remat_jax.planning.budget import budget_bytes, host_budget_bytes
 
 PLAN = "plan"
 TIMEOUT = 3600.0
@@ -16,12 +20,31 @@ _SHOWN = 300
 Row = dict[str, Any]
 
 
-def row(work: rj.Workload, policy: str, target: str, budget: int) -> Row:
+class Card(NamedTuple):
+    """A target, and how much of its memory and of its host's a step may have; None for no limit."""
+
+    target: str
+    budget: int
+    host_budget: int | None = None
+
+    @classmethod
+    def from_text(cls, text: str) -> Card:
+        """
+        >>> Card.from_text("h100=80GB"), Card.from_text("h200=141GB+256GB").host_budget
+        (Card(target='h100', budget=80000000000, host_budget=None), 256000000000)
+        """
+        name, _, budgets = text.partition("=")
+        budget, _, host = budgets.partition("+")
+        known = target_named(name)
+        return cls(name, budget_bytes(budget, known), host_budget_bytes(host, known) if host else None)
+
+
+def row(work: rj.Workload, policy: str, card: Card) -> Row:
     """What `policy` needs, a policy or `plan`; where it does not compile, or nothing fits, the row says why."""
     begin = time.perf_counter()
-    told: Row = {"workload": work.name, "target": target, "budget": budget, "policy": policy}
+    told: Row = {"workload": work.name, **card._asdict(), "policy": policy}
     try:
-        found = _of_plan(rj.plan(work, budget, target, timeout=TIMEOUT)) if policy == PLAN else _of_policy(work, policy, target)
+        found = _of_plan(work, card) if policy == PLAN else _of_policy(work, policy, card.target)
     except InfeasibleBudget as error:
         found = {"infeasible": error.least_bytes, "held_by": error.held_by}
     except CompileError as error:
@@ -29,7 +52,7 @@ def row(work: rj.Workload, policy: str, target: str, budget: int) -> Row:
     return told | found | {"wall_seconds": time.perf_counter() - begin}
 
 
-def _of_policy(work: rj.Workload, policy: str, target: str) -> Row:
+def _of_policy(work: rj.Workload, policy: Any, target: str) -> Row:
     found = rj.measure(work, policy, target, timeout=TIMEOUT)
     return {
         "device_bytes": found.device_bytes,
@@ -41,11 +64,16 @@ def _of_policy(work: rj.Workload, policy: str, target: str) -> Row:
     }
 
 
-def _of_plan(found: Plan) -> Row:
-    return {
-        "device_bytes": found.device_bytes,
+def _of_plan(work: rj.Workload, card: Card) -> Row:
+    """The plan by its own account, and its step measured by itself: what is saved, loaded and applied."""
+    found = rj.plan(work, card.budget, card.target, card.host_budget, timeout=TIMEOUT)
+    with tempfile.TemporaryDirectory() as folder:
+        found.save(Path(folder) / "plan.json")
+        loaded = Plan.load(Path(folder) / "plan.json", work)
+    return _of_policy(work, loaded.policies, card.target) | {
+        "planned_device_bytes": found.device_bytes,
+        "planned_host_bytes": found.host_bytes,
         "predicted_bytes": found.predicted_bytes,
-        "host_bytes": found.host_bytes,
         "estimated_seconds": found.seconds,
         "base_seconds": found.base_seconds,
         "named_seconds": {one.name: one.seconds for one in found.named if one.seconds is not None and not one.remark},

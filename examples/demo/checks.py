@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from remat_jax.parity import TOLERANCES, float64_error, judge
+from remat_jax.parity import LOSS_STEPS, TOLERANCES, float64_error, judge
 
 from .outcome import Check, Evidence
 from .torch_rows import FRAMEWORK as TORCH
 
 # Both frameworks keep the same arrays of blocks; beside these JAX keeps a few integers per token (indices, masks).
 RESIDUAL_BYTES = 0.01
-LOSSES_COMPARED = 20
 SCANNED = ("JAX Linen", "JAX NNX")
 
 
@@ -67,9 +66,9 @@ def losses_agree(evidence: Sequence[Evidence]) -> Check:
     """The losses of training follow PyTorch's plain ones."""
     differences = {}
     for one in evidence:
-        plain = np.array(reference_of(evidence, one.model).losses[:LOSSES_COMPARED])
-        differences[one.label] = float(np.max(np.abs(np.array(one.losses[:LOSSES_COMPARED]) - plain) / np.abs(plain)))
-    steps = min(LOSSES_COMPARED, min(len(one.losses) for one in evidence))
+        plain = np.array(reference_of(evidence, one.model).losses[:LOSS_STEPS])
+        differences[one.label] = float(np.max(np.abs(np.array(one.losses[:LOSS_STEPS]) - plain) / np.abs(plain)))
+    steps = min(LOSS_STEPS, min(len(one.losses) for one in evidence))
     return _at_most(f"losses of the first {steps} steps: largest relative difference", differences, TOLERANCES["loss"].value)
 
 

@@ -9,11 +9,10 @@ import sys
 from typing import Any
 
 from remat_jax.compat import keep_to_cpu_without_gpu
+from remat_jax.parity import TOLERANCES
 from remat_jax.report.tables import format_bytes, render, table
 
 COLUMNS = ("framework", "mode", "first loss", "last loss", "off plain by", "device", "host", "remark")
-# One loss in float32 after many steps of Adam; what two frameworks round differently grows from step to step.
-LARGEST_DIFFERENCE = 1e-3
 
 
 def main(model: str, arguments: list[str] | None = None) -> int:
@@ -38,7 +37,7 @@ def main(model: str, arguments: list[str] | None = None) -> int:
         title = f"{pair.name}, a small one, {options.steps} steps on photographs"
         formats = {"device": format_bytes, "host": format_bytes}
         print(render(table(title, COLUMNS, [_written(row) for row in rows], formats=formats)))
-    return 0 if all(row["difference"] <= LARGEST_DIFFERENCE for row in rows) else 1
+    return 0 if all(row["difference"] <= TOLERANCES["loss"].value for row in rows) else 1
 
 
 def _written(row: dict[str, Any]) -> tuple[Any, ...]:

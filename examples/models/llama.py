@@ -66,6 +66,11 @@ class LlamaConfig:
         return cls(128256, 8192, 28672, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128)
 
     @classmethod
+    def llama3_1_405b(cls) -> LlamaConfig:
+        sizes = {"num_layers": 126, "num_heads": 128, "num_kv_heads": 8, "head_dim": 128}
+        return cls(128256, 16384, 53248, **sizes, rope_scaling=RopeScaling(factor=8.0))
+
+    @classmethod
     def llama3_1_8b(cls) -> LlamaConfig:
         sizes = {"num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
         return cls(128256, 4096, 14336, **sizes, rope_scaling=RopeScaling(factor=8.0))

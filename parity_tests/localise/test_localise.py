@@ -145,6 +145,33 @@ def test_other_inputs_are_named_as_such() -> None:
     assert found.forward.note == "the models are given other inputs"
 
 
+class TwoOfTorch(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 3)
+
+
+class TwoOfFlax(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(3, name="second")(nn.Dense(4, name="first")(x))
+
+
+@pytest.mark.parametrize("fault", ["", "first", "second"])
+def test_a_torch_call_may_call_submodules_alone(fault: str) -> None:
+    model = TwoOfTorch()
+    layers = {name: getattr(model, name) for name in ("first", "second")}
+    params = {
+        name: {"kernel": one.weight.detach().numpy().T.copy(), "bias": one.bias.detach().numpy() + (name == fault)}
+        for name, one in layers.items()
+    }
+    through = lambda module, x: module.second(module.first(x))  # noqa: E731
+    found = first_divergences(model, TwoOfFlax(), {"params": params}, (np.ones((2, 3)),), torch_call=through)
+    assert (found.forward.torch_path if found.forward else "") == fault and set(found.matched) >= set(layers)
+    with pytest.raises(ArgumentError, match=r"outputs of shapes \[\(2, 4\)\] .PyTorch. and \[\(2, 3\)\]"):
+        first_divergences(model, TwoOfFlax(), {"params": params}, (np.ones((2, 3)),), torch_call=lambda m, x: m.first(x))
+
+
 def test_wrong_use_is_an_error() -> None:
     with pytest.raises(ArgumentError, match=r"'layers_9' is no module of the Flax model.*Did you mean 'layers_"):
         of_decoder(mapping={"head": "layers_9"})

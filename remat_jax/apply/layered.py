@@ -112,7 +112,7 @@ class _Resolver:
         if around.idle:
             return compat.jaxpr_function(body)(*values)
         if isinstance(policy, LayerPolicies):
-            if len(policy.runs) > 1:
+            if len(policy.ranges) > 1:
                 run, span = policy.run_of(place)[0], around.spans.get(mark.marked.block, range(place, place + 1))
             policy = policy[place]
         if is_off(policy):

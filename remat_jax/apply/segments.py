@@ -1,5 +1,7 @@
 """Cutting a scan over blocks into consecutive scans, one for each run of rounds that are under the same policies.
 
+It is cut where `LayerPolicies.cuts` says so, too.
+
 Each hands its carry to the next; what was scanned is sliced, what comes out is joined. Compiled as it stands, the slices of the
 stacked parameters would be copies that live through the whole step. So a block reads its parameters from the whole stack, by
 the index of the round and inside its own checkpoint (`graph.block`); of the slices only the derivatives are used, and never
@@ -61,8 +63,19 @@ class Cut:
                 if block in self.each and isinstance(policy, LayerPolicies)
             ]
 
+        cuts = {
+            block: [cut - at[block] for cut in policy.cuts]
+            for block, policy in policies.items()
+            if block in self.each and isinstance(policy, LayerPolicies)
+        }
+
+        def scan(index: int) -> Any:
+            """Equal for rounds in a row that stay together: under the same policies, and behind the same cuts."""
+            behind = [sum(cut <= index * self.each[block] for cut in found) for block, found in cuts.items()]
+            return under(index), behind
+
         segments = []
-        for _, alike in itertools.groupby(range(self.eqn.params["length"]), key=under):
+        for _, alike in itertools.groupby(range(self.eqn.params["length"]), key=scan):
             members = list(alike)
             start = {block: position + members[0] * self.each[block] for block, position in at.items()}
             segments.append(Segment(members[0], members[-1] + 1, start))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
@@ -88,7 +89,19 @@ def _change_class(module: nnx.Module, cls: type) -> None:
     object.__setattr__(module, "__class__", cls)
 
 
-@functools.cache
+def _made_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make` with its results kept; of threads that ask at once for the same, one makes it."""
+    kept, one_at_a_time = functools.cache(make), threading.RLock()
+
+    @functools.wraps(make)
+    def found(*args: Hashable) -> Any:
+        with one_at_a_time:
+            return kept(*args)
+
+    return found
+
+
+@_made_once
 def _checkpointed_class(cls: Any, policy: Any) -> type:
     """One class per class and policy, so that the same switch gives the same jit cache entry."""
     checkpointed = remat(cls, policy)
@@ -142,7 +155,7 @@ def _enable_linen(model: linen.Module, policy: Any, blocks: Any) -> linen.Module
     return _linen_class(cast(Hashable, type(plain)), checked.entries)(**_fields(plain))
 
 
-@functools.cache
+@_made_once
 def _linen_class(cls: Any, policies: tuple[tuple[Any, Any], ...]) -> Any:
     @functools.wraps(cls.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:

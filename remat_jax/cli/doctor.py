@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from remat_jax import compat
+from remat_jax.cli.meshes import MeshOption, checked_mesh, load_on_mesh
 from remat_jax.cli.output import FAILED, Json, answering, progress
-from remat_jax.cli.workloads import load_workload
 from remat_jax.diagnosis import doctor as diagnose
 from remat_jax.diagnosis import environment
 from remat_jax.errors import ArgumentError
@@ -29,6 +29,7 @@ def doctor(
     target: Annotated[
         str | None, typer.Option(help="A GPU to compile for as well; see remat-jax targets. Only tracing unless given.")
     ] = None,
+    mesh: MeshOption = None,
     timeout: Annotated[float, typer.Option(help="Seconds that each compilation may take.")] = DEFAULT_TIMEOUT,
     as_json: Json = False,
 ) -> None:
@@ -46,8 +47,9 @@ def doctor(
         as_block_policy(policy)
         check_timeout(timeout)
         described = target_named(target) if target is not None else None
+        divided = checked_mesh(mesh, described)
         compat.keep_to_cpu_without_gpu()
-        job = load_workload(workload)
+        job = load_on_mesh(workload, divided)
         with progress() as steps:
             steps.tell(f"{job.name}: tracing" + (f", then compiling for {described.name}" if described else ""), 0, 1)
             found = diagnose(job, policy, described, timeout)

@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from remat_jax import compat
+from remat_jax.cli.meshes import MeshOption, checked_mesh, load_on_mesh
 from remat_jax.cli.output import Answer, Json, answering, progress
-from remat_jax.cli.workloads import load_workload
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport, residuals
+from remat_jax.memory.collectives import KINDS, executed
 from remat_jax.memory.diff import compare_policies
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
 from remat_jax.policy import as_block_policy
@@ -34,6 +35,7 @@ def measure(
         typer.Option("--policy", "-p", help="A name or a text; once for each of several. off and full unless given."),
     ] = None,
     target: Annotated[str, typer.Option(help="What to compile for; see remat-jax targets.")] = "cpu",
+    mesh: MeshOption = None,
     timeout: Annotated[float, typer.Option(help="Seconds that compiling may take in all.")] = DEFAULT_TIMEOUT,
     show_residuals: Annotated[bool, typer.Option("--residuals", help="List what is kept between the passes, by name.")] = False,
     show_live: Annotated[
@@ -58,8 +60,9 @@ def measure(
         asked = _asked(policy, diff)
         described = target_named(target)
         _check_picture(plot, described)
+        divided = checked_mesh(mesh, described)
         compat.keep_to_cpu_without_gpu()
-        job = load_workload(workload)
+        job = load_on_mesh(workload, divided)
         with progress() as steps:
             steps.tell(f"{job.name}: tracing, then compiling for {described.name}", 0, len(asked))
             tables = [residuals(job, one) for one in asked] if show_residuals else []
@@ -126,8 +129,25 @@ def _show(answer: Answer, target: Target, reports: Sequence[MemoryReport], table
     title = f"{first.workload}: one training step compiled for {first.target} (JAX {first.jax_version})"
     columns = ("policy", "device", "of it temp", "host", "kept: device", "kept: host", "offload gave back")
     answer.show(*tables, table(title, columns, [_cells(report) for report in reports], caption=_caption(target, reports)))
+    answer.show(*_exchanges(reports))
     for warning, policies in _warnings(reports).items():
         answer.remark(f"warning: {warning} ({', '.join(policies)})")
+
+
+def _exchanges(reports: Sequence[MemoryReport]) -> list[Any]:
+    """What the devices send each other under each policy, as a table; none of a single device, or where it is not known."""
+    sent = {report.policy: executed(report.collectives) for report in reports if report.collectives is not None}
+    if not sent:
+        return []
+    kinds = [kind for kind in KINDS if any(kind in one for one in sent.values())]
+    rows = [
+        (policy, *(f"{one[kind][0]}: {format_bytes(one[kind][1])}" if kind in one else "" for kind in kinds))
+        for policy, one in sent.items()
+    ]
+    caption = "What a policy has more of than off, it makes the devices send again."
+    return [
+        table("What one device sends or gets in a step: arrays, and their bytes", ("policy", *kinds), rows, caption=caption)
+    ]
 
 
 def _cells(report: MemoryReport) -> tuple[Any, ...]:
@@ -146,7 +166,8 @@ def _caption(target: Target, reports: Sequence[MemoryReport]) -> str:
     said = "device: arguments + outputs − aliased + temp. kept: residuals, from the forward to the backward pass."
     if target.devices > 1:
         said = (
-            f"device: of each of the {target.devices}, arguments + outputs − aliased + temp; host too. kept: residuals, of all."
+            f"device: of each of the {target.devices}, arguments + outputs − aliased + temp; host too, and a host has "
+            f"{target.devices // target.hosts} of them. kept: residuals, of all."
         )
     if any(report.receipt for report in reports):
         said += " gave back: against saving on the device what is offloaded."
@@ -160,6 +181,7 @@ def _caption(target: Target, reports: Sequence[MemoryReport]) -> str:
 def _warnings(reports: Sequence[MemoryReport]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for report in reports:
-        for warning in report.receipt.warnings if report.receipt else ():
+        said = (*(report.receipt.warnings if report.receipt else ()), report.host_warning)
+        for warning in filter(None, said):
             found.setdefault(warning, []).append(report.policy)
     return found

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from remat_jax import compat
+from remat_jax.cli.meshes import MeshOption, checked_mesh, load_on_mesh
 from remat_jax.cli.output import Answer, Json, answering, progress
-from remat_jax.cli.workloads import load_workload
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.measure import DEFAULT_TIMEOUT
@@ -31,6 +31,7 @@ def plan(
         str, typer.Option("--budget", "-b", help="Device memory: 40GiB, '38 GB', bytes, or a share of the target's: 80%, 0.8.")
     ],
     target: Annotated[str, typer.Option(help="What to plan and compile for; see remat-jax targets.")],
+    mesh: MeshOption = None,
     host_budget: Annotated[
         str | None, typer.Option(help="Host memory: 64GiB, or 0 for no offload. No limit unless given.")
     ] = None,
@@ -53,8 +54,9 @@ def plan(
         described = target_named(target)
         device, host = budget_bytes(budget, described), host_budget_bytes(host_budget, described)
         _check_files([("save", save), ("html", html), ("plot", plot)])
+        divided = checked_mesh(mesh, described)
         compat.keep_to_cpu_without_gpu()
-        job = load_workload(workload)
+        job = load_on_mesh(workload, divided)
         with progress() as steps:
             found = make_plan(job, device, described, host, timeout=timeout, progress=steps.tell)
         answer.show(plan_table(found), named_table(found), next_gib(found), *found.notes)

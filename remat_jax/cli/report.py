@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from remat_jax import compat
+from remat_jax.cli.meshes import MeshOption, checked_mesh, load_on_mesh
 from remat_jax.cli.output import FAILED, Answer, Json, answering, progress
 from remat_jax.cli.parity import parity_report
-from remat_jax.cli.workloads import load_workload
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.devices import check_devices
@@ -34,6 +34,7 @@ def report(
         typer.Option("--policy", "-p", help="A name or a text; once for each of several. The usual named ones unless given."),
     ] = None,
     target: Annotated[str, typer.Option(help="What to compile for; see remat-jax targets.")] = "h200",
+    mesh: MeshOption = None,
     budget: Annotated[
         str | None, typer.Option("--budget", "-b", help="Plan within so much device memory: 40GiB, '38 GB', bytes, 80%, 0.8.")
     ] = None,
@@ -63,8 +64,9 @@ def report(
         within = budget_bytes(budget, described) if budget is not None else None
         if parity is not None:
             require_torch()
+        divided = checked_mesh(mesh, described)
         compat.keep_to_cpu_without_gpu()
-        job = load_workload(workload)
+        job = load_on_mesh(workload, divided)
         made = Plan.load(plan, job) if plan is not None else within
         check_devices(job, described)
         if isinstance(made, Plan):

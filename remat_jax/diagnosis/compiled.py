@@ -35,7 +35,8 @@ def compiled_traps(observed: Observed, target: Target, timeout: float) -> Iterat
     """What compiling the step for the GPU `target` shows."""
     report = measure(observed.workload, policy_of(observed), target, timeout)
     yield from offload_came_to_nothing(observed, report)
-    yield from pinned_pool(observed, report.host_bytes)
+    yield from pinned_pool(observed, report.host_bytes_per_host)
+    yield from host_memory(report)
     yield from last_block_offloaded(observed, target)
     yield from xla_rematerialization(observed, report, target, timeout)
     yield from latency_hiding_scheduler(observed, report, target, timeout)
@@ -79,7 +80,10 @@ def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterato
 
 
 def pinned_pool(observed: Observed, host_bytes: int | None = None) -> Iterator[Finding]:
-    """More host memory than the pool of pinned memory has; the residuals alone, where nothing was compiled."""
+    """More host memory than the pool of pinned memory has, which the devices of a host share in one process.
+
+    The residuals alone, where nothing was compiled.
+    """
     if host_bytes is None:
         if observed.workload.mesh is not None:
             return  # the residuals are those of all devices
@@ -95,6 +99,13 @@ def pinned_pool(observed: Observed, host_bytes: int | None = None) -> Iterator[F
             "it would fail with RESOURCE_EXHAUSTED while running",
             f"Start with {PINNED_POOL}={-(-host_bytes // 2**30) + 1} or more (and the host memory for it), or offload less",
         )
+
+
+def host_memory(report: MemoryReport) -> Iterator[Finding]:
+    """More host memory than a host has."""
+    if report.host_warning is not None:
+        problem, _, remedy = report.host_warning.rpartition(": ")
+        yield Finding("host_memory", report.workload, "", problem, remedy.capitalize())
 
 
 def last_block_offloaded(observed: Observed, target: Target) -> Iterator[Finding]:

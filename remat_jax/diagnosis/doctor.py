@@ -55,6 +55,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     | `parameter_kept` | a policy keeps copies of parameters, which are there anyway |
     | `keyless_random` | `lax.rng_uniform` is drawn again with other numbers: the gradient is wrong |
     | `pinned_pool` | more host memory than XLA's pool of pinned memory has |
+    | `host_memory` | more host memory than the target's hosts have for their devices (GPU target) |
     | `last_block_offloaded` | too little follows the last block to hide its copies (GPU target) |
     | `miscompiled_offload` | this JAX reads back another layer's residuals of a scan (GPU target) |
     | `xla_rematerialization` | XLA recomputes beyond the policy, to fit the device (GPU target) |

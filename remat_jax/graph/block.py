@@ -235,9 +235,8 @@ def _linearise(named: Named, live: Sequence[int], primals: list[Any], directions
         return [*outputs, *(change for out, change in zip(outputs, changes, strict=True) if is_smooth(out))]
 
     with compat.classic_rematerialisation():
-        jaxpr, consts = compat.hoist_consts(jax.make_jaxpr(push)(primals, directions))
-        assert not consts, "a block's constants are its inputs"
-        return name_linearised(named, jaxpr, len(primals))
+        # A block's own constants are its inputs; the rule of a `custom_jvp` may read others, which stay where they are.
+        return name_linearised(named, jax.make_jaxpr(push)(primals, directions), len(primals))
 
 
 def is_live(tangent: Any) -> bool:

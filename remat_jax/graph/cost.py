@@ -1,6 +1,6 @@
 """What running a jaxpr costs: floating-point operations and bytes of memory traffic, kernel by kernel.
 
-The rule by which equations become kernels is written down in `docs/planning.md`, "The cost model".
+The rule by which equations become kernels is written down in `docs/how/planner.md`, "The cost model".
 """
 
 from __future__ import annotations

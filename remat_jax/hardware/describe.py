@@ -41,10 +41,12 @@ def describe(facts: Mapping[str, Any], compiler: Mapping[str, Any], name: str) -
     missing += [key for key in ("memory_bytes", "hbm_bytes_per_s") if key not in facts]
     unknown = sorted(set(compiler) - set(KEYS))
     major, dot, minor = str(compiler.get("compute_capability", "")).partition(".")
-    if missing or unknown or not (dot and major.isdigit() and minor.isdigit()):
+    wrong = [key for key in KEYS[1:] if not _is_positive(compiler.get(key, 1))]
+    if missing or unknown or wrong or not (dot and major.isdecimal() and minor.isdecimal()):
         raise TargetError(
-            f"target table [{name}.compiler]: missing {missing}, unknown {unknown}; the keys are {', '.join(KEYS)}, with "
-            'compute_capability as a text such as "9.0", and the target needs memory_bytes and hbm_bytes_per_s.'
+            f"target table [{name}.compiler]: missing {missing}, unknown {unknown}, no positive number {wrong}; the keys are "
+            f"{', '.join(KEYS)}, with compute_capability as a text such as \"9.0\" and numbers for the others, and the target "
+            "needs memory_bytes and hbm_bytes_per_s."
         )
     own = "".join(f"  {key}: {compiler[key]}\n" for key in KEYS[1:])
     return (
@@ -58,3 +60,8 @@ def describe(facts: Mapping[str, Any], compiler: Mapping[str, Any], name: str) -
         "runtime_version { major: 13 minor: 0 }\n"
         f'device_description_str: "{facts["description"].partition(",")[0]}"\n'
     )
+
+
+def _is_positive(value: object) -> bool:
+    # What is written into the description must be a number and nothing more.
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -17,13 +17,17 @@ from remat_jax.hardware.describe import describe
 
 TABLE = "targets.toml"
 FACTS = ("memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s", "peak_flops", "compiler")
-OPTIONAL = ("device_kinds", "measured")
+OPTIONAL_FACTS = ("host_memory_bytes",)
+OPTIONAL = ("device_kinds", "measured", *OPTIONAL_FACTS)
+SIZES_AND_RATES = ("memory_bytes", "host_memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s")
 MEASURED = ("flops", "hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", "hidden_share", "source")
 ATTACHED = "attached"
 ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "a100-80": "a100", "a100-sxm": "a100", "4090": "rtx4090"}
 _find_attached: list[Callable[[], str]] = []
 # "8xh100": GPUs; "8x8xh200": hosts, and GPUs in each.
-_SEVERAL = re.compile(r"(?:(?P<hosts>\d+)x)?(?P<each>\d+)x(?P<one>.+)")
+_SEVERAL = re.compile(r"(?:(?P<hosts>\d{1,6})x)?(?P<each>\d{1,6})x(?P<one>(?!\d+x).+)", re.DOTALL)
+MOST_BYTES = 2**20
+"""A table of more is none."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Target:
         description: one line for people.
         memory_bytes: memory of one device, in bytes.
         hbm_bytes_per_s: rate of that memory, in bytes per second.
+        host_memory_bytes: memory of the host that there is for one device, in bytes: of a host of eight devices, an eighth.
         host_link_bytes_per_s: rate of the link to host memory, each way, in bytes per second.
         peak_flops: FLOPs per second by dtype name, dense; ``tensorfloat32`` is float32 at reduced matmul precision.
         compiler_description: what XLA needs in order to compile for the target where it is absent, a
@@ -55,6 +60,7 @@ class Target:
     kind: Literal["cpu", "gpu"]
     description: str
     memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
     hbm_bytes_per_s: float | None = None
     host_link_bytes_per_s: float | None = None
     peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -156,11 +162,18 @@ def targets() -> tuple[str, ...]:
 
 def _read_file(path: str) -> dict[str, Target]:
     try:
-        return read_table(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise TargetError(f"target file {path!r} cannot be read: {error}. Give a TOML file in the form of {TABLE}.") from error
+        # A device or a pipe could go on for ever.
+        if Path(path).exists() and not Path(path).is_file():
+            raise TargetError(f"it is no file; give a TOML file in the form of {TABLE}.")
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise TargetError(f"it has more than {MOST_BYTES} bytes; give a TOML file in the form of {TABLE}.")
+        return read_table(content.decode("utf-8"))
     except TargetError as error:
         raise TargetError(f"target file {path!r}: {error}") from error
+    except (OSError, ValueError) as error:  # a null byte in the path among them
+        raise TargetError(f"target file {path!r} cannot be read: {error}. Give a TOML file in the form of {TABLE}.") from error
 
 
 @cache
@@ -172,10 +185,14 @@ def read_table(text: str) -> dict[str, Target]:
     """The targets that a TOML text describes, by name.
 
     Raises:
-        TargetError: a key or kind is unknown, one is missing, a figure has no source or a source no figure, or what should be a
-            table is none.
+        TargetError: the text is no TOML, a key or kind is unknown, one is missing, a figure has no source or a source no figure,
+            or what should be a table is none.
     """
-    return {name: _read_target(name, entry) for name, entry in tomllib.loads(text).items()}
+    try:
+        tables = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError of its own
+        raise TargetError(f"the TOML cannot be read: {error}. Give a file in the form of {TABLE}.") from error
+    return {name: _read_target(name, entry) for name, entry in tables.items()}
 
 
 def _read_target(name: str, given: object) -> Target:
@@ -192,7 +209,12 @@ def _read_target(name: str, given: object) -> Target:
         _as_table(f"{name}.{key}", entry.get(key, {}))
     if entry["kind"] not in ("cpu", "gpu"):
         raise TargetError(f'target table [{name}]: kind={entry["kind"]!r}; write "cpu" or "gpu".')
-    stated, sourced = set(entry) & set(FACTS), set(entry["source"])
+    texts = {"description": entry["description"], **{f"source.{key}": one for key, one in entry["source"].items()}}
+    # The description goes into a text that XLA reads.
+    wrong = [key for key, one in texts.items() if not isinstance(one, str) or not one.isprintable() or set(one) & {'"', "\\"}]
+    if wrong:
+        raise TargetError(f"target table [{name}]: {', '.join(wrong)}: write a text of one line, without quotation marks.")
+    stated, sourced = set(entry) & {*FACTS, *OPTIONAL_FACTS}, set(entry["source"])
     if stated != sourced:
         raise TargetError(
             f"target table [{name}]: without a source: {sorted(stated - sourced)}; a source without a "
@@ -215,9 +237,7 @@ def _as_table(name: str, value: object) -> dict[str, Any]:
 
 
 def _check_figures(name: str, entry: dict[str, Any]) -> None:
-    figures: dict[str, Any] = {
-        key: entry[key] for key in ("memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s") if key in entry
-    }
+    figures: dict[str, Any] = {key: entry[key] for key in SIZES_AND_RATES if key in entry}
     figures |= {f"peak_flops.{dtype}": rate for dtype, rate in entry.get("peak_flops", {}).items()}
     wrong = _not_positive(figures)
     if wrong:
@@ -252,7 +272,9 @@ def _check_measured(name: str, given: object) -> None:
 
 
 def _not_positive(figures: dict[str, Any]) -> dict[str, Any]:
-    return {key: one for key, one in figures.items() if not _is_figure(one) or not 0 < one < float("inf")}
+    wrong = {key: one for key, one in figures.items() if not _is_figure(one) or not 0 < one < 1e30}
+    wrong |= {key: one for key, one in figures.items() if key == "memory_bytes" and isinstance(one, float)}
+    return {key: "an integer of many digits" if isinstance(one, int) and one >= 1e30 else one for key, one in wrong.items()}
 
 
 def _is_figure(value: object) -> bool:

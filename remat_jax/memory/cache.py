@@ -46,7 +46,7 @@ def digest(program: Program, target: Target, options: dict[str, Any], child: Pat
         "arguments": program.arguments,
         "mesh": program.mesh,
         "options": options,
-        "target": target.to_dict() | {"name": "", "attached": False},
+        "target": target.to_dict() | {"name": "", "attached": False, "host_memory_bytes": None},
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)},
         "packages": _packages(),
         "sources": _sources(child),

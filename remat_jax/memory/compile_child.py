@@ -40,13 +40,29 @@ class PinnedHost(jax.sharding.SingleDeviceSharding):
         return "pinned_host"
 
 
+class PinnedHostOfMesh(jax.sharding.NamedSharding):
+    """The same of the devices of a mesh; to JAX's caches it must not be equal to what lies so on the devices."""
+
+    @property
+    def memory_kind(self) -> str:
+        """What JAX writes to the argument, and the compiler goes by."""
+        return "pinned_host"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PinnedHostOfMesh) and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.memory_kind))
+
+
 def shardings(exported: Any, program: dict[str, Any], where: list[Any]) -> list[Any]:
     """Where each argument lives: on the mesh as it was exported, or in a memory of the one device; a CPU has one memory."""
+    on_host = [aval.memory_space is jax.memory.Space.Host and where[0].platform != "cpu" for aval in exported.in_avals]
     if program["mesh"]:
         names, sizes = zip(*program["mesh"], strict=True)
         mesh = jax.sharding.Mesh(np.array(where).reshape(sizes), names)
-        return list(exported.in_shardings_jax(mesh))
-    on_host = [aval.memory_space is jax.memory.Space.Host and where[0].platform != "cpu" for aval in exported.in_avals]
+        divided = exported.in_shardings_jax(mesh)
+        return [PinnedHostOfMesh(mesh, one.spec) if away else one for one, away in zip(divided, on_host, strict=True)]
     return [PinnedHost(where[0]) if away else jax.sharding.SingleDeviceSharding(where[0]) for away in on_host]
 
 

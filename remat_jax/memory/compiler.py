@@ -15,6 +15,7 @@ from remat_jax import compat
 from remat_jax.errors import ArgumentError, CompileError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory import cache
+from remat_jax.memory.collectives import Collective, read_collectives
 from remat_jax.memory.exporting import Program as Program
 from remat_jax.memory.exporting import export_step as export_step
 from remat_jax.memory.kernels import Kernels, kernel_options, refuse
@@ -25,6 +26,9 @@ from remat_jax.memory.slots import scanned_offload_is_miscompiled
 
 MOST_CHILDREN = 4
 """Compiling processes at a time: each holds a compiler of its own, about 1 GB."""
+
+OPTIMISED = "gpu_after_optimizations.txt"
+"""How the file ends to which XLA writes the optimised module."""
 
 CHILD = Path(__file__).with_name("compile_child.py")
 
@@ -39,6 +43,7 @@ class Sizes:
         known.
       miscompiled: whether a loop copies another slot of a host buffer than the program asks for; None where the compiled text
         does not tell.
+      collectives: what the devices of a mesh send each other; None for one device, and where the compiled text is not known.
     """
 
     temp: int
@@ -52,6 +57,7 @@ class Sizes:
     live: tuple[LiveBuffer, ...] = ()
     overlap: Overlap | None = None
     miscompiled: bool | None = False
+    collectives: tuple[Collective, ...] | None = None
 
     @property
     def device(self) -> int:
@@ -73,7 +79,10 @@ class Sizes:
         overlap = data["overlap"]
         if overlap is not None:
             overlap = Overlap(**overlap | {"out": Copies(**overlap["out"]), "back": Copies(**overlap["back"])})
-        return cls(**data | {"live": tuple(LiveBuffer(**one) for one in data["live"]), "overlap": overlap})
+        sent = data["collectives"]
+        collectives = None if sent is None else tuple(Collective(**one) for one in sent)
+        live = tuple(LiveBuffer(**one) for one in data["live"])
+        return cls(**data | {"live": live, "overlap": overlap, "collectives": collectives})
 
 
 def compile_programs(
@@ -246,12 +255,24 @@ def _with(entry: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 def _sizes(answer: dict[str, Any], folder: Path, program: Program, target: Target) -> Sizes:
     overlap, miscompiled = _copies(folder / "compiled.hlo", target)
-    return Sizes(**answer["sizes"], live=_live(folder / "dump", program), overlap=overlap, miscompiled=miscompiled)
+    live, sent = _live(folder / "dump", program), _collectives(folder / "dump", program)
+    return Sizes(**answer["sizes"], live=live, overlap=overlap, miscompiled=miscompiled, collectives=sent)
+
+
+def _collectives(dump: Path, program: Program) -> tuple[Collective, ...] | None:
+    """What the devices send each other; None for one device, and where nothing is written down that is understood."""
+    paths = sorted(dump.glob(f"*{OPTIMISED}"))
+    if not program.mesh or not paths:
+        return None
+    try:
+        return read_collectives(paths[-1].read_text(encoding="utf-8", errors="replace"))
+    except UnsupportedError:
+        return None  # a text of a form that is not known: the sizes hold all the same
 
 
 def _live(dump: Path, program: Program) -> tuple[LiveBuffer, ...]:
     """What is on the device at the peak, arguments by their names; empty where the compiler wrote nothing down."""
-    endings = ("gpu_after_optimizations.txt", "-buffer-assignment.txt", "-live-range.txt")
+    endings = (OPTIMISED, "-buffer-assignment.txt", "-live-range.txt")
     found = [sorted(dump.glob(f"*{ending}")) for ending in endings]
     if not all(found):
         return ()

@@ -1,9 +1,13 @@
-"""Whether a workload and a target are of as many devices."""
+"""Whether a workload and a target are of as many devices, and what host memory the devices of one host share."""
 
 from __future__ import annotations
 
+from jax.sharding import AbstractMesh
+
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import Target
+from remat_jax.mesh import shown
+from remat_jax.report.tables import format_bytes
 from remat_jax.workload import Workload
 
 
@@ -18,7 +22,8 @@ def check_devices(workload: Workload, target: Target) -> None:
         if target.devices > 1:
             raise UnsupportedError(
                 f"target={target.name!r} is {target.devices} devices, and {workload.name!r} has no mesh to use them by: ask "
-                "for one of them, or say how it is divided: Workload(…, mesh={'data': …}, shardings=(…))"
+                "for one of them, or say how it is divided: Workload(…, mesh={'data': …}, shardings=(…)), or workload.on_mesh "
+                "('data=…,fsdp=…'), which is --mesh on the command line"
             )
         return
     if target.attached:
@@ -26,10 +31,36 @@ def check_devices(workload: Workload, target: Target) -> None:
             f"target={target.name!r} is one device to run on, and {workload.name!r} has a mesh: name the hardware instead, "
             f"such as '{workload.mesh.size}xh200'"
         )
-    if workload.mesh.size != target.devices:
-        axes = ", ".join(f"{name}={size}" for name, size in workload.mesh.shape.items())
+    check_size(workload.mesh, target, f"the mesh of {workload.name!r} ({shown(workload.mesh)})")
+
+
+def check_size(mesh: AbstractMesh, target: Target, called: str) -> None:
+    """Refuse a mesh of more or fewer devices than the target; `called` is what the message says of the mesh.
+
+    Raises:
+      ArgumentError: it is of another size.
+    """
+    if mesh.size != target.devices:
         raise ArgumentError(
-            f"target={target.name!r} is {target.devices} device{'s' * (target.devices > 1)}, and the mesh of {workload.name!r} "
-            f"({axes}) has {workload.mesh.size}: ask for as many, such as '{workload.mesh.size}xh200' in one host "
-            "('8x8xh200' are 64 in eight hosts), or change the mesh"
+            f"target={target.name!r} is {target.devices} device{'s' * (target.devices > 1)}, and {called} has {mesh.size}: ask "
+            f"for as many, such as '{mesh.size}xh200' in one host ('8x8xh200' are 64 in eight hosts), or change the mesh"
         )
+
+
+def host_shortage(host_bytes: int, target: Target) -> str | None:
+    """That a step with `host_bytes` of host memory a device needs more than the hosts of `target` have; None where it does not.
+
+    >>> from remat_jax.hardware import target
+    >>> host_shortage(10**12, target("l4")) is None  # nothing is known of its hosts
+    True
+    >>> print(host_shortage(3 * 10**11, target("2x8xh200")))
+    the 8 devices of a host need 2.2 TiB of its memory, and 2x8xh200 has 1.8 TiB for them: offload less, or use more hosts
+    """
+    devices = target.devices // target.hosts
+    if target.host_memory_bytes is None or host_bytes <= target.host_memory_bytes:
+        return None
+    needed = f"the {devices} devices of a host need" if devices > 1 else "a device needs"
+    return (
+        f"{needed} {format_bytes(host_bytes * devices)} of its memory, and {target.name} has "
+        f"{format_bytes(target.host_memory_bytes * devices)} for them: offload less, or use more hosts"
+    )

@@ -18,7 +18,7 @@ from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.attached import measured_peak
 from remat_jax.memory.compiler import Sizes, compile_programs, export_step
-from remat_jax.memory.devices import check_devices
+from remat_jax.memory.devices import check_devices, host_shortage
 from remat_jax.memory.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, residuals
@@ -212,6 +212,9 @@ def _report(
         jax_version=jax.__version__,
         overlap=found.overlap,
         devices=target.devices,
+        hosts=target.hosts,
+        collectives=found.collectives,
+        host_warning=host_shortage(found.host, target),
     )
     offers = asked.without_offload is not None or (kept is not None and kept.host_bytes > 0)
     if not offers and not is_miscompiled(found):

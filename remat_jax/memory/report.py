@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from remat_jax.memory.collectives import Collective, executed
 from remat_jax.memory.live import LiveBuffer
 from remat_jax.memory.schedule import Copies, Overlap
 from remat_jax.report.tables import format_bytes, render, table
@@ -49,7 +50,9 @@ class MemoryReport:
       jax_version: what compiled it.
       overlap: what compute covers of the copies to and from the host, in the compiled schedule at the target's nominal rates;
         None where nothing is copied, or the target does not say its rates.
-      devices: how many devices the step is divided among.
+      devices, hosts: how many devices the step is divided among, and in how many hosts they are.
+      collectives: what the devices send each other in one step, by kind and phase; None for one device, and the target `cpu`.
+      host_warning: that the hosts have too little memory, in plain words; None where they have enough, or it is not known.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_jax as rj
@@ -81,11 +84,20 @@ class MemoryReport:
     jax_version: str
     overlap: Overlap | None = None
     devices: int = 1
+    hosts: int = 1
+    host_warning: str | None = None
+    collectives: tuple[Collective, ...] | None = None
+
+    @property
+    def host_bytes_per_host(self) -> int:
+        """Host memory that the devices of one host need together."""
+        return self.host_bytes * self.devices // self.hosts
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names."""
         overlap = self.overlap.to_dict() if self.overlap else None
-        return asdict(self) | {"live": [asdict(one) for one in self.live], "overlap": overlap}
+        more = {"overlap": overlap, "host_bytes_per_host": self.host_bytes_per_host}
+        return asdict(self) | {"live": [asdict(one) for one in self.live]} | more
 
     @property
     def live_bytes_by_module(self) -> dict[tuple[str, str], int]:
@@ -112,6 +124,8 @@ class MemoryReport:
             (name.removesuffix("_bytes").replace("_", " "), getattr(self, name), format_bytes(getattr(self, name)))
             for name in names + more
         ]
+        if self.devices > self.hosts:
+            rows.insert(3, ("host, each of them", self.host_bytes_per_host, format_bytes(self.host_bytes_per_host)))
         if self.receipt is not None:
             rows.append(("offload: offered", self.receipt.offered_bytes, format_bytes(self.receipt.offered_bytes)))
             rows.append(("offload: given back", self.receipt.returned_bytes, format_bytes(self.receipt.returned_bytes)))
@@ -123,7 +137,10 @@ class MemoryReport:
             rows.append(("copies both ways", self.overlap.out.bytes + self.overlap.back.bytes, _covered(self.overlap)))
             step, compute = self.overlap.step_seconds * 1e3, self.overlap.compute_seconds * 1e3
             rows.append(("modelled step", "", f"{step:.3g} ms, {compute:.3g} ms of it compute"))
-        caption = "\n".join(f"warning: {one}" for one in self.receipt.warnings) if self.receipt else None
+        for kind, (count, nbytes) in executed(self.collectives or ()).items():
+            rows.append((f"{kind}: {count} arrays", nbytes, format_bytes(nbytes)))
+        warnings = [*(self.receipt.warnings if self.receipt else ()), *([self.host_warning] if self.host_warning else [])]
+        caption = "\n".join(f"warning: {one}" for one in warnings)
         each = f", each of {self.devices} devices; residuals of all" if self.devices > 1 else ""
         title = f"{self.workload} under {self.policy} on {self.target}{each} (JAX {self.jax_version})"
         return table(title, ("memory", "bytes", ""), rows, caption=caption or None)

@@ -168,7 +168,8 @@ def _every_name(policy: Any) -> Policy | LayerPolicies:
     """The policy that keeps everything; for the same runs of layers, which two ways to write it keep apart."""
     if not isinstance(policy, LayerPolicies):
         return _EVERY_NAME
-    return LayerPolicies(tuple((count, (_EVERY_NAME, _EVERY_NAME_TOO)[nth % 2]) for nth, (count, _) in enumerate(policy.runs)))
+    runs = enumerate(policy.ranges)
+    return LayerPolicies(tuple((len(layers), (_EVERY_NAME, _EVERY_NAME_TOO)[nth % 2]) for nth, (layers, _) in runs))
 
 
 def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> tuple[list[Residual], set[tuple[str, Any]]]:

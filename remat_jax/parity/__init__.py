@@ -13,7 +13,7 @@ from remat_jax.parity.optimizers import Optimizer
 from remat_jax.parity.report import Check, MemoryRow, ParityReport, TensorRow
 from remat_jax.parity.rule import Row, float64_error, judge
 from remat_jax.parity.semantics import Difference, differences
-from remat_jax.parity.tolerances import TOLERANCES, Tolerance, epsilon
+from remat_jax.parity.tolerances import LOSS_STEPS, TOLERANCES, Tolerance, epsilon
 from remat_jax.porting.float64 import keep_float64
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Optimizer",
     "ParityReport",
     "Row",
+    "LOSS_STEPS",
     "TOLERANCES",
     "TensorRow",
     "Tolerance",

@@ -24,6 +24,9 @@ class Tolerance:
     reason: str
 
 
+LOSS_STEPS = 20
+"""For so many steps of training `TOLERANCES["loss"]` holds."""
+
 TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
     {
         "error_ratio": Tolerance(
@@ -56,8 +59,8 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
         ),
         "loss": Tolerance(
             1e-5,
-            "relative difference of two training losses in float32 over 20 steps: ε(float32) = 1.2e-7, and each step's "
-            "rounding is carried into the next by the optimizer.",
+            f"relative difference of two training losses in float32 over {LOSS_STEPS} steps: ε(float32) = 1.2e-7, and each "
+            "step's rounding is carried into the next by the optimizer.",
         ),
         "epsilon_float64": Tolerance(2.0**-52, "distance from 1 to the next float64."),
         "epsilon_float32": Tolerance(2.0**-23, "distance from 1 to the next float32."),

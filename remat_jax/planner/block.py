@@ -1,7 +1,7 @@
 """Which residuals of each block are saved, offloaded and recomputed: a mixed-integer linear programme over single residuals.
 
 The model is Checkmate's idea (Jain et al., arXiv:1910.02653) brought down to what a checkpointed block can do: each residual
-is made once more at most, inside its own block. `docs/planning.md` has the rows.
+is made once more at most, inside its own block. `docs/how/planner.md` has the rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The forms of a planning problem: blocks with residuals, chains of stages, and the link to host memory. Plain data.
 
 Bytes are those of one device, seconds those of one training step. Both may be fractions, and any unit will do that is the same
-everywhere. The forms are written down, with what each solver makes of them, in ``docs/planning.md``.
+everywhere. The forms are written down, with what each solver makes of them, in ``docs/how/planner.md``.
 """
 
 from __future__ import annotations

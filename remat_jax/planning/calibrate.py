@@ -18,6 +18,7 @@ from remat_jax.errors import TargetError
 from remat_jax.hardware import target as target_named
 from remat_jax.hardware import targets
 from remat_jax.hardware.write import entry, target_text
+from remat_jax.report.document import write_whole
 
 DTYPES = ("bfloat16", "float16", "float32", "tensorfloat32", "float64")
 _ENOUGH = 0.05
@@ -70,8 +71,7 @@ class Calibration:
         """
         where = Path(path)
         try:
-            with where.open("w" if overwrite else "x", encoding="utf-8") as file:
-                file.write(self.text())
+            write_whole(where, self.text(), replace=overwrite)
         except FileExistsError:
             raise TargetError(f"output={str(path)!r} is there already; give another name, or overwrite it") from None
         except OSError as error:

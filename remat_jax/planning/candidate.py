@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from remat_jax.planning.choices import Choices
+from remat_jax.planning.choices import Choices, Cuts
 from remat_jax.planning.fitting import Loads
 
 
@@ -17,15 +17,24 @@ class Candidate:
 
     Attributes:
       name: of a named policy; empty for the planner's own.
-      loads: what every single block does to memory; `off` is taken for keeping everything.
+      loads: what every single block does to memory.
       seconds: over a step that keeps everything, estimated.
       choices: what every single block does with its residuals; None for a named policy.
+      like: of a named policy, choices that do the same; None where there are none.
+      cuts: where a scan is cut between blocks that do the same. It costs no time by the estimate, and other memory.
     """
 
     name: str
     loads: Loads
     seconds: float
     choices: Choices | None = None
+    cuts: Cuts = ()
+    like: Choices | None = None
+
+    @property
+    def done(self) -> Choices | None:
+        """What every single block does with its residuals, as far as choices can say it."""
+        return self.like if self.choices is None else self.choices
 
     @property
     def host_bytes(self) -> int:
@@ -34,7 +43,7 @@ class Candidate:
 
     def is_same(self, other: Candidate) -> bool:
         """Whether the two are one and the same program, as far as can be told."""
-        alike = (self.name == "off") == (other.name == "off") and self.loads == other.loads
+        alike = (self.name == "off") == (other.name == "off") and (self.loads, self.cuts) == (other.loads, other.cuts)
         return alike and math.isclose(self.seconds, other.seconds, rel_tol=1e-9, abs_tol=1e-15)
 
 
@@ -63,3 +72,5 @@ class Tried:
 
 Compile = Callable[[Sequence[Candidate]], list[Compiled]]
 Own = Callable[[Choices], Candidate]
+Recut = Callable[[Candidate, Cuts], Candidate]
+"""The same candidate with its scans cut at these places, as far as there is a scan, and nowhere else between equal blocks."""

@@ -10,6 +10,8 @@ from remat_jax.planning.fitting import singles
 
 Choices = tuple[tuple[Choice, ...], ...]
 """Of every single block in forward order, what it does with its residuals."""
+Cuts = tuple[int, ...]
+"""Before which single blocks, counted through the stack, a scan is cut though the blocks on both sides do the same."""
 
 
 def together(stack: Stack, plan: StackPlan) -> Choices:
@@ -33,11 +35,11 @@ def block_policies(stack: Stack, choices: Choices) -> list[BlockPolicy]:
     return [BlockPolicy(block, chosen) for block, chosen in zip(singles(stack), choices, strict=True)]
 
 
-def one_residual_more(stack: Stack, choices: Choices) -> list[Choices]:
+def one_residual_more(stack: Stack, choices: Choices, cuts: Cuts = ()) -> list[Choices]:
     """Every way to save one residual more in a run of equal blocks that do the same."""
     found = []
     blocks = singles(stack)
-    for start, stop in runs(stack, choices):
+    for start, stop in runs(stack, choices, cuts):
         for index, (residual, choice) in enumerate(zip(blocks[start].residuals, choices[start], strict=True)):
             if choice in (Choice.RECOMPUTE, Choice.UNUSED) and residual.may_save:
                 changed = (*choices[start][:index], Choice.SAVE, *choices[start][index + 1 :])
@@ -45,12 +47,29 @@ def one_residual_more(stack: Stack, choices: Choices) -> list[Choices]:
     return found
 
 
-def runs(stack: Stack, what: Sequence[Any]) -> list[tuple[int, int]]:
-    """Where runs of equal blocks that do the same begin and end, in forward order."""
+def borders(stack: Stack, choices: Choices, cuts: Cuts) -> Cuts:
+    """Where every run begins: with these as cuts it stays a run, whatever it is changed to."""
+    return tuple(start for start, _ in runs(stack, choices, cuts))
+
+
+def last_alone(stack: Stack, choices: Choices, cuts: Cuts, most: int) -> Cuts:
+    """The cuts that leave the last blocks of each kind alone, one by one, as long as a kind has no more than `most` runs."""
+    found, first = set(borders(stack, choices, cuts)), 0
+    for block in stack.blocks:
+        end = first + block.repeats
+        for start in range(end - 1, first, -1):
+            if sum(first <= one < end for one in found) < most:
+                found.add(start)
+        first = end
+    return tuple(sorted(found))
+
+
+def runs(stack: Stack, what: Sequence[Any], cuts: Cuts = ()) -> list[tuple[int, int]]:
+    """Where runs of equal blocks that do the same, and are not cut, begin and end, in forward order."""
     found: list[tuple[int, int]] = []
     blocks = singles(stack)
     for index, (block, chosen) in enumerate(zip(blocks, what, strict=True)):
-        if found and blocks[found[-1][0]].name == block.name and what[found[-1][0]] == chosen:
+        if found and index not in cuts and blocks[found[-1][0]].name == block.name and what[found[-1][0]] == chosen:
             found[-1] = (found[-1][0], index + 1)
         else:
             found.append((index, index + 1))

@@ -73,9 +73,13 @@ def explanation(plan: Plan) -> str:
     lines = [summary(plan), "Bytes and times are of one layer.", ""]
     if plan.is_off:
         lines.append("Nothing is checkpointed: the whole step fits as it is.")
+    before: Part | None = None
     for part in plan.parts if not plan.is_off else ():
-        lines.append(f"{part.where}:")
+        # Beside another that does the same it is told apart because the scan is cut there.
+        cut = before is not None and (before.block, before.policy) == (part.block, part.policy)
+        lines.append(f"{part.where}, in a scan of its own:" if cut else f"{part.where}:")
         lines += _lines(part)
+        before = part
     lines += ["", next_gib(plan), *plan.notes]
     return "\n".join(lines)
 

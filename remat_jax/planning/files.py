@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -20,7 +21,9 @@ from remat_jax.workload import Workload
 if TYPE_CHECKING:
     from remat_jax.planning.plan import Plan
 
-VERSION = 1
+VERSION = 2
+READ = (1, 2)
+"""The versions that are read. Runs of one policy side by side are scans of their own from 2 on; in 1 there are none."""
 MOST_BYTES = 64 * 2**20
 """A file of more is none of ours."""
 
@@ -95,9 +98,10 @@ def _refuse_constant(word: str) -> float:
 def _checked(data: Any, workload: Workload | None, told: str) -> dict[str, Any]:
     if not isinstance(data, dict) or "version" not in data:
         raise _Malformed("it is no object with a version")
-    if type(data["version"]) is not int or data["version"] != VERSION:
+    if type(data["version"]) is not int or data["version"] not in READ:
+        known = " and ".join(map(str, READ))
         raise PlanningError(
-            f"{told} is of version {data['version']!r}, and this release reads version {VERSION} only: make the plan again"
+            f"{told} is of version {data['version']!r}, and this release reads versions {known} only: make the plan again"
         )
     values = _fields(data, _PLAN, "the plan")
     model = _model(values["model"])
@@ -151,11 +155,11 @@ def _policy(data: dict[str, Any]) -> Any:
             raise _Malformed(f"policies: {error}") from None
     if len(runs) == 1 and runs[0][0] is None:
         return runs[0][1]
-    layers = sum(count or 0 for count, _ in runs)
-    if not runs or any(count is None for count, _ in runs) or layers > 10**6:
+    ends = list(itertools.accumulate(count or 0 for count, _ in runs))
+    if not runs or any(count is None for count, _ in runs) or ends[-1] > 10**6:
         raise _Malformed("runs: expected pairs of a number of layers and a policy")
     try:
-        return LayerPolicies.of([policy for count, policy in runs for _ in range(count or 0)])
+        return LayerPolicies.of([policy for count, policy in runs for _ in range(count or 0)], ends[:-1])
     except RematError as error:
         raise _Malformed(f"policies: {error}") from None
 
@@ -163,7 +167,7 @@ def _policy(data: dict[str, Any]) -> Any:
 def _runs(policy: Any) -> list[list[Any]]:
     if isinstance(policy, Policy):
         return [[None, policy.to_dict()]]
-    return [[count, one.to_dict()] for count, one in policy.runs]
+    return [[len(layers), one.to_dict()] for layers, one in policy.ranges]
 
 
 def _point(data: Any) -> Point:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -25,7 +26,7 @@ from remat_jax.graph.count import flops
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compiler import Sizes, compile_programs
-from remat_jax.memory.devices import check_devices
+from remat_jax.memory.devices import check_devices, host_shortage
 from remat_jax.memory.exporting import Program, export_step
 from remat_jax.memory.kernels import Kernels
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, is_miscompiled
@@ -40,7 +41,7 @@ from remat_jax.planning.plan import NOT_MAXIMAL, Plan
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import Described, describe, recompute_flops
 from remat_jax.planning.search import MOST_COMPILED, MOST_RUNS, SIDE_BY_SIDE, Search
-from remat_jax.planning.translate import named_candidate, own_candidate, policies_of
+from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
 from remat_jax.policy import NAMED
 from remat_jax.workload import Workload
 
@@ -66,10 +67,10 @@ def plan(
     """The fastest policy of `workload` whose training step, compiled for `target`, fits a budget of memory.
 
     The residuals of each block, their bytes and what computing them again takes make a problem, whose exact solution is
-    compiled; what the compiler says corrects the problem, which is solved again, six compilations, or up to ten where much of
-    the budget is left. The answer was compiled and fits, and by the estimate no named policy that was compiled and fits is
-    faster; named policies are compiled where the estimate says that they might be. What exactly is promised, and the
-    mathematics, is in `docs/planning.md`.
+    compiled; what the compiler says corrects the problem, which is solved again, six compilations, or up to ten where it takes
+    these to show that no residual more fits. The answer was compiled and fits, and by the estimate no named policy that was
+    compiled and fits is faster; named policies are compiled where the estimate says that they might be. What exactly is
+    promised, and the mathematics, is in `docs/how/planner.md`.
 
     Args:
       workload: with a loss; a finished step has taken its gradient already.
@@ -81,7 +82,7 @@ def plan(
       progress: told what is being done, how many steps are compiled, and how many may be.
 
     On a mesh every figure is that of one device, but for `recompute_flops`; how the compiler divides the residuals is asked
-    with one compilation more (`docs/planning.md`, "On a mesh").
+    with one compilation more (`docs/how/planner.md`, "On a mesh").
 
     Raises:
       InfeasibleBudget: nothing fits; the message says the least that was reached, and what takes it.
@@ -174,6 +175,7 @@ class _Making:
             arguments=argument_bytes(self.workload),
             most_runs=most_runs,
             scanned=any(kind.scanned for kind in self.described.kinds),
+            recut=functools.partial(recut, self.described),
         )
 
     def leanest(self) -> tuple[int, InfeasibleBudget | None]:
@@ -214,6 +216,8 @@ class _Making:
             )
         if not self.search.is_maximal(best):
             self.notes.append(NOT_MAXIMAL)
+        if (short := host_shortage(best.compiled.host_bytes, self.target)) is not None:
+            self.notes.append(f"Host memory: {short}, or plan with a host_budget")
         if self.search.timed_out:
             self.notes.append("The solver's time limit was met: on another run the plan may be another one")
 

@@ -62,7 +62,7 @@ def parts_of(described: Described, stack: Stack, candidate: Candidate) -> tuple[
     blocks = singles(stack)
     first = {block.name: at for at, block in reversed(list(enumerate(blocks)))}
     found = []
-    for start, stop in runs(stack, candidate.choices or candidate.loads):
+    for start, stop in runs(stack, candidate.choices or candidate.loads, candidate.cuts):
         block, load = blocks[start], candidate.loads[start]
         kind, layers = kinds[block.name], stop - start
         rows = rows_of(kind, block, candidate, start)

@@ -122,7 +122,7 @@ class Plan:
         """Whether compiling showed that no residual more can be saved in a run of equal layers within the budget.
 
         Of those that would save time. It is one residual in all layers of one run, and the runs stay as they are
-        (`docs/planning.md`).
+        (`docs/how/planner.md`).
         """
         return NOT_MAXIMAL not in self.notes
 

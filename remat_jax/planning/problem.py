@@ -89,7 +89,7 @@ def describe(
     On a mesh, bytes and times are those of one device, and one step is compiled to see how the compiler divides the residuals.
 
     Equal blocks that follow each other are one kind, and so are the rounds of a scan. The times are estimates by the cost model
-    (`docs/planning.md`), the bytes those of the residuals. Kinds that take turns in one scan stand one after the other.
+    (`docs/how/planner.md`), the bytes those of the residuals. Kinds that take turns in one scan stand one after the other.
 
     Args:
       target: its name, or a `Target`; says the rates, unless `rates` does.
@@ -137,7 +137,8 @@ def describe(
     if rates.out_bytes_per_s is not None and rates.in_bytes_per_s is not None:
         link = planner.HostLink(rates.out_bytes_per_s, rates.in_bytes_per_s, rates.hidden_share)
     inside = sum(block.repeats * (block.forward_seconds + block.backward_seconds) for block in blocks)
-    step = workload.step("off")
+    # Without a policy, checkpoints of the blocks' own would be counted in.
+    step = workload.step("everything" if any(kind.program.dropped for kind in kinds) else "off")
     whole = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(rates)
     stack = planner.Stack(tuple(blocks), link, _fixed_bytes(workload, step, kinds, shares))
     # What runs outside of the blocks is divided as these are.
@@ -186,8 +187,9 @@ def _fixed_bytes(workload: Workload, step: Step, kinds: Sequence[Kind], shares: 
     for kind in kinds:
         saved, constant = kind.program.saved_bytes, kind.program.constant_bytes
         inside += len(kind.layers) * saved + (1 if kind.scanned else len(kind.layers)) * constant
-    # Shares go by the names that a policy gives; without one there are none.
-    rows = [row for row in residuals(workload, "everything" if shares else "off") if row.action == Action.SAVE.value]
+    # Shares go by the names that a policy gives; without one there are none, and checkpoints of the blocks' own keep less.
+    named = shares is not None or any(kind.program.dropped for kind in kinds)
+    rows = [row for row in residuals(workload, "everything" if named else "off") if row.action == Action.SAVE.value]
     kept = sum(row.bytes * (shares.of(row.name) if shares else 1.0) for row in rows)
     # The first argument is what is trained, and its gradients are as large.
     return float(compat.tree_bytes((step.local_arguments, step.local_arguments[0])) + max(0, kept - inside))

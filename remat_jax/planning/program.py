@@ -48,6 +48,7 @@ class Program:
       inputs: the arrays that `@inputs` means, by name.
       backward_program: the backward pass as a flat program of what it reads and the cotangents.
       own: what checkpoints in the block's loops compute again for themselves: whoever wrote them wants it not kept.
+      dropped: the names of what the block's own checkpoints drop, in loops or not.
     """
 
     call: Call
@@ -57,6 +58,7 @@ class Program:
     inputs: dict[str, Array]
     backward_program: Flat
     own: frozenset[Array] = frozenset()
+    dropped: frozenset[str] = frozenset()
     _prices: dict[Any, Price] = field(default_factory=dict)
     _names: dict[Any, tuple[frozenset[str], frozenset[str]]] = field(default_factory=dict)
     _seconds: dict[int, tuple[HasSeconds, dict[FlatEqn, float]]] = field(default_factory=dict)
@@ -96,9 +98,12 @@ class Program:
         return self._seconds[id(rates)][1]
 
     def names(self, policy: Policy, path: str | None = None) -> tuple[frozenset[str], frozenset[str]]:
-        """The names that `policy` saves and those that it offloads in a block like this one at `path`, as this one has them."""
+        """The names that `policy` saves and those that it offloads in a block like this one at `path`, as this one has them.
+
+        Without a checkpoint around it a block keeps all but what its own checkpoints drop.
+        """
         if not policy.checkpoint:
-            return _all_names(self), frozenset()
+            return _all_names(self) - self.dropped, frozenset()
         key = policy, path
         if key not in self._names:
             own, named = self.call.path, self.call.block.linearised
@@ -204,14 +209,16 @@ def block_program(call: Call) -> Program:
     flat = flatten(compat.dce(forward))
     for array, given in zip(flat.inputs, names, strict=True):
         array.names[:] = dict.fromkeys((*given, *array.names))
-    flat, own = apart(flat, inner_names(block.linearised.jaxpr))
+    dropped = inner_names(block.linearised.jaxpr)
+    flat, own = apart(flat, dropped)
     inputs = {
         name: array
         for array in flat.inputs
         for name in array.names
         if name in block.named.candidates and block.named.candidates[name].is_input
     }
-    return Program(call, flat, jaxpr_cost(block.jaxpr), jaxpr_cost(backward), inputs, flatten(compat.dce(backward)), own)
+    costs = jaxpr_cost(block.jaxpr), jaxpr_cost(backward)
+    return Program(call, flat, *costs, inputs, flatten(compat.dce(backward)), own, dropped)
 
 
 def _passes(block: PlannedBlock, live: tuple[bool, ...]) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from remat_jax.apply.audit import Audit
 from remat_jax.errors import PlanningError
 from remat_jax.planner import Block, BlockPolicy, Choice
 from remat_jax.planning.candidate import Candidate
-from remat_jax.planning.choices import Choices, block_policies
+from remat_jax.planning.choices import Choices, Cuts, block_policies, runs
 from remat_jax.planning.fitting import Load
 from remat_jax.planning.model import block_name
 from remat_jax.planning.point import Row
@@ -26,55 +27,95 @@ def own_candidate(described: Described, choices: Choices) -> Candidate:
         Load(round(one.saved_bytes - one.block.input_bytes), round(_bytes(one, Choice.RECOMPUTE)), round(one.host_bytes))
         for one in chosen
     )
-    return Candidate("", loads, extra_seconds(described, _of_choices(described, choices)), choices)
+    seconds = extra_seconds(described, _of_choices(described, choices, ()))
+    return recut(described, Candidate("", loads, seconds, choices), ())
+
+
+def recut(described: Described, candidate: Candidate, cuts: Cuts) -> Candidate:
+    """The same choices with scans cut at `cuts`: where there is a scan, between blocks that do the same."""
+    choices = candidate.choices
+    assert choices is not None, "a named policy is one for all layers"
+    kept, first, scanned = [], 0, set[int]()
+    for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
+        # Kinds that take turns in one scan are cut together: not by one of them.
+        if kind.scanned and kind.program.call.stride == 1:
+            scanned.update(range(first, first + block.repeats))
+            kept += [at for at in cuts if first < at < first + block.repeats and choices[at - 1] == choices[at]]
+        first += block.repeats
+    alone = {start for start, stop in runs(described.stack, choices, tuple(kept)) if stop == start + 1} & scanned
+    loads = tuple(replace(load, alone=at in alone) for at, load in enumerate(candidate.loads))
+    return replace(candidate, loads=loads, cuts=tuple(kept))
 
 
 def named_candidate(described: Described, name: str) -> Candidate:
-    """A named policy; `off` as one that keeps everything.
+    """A named policy, `off` included.
 
     Raises:
       PolicyError: the policy has no effect on this workload.
     """
-    meant = Policy.parse("everything" if name == "off" else name)
-    audit = Audit()
-    for kind in described.kinds:
-        # What tracing the loss under the policy would meet in each of its layers.
-        audit.saw(kind.paths[0], replace(kind.program.call.block, policy=meant))
-    audit.check()
+    meant = Policy.parse(name)
+    if meant.checkpoint:
+        audit = Audit()
+        for kind in described.kinds:
+            # What tracing the loss under the policy would meet in each of its layers.
+            audit.saw(kind.paths[0], replace(kind.program.call.block, policy=meant))
+        audit.check()
     loads = []
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
         price = kind.program.price(meant, described.rates)
         again = max(0, round(sum(one.bytes for one in block.residuals if one.needed)) - price.saved_bytes - price.host_bytes)
         loads += [Load(price.saved_bytes, again, price.host_bytes)] * block.repeats
-    return Candidate(name, tuple(loads), extra_seconds(described, meant))
+    found = Candidate(name, tuple(loads), extra_seconds(described, meant))
+    return found if name == "off" else replace(found, like=_like(described, found))
+
+
+def _like(described: Described, named: Candidate) -> Choices | None:
+    chosen: list[tuple[Choice, ...]] = []
+    for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
+        names = [one.name for one in block.residuals]
+        actions = dict(zip(names, _actions(kind, block, named.name), strict=True))
+        for one in reversed(block.residuals):
+            if actions[one.name] == Choice.RECOMPUTE.value:
+                actions |= {parent: Choice.RECOMPUTE.value for parent in one.parents if actions[parent] == Choice.UNUSED.value}
+        chosen += [tuple(Choice(actions[name]) for name in names)] * block.repeats
+    try:
+        own = own_candidate(described, tuple(chosen))
+    except PlanningError:
+        # It keeps what no solver is offered.
+        return None
+    kept = [[(load.saved, load.away) for load in one.loads] for one in (own, named)]
+    alike = kept[0] == kept[1] and math.isclose(own.seconds, named.seconds, rel_tol=1e-9, abs_tol=1e-15)
+    return tuple(chosen) if alike else None
 
 
 def policies_of(described: Described, candidate: Candidate) -> Policies:
     """Block → policy, or a policy for each layer where they differ."""
     if candidate.choices is None:
         return dict.fromkeys((kind.block for kind in described.kinds), Policy.parse(candidate.name))
-    return _of_choices(described, candidate.choices)
+    return _of_choices(described, candidate.choices, candidate.cuts)
 
 
-def _of_choices(described: Described, choices: Choices) -> Policies:
+def _of_choices(described: Described, choices: Choices, cuts: Cuts) -> Policies:
     layers: dict[Any, dict[int, Policy]] = {kind.block: {} for kind in described.kinds}
-    chosen = iter(block_policies(described.stack, choices))
+    cut: dict[Any, list[int]] = {kind.block: [] for kind in described.kinds}
+    chosen = iter(enumerate(block_policies(described.stack, choices)))
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
         known: dict[Any, Policy] = {}
         for position in kind.layers[: block.repeats]:
-            one = next(chosen)
+            at, one = next(chosen)
+            cut[kind.block] += [position] if at in cuts else []
             if one.choices not in known:
                 known[one.choices] = policy_of(kind, one)
             layers[kind.block][position] = known[one.choices]
-    return {key: _one_or_many(key, found) for key, found in layers.items()}
+    return {key: _one_or_many(key, found, cut[key]) for key, found in layers.items()}
 
 
-def _one_or_many(key: type | str, layers: dict[int, Policy]) -> Any:
+def _one_or_many(key: type | str, layers: dict[int, Policy], cuts: list[int]) -> Any:
     if sorted(layers) != list(range(len(layers))):
         raise PlanningError(f"block {block_name(key)!r}: its layers are {sorted(layers)}, expected 0 to {len(layers) - 1}")
-    if len(set(layers.values())) == 1:
+    if len(set(layers.values())) == 1 and not cuts:
         return layers[0]
-    return LayerPolicies.of([layers[position] for position in range(len(layers))])
+    return LayerPolicies.of([layers[position] for position in range(len(layers))], cuts)
 
 
 def text_of(kind: Kind, block: Block, candidate: Candidate, at: int) -> str:
@@ -90,7 +131,7 @@ def recompute_seconds(described: Described, kind: Kind, block: Block, candidate:
     if candidate.choices is not None:
         policy = policy_of(kind, BlockPolicy(block, candidate.choices[at]))
     else:
-        policy = Policy.parse("everything" if candidate.name == "off" else candidate.name)
+        policy = Policy.parse(candidate.name)
     return kind.program.price(policy, described.rates).seconds
 
 
@@ -108,7 +149,7 @@ def rows_of(kind: Kind, block: Block, candidate: Candidate, at: int) -> tuple[Ro
 
 
 def _actions(kind: Kind, block: Block, name: str) -> list[str]:
-    saved, away = kind.program.names(Policy.parse("everything" if name == "off" else name))
+    saved, away = kind.program.names(Policy.parse(name))
     found = []
     for one, members in zip(block.residuals, kind.members, strict=True):
         if away.intersection(members):

@@ -215,7 +215,7 @@ class Policy:
         """
         try:
             data = json.loads(text)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise PolicyError(f"a policy: {text!r} is not JSON ({error}); give what Policy.to_json wrote.") from None
         return cls.from_dict(data)
 

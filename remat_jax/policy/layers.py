@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from typing import Any
 from remat_jax.errors import PolicyError
 from remat_jax.policy.form import Policy
 
-VERSION = 1
+VERSION, CUT_VERSION = 1, 2
+"""Of JSON without cuts, and with: what reads the first only must not take the second for layers in one scan."""
+MOST_LAYERS = 10**6
+"""In a run: a longer one is a slip of the pen, and a list of its layers would not fit."""
 _RUN = re.compile(r"\s*(\d+)\s*[x×]\s+(.*)", re.DOTALL)
 # A new run, and not a bar in the name of a residual.
-_BAR = re.compile(r"\|(?=\s*\d+\s*[x×]\s)")
-_GRAMMAR = "'8 × full | 4 × dots' (an x serves for ×), each run with a policy's name or text"
+_BAR = re.compile(r"(\|\|?)(?=\s*\d+\s*[x×]\s)")
+_GRAMMAR = "'8 × full | 4 × dots' (an x serves for ×), each run with a policy's name or text, and '||' to cut one"
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,22 +31,30 @@ class LayerPolicies:
     layers are counted as they are called; of layers under a scan the scan is cut into one for each run of equal policies, with
     the same parameters and the same results. There must be as many layers as calls.
 
-    Written as text, runs stand between bars, `N × policy`, the first layers first; `x` serves for `×`.
+    Written as text, runs stand between bars, `N × policy`, the first layers first; `x` serves for `×`. Two bars cut a scan
+    between layers that are under one policy: a scan of a single layer is no loop, and needs other memory
+    (`docs/notes/cutting_a_scan.md`).
 
     Attributes:
         runs: pairs of how many layers in a row and their policy; equal neighbours are one run.
+        cuts: before which layers, counted from 0, a scan is cut though the layers on both sides are under one policy. Where
+            they are not, it is cut in any case, and what is given there is left out.
 
     Raises:
-        PolicyError: there is no run, a run has no layer, or something else than a policy is given for one.
+        PolicyError: there is no run, a run has no layer, something else than a policy is given for one, or a cut is not
+            between two layers.
 
     >>> policies = LayerPolicies.parse("8 x full | 4 x save: @dots")
     >>> str(policies), policies.layers, policies[8].name
     ('8 × full | 4 × dots', 12, 'dots')
     >>> policies == LayerPolicies.of(["full"] * 8 + ["dots"] * 4)
     True
+    >>> LayerPolicies.parse("3 x full || 1 x full | 1 x dots").cuts
+    (3,)
     """
 
     runs: tuple[tuple[int, Policy], ...]
+    cuts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.runs, Sequence) or isinstance(self.runs, str) or not self.runs:
@@ -52,10 +64,12 @@ class LayerPolicies:
         checked = [_checked_run(run) for run in self.runs]
         together = itertools.groupby(checked, key=lambda run: run[1])
         object.__setattr__(self, "runs", tuple((sum(count for count, _ in alike), policy) for policy, alike in together))
+        borders = set(itertools.accumulate(count for count, _ in self.runs))
+        object.__setattr__(self, "cuts", tuple(sorted(_checked_cuts(self.cuts, self.layers) - borders)))
 
     @classmethod
-    def of(cls, policies: Iterable[Policy | str]) -> LayerPolicies:
-        """One policy (or its name or text) for each layer, the first layer's first.
+    def of(cls, policies: Iterable[Policy | str], cuts: Iterable[int] = ()) -> LayerPolicies:
+        """One policy (or its name or text) for each layer, the first layer's first, and where a scan is cut besides.
 
         Raises:
             PolicyError: none at all, or one that is no policy.
@@ -65,7 +79,7 @@ class LayerPolicies:
         """
         if isinstance(policies, str | Policy) or not isinstance(policies, Iterable):
             raise PolicyError(f"LayerPolicies.of: policies={policies!r}: expected a sequence, one policy for each layer.")
-        return cls(tuple((1, one) for one in policies))  # type: ignore[misc]  # each run is checked and parsed
+        return cls(tuple((1, one) for one in policies), tuple(cuts))  # type: ignore[misc]  # each run is checked and parsed
 
     @classmethod
     def parse(cls, text: str, argument: str = "policy") -> LayerPolicies:
@@ -79,16 +93,25 @@ class LayerPolicies:
         """
         if not isinstance(text, str):
             raise PolicyError(f"{argument}={text!r} is of type {type(text).__name__}; write {_GRAMMAR}.")
-        runs = []
-        for part in _BAR.split(text):
+        runs: list[tuple[int, Policy]] = []
+        cuts = []
+        # Runs, and the bars between them.
+        for nth, part in enumerate(_BAR.split(text)):
+            if nth % 2:
+                cuts += [sum(count for count, _ in runs)] if part == "||" else []
+                continue
             found = _RUN.fullmatch(part)
             if found is None:
                 raise PolicyError(f"{argument}={text!r}: the run {part.strip()!r} is not 'N × policy'; write {_GRAMMAR}.")
-            runs.append((int(found[1]), Policy.parse(found[2].strip(), argument)))
-        return cls(tuple(runs))
+            # Python reads no integer of thousands of digits.
+            count = int(found[1]) if len(found[1]) <= 18 else math.inf
+            runs.append((count, Policy.parse(found[2].strip(), argument)))
+        return cls(tuple(runs), tuple(cuts))
 
     def __str__(self) -> str:
-        return " | ".join(f"{count} × {policy.name or policy}" for count, policy in self.runs)
+        parts = [f"{len(layers)} × {policy.name or policy}" for layers, policy in self.ranges]
+        bars = [" || " if layers.start in self.cuts else " | " for layers, _ in self.ranges[1:]]
+        return parts[0] + "".join(itertools.chain(*zip(bars, parts[1:], strict=True)))
 
     def __repr__(self) -> str:
         return f"LayerPolicies.parse({str(self)!r})"
@@ -100,16 +123,20 @@ class LayerPolicies:
 
     @property
     def ranges(self) -> tuple[tuple[range, Policy], ...]:
-        """The positions of each run, counted from 0, and its policy.
+        """The positions of each run, or of what cuts leave together of it, counted from 0, and its policy.
 
         >>> [(positions.start, positions.stop) for positions, _ in LayerPolicies.parse("8 x full | 4 x dots").ranges]
         [(0, 8), (8, 12)]
         """
-        ends = list(itertools.accumulate(count for count, _ in self.runs))
-        return tuple((range(end - count, end), policy) for end, (count, policy) in zip(ends, self.runs, strict=True))
+        found, start = [], 0
+        for count, policy in self.runs:
+            places = [start, *(cut for cut in self.cuts if start < cut < start + count), start + count]
+            found += [(range(*pair), policy) for pair in itertools.pairwise(places)]
+            start += count
+        return tuple(found)
 
     def run_of(self, layer: int) -> tuple[range, Policy]:
-        """The run that has the layer at this position, counted from 0.
+        """That of `ranges` which has the layer at this position, counted from 0.
 
         Raises:
             IndexError: there is no such layer.
@@ -129,11 +156,14 @@ class LayerPolicies:
 
     def map(self, change: Callable[[Policy], Policy]) -> LayerPolicies:
         """The same runs with another policy for each: ``change(policy)``."""
-        return LayerPolicies(tuple((count, change(policy)) for count, policy in self.runs))
+        return LayerPolicies(tuple((count, change(policy)) for count, policy in self.runs), self.cuts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: ``version`` and ``runs``, each with ``layers`` and ``policy``."""
-        return {"version": VERSION, "runs": [{"layers": count, "policy": policy.to_dict()} for count, policy in self.runs]}
+        """Plain data for JSON: ``version`` and ``runs``, each with ``layers`` and ``policy``; ``cuts`` where there are any."""
+        runs = [{"layers": count, "policy": policy.to_dict()} for count, policy in self.runs]
+        return (
+            {"version": CUT_VERSION, "runs": runs, "cuts": list(self.cuts)} if self.cuts else {"version": VERSION, "runs": runs}
+        )
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> LayerPolicies:
@@ -142,18 +172,23 @@ class LayerPolicies:
         Raises:
             PolicyError: keys are missing or unknown, the version is another one, or a run is malformed.
         """
-        runs = data.get("runs") if isinstance(data, dict) and set(data) == {"version", "runs"} else None
+        keys = set(data) if isinstance(data, dict) else set()
+        runs = data["runs"] if {"version", "runs"} <= keys <= {"version", "runs", "cuts"} else None
         if not isinstance(runs, list) or not all(isinstance(run, dict) and set(run) == {"layers", "policy"} for run in runs):
             raise PolicyError(
                 f"policies by layer: {data!r}: expected an object with version and runs, and in each run layers and policy; "
                 "give what LayerPolicies.to_dict wrote."
             )
-        if type(data["version"]) is not int or data["version"] != VERSION:
+        wanted = CUT_VERSION if "cuts" in keys else VERSION
+        if type(data["version"]) is not int or data["version"] != wanted:
             raise PolicyError(
-                f"policies by layer: version={data['version']!r}, and this release reads version {VERSION} only; "
-                "write the file again with this release."
+                f"policies by layer: version={data['version']!r}, and this release reads version {VERSION}, and version "
+                f"{CUT_VERSION} with cuts; write the file again with this release."
             )
-        return cls(tuple((run["layers"], Policy.from_dict(run["policy"])) for run in runs))
+        cuts = data.get("cuts", [])
+        if not isinstance(cuts, list):
+            raise PolicyError(f"policies by layer: cuts={cuts!r}: expected a list of positions of layers.")
+        return cls(tuple((run["layers"], Policy.from_dict(run["policy"])) for run in runs), tuple(cuts))
 
     def to_json(self) -> str:
         """``to_dict`` as one line of JSON."""
@@ -171,7 +206,7 @@ class LayerPolicies:
         """
         try:
             data = json.loads(text)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise PolicyError(
                 f"policies by layer: {text!r} is not JSON ({error}); give what LayerPolicies.to_json wrote."
             ) from None
@@ -187,12 +222,23 @@ def is_by_layer(value: object) -> bool:
     return isinstance(value, LayerPolicies) or (isinstance(value, str) and _RUN.match(value) is not None)
 
 
+def _checked_cuts(cuts: Any, layers: int) -> set[int]:
+    if not isinstance(cuts, Sequence) or isinstance(cuts, str):
+        raise PolicyError(f"LayerPolicies: cuts={cuts!r}: expected the positions of the layers before which a scan is cut.")
+    for cut in cuts:
+        if isinstance(cut, bool) or not isinstance(cut, int) or not 0 < cut < layers:
+            raise PolicyError(f"LayerPolicies: a cut before layer {cut!r} of {layers}: expected 1 to {layers - 1}.")
+    return set(cuts)
+
+
 def _checked_run(run: Any) -> tuple[int, Policy]:
     if not isinstance(run, Sequence) or isinstance(run, str) or len(run) != 2:
         raise PolicyError(f"LayerPolicies: run={run!r}: expected a pair (layers, policy), as in (8, 'full').")
     count, policy = run
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise PolicyError(f"LayerPolicies: a run of {count!r} layers: expected 1 or more; leave an empty run out.")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_LAYERS:
+        raise PolicyError(
+            f"LayerPolicies: a run of {count!r:.40} layers: expected 1 to {MOST_LAYERS}; leave an empty run out."
+        )
     checked = Policy.parse(policy) if not isinstance(policy, Policy) else policy
     if _BAR.search(str(checked)):
         raise PolicyError(

@@ -12,8 +12,10 @@ import numpy as np
 
 from remat_jax.errors import PortingError
 from remat_jax.porting.tensors import as_numpy, as_torch, is_torch
+from remat_jax.report.document import written_whole
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
+MOST_INDEX_BYTES = 64 * 2**20
 _KINDS = f"a .safetensors file, one of PyTorch's ({', '.join(_TORCH)}), a .index.json of either, or a folder with one of these"
 
 
@@ -33,7 +35,13 @@ def load(path: str | Path, *, key: str | None = None) -> dict[str, Any]:
     >>> load(path)["head.bias"].dtype
     dtype('float32')
     """
-    path = _one_file(Path(path))
+    try:
+        return _load(_one_file(Path(path)), key)
+    except OSError as error:
+        raise PortingError(f"path={str(path)[:400]!r} cannot be read ({error.strerror or error}); give another file.") from None
+
+
+def _load(path: Path, key: str | None) -> dict[str, Any]:
     if path.name.endswith(".index.json"):
         return _load_shards(path, key)
     if path.suffix == ".safetensors":
@@ -80,19 +88,40 @@ def _one_file(path: Path) -> Path:
             if found:
                 raise PortingError(f"path={str(path)!r}: several models: {', '.join(x.name for x in found)}; name one of them.")
         raise PortingError(f"path={str(path)!r}: a folder without a model; give {_KINDS}.")
-    if not path.is_file():
-        raise PortingError(f"path={str(path)!r}: no such file; give {_KINDS}.")
+    if not _is_file(path):
+        raise PortingError(f"path={str(path)[:400]!r}: no such file; give {_KINDS}.")
     if not path.name.endswith((".index.json", ".safetensors", *_TORCH)):
         raise PortingError(f"path={str(path)!r}: not a name of a model's; give {_KINDS}.")
     return path
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name of thousands of letters, or one with a null byte
+        return False
+
+
+def _content(path: Path, most: int) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise PortingError(f"{path.name} has more than {most} bytes; give an index as it is written with the shards.")
+    return content
+
+
 def _load_shards(index: Path, key: str | None) -> dict[str, Any]:
     try:
-        places = json.loads(index.read_text())["weight_map"]
+        places = json.loads(_content(index, MOST_INDEX_BYTES))["weight_map"]
         files = sorted(set(places.values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise PortingError(f"{index.name}: expected JSON with a weight_map, tensor → file.") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        files = None
+    if files is None or not all(isinstance(name, str) and name.isprintable() for name in files):
+        raise PortingError(f"{index.name}: expected JSON with a weight_map, tensor → file.")
+    # An index or a folder could lead back here.
+    strange = [name[:200] for name in files if not name.endswith((".safetensors", *_TORCH)) or (index.parent / name).is_dir()]
+    if strange:
+        raise PortingError(f"{index.name}: {', '.join(strange)}: expected names of shards, such as model-1.safetensors.")
     outside = [name for name in files if Path(name).name != name]
     if outside:
         raise PortingError(f"{index.name}: the shards must lie beside it, unlike {', '.join(outside)}.")
@@ -135,7 +164,8 @@ def _save_safetensors(path: Path, arrays: dict[str, np.ndarray], metadata: dict[
     # It writes the memory as it lies: a transposed view would come back with its numbers in another order.
     laid_out = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
     try:
-        safetensors.numpy.save_file(laid_out, path, metadata={"format": "pt", **metadata})
+        with written_whole(path) as new:
+            safetensors.numpy.save_file(laid_out, new, metadata={"format": "pt", **metadata})
     except safetensors.SafetensorError as error:
         raise PortingError(f"{path.name}: safetensors cannot write this ({error}).") from None
 
@@ -145,17 +175,20 @@ def _load_torch(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip().splitlines() or [""])[0]
         raise PortingError(
             f"{path.name}: refused, because reading it could run code, or it is no file of PyTorch's ({reason}). "
             "Where you trust it, load it with torch.load(…, weights_only=False) and give module.state_dict()."
         ) from None
-    except (RuntimeError, EOFError) as error:
-        raise PortingError(f"{path.name}: not a file of PyTorch's ({str(error).splitlines()[0]}).") from None
+    except Exception as error:  # of a file that is cut off or changed: whatever its bytes lead the reader to
+        said = (str(error).splitlines() or [""])[0]
+        raise PortingError(f"{path.name}: not a file of PyTorch's ({type(error).__name__}: {said}).") from None
 
 
 def _save_torch(path: Path, tensors: dict[str, Any]) -> None:
-    _torch(path).save(tensors, path)
+    torch = _torch(path)
+    with written_whole(path) as new:
+        torch.save(tensors, new)
 
 
 def _state_dict(content: Any, path: Path, key: str | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ Captures = dict[str, str]
 # A place in a stacked array: one index per leading axis, None for an axis that stays whole.
 Index = tuple[int | None, ...]
 
-_PLACEHOLDER = re.compile(r"\{(\w+)(?:\s*([+-])\s*(\d+))?\}")
+# Of so many digits that every number is one that Python and NumPy count with.
+_PLACEHOLDER = re.compile(r"\{(\w+)(?:\s*([+-])\s*(\d{1,9}))?\}")
+MOST_NAMES = 10_000
+"""That one text may stand for: braces in a row multiply."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Target:
             return cls(Pattern(match[1]))
         entries = [entry.strip() for entry in match[2].split(",")]
         for entry in entries:
-            if not (entry == ":" or entry.isdecimal() or _PLACEHOLDER.fullmatch(entry)):
+            if not (entry == ":" or (entry.isdecimal() and len(entry) <= 9) or _PLACEHOLDER.fullmatch(entry)):
                 raise PortingError(f"{text!r}: {entry!r} is no index; write a number, a placeholder such as {{i}}, or ':'.")
         while entries and entries[-1] == ":":
             entries.pop()
@@ -134,6 +138,9 @@ class Target:
 def expand(text: str) -> list[str]:
     """A comma-separated list of names, with `{q,k,v}` written out.
 
+    Raises:
+        PortingError: it stands for too many.
+
     >>> expand("layers.{i}.{q,k}.weight, head.weight")
     ['layers.{i}.q.weight', 'layers.{i}.k.weight', 'head.weight']
     """
@@ -143,6 +150,8 @@ def expand(text: str) -> list[str]:
     for name in names:
         pieces = re.split(r"\{([^{}]*,[^{}]*)\}", name)
         choices = [[piece] if number % 2 == 0 else piece.split(",") for number, piece in enumerate(pieces)]
+        if math.prod(map(len, choices)) + len(result) > MOST_NAMES:
+            raise PortingError(f"{text[:200]!r} stands for more than {MOST_NAMES} names; write a rule for some of them at a time.")
         result += ["".join(part.strip() for part in chosen) for chosen in itertools.product(*choices)]
     return result
 
@@ -153,7 +162,7 @@ def _compiled(text: str) -> tuple[list[re.Match[str]], re.Pattern[str]]:
     parts = list(_PLACEHOLDER.finditer(text))
     pieces, end = [], 0
     for part in parts:
-        pieces += [re.escape(text[end : part.start()]), r"(\d+)" if part[2] else r"([^./]+)"]
+        pieces += [re.escape(text[end : part.start()]), r"(\d{1,18})" if part[2] else r"([^./]+)"]
         end = part.end()
     return parts, re.compile("".join(pieces) + re.escape(text[end:]))
 
@@ -163,4 +172,5 @@ def _offset(part: re.Match[str]) -> int:
 
 
 def _shifted(text: str, offset: int) -> str | None:
-    return str(int(text) + offset) if text.isdecimal() and int(text) + offset >= 0 else None
+    known = text.isdecimal() and len(text) <= 18
+    return str(int(text) + offset) if known and int(text) + offset >= 0 else None

@@ -146,9 +146,18 @@ class Rules:
             raise PortingError(
                 f"a weight map: expected an object of version {VERSION} with {', '.join(_KEYS)}; found {data!r:.200}."
             )
+        strange = [key for key in ("ties", "extra", "missing") if not _are_texts(data[key], pairs=key == "ties")]
+        if strange or not isinstance(data["rules"], list):
+            raise PortingError(f"a weight map: {', '.join(strange) or 'rules'}: expected a list of {'pairs of ' * ('ties' in strange)}texts.")
         for rule in data["rules"]:
-            if not isinstance(rule, dict) or set(rule) != {"torch", "flax", "transform"}:
-                raise PortingError(f"a rule of a weight map: expected torch, flax and transform; found {rule!r}.")
+            if (
+                not isinstance(rule, dict)
+                or set(rule) != {"torch", "flax", "transform"}
+                or not (_are_texts(rule["torch"]) and _are_texts(rule["flax"]) and isinstance(rule["transform"], str))
+            ):
+                raise PortingError(
+                    f"a rule of a weight map: expected torch and flax, lists of texts, and transform, a text; found {rule!r:.200}."
+                )
         rules = tuple(Rule(**rule) for rule in data["rules"])
         return cls(rules, tuple(map(tuple, data["ties"])), tuple(data["extra"]), tuple(data["missing"]))
 
@@ -165,11 +174,18 @@ class Rules:
         """
         try:
             data = json.loads(text)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise PortingError(
                 f"a weight map: {repr(text)[:200]} is not JSON ({error}); give what Rules.to_json wrote."
             ) from None
         return cls.from_dict(data)
+
+
+def _are_texts(value: Any, *, pairs: bool = False) -> bool:
+    """Whether `value` is a list of texts, or of pairs of them."""
+    if not isinstance(value, list):
+        return False
+    return all(_are_texts(one) and len(one) == 2 if pairs else isinstance(one, str) for one in value)
 
 
 def as_rules(rules: Any) -> Rules:

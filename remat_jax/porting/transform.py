@@ -39,7 +39,7 @@ NAMED: dict[str, str] = {
 }
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
-_INTEGERS = r"-?\d+(?:\s*,\s*-?\d+)*"
+_INTEGERS = r"-?\d{1,9}(?:\s*,\s*-?\d{1,9})*"
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _steps(part: str) -> tuple[Step, ...]:
 
 
 def _size(text: str, part: str) -> tuple[str, int]:
-    match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", text)
+    match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d{1,9})\s*", text)
     if not match:
         raise PortingError(f"{part!r}: {text.strip()!r} is no size; write it as in '(h two d) -> (h d two), h=8, two=2'.")
     return match[1], int(match[2])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -60,26 +61,39 @@ def escaped(value: object) -> str:
     return html.escape(str(value))
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a file, so that whoever reads meanwhile finds the old one or the new one; others may write it at the same time.
+def write_whole(path: str | os.PathLike[str], text: str, *, replace: bool = True) -> Path:
+    """Write a file as `written_whole` has it. Raises ValueError, too, where `text` is nothing that can be written."""
+    with written_whole(path, replace=replace) as new:
+        new.write_text(text, encoding="utf-8")
+    return Path(path)
 
+
+@contextlib.contextmanager
+def written_whole(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Path]:
+    """Where to write a file, so that whoever reads meanwhile finds the old one or the new one; others may write it, too.
+
+    When the context ends what was written takes its place; where it is left by an error or an interrupt, nothing is left behind.
     A file keeps its mode, and a link what it points at; a pipe or a device is written to. Raises OSError where it cannot be
-    written, and ValueError where `path` or `text` is nothing that can be; nothing is left behind then.
+    written (FileExistsError where there is a file and `replace` is False), and ValueError where `path` is none.
     """
     where = Path(path)
     if where.exists() and not where.is_file():
-        where.write_text(text, encoding="utf-8")
-        return where
+        yield where
+        return
     place = Path(os.path.realpath(where))
-    # A file of tempfile's could be read by nobody else once it is in its place.
-    new = place.parent / f".{uuid.uuid4().hex}.new"
+    if not replace and place.exists():
+        raise FileExistsError(f"{where} is there already")
+    # A file of tempfile's could be read by nobody else once it is in its place. Its ending is what some writers go by.
+    new = place.parent / f".{uuid.uuid4().hex}.new{place.suffix}"
     try:
-        with new.open("x", encoding="utf-8") as file:
-            file.write(text)
+        yield new
         if place.exists():
             shutil.copymode(place, new)
-        new.replace(place)
+        if replace:
+            new.replace(place)
+        else:
+            # Unlike a rename it fails where another one has made the file meanwhile.
+            os.link(new, place)
     finally:
         # In its place it has this name no more.
         new.unlink(missing_ok=True)
-    return where

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from remat_jax.report.bars import memory_figure, time_figure
+from remat_jax.report.document import written_whole
 from remat_jax.report.rows import Row, group, plain_rows
 from remat_jax.report.style import style
 from remat_jax.report.trade_off import trade_off_figure
@@ -53,7 +54,7 @@ def save_figure(figure: Figure, folder: str | Path, name: str) -> list[str]:
     paths: list[str] = []
     for ending, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
         path = folder / f"{name}.{ending}"
-        with style():
-            figure.savefig(path, metadata=metadata)
+        with style(), written_whole(path) as new:
+            figure.savefig(new, metadata=metadata)
         paths.append(str(path))
     return paths

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from remat_jax.report.document import written_whole
 from remat_jax.report.style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, new_figure, style
 from remat_jax.report.tables import byte_unit, format_bytes, scaled_bytes
 
@@ -105,8 +106,8 @@ def save_picture(figure: Figure, path: str | Path) -> str:
     metadata: dict[str, Any] = {".png": {"Software": None}, ".svg": {"Date": None}}.get(
         path.suffix.lower(), {"CreationDate": None}
     )
-    with style():
-        figure.savefig(path, metadata=metadata)
+    with style(), written_whole(path) as new:
+        figure.savefig(new, metadata=metadata, format=path.suffix[1:].lower())
     return str(path)
 
 

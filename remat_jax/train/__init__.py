@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from remat_jax.train.accumulate import accumulate_gradients
-from remat_jax.train.offload import OffloadedOptimizer, StateLeaf, StatePlacement, offload_optimizer
+from remat_jax.train.offload import OffloadedOptimizer, StateLeaf, StatePlacement, offload_optimizer, plain
 
-__all__ = ["accumulate_gradients", "OffloadedOptimizer", "StateLeaf", "StatePlacement", "offload_optimizer"]
+__all__ = ["accumulate_gradients", "OffloadedOptimizer", "StateLeaf", "StatePlacement", "offload_optimizer", "plain"]

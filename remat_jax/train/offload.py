@@ -11,6 +11,7 @@ import optax
 
 from remat_jax import compat
 from remat_jax.errors import ArgumentError, NoEffectError
+from remat_jax.train.divided import divided_places
 from remat_jax.train.order import made_at, owners, update_order
 from remat_jax.train.streaming import Plan, stream
 from remat_jax.train.traced import Path, Traced, trace
@@ -47,6 +48,7 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
 
     _placement: Callable[[Any], StatePlacement]
     _apply: Callable[..., Any]
+    _inner: Any
 
     def apply(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         """`(params, state)` after one step: `update` and `optax.apply_updates` in one, each parameter changed in its turn.
@@ -72,7 +74,8 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     the largest are taken first, as long as the share of their bytes is at most `fraction`; `placement` says which.
 
     It works for any optax optimizer, alone or inside a chain, under `jit`, with donated state (the host buffers are then
-    reused), and with state that was saved and loaded, on either side. Under `jit` the result has the bits of the plain
+    reused), on a mesh (each array of the state lies as its parameter does), and with state that was saved and loaded, on either
+    side. Under `jit` the result has the bits of the plain
     optimizer's; op by op it is within rounding, since optax compiles parts of an update by themselves. `apply` needs less
     memory than `update`. What an optimizer does in one equation comes to the device at once: all of a `scan`'s stacked layers
     are one leaf, `optax.MultiSteps` updates everything in one `cond` (use `accumulate_gradients`), and a norm of all updates
@@ -107,7 +110,12 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
         traced, moved = traced_init(params)
         inputs, to_host = len(traced.values), [path in moved for path in traced.out_paths]
         plan = Plan([False] * inputs, [None] * inputs, to_host, range(len(to_host)))
-        return traced.finish(stream(traced.jaxpr, traced.values, plan))
+
+        def made(*values: Any) -> list[Any]:
+            return stream(traced.jaxpr, values, plan)
+
+        places = divided_places(traced.values, traced.in_paths, traced.out_paths, traced.jaxpr.out_avals, to_host)
+        return traced.finish((jax.jit(made, out_shardings=places) if places else made)(*traced.values))
 
     def streamed(function: Callable[..., Any], *args: Any) -> Any:
         traced = trace(function, *args)
@@ -147,7 +155,13 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     # With nothing to move it is the optimizer itself.
     offloaded = OffloadedOptimizer(init, update) if fraction else OffloadedOptimizer(inner.init, inner.update)
     offloaded._placement, offloaded._apply = placement, apply if fraction else inner_apply
+    offloaded._inner = inner
     return offloaded
+
+
+def plain(tx: Any) -> Any:
+    """The optimizer that `tx` offloads; any other as it is."""
+    return tx._inner if isinstance(tx, OffloadedOptimizer) else tx
 
 
 # Where the state stands among the arguments and among the results of an update.

@@ -1,51 +1,14 @@
-"""A workload over several devices: how its arguments lie on a mesh, and what of them each device holds."""
+"""How each argument of a workload lies on its mesh, as the user says it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from remat_jax.errors import ArgumentError, UnsupportedError
-
-
-def as_mesh(mesh: Any) -> AbstractMesh:
-    """The mesh without its devices: `mesh` is a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis name.
-
-    Raises:
-      ArgumentError: it is none of these, or a size is no positive whole number.
-      UnsupportedError: an axis is of another type than Auto.
-
-    >>> as_mesh({"data": 8, "fsdp": 4}).size
-    32
-    """
-    if isinstance(mesh, Mapping):
-        wrong = {name: size for name, size in mesh.items() if not isinstance(name, str) or not _is_size(size)}
-        if wrong or not mesh:
-            raise ArgumentError(f"mesh={mesh!r}: expected sizes by axis name, such as {{'data': 8, 'fsdp': 8}}")
-        # What they are by default depends on JAX's version.
-        return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
-    found = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-    if not isinstance(found, AbstractMesh) or not found.axis_names:
-        raise ArgumentError(
-            f"mesh={mesh!r}: expected a jax.sharding.Mesh or AbstractMesh with named axes, or sizes by axis name, such as "
-            "{'data': 8, 'fsdp': 8}"
-        )
-    others = [name for name, kind in zip(found.axis_names, found.axis_types, strict=True) if kind is not AxisType.Auto]
-    if others:
-        raise UnsupportedError(
-            f"mesh: the axes {', '.join(others)} are not of type Auto, under which the compiler divides what is computed; make "
-            "the mesh with axis_types=(jax.sharding.AxisType.Auto,) * n, or give sizes by axis name"
-        )
-    return found
-
-
-def _is_size(size: Any) -> bool:
-    return isinstance(size, int) and not isinstance(size, bool) and size > 0
 
 
 def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -60,7 +23,7 @@ def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: t
       ArgumentError: another form, an axis that the mesh lacks, a dimension that does not divide.
 
     >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
-    >>> mesh = as_mesh({"data": 8})
+    >>> mesh = AbstractMesh((8,), ("data",))
     >>> argument_shardings(mesh, (None, PartitionSpec("data")), x, (x,))[1][0].shard_shape(x.shape)
     (2, 4)
     """
@@ -143,52 +106,3 @@ def _checked(mesh: AbstractMesh, given: Any, shape: tuple[int, ...], where: str)
     if len(set(named)) < len(named):
         raise ArgumentError(f"shardings: {spec} for {where} names an axis twice; each divides one dimension")
     return NamedSharding(mesh, spec)
-
-
-def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) -> Any:
-    """The shardings of an optimizer's state: an array like a parameter lies as that parameter does, the rest is everywhere.
-
-    `optax.tree_map_params` says which array of the state belongs to which parameter.
-    """
-    everywhere = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
-    places = {
-        path: (leaf.shape, place)
-        for (path, leaf), place in zip(jax.tree.leaves_with_path(trained), jax.tree.leaves(shardings), strict=True)
-    }
-
-    def one(path: Any, array: Any) -> Any:
-        # A wrapper may mask a parameter (optax.masked), or have several arrays for one (sm3).
-        starts = (path[:length] for length in range(len(path), -1, -1))
-        shape, place = next((places[start] for start in starts if start in places), (None, everywhere))
-        return place if array.shape == shape else everywhere
-
-    return optax.tree_map_params(
-        optimizer,
-        lambda part: jax.tree.map_with_path(one, part),
-        state,
-        transform_non_params=lambda _: everywhere,
-        is_leaf=lambda _: True,
-    )
-
-
-def under(mesh: AbstractMesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` traced under `mesh`, so that a bare `PartitionSpec` in a constraint of its own means this mesh."""
-    if mesh is None:
-        return function
-
-    def traced(*args: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(mesh):
-            return function(*args)
-
-    traced.__name__ = getattr(function, "__name__", "function")
-    return traced
-
-
-def pinned(tree: Any, shardings: Any) -> Any:
-    """Every array of `tree` where `shardings`, a pytree of the same form, says."""
-    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
-
-
-def local_struct(leaf: Any, sharding: NamedSharding) -> Any:
-    """What one device holds of `leaf`, as a shape."""
-    return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)

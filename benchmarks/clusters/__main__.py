@@ -1,0 +1,100 @@
+"""`python -m benchmarks.clusters`: decoders over hosts of eight GPUs, compiled for them without one.
+
+Llama 3 8B and 70B, Llama 3.1 405B and Qwen 3 235B A22B: the memory of a device and of a host under each policy and under the
+plan for 90 % of a device, and what the devices send each other. The exit status is 1 where a plan does not fit, or where
+recomputing gathers weights again. Without `--all` it is 8B on one host. `--resume` goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.clusters import table
+from benchmarks.clusters.cases import CASES, on_gpus
+from benchmarks.clusters.rows import PLAN, STATE, row
+from benchmarks.record import ROOT, provenance, write_json
+from remat_jax import compat
+from remat_jax.hardware import target as target_named
+from remat_jax.planning.budget import budget_bytes
+
+POLICIES = ("off", "full", "offload_inputs", "dots_with_no_batch_dims", STATE, PLAN)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.clusters", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "benchmarks", help="folder for clusters.json")
+    parser.add_argument("--all", action="store_true", help="all models on all their numbers of hosts")
+    parser.add_argument("--only", choices=CASES, action="append", help="one of the models; may be given again")
+    parser.add_argument("--hosts", type=int, nargs="+", help="numbers of hosts, of eight GPUs each")
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--budget", default="90%", help="of a device, for the plan")
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--resume", action="store_true", help="keep the rows of clusters.json, if of the same commit")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: the rows of these files")
+    options = parser.parse_args(arguments)
+    options.only = options.only or list(CASES if options.all else ("8b",))
+    if not options.all and not options.hosts:
+        options.hosts = [1]
+    return options
+
+
+class Record:
+    """What was measured, written down after every row."""
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        self.path, self.data = path, {"provenance": provenance(), "rows": []}
+        if resume and path.exists():
+            old = json.loads(path.read_text(encoding="utf-8"))
+            if all(old["provenance"][key] == self.data["provenance"][key] for key in ("commit", "versions")):
+                self.data["rows"] = old["rows"]
+
+    def has(self, case: str, target: str, policy: str, budget: int) -> bool:
+        """Whether the row is there."""
+        wanted = (case, target, policy, budget)
+        return any((one["case"], one["target"], one["policy"], one["budget"]) == wanted for one in self.data["rows"])
+
+    def add(self, found: dict[str, Any]) -> None:
+        """Keep one more row."""
+        self.data["rows"].append(found)
+        write_json(self.path, self.data)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table and what does not hold; 1 where something does not."""
+    options = parse(arguments)
+    compat.keep_to_cpu_without_gpu()
+    if options.show:
+        return say([one for path in options.show for one in json.loads(path.read_text(encoding="utf-8"))["rows"]])
+    record, budget = (
+        Record(options.output / "clusters.json", resume=options.resume),
+        budget_bytes(options.budget, target_named(options.gpu)),
+    )
+    for case in options.only:
+        for hosts in options.hosts or CASES[case].hosts:
+            for policy in options.policies:
+                if record.has(case, on_gpus(options.gpu, hosts), policy, budget):
+                    continue
+                found = row(case, hosts, policy, options.gpu, budget)
+                record.add(found)
+                told = f"{found.get('device_bytes', 0) / 1e9:.1f} GB, {found['wall_seconds']:.0f} s"
+                print(f"{found['workload']}, {policy}: {told}", file=sys.stderr, flush=True)
+    return say(record.data["rows"])
+
+
+def say(rows: Sequence[dict[str, Any]]) -> int:
+    """Print the rows in one table, and what does not hold."""
+    print("One training step, gigabytes (10⁹) of one device and of one host; what one device sends or gets, by kind:")
+    print(table.table(rows))
+    print("\n".join(table.gathered_again(rows)))
+    found = table.failures(rows)
+    print("\n".join(["Does not hold:", *found]) if found else "All claims hold.")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

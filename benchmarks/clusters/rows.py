@@ -1,0 +1,63 @@
+"""One row: a policy or the plan of one model on so many hosts, compiled for them, as plain data."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import remat_jax as rj
+from benchmarks.clusters.cases import CASES, on_gpus, with_state_on_hosts
+from benchmarks.true_shapes.cases import compiling
+from remat_jax.errors import CompileError, InfeasibleBudget
+from remat_jax.memory import MemoryReport
+from remat_jax.memory.collectives import executed
+from remat_jax.planning import Plan
+
+PLAN, STATE = "plan", "full, state on hosts"
+TIMEOUT = 3600.0
+_SHOWN = 300
+
+Row = dict[str, Any]
+
+
+def row(case: str, hosts: int, policy: str, gpu: str, budget: int) -> Row:
+    """What `policy` needs: a policy, `plan`, or `full` with the optimizer's state on the hosts; or why there is no figure."""
+    begin, work = time.perf_counter(), CASES[case].make(hosts)
+    target = on_gpus(gpu, hosts)
+    with compiling("") as flags:
+        told: Row = {"case": case, "workload": work.name, "target": target, "policy": policy, "budget": budget, "flags": flags}
+        try:
+            if policy == PLAN:
+                found = _of_plan(rj.plan(work, budget, target, timeout=TIMEOUT), work, target)
+            elif policy == STATE:
+                found = _of_report(rj.measure(with_state_on_hosts(work), "full", target, timeout=TIMEOUT))
+            else:
+                found = _of_report(rj.measure(work, policy, target, timeout=TIMEOUT))
+        except InfeasibleBudget as error:
+            found = {"infeasible": error.least_bytes, "held_by": error.held_by}
+        except CompileError as error:
+            found = {"error": " ".join(str(error).split())[:_SHOWN]}
+    return told | found | {"wall_seconds": time.perf_counter() - begin}
+
+
+def _of_report(found: MemoryReport) -> Row:
+    return {
+        "device_bytes": found.device_bytes,
+        "argument_bytes": found.argument_bytes,
+        "temp_bytes": found.temp_bytes,
+        "host_bytes": found.host_bytes,
+        "host_bytes_per_host": found.host_bytes_per_host,
+        "collectives": {kind: list(one) for kind, one in executed(found.collectives or ()).items()},
+        "warnings": list(filter(None, [*(found.receipt.warnings if found.receipt else ()), found.host_warning])),
+    }
+
+
+def _of_plan(found: Plan, work: rj.Workload, target: str) -> Row:
+    """The plan's own step measured again, for what its devices send each other; its compilation is kept."""
+    return _of_report(rj.measure(work, dict(found.policies), target, timeout=TIMEOUT)) | {
+        "policies": found.texts,
+        "layers": [{"where": part.where, "policy": part.policy} for part in found.parts],
+        "estimated_seconds": found.seconds,
+        "base_seconds": found.base_seconds,
+        "notes": list(found.notes),
+    }

@@ -1,0 +1,94 @@
+"""The rows as a table, and what must hold of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.clusters.rows import PLAN, STATE, Row
+from benchmarks.record import text_table
+from remat_jax.report.tables import format_bytes
+
+COLUMNS = (
+    "workload",
+    "policy",
+    "device",
+    "fits",
+    "a host",
+    "all-gather",
+    "GB",
+    "reduce-scatter",
+    "GB",
+    "all-reduce",
+    "GB",
+    "other GB",
+)
+_SHOWN = ("all-gather", "reduce-scatter", "all-reduce")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Memory of one device and of one host, and what one device sends or gets in a step, by kind: arrays, and gigabytes."""
+    return text_table(COLUMNS, [_cells(one) for one in rows])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    first = (row["workload"], row["policy"])
+    if "infeasible" in row:
+        return (*first, f"{_gigabytes(row['infeasible'])} at least", "no", *[""] * (len(COLUMNS) - 4))
+    if "error" in row:
+        return (*first, "", "does not compile", *[""] * (len(COLUMNS) - 4))
+    sent = row["collectives"]
+    shown = [text for kind in _SHOWN for text in _sent(sent.get(kind))]
+    rest = sum(nbytes for kind, (_, nbytes) in sent.items() if kind not in _SHOWN)
+    host = _gigabytes(row["host_bytes_per_host"]) if row["host_bytes_per_host"] else ""
+    return (
+        *first,
+        _gigabytes(row["device_bytes"]),
+        "yes" if fits(row) else "no",
+        host,
+        *shown,
+        _gigabytes(rest) if rest else "",
+    )
+
+
+def _sent(found: Sequence[int] | None) -> tuple[str, str]:
+    return ("", "") if found is None else (str(found[0]), _gigabytes(found[1]))
+
+
+def fits(row: Row) -> bool:
+    """Whether the compiled step is within the budget of its row."""
+    return bool(row.get("device_bytes", row["budget"] + 1) <= row["budget"])
+
+
+def gathered_again(rows: Sequence[Row]) -> list[str]:
+    """What `full` makes the devices send more than without any checkpoint, and that it is said what it is."""
+    found = []
+    for one in rows:
+        plain = next((other for other in rows if other["policy"] == "off" and other["workload"] == one["workload"]), None)
+        if one["policy"] != "full" or plain is None or "collectives" not in one or "collectives" not in plain:
+            continue
+        for kind, (count, nbytes) in one["collectives"].items():
+            before = plain["collectives"].get(kind, (0, 0))
+            if count != before[0]:
+                more = f"{count - before[0]:+d} arrays, {(nbytes - before[1]) / 1e9:+.3f} GB"
+                found.append(f"{one['workload']}: {kind} under full against off: {more}")
+    return found
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """What does not hold: a plan fits; recomputing gathers no more bytes than 1 % on top of what `off` gathers."""
+    found = []
+    for one in rows:
+        name = f"{one['workload']}, {one['policy']}"
+        if one["policy"] == PLAN and "device_bytes" in one and not fits(one):
+            found.append(f"{name}: the plan needs {format_bytes(one['device_bytes'])}")
+        if one["policy"] == STATE and not one.get("host_bytes"):
+            found.append(f"{name}: nothing is in host memory")
+        plain = next((other for other in rows if other["policy"] == "off" and other["workload"] == one["workload"]), {})
+        gathered = [each.get("collectives", {}).get("all-gather") for each in (one, plain)]
+        if one["policy"] == "full" and all(gathered) and gathered[0][1] > 1.01 * gathered[1][1]:
+            found.append(f"{name}: {gathered[0][1] / 1e9:.1f} GB are gathered, and {gathered[1][1] / 1e9:.1f} under off")
+    return found
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f}"

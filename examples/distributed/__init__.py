@@ -1,0 +1,1 @@
+"""What `examples/train_anywhere.py` is made of: processes and mesh, the training step, checkpoints, metrics."""

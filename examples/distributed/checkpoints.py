@@ -1,0 +1,160 @@
+"""Checkpoints that survive a kill, damage, and a change of mesh, by orbax.
+
+A checkpoint is written beside its place and renamed when it is whole, so that a kill leaves the one before it. With each go the
+setting that it was trained under, and a checksum of every array. The checksum is a sum of integers, the same on every mesh, so
+that what is read back can be compared wherever it is read: orbax reads a flipped bit back as another number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from orbax.checkpoint.options import MultiprocessingOptions
+
+from remat_jax.errors import ArgumentError, RematError
+
+from .processes import all_agree
+from .setting import differences
+
+Tell = Callable[[str], None]
+
+
+class CheckpointError(RematError, RuntimeError):
+    """Raised when there are checkpoints and none of them can be read."""
+
+
+class Checkpoints:
+    """The checkpoints of one training in a folder that all processes see.
+
+    Args:
+      folder: made if need be.
+      setting: `Setting.told`; a checkpoint of another one is refused.
+      keep: how many are kept, the newest.
+      wait: whether `save` comes back only when the checkpoint is written, and not already when it is copied to host memory.
+
+    Raises:
+      ArgumentError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, setting: Mapping[str, Any], keep: int, wait: bool) -> None:
+        self._folder, self._setting = folder.absolute(), dict(setting)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=not wait, cleanup_tmp_directories=True
+        )
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentError(f"--checkpoint {folder}: {error.strerror}; give a folder that can be written to") from error
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
+
+    def save(self, step: int, state: Any) -> None:
+        """Save the state before step number `step`."""
+        about = {"setting": self._setting, "checksums": checksums(state)}
+        saved = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
+        self._manager.save(step, args=saved, force=True)
+
+    def restore(self, structs: Any, tell: Tell) -> tuple[int, Any] | None:
+        """The newest state that can be read, laid out as `structs` say, and its step; None where there are no checkpoints.
+
+        `tell` is given a sentence about each one that cannot be read. These are put aside: their step comes again.
+
+        Raises:
+          ArgumentError: the newest is of another setting.
+          CheckpointError: none can be read.
+        """
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        for position, step in enumerate(steps):
+            why, state = self._read(step, structs)
+            if not why:
+                self._put_aside(steps[:position])
+                return step, state
+            tell(f"the checkpoint of step {step} cannot be read: {why}; going back to the one before it")
+        if steps:
+            raise CheckpointError(
+                f"--checkpoint {self._folder}: none of the checkpoints of steps {', '.join(map(str, steps))} can be read; "
+                "give another folder to begin anew"
+            )
+        return None
+
+    def close(self) -> None:
+        """Wait until what was saved is written."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+    def _read(self, step: int, structs: Any) -> tuple[str, Any]:
+        """Why the checkpoint cannot be read, or nothing; and its state. The same in every process."""
+        path = self._folder / str(step)
+        why, about = _attempt(path, about=ocp.args.JsonRestore())
+        if not why:
+            differing = differences(self._setting, about["setting"])
+            if differing:
+                raise ArgumentError(
+                    f"--checkpoint {self._folder}: the checkpoint of step {step} is of another training "
+                    f"({'; '.join(differing)}): start with its arguments, or give another folder"
+                )
+            why, state = _attempt(path, state=ocp.args.StandardRestore(structs))
+        if why:
+            return why, None
+        found = checksums(state)
+        wrong = [name for name, value in about["checksums"].items() if found.get(name) != value]
+        return (f"{wrong[0]} and {len(wrong) - 1} other arrays are not what was saved" if wrong else ""), state
+
+    def _put_aside(self, steps: list[int]) -> None:
+        if steps and jax.process_index() == 0:
+            for step in steps:
+                (self._folder / str(step)).rename(_free(self._folder / f"{step}.damaged"))
+        if steps and all_agree(True):  # nobody looks before they are gone
+            self._manager.reload()
+
+
+def _attempt(path: Path, **item: Any) -> tuple[str, Any]:
+    """Read one item of a checkpoint: why that fails in some process, or nothing, and the item."""
+    # Each process for itself: where orbax makes them wait for each other, one that fails leaves the others waiting.
+    alone = MultiprocessingOptions(primary_host=None, active_processes={jax.process_index()})
+    why, found = "", None
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone) as reader:
+        try:
+            found = reader.restore(path, args=ocp.args.Composite(**item))[next(iter(item))]
+        except Exception as error:  # of files that are damaged orbax raises a plain Exception
+            why = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    return (why, found) if all_agree(not why) else (why or "another process cannot read it", None)
+
+
+def _free(path: Path) -> Path:
+    numbered = (path.with_name(f"{path.name}{number}") for number in range(2, 1000))
+    return next(one for one in (path, *numbered) if not one.exists())
+
+
+def checksums(state: Any) -> dict[str, int]:
+    """A number for each array that another value in one of its elements would change, whatever the mesh.
+
+    Each element's bits and place, mixed by the finalizer of MurmurHash3, a bijection, and summed modulo 2³². A sum of integers
+    does not depend on its order. Several changes at once go unseen with a probability of 2⁻³².
+
+    >>> one, other = (checksums({"x": jnp.array(x)}) for x in ([1.0, 2.0], [2.0, 1.0]))
+    >>> one, one == other
+    ({'x': 945941075}, False)
+    """
+    leaves = jax.tree.leaves_with_path(state)
+    sums = jax.jit(lambda arrays: [_checksum(array) for array in arrays])([leaf for _, leaf in leaves])
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    return {name: int(value) for name, value in zip(names, sums, strict=True)}
+
+
+def _checksum(array: jax.Array) -> jax.Array:
+    width = array.dtype.itemsize
+    # Of eight bytes two numbers are made, in a dimension of their own.
+    bits = jax.lax.bitcast_convert_type(array, jnp.uint32 if width >= 4 else f"uint{8 * width}").astype(jnp.uint32)
+    place, stride = jnp.zeros(bits.shape, jnp.uint32), 1
+    for dimension in reversed(range(bits.ndim)):
+        place += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dimension) * jnp.uint32(stride % 2**32)
+        stride *= bits.shape[dimension]
+    mixed = bits ^ (place * jnp.uint32(0x9E3779B9))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)

@@ -1,0 +1,114 @@
+"""Metrics: on the console by rich, and as JSON lines in a file, by the first process alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from remat_jax.errors import ArgumentError
+from remat_jax.report.tables import format_bytes
+
+ROW = "{:>8}  {:>10}  {:>10}  {:>10}"
+
+
+class Metrics:
+    """What the training says; every process has one, and only the first one's says anything.
+
+    Args:
+      first, last: the steps that are to come, the last one excluded.
+      every: a row is written for every so many steps.
+      tokens: of one step.
+      path: a file that a line is added to for every step, `{"step": 3, "loss": 5.1, "tokens_per_second": 120000.0}`. Steps that
+        were lost with a killed run come twice; the later line is the one that counts.
+    """
+
+    def __init__(self, first: int, last: int, every: int, tokens: int, path: Path | None) -> None:
+        self._is_first = jax.process_index() == 0
+        self._every, self._last, self._tokens, self._path = every, last, tokens, path
+        self._console = Console(quiet=not self._is_first, highlight=False)
+        self._bar = Progress(
+            TextColumn("{task.completed}/{task.total}"),
+            BarColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=last, completed=first)
+        self._pending: list[tuple[int, jax.Array]] = []
+        self._since = time.perf_counter()
+
+    def __enter__(self) -> Metrics:
+        self._bar.start()
+        self._console.print(ROW.format("step", "loss", "tokens/s", "memory"), style="bold")
+        self._since = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def add(self, step: int, loss: jax.Array) -> float | None:
+        """Note the loss of a step; where a row is due, write it and give the loss back.
+
+        Between rows the processor runs ahead of the devices; to ask for a loss is to wait for it.
+        """
+        self._pending.append((step, loss))
+        return self.flush() if (step + 1) % self._every == 0 or step + 1 == self._last else None
+
+    def flush(self) -> float | None:
+        """Write what is pending; gives the last loss, None where nothing was pending."""
+        if not self._pending:
+            return None
+        losses = [(step, float(loss)) for step, loss in self._pending]
+        now = time.perf_counter()
+        rate = len(losses) * self._tokens / (now - self._since)
+        self._since, self._pending = now, []
+        step, loss = losses[-1]
+        if self._is_first:
+            if self._path is not None:
+                lines = [json.dumps({"step": one, "loss": value, "tokens_per_second": rate}) for one, value in losses]
+                with self._path.open("a") as file:
+                    file.write("".join(f"{line}\n" for line in lines))
+            self._bar.update(self._task, completed=step + 1)
+            self._console.print(ROW.format(step, f"{loss:.5f}", f"{rate:,.0f}", _in_use()))
+        return loss
+
+
+def _in_use() -> str:
+    """The peak of the first device's allocator, where it has one; a processor does not say."""
+    return format_bytes((jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"))
+
+
+def tell(facts: Mapping[str, Any]) -> None:
+    """Say what is about to run, a line for each fact."""
+    console = Console(quiet=jax.process_index() != 0, highlight=False)
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        console.print(f"[bold]{name:<{width}}[/bold]  ", end="")
+        console.print(str(value), markup=False, soft_wrap=True)
+
+
+def warn(sentence: str) -> None:
+    """Say on standard error that something is not as it should be."""
+    console = Console(stderr=True, quiet=jax.process_index() != 0, highlight=False)
+    console.print(f"warning: {sentence}", style="yellow", markup=False, soft_wrap=True)
+
+
+def check_file(path: Path | None) -> None:
+    """Refuse a file that cannot be written before anything else is done.
+
+    Raises:
+      ArgumentError: naming it.
+    """
+    if path is not None and jax.process_index() == 0:
+        try:
+            path.open("a").close()
+        except OSError as error:
+            raise ArgumentError(f"--metrics {path}: {error.strerror}; give a file that can be written to") from error

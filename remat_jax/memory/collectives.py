@@ -1,0 +1,114 @@
+"""What the devices of a mesh send each other in one step, read from the compiled module.
+
+The compiler's partitioner, not the program, decides where an array is gathered, summed or scattered. What stands in the body of
+a loop runs as often as the loop does, and of the calls that were combined into one every array counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from remat_jax.memory.hlo import Computation, Instruction, Module, parse
+from remat_jax.memory.live import module_path
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all")
+_WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
+_BODIES = {"while": ("body",), "call": ("to_apply", "calls"), "async-start": ("calls",), "fusion": ("calls",)}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The exchanges of one kind in one phase of a step.
+
+    Attributes:
+      kind: as XLA calls it: `all-gather`, `reduce-scatter`, `all-reduce`, …
+      phase: `forward`, `recomputed`, `backward`, or `other`. What both the recomputation and the gradient read is exchanged
+        once, and is in the phase that the compiler names.
+      count: how many arrays are exchanged; one in a loop counts once for each of its iterations.
+      bytes: what one device gives or gets of them, the larger of the two: of an all-gather the whole array, of a
+        reduce-scatter the whole sum's parts.
+    """
+
+    kind: str
+    phase: str
+    count: int
+    bytes: int
+
+
+def read_collectives(text: str) -> tuple[Collective, ...]:
+    """The collectives that one execution of the compiled module `text` runs, by kind and phase.
+
+    A loop runs as often as the compiler knows it does (once where it does not), and of a `conditional` every branch is counted.
+
+    Raises:
+      UnsupportedError: the text has a line of a form that is not known.
+
+    >>> read_collectives('''ENTRY %main (x: f32[2]) -> f32[8] {
+    ...   %x = f32[2] parameter(0)
+    ...   ROOT %all = f32[8] all-gather(%x), dimensions={0}, metadata={op_name="jit(step)/jvp(Model)/dot_general"}
+    ... }''')
+    (Collective(kind='all-gather', phase='forward', count=1, bytes=32),)
+    """
+    module = parse(text)
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for kind, phase, count, nbytes in _within(module, module.computations[module.entry], 1, "other"):
+        counts[kind, phase] += count
+        sizes[kind, phase] += nbytes
+    return tuple(Collective(*key, counts[key], sizes[key]) for key in sorted(counts, key=_order))
+
+
+def executed(collectives: Sequence[Collective]) -> dict[str, tuple[int, int]]:
+    """By kind, how many arrays are exchanged in all phases together, and their bytes.
+
+    >>> executed([Collective("all-gather", "forward", 2, 10), Collective("all-gather", "backward", 2, 10)])
+    {'all-gather': (4, 20)}
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for one in collectives:
+        count, nbytes = found.get(one.kind, (0, 0))
+        found[one.kind] = count + one.count, nbytes + one.bytes
+    return found
+
+
+def _order(key: tuple[str, str]) -> tuple[int, str]:
+    return KINDS.index(key[0]), key[1]
+
+
+def _within(module: Module, computation: Computation, times: int, phase: str) -> Iterator[tuple[str, str, int, int]]:
+    for one in computation:
+        own = _phase(one) or phase
+        kind = one.opcode.removesuffix("-start")
+        if kind in KINDS:
+            yield kind, own, times * len(one.operands), times * _bytes(computation, one)
+        for name in _inside(one):
+            body = module.computations.get(name)
+            if body is not None:
+                rounds = int(one.config.get("known_trip_count", {}).get("n", 1)) if one.opcode == "while" else 1
+                yield from _within(module, body, times * rounds, own)
+
+
+def _inside(one: Instruction) -> list[str]:
+    """The computations that an instruction runs."""
+    if one.opcode == "conditional":
+        listed = re.search(r"branch_computations=\{([^}]*)\}", one.rest)
+        names = [name.strip().lstrip("%") for name in listed[1].split(",")] if listed else []
+        return names + [name for key in ("true_computation", "false_computation") if (name := one.attribute(key))]
+    return [name for key in _BODIES.get(one.opcode, ()) if (name := one.attribute(key))][:1]
+
+
+def _phase(one: Instruction) -> str | None:
+    """The phase that an instruction's own name tells; what XLA made of several has none, and is in that of its loop."""
+    named = re.search(r'op_name="([^"]*)"', one.rest)
+    phase = module_path(named[1])[2] if named else "other"
+    return None if phase == "other" else phase
+
+
+def _bytes(computation: Computation, one: Instruction) -> int:
+    operands = [computation.operand(one, index) for index in range(len(one.operands))]
+    given = sum(array.bytes for operand in operands if operand is not None for array in operand.arrays)
+    whole = sum(array.bytes for array in one.arrays)
+    return max(given, whole - given if one.opcode in _WITH_OPERANDS else whole)

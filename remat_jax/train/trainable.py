@@ -1,0 +1,56 @@
+"""Which parameters are trained: the choice as users write it, and the pytree parted by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from remat_jax.errors import ArgumentError
+
+
+def split(params: Any, trainable: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
+    """The trained leaves, the frozen ones, and how to put them together; both are dicts by parameter path."""
+    if trainable is None:
+        return params, {}, lambda trained, _: trained
+    leaves, treedef = jax.tree.flatten_with_path(params)
+    paths = [path_text(path) for path, _ in leaves]
+    chosen = [_is_trainable(trainable, path, leaf) for path, (_, leaf) in zip(paths, leaves, strict=True)]
+    if not any(chosen):
+        raise ArgumentError(f"trainable={trainable!r} selects no parameter; the first paths are: {', '.join(paths[:5])}")
+    trained = {path: leaf for path, (_, leaf), yes in zip(paths, leaves, chosen, strict=True) if yes}
+    frozen = {path: leaf for path, (_, leaf), yes in zip(paths, leaves, chosen, strict=True) if not yes}
+
+    def join(trained: Any, frozen: Any) -> Any:
+        return jax.tree.unflatten(treedef, [(trained if path in trained else frozen)[path] for path in paths])
+
+    return trained, frozen, join
+
+
+def path_text(keys: Any) -> str:
+    """A path in a pytree as text, such as `params/up/kernel`."""
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def check_trained(trained: Any) -> None:
+    """Raise ArgumentError for a trained parameter that has no gradient."""
+    for path, leaf in jax.tree.flatten_with_path(trained)[0]:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            name = path_text(path)
+            raise ArgumentError(
+                f"params: {name!r} is {leaf.dtype} and has no gradient; pass it in batch, or select the others with trainable"
+            )
+
+
+def _is_trainable(trainable: Any, path: str, leaf: Any) -> bool:
+    if callable(trainable):
+        return bool(trainable(path, leaf))
+    globs = (trainable,) if isinstance(trainable, str) else trainable
+    if not isinstance(globs, Sequence) or not all(isinstance(glob, str) for glob in globs):
+        raise ArgumentError(
+            f"trainable={trainable!r}: expected a glob on parameter paths, several of them, or a function of path and leaf"
+        )
+    return any(fnmatchcase(path, glob) for glob in globs)

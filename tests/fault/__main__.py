@@ -1,0 +1,94 @@
+"""`python -m tests.fault`: as many random programs, texts and files as are asked for; what is wrong, and how much was right."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+from hypothesis import seed as seeded
+
+from tests.fault.checks import Case, Tally, cases, check
+from tests.fault.files import check_files
+from tests.fault.texts import check_texts
+
+SLICE = 25
+"""Programs drawn with one seed; one that is wrong ends its slice only."""
+
+
+def main() -> int:
+    """Check, and tell; 1 where anything was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fault", description=__doc__)
+    parser.add_argument("--programs", type=int, default=0, help="random programs under random policies")
+    parser.add_argument("--texts", type=int, default=0, help="malformed texts: policies, budgets, targets, meshes")
+    parser.add_argument("--files", type=int, default=0, help="malformed files: plans, targets, weights")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no slice of programs after this time")
+    parser.add_argument("--shrink", action="store_true", help="look for the smallest program that is wrong; takes long")
+    asked = parser.parse_args()
+    # LLVM's passes take longer than running what they make.
+    jax.config.update("jax_disable_most_optimizations", True)
+    wrong = check_texts(asked.texts, asked.seed, say)
+    with tempfile.TemporaryDirectory() as folder:
+        wrong += check_files(asked.files, asked.seed, Path(folder), say)
+    return 1 if wrong + check_programs(asked) else 0
+
+
+def say(line: str) -> None:
+    """Tell at once: a run takes long."""
+    print(line, flush=True)
+
+
+def check_programs(asked: argparse.Namespace) -> int:
+    """How many slices had a program that was wrong."""
+    tally, wrong, start, drawn = Tally.empty(), 0, time.monotonic(), 0
+    for number, size in enumerate(_slices(asked.programs)):
+        if time.monotonic() - start > asked.seconds:
+            break
+        drawn += size
+        try:
+            _slice(size, 10_000 * asked.seed + number, asked.shrink, tally)
+        except Exception as error:
+            wrong += 1
+            say(f"WRONG in slice {number}, the program above: {type(error).__name__}: {error}")
+        say(f"{drawn} programs drawn, {tally.checked} compared, {tally.bit_equal} of these bit for bit, {wrong} slices wrong")
+    if drawn:
+        say(f"refused: {dict(tally.refused)}\nof these kinds: {dict(sorted(tally.kinds.items()))}")
+    return wrong
+
+
+def _slices(programs: int) -> Iterator[int]:
+    for begin in range(0, programs, SLICE):
+        yield min(SLICE, programs - begin)
+
+
+def _slice(size: int, seed: int, shrink: bool, tally: Tally) -> None:
+    phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
+
+    @seeded(seed)
+    @settings(
+        max_examples=size,
+        phases=phases,
+        database=None,
+        deadline=None,
+        verbosity=Verbosity.quiet,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases())
+    def every(case: Case) -> None:
+        try:
+            check(case, tally)
+        except Exception:
+            say(f"{case}")
+            raise
+
+    every()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""One random program under one policy, against the plain program in float64."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+import remat_jax as rj
+from remat_jax.errors import NoEffectError
+from remat_jax.graph import plan_block
+from remat_jax.parity.rule import float64_errors, global_norm
+from remat_jax.parity.tolerances import TOLERANCES, epsilon
+from tests.fault.evaluate import traced
+from tests.fault.ops import low_precision
+from tests.fault.programs import ONLY_IN_REVERSE, arguments, programs
+from tests.fault.stacks import BY_CLASS, LOOPS, WAYS, Stack
+
+_ALWAYS = ("off", "full", "everything", "offload_inputs", "recompute: @inputs; offload: *", "save: @primitive:cos; offload: *")
+_OF_DOTS = (
+    "dots",
+    "dots_with_no_batch_dims",
+    "offload_dot_with_no_batch_dims",
+    "save: @dots; offload: @inputs",
+    "offload: @inputs, @dots",
+)
+_OF_NAMES = ("save: user_*", "offload: user_*", "recompute: user_*; save: *")
+_BY_HAND = ("full", "everything", "dots", "dots_with_no_batch_dims", "offload: @dots", "save: user_1, user_2; offload: @dots")
+TRANSFORMS = ("grad", "grad", "grad", "vmap of grad", "grad of vmap", "jvp", "hvp")
+"""What is done with a loss; the gradient alone most often."""
+
+RUNS = (*["traced"] * 7, *["eager"] * 2, "jit")
+"""Compiling takes most of the time, and finds least of what is wrong in a trace."""
+_RUN: dict[str, Callable[..., Any]] = {"traced": traced, "eager": lambda fn: fn, "jit": jax.jit}
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """A policy of its own for each residual by name, as a number draws them; in words it is known with the program only."""
+
+    seed: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is checked at a time.
+
+    Attributes:
+      policies: one for each layer, or one for all.
+      run: `eager`, op by op; `jit`; or `traced`: as `jit`, and run equation by equation.
+      seed: of the numbers.
+    """
+
+    stack: Stack
+    policies: tuple[str | Residuals, ...]
+    transform: str
+    run: str
+    seed: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A program, how it becomes layers, the policies on them, and what is done with the loss."""
+    program = draw(programs())
+    stack = Stack(program, draw(st.sampled_from([1, 2, 2, 3])), draw(st.sampled_from(WAYS)), draw(st.sampled_from(LOOPS)))
+    if stack.way == "forward":
+        choices: Any = st.sampled_from(["full", "offload_inputs"])
+    elif stack.way == "by_hand":
+        choices = st.sampled_from(_BY_HAND)
+    else:
+        dots = _OF_DOTS if program.has("dense", "transposed", "attention") else ()
+        names = _OF_NAMES if program.has("named") else ()
+        choices = st.one_of(st.sampled_from([*_ALWAYS, *dots, *names]), st.builds(Residuals, st.integers(0, 99)))
+    by_layer = stack.way in BY_CLASS and draw(st.booleans())
+    policies = tuple(draw(choices) for _ in range(stack.layers if by_layer else 1))
+    allowed = [one for one in TRANSFORMS if one not in ("jvp", "hvp") or not program.has(*ONLY_IN_REVERSE)]
+    return Case(stack, policies, draw(st.sampled_from(allowed)), draw(st.sampled_from(RUNS)), draw(st.integers(0, 3)))
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def transformed(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The loss, and its derivative or a part of it, along parameters and input."""
+
+    def value(params: Any, x: Any, ids: Any, keys: Any) -> Any:
+        return loss(params, x, ids, keys)[0]
+
+    def directions(*primals: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.cos(leaf), primals)
+
+    if name == "grad":
+        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    if name == "vmap of grad":
+        batched = jax.vmap(jax.value_and_grad(value, argnums=(0, 1)), in_axes=(None, 0, None, None))
+        return lambda params, x, ids, keys: batched(params, jnp.stack([x, jnp.sin(x)]), ids, keys)
+    if name == "grad of vmap":
+        both = jax.vmap(value, in_axes=(None, 0, None, None))
+        return jax.value_and_grad(lambda p, x, ids, keys: both(p, jnp.stack([x, x * 0.7]), ids, keys).sum(), argnums=(0, 1))
+    if name == "jvp":
+        return lambda p, x, ids, keys: jax.jvp(lambda p, x: value(p, x, ids, keys), (p, x), directions(p, x))
+    gradient = jax.grad(value, argnums=(0, 1))
+    return lambda p, x, ids, keys: jax.jvp(lambda p, x: gradient(p, x, ids, keys), (p, x), directions(p, x))
+
+
+def computed(loss: Callable[..., Any], case: Case) -> dict[str, np.ndarray]:
+    """What the transformed loss gives, by path."""
+    params, x, ids, keys = arguments(case.stack.layers, case.seed)
+    fn = transformed(loss, case.transform)
+    found = _RUN[case.run](fn)(params, x, ids, keys)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(found)}
+
+
+def policy_of(case: Case) -> Any:
+    """The policy of a case, or its policies by layer; None where the program has no residual that could be named."""
+    found = [_residual_policy(case, one.seed) if isinstance(one, Residuals) else one for one in case.policies]
+    if any(one is None for one in found):
+        return None
+    return rj.LayerPolicies.of(found) if len(found) > 1 else found[0]
+
+
+def _residual_policy(case: Case, seed: int) -> str | None:
+    """Each residual of a layer saved, offloaded or recomputed, by its name without the module's path."""
+    params, x, ids, keys = arguments(case.stack.layers, case.seed)
+    weights = jax.tree.map(lambda leaf: leaf[0], params)
+    block = case.stack._layer
+    leaves, treedef = jax.tree.flatten((weights, x, ids, keys[0]))
+    jaxpr = jax.make_jaxpr(lambda *flat: jax.tree.leaves(block(*jax.tree.unflatten(treedef, flat))))(*leaves)
+    is_input = [False, False, True, True, True]
+    planned = plan_block(jaxpr.replace(jaxpr=jaxpr.jaxpr), rj.Policy.parse("full"), "", is_input) if not jaxpr.consts else None
+    if planned is None:
+        return "recompute: @inputs; offload: *"
+    names = sorted({"*" + one.name[one.name.rfind(":") :] if ":" in one.name else one.name for one in planned.candidates})
+    draw, actions = random.Random(seed), {}
+    for name in names:
+        actions.setdefault(draw.choice(("save", "offload", "recompute", "recompute")), []).append(name)
+    rules = [f"{action}: {', '.join(actions[action])}" for action in sorted(actions)]
+    return "; ".join(rules) if rules else None
+
+
+# --- judging ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """How many cases there were, of which kinds, and what they came to."""
+
+    kinds: Counter[str]
+    refused: Counter[str]
+    bit_equal: int = 0
+    checked: int = 0
+
+    @classmethod
+    def empty(cls) -> Tally:
+        return cls(Counter(), Counter())
+
+
+def check(case: Case, tally: Tally | None = None) -> None:
+    """Raise AssertionError unless value and gradients are those of the plain program."""
+    tally = tally or Tally.empty()
+    with jax.enable_x64(True):
+        plain = computed(case.stack.plain(), case)
+        if not all(np.isfinite(leaf).all() for leaf in plain.values()):
+            tally.refused["not finite"] += 1
+            return
+        try:
+            policy = policy_of(case)
+            if policy is None:
+                tally.refused["no residual"] += 1
+                return
+            found = computed(case.stack.under(policy), case)
+        except NoEffectError:
+            # Right: a random policy need not reach anything in a random program.
+            tally.refused["no effect"] += 1
+            return
+        tally.checked += 1
+        tally.kinds.update([case.stack.way, case.stack.loop, case.transform, case.run])
+        same = all(np.array_equal(plain[name], found.get(name)) for name in plain)
+        tally.bit_equal += same
+        if not same or set(plain) != set(found):
+            _compare(case, plain, found)
+
+
+def _compare(case: Case, plain: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
+    assert {name: (one.shape, one.dtype) for name, one in found.items()} == {
+        name: (one.shape, one.dtype) for name, one in plain.items()
+    }
+    for name, one in plain.items():
+        if not np.issubdtype(one.dtype, np.inexact):
+            np.testing.assert_array_equal(found[name], one, strict=True, err_msg=name)
+    if case.stack.program.has("narrow"):
+        token = low_precision.set(jnp.float64)
+        try:
+            reference = computed(case.stack.plain(), case)
+        finally:
+            low_precision.reset(token)
+        _judge_low(*map(_floats, (reference, plain, found)))
+        return
+    errors = float64_errors(_floats(plain), _floats(found))
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= TOLERANCES["float64"].value, f"{worst} is off by {errors[worst]:.3g}"
+
+
+def _judge_low(reference: dict[str, Any], plain: dict[str, Any], found: dict[str, Any]) -> None:
+    """Of what is computed in float32 in part: no farther from float64 than the plain program is, by the parity rule."""
+    whole = global_norm(reference)
+    for name, wanted in reference.items():
+        ours, theirs = (float(np.linalg.norm((side[name] - wanted).ravel())) for side in (found, plain))
+        bound = TOLERANCES["error_ratio"].value * max(theirs, epsilon("float32") * whole)
+        assert ours <= bound, f"{name} is {ours:.3g} from float64, the plain program {theirs:.3g}"
+
+
+def _floats(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The numbers that have derivatives, complex ones as two real ones."""
+    found = {}
+    for name, one in values.items():
+        if np.issubdtype(one.dtype, np.complexfloating):
+            found[name] = np.stack([one.real, one.imag]).astype(np.float64)
+        elif np.issubdtype(one.dtype, np.floating):
+            found[name] = one.astype(np.float64)
+    return found

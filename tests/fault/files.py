@@ -1,0 +1,182 @@
+"""Malformed files: plans, tables of targets, weights; each is refused in words by our own error, or read as it says."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import remat_jax as rj
+from remat_jax import porting
+from remat_jax.hardware import target
+from remat_jax.policy import LayerPolicies, Policy
+from tests.fault.texts import _RULES, _TABLE, fault_of
+from tests.plan_by_hand import plan
+
+_STRANGE: tuple[Any, ...] = (
+    *(None, True, False, -1, 0, 2**63, 2**70, 10**400, 1e308, -0.0, float("inf"), float("nan")),
+    *("", "a\nb", "\x00", "\ud800", "__import__('os').abort()", "</script><script>alert(1)</script>", "9" * 5000),
+    *("../../etc/passwd", "/dev/zero", "*", "@x", "x" * 100_000, [], {}, [[]], [None] * 3, {"version": 1}, {"a": {"b": []}}),
+)
+
+
+def places(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in plain data."""
+    yield at
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+        yield from places(value, (*at, key))
+
+
+def changed_data(data: Any, draw: random.Random) -> str:
+    """JSON of `data` with one to three places changed: other values, a key left out, added or given twice, deep nesting."""
+    data = copy.deepcopy(data)
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        inside_places = [place for place in places(data) if place]
+        if not inside_places:
+            break
+        *path, last = draw.choice(inside_places)
+        inside = data
+        for key in path:
+            inside = inside[key]
+        change = draw.randint(0, 9)
+        if change < 6:
+            inside[last] = draw.choice(_STRANGE)
+        elif change < 7 and isinstance(inside, dict):
+            del inside[last]
+        elif change < 8 and isinstance(inside, dict):
+            inside[f"{last}x"] = inside[last]
+        elif change < 9 and isinstance(inside, list):
+            inside.append(copy.deepcopy(draw.choice(inside)))
+        else:
+            inside[last] = json.loads("[" * 200 + "]" * 200)
+    text = _any_json(data)
+    if draw.random() < 0.05:
+        # The same key twice: the last one holds.
+        text = text.replace("{", '{"version": 7, "version": 1, ', 1)
+    return text
+
+
+def _any_json(data: Any) -> str:
+    """JSON, with the infinities and integers of any size that Python's own writer refuses."""
+    if isinstance(data, dict):
+        return "{" + ", ".join(f"{json.dumps(str(key))}: {_any_json(value)}" for key, value in data.items()) + "}"
+    if isinstance(data, list):
+        return "[" + ", ".join(map(_any_json, data)) + "]"
+    return json.dumps(data)
+
+
+def changed_bytes(content: bytes, draw: random.Random) -> bytes:
+    """`content` with a few bytes changed, cut off, doubled or put in."""
+    found = bytearray(content)
+    for _ in range(draw.choice((1, 2, 5))):
+        at = draw.randint(0, max(0, len(found) - 1))
+        change = draw.randint(0, 4)
+        if change == 0 and found:
+            found[at] = draw.randint(0, 255)
+        elif change == 1:
+            del found[at : at + draw.choice((1, 8, 10_000))]
+        elif change == 2:
+            found[at:at] = bytes(draw.choices(range(256), k=draw.choice((1, 8, 64))))
+        elif change == 3:
+            found[at:at] = found[at : at + 16]
+        else:
+            found[at : at + 8] = draw.choice((b"\xff" * 8, b"\0" * 8, b"9" * 8, b"[" * 5000))
+    return bytes(found)
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+def _plan(path: Path) -> None:
+    found = rj.Plan.load(path)
+    assert str(found) and found.explain()
+    page = found.to_html(path.with_suffix(".html")).read_text(encoding="utf-8")
+    assert "<script>alert" not in page
+    assert rj.Plan.load(found.save(path.with_suffix(".again"))) == found
+
+
+def _target_file(path: Path) -> None:
+    found = target(f"{path}:mine")
+    assert found.name == "mine" and (found.memory_bytes is None or found.memory_bytes > 0)
+
+
+def _weights(path: Path) -> None:
+    for name, one in porting.load(path).items():
+        assert isinstance(name, str) and one.shape is not None
+
+
+def _read(read: Callable[[str], Any]) -> Callable[[Path], None]:
+    def of_file(path: Path) -> None:
+        found = read(path.read_text(encoding="utf-8", errors="surrogateescape"))
+        assert read(found.to_json()) == found
+
+    return of_file
+
+
+Kind = tuple[Callable[[Path], None], str, bytes]
+
+
+def kinds(folder: Path) -> dict[str, Kind]:
+    """For each kind of file: what reads it, its name, and a valid one's content; what it needs beside it is in the folder."""
+    arrays = {"a.weight": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": np.zeros(2, ml_dtypes.bfloat16)}
+    porting.save(folder / "shard.safetensors", arrays)
+    index = {"metadata": {"total_size": 28}, "weight_map": dict.fromkeys(arrays, "shard.safetensors")}
+    found: dict[str, Kind] = {
+        "plan": (_plan, "plan.json", json.dumps(json.loads(json.dumps(plan().to_dict()))).encode()),
+        "targets": (_target_file, "targets.toml", _TABLE.encode()),
+        "policy": (_read(Policy.from_json), "policy.json", Policy.parse("save: @dots; offload: *up*").to_json().encode()),
+        "policies by layer": (
+            _read(LayerPolicies.from_json),
+            "layers.json",
+            LayerPolicies.parse("2 x full | 1 x save: *up*").to_json().encode(),
+        ),
+        "rules": (_read(porting.Rules.from_json), "rules.json", porting.Rules.parse(_RULES).to_json().encode()),
+        "safetensors": (_weights, "one.safetensors", (folder / "shard.safetensors").read_bytes()),
+        "index": (_weights, "model.safetensors.index.json", json.dumps(index).encode()),
+    }
+    return found
+
+
+def torch_kinds(folder: Path) -> dict[str, Kind]:
+    """The files that PyTorch writes."""
+    import torch
+
+    tensors = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(2, dtype=torch.bfloat16)}
+    torch.save(tensors, folder / "zip")
+    torch.save(tensors, folder / "pickle", _use_new_zipfile_serialization=False)
+    return {
+        "zip of torch's": (_weights, "one.pt", (folder / "zip").read_bytes()),
+        "pickle of torch's": (_weights, "one.bin", (folder / "pickle").read_bytes()),
+    }
+
+
+def check_files(number: int, seed: int, folder: Path, say: Callable[[str], None], *, torch: bool = True) -> int:
+    """Try so many files; tell each that anything but RematError came of, and give back how many."""
+    if not number:
+        return 0
+    draw, taken, wrong = random.Random(seed), Counter[str](), 0
+    every = kinds(folder) | (torch_kinds(folder) if torch else {})
+    names = list(every)
+    for count in range(number):
+        name = names[count % len(names)]
+        read, filename, valid = every[name]
+        path = folder / filename
+        if valid[:1] == b"{" and draw.random() < 0.7:
+            content = changed_data(json.loads(valid), draw).encode("utf-8", "surrogatepass")
+        else:
+            content = changed_bytes(valid, draw)
+        path.write_bytes(content)
+        fault = fault_of(read, path)
+        taken[name] += fault is None
+        if fault:
+            wrong += 1
+            say(f"WRONG {name}: {fault}\n  {content[:300]!r}")
+    say(f"{number} files, {wrong} wrong; taken as they are: {dict(taken)}")
+    return wrong

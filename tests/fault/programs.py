@@ -1,0 +1,263 @@
+"""Random programs as data: steps that read earlier values, some with programs inside; how to draw one, and how to run one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from jax import lax
+
+from tests.fault.ops import OPS, ROWS, WIDTH, Op
+
+Function = Callable[..., Any]
+Functions = list["_Inside"]
+Values = dict[str, list[Any]]
+Given = tuple[Any, Any, Any]
+"""Weights, integers and a key: what a program reads besides its two arrays."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation: which values it reads, counted from the last one of their kind, a number, and the programs inside it."""
+
+    op: str
+    reads: tuple[int, ...]
+    number: int
+    inner: tuple[Program, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps in order, and what is given out besides the result: `x` (an input as it is), `again`, or a kind."""
+
+    steps: tuple[Step, ...]
+    outputs: tuple[str, ...] = ()
+
+    def has(self, *names: str) -> bool:
+        """Whether an operation of one of these names is in it, at any depth."""
+        return any(step.op in names or any(one.has(*names) for one in step.inner) for step in self.steps)
+
+
+# --- programs inside programs -----------------------------------------------------------------------------------------
+
+
+def _scan(n: int, functions: Functions, x: Any, y: Any) -> Any:
+    return lax.scan(lambda c, row: (functions[0](c, y * row[0]), row.sum()), x, jnp.sin(y), reverse=n % 2 == 1, unroll=1 + n % 2)[0]
+
+
+def _scan_of_results(n: int, functions: Functions, x: Any, y: Any) -> Any:
+    def body(carry: Any, row: Any) -> Any:
+        out = functions[0](carry, y)
+        return out, out[0] * row
+
+    carry, rows = lax.scan(body, x, y)
+    return carry * 0.5 + rows
+
+
+def _fori(n: int, functions: Functions, x: Any, y: Any) -> Any:
+    return lax.fori_loop(0, 1 + n % 3, lambda i, c: functions[0](c, y) * (1.0 + i), x) / 2
+
+
+def _while(n: int, functions: Functions, x: Any, y: Any) -> Any:
+    # It has no reverse mode: what needs a derivative goes past it.
+    x, still = lax.stop_gradient((x, y))
+
+    def body(state: Any) -> Any:
+        return state[0] + 1, functions[0](state[1], still)
+
+    return y + lax.stop_gradient(lax.while_loop(lambda state: state[0] < 1 + n % 2, body, (0, x))[1])
+
+
+def _cond(n: int, functions: Functions, x: Any, y: Any) -> Any:
+    return lax.cond(x[0, 0] > 0.1 * (n % 3) - 0.1, functions[0], functions[1], x, y)
+
+
+def _switch(n: int, functions: Functions, x: Any, y: Any, ids: Any) -> Any:
+    return lax.switch(ids[n % 3] % 3, [*functions, lambda x, y: x], x, y)
+
+
+def _jit(n: int, functions: Functions, x: Any, y: Any) -> Any:
+    return jax.jit(functions[0], inline=n % 3 == 2)(x, y)
+
+
+def _vmap(n: int, functions: Functions, x: Any, y: Any) -> Any:
+    return jax.vmap(functions[0], in_axes=(0, None if n % 2 else 0))(jnp.stack([x, y]), x if n % 2 else jnp.stack([y, x])).sum(0) / 2
+
+
+def _map(n: int, functions: Functions, x: Any, y: Any) -> Any:
+    return lax.map(lambda one: functions[0](one, y), jnp.stack([x, y]))[n % 2]
+
+
+def _checkpoint(n: int, functions: Functions, x: Any, y: Any) -> Any:
+    policy = (None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.everything_saveable)[n % 3]
+    return jax.checkpoint(functions[0], policy=policy)(x, y)
+
+
+def _custom_vjp(n: int, functions: Functions, x: Any, y: Any, ids: Any, key: Any) -> Any:
+    """A rule of its own, with integers, a key, a bool and the result among its residuals."""
+
+    @jax.custom_vjp
+    def function(x: Any, y: Any, ids: Any, key: Any, given: Given) -> Any:
+        return forward(x, y, ids, key, given)[0]
+
+    def forward(x: Any, y: Any, ids: Any, key: Any, given: Given) -> Any:
+        out = jnp.tanh(functions[0](x, y, given))
+        return out, (out, ids % 3, key, x > 0.013, y, given[0])
+
+    def backward(residuals: Any, ct: Any) -> Any:
+        out, ids, key, positive, y, weights = residuals
+        noise = jax.random.bernoulli(key, 0.5, ct.shape)
+        along = (ct * jnp.where(positive, 1 - out**2, 0.5), ct[ids] * jnp.where(noise, jnp.cos(y), 0.25))
+        return *along, None, None, (jax.tree.map(lambda leaf: leaf * ct.sum(), weights), None, None)
+
+    function.defvjp(forward, backward)
+    return function(x, y, ids, key, functions[0].given)
+
+
+def _custom_jvp(n: int, functions: Functions, x: Any, y: Any) -> Any:
+    @jax.custom_jvp
+    def function(x: Any, y: Any, given: Given) -> Any:
+        return jnp.sin(functions[0](x, y, given))
+
+    @function.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        out = function(*primals)
+        return out, jnp.exp(-(out**2)) * tangents[0] + jnp.cos(primals[1]) * tangents[1]
+
+    return function(x, y, functions[0].given)
+
+
+@dataclass(frozen=True)
+class Nesting:
+    """An operation with programs inside: as `Op`, with how many."""
+
+    takes: str
+    programs: int
+    run: Callable[..., Any]
+
+
+NESTINGS: dict[str, Nesting] = {
+    "scan": Nesting("ff", 1, _scan),
+    "scan_of_results": Nesting("ff", 1, _scan_of_results),
+    "fori": Nesting("ff", 1, _fori),
+    "while": Nesting("ff", 1, _while),
+    "cond": Nesting("ff", 2, _cond),
+    "switch": Nesting("ffi", 2, _switch),
+    "jit": Nesting("ff", 1, _jit),
+    "vmap": Nesting("ff", 1, _vmap),
+    "map": Nesting("ff", 1, _map),
+    "checkpoint": Nesting("ff", 1, _checkpoint),
+    "custom_vjp": Nesting("ffik", 1, _custom_vjp),
+    "custom_jvp": Nesting("ff", 1, _custom_jvp),
+}
+ONLY_IN_REVERSE = ("custom_vjp",)
+"""What has no forward mode."""
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def run(program: Program, weights: Any, x: Any, y: Any, ids: Any, key: Any) -> tuple[Any, dict[str, Any]]:
+    """The result of a program, of the shape of `x`, and what it gives out besides.
+
+    Args:
+      weights: `w` and `z`.
+      x, y: of kind `f`; a program that stands in another one is given both.
+    """
+    values: Values = {"f": [y, x], "w": [weights["w"]], "z": [weights["z"]], "i": [ids], "k": [key]}
+    for step in program.steps:
+        if step.op in OPS:
+            op = OPS[step.op]
+            operands = _operands(op.takes, step, values)
+            if operands is not None:
+                values.setdefault(op.gives, []).append(op.run(step.number, *operands))
+            continue
+        nesting = NESTINGS[step.op]
+        operands = _operands(nesting.takes, step, values)
+        assert operands is not None, "the kinds that every program begins with"
+        # A `while` has no reverse mode, so that it must not close over what is differentiated.
+        given = lax.stop_gradient(weights) if step.op == "while" else weights
+        values["f"].append(nesting.run(step.number, [_Inside(one, (given, ids, key)) for one in step.inner], *operands))
+    result = _together(values)
+    return result, {name: _output(name, values, x, result) for name in program.outputs}
+
+
+def _operands(takes: str, step: Step, values: Values) -> list[Any] | None:
+    if any(not values.get(kind) for kind in takes):
+        return None
+    return [values[kind][-1 - read % len(values[kind])] for kind, read in zip(takes, step.reads, strict=False)]
+
+
+class _Inside:
+    """A program in another one, as a function that closes over what it is `given`, or takes it, as rules of their own must."""
+
+    def __init__(self, program: Program, given: Given) -> None:
+        self.program, self.given = program, given
+        self.__name__ = "inside"
+
+    def __call__(self, x: Any, y: Any, given: Given | None = None) -> Any:
+        weights, ids, key = given or self.given
+        return run(self.program, weights, x, y, ids, key)[0]
+
+
+def _together(values: Values) -> Any:
+    """The last value, and a part of the last one of each other kind: few steps are dead code."""
+    result = values["f"][-1]
+    for kind, change in _PARTS.items():
+        if values.get(kind):
+            result = result + change(values[kind][-1]).astype(result.dtype) / 4
+    return result
+
+
+_PARTS: dict[str, Function] = {
+    "s": jnp.tanh,
+    "l": jnp.tanh,
+    "c": lambda c: jnp.tanh(c.real) + jnp.tanh(c.imag),
+    "e": lambda e: e.sum(),
+    "b": lambda b: b,
+}
+
+
+def _output(name: str, values: Values, x: Any, result: Any) -> Any:
+    if name == "x":
+        return x
+    if name == "again" or not values.get(name):
+        return result
+    last = values[name][-1]
+    return jax.random.key_data(last) if name == "k" else last
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+_STARTS = frozenset("fikwz")
+
+
+@st.composite
+def programs(draw: st.DrawFn, depth: int = 2, most: int = 5) -> Program:
+    """A program with programs inside to some depth; what it reads is there."""
+    present, steps = set(_STARTS), []
+    for _ in range(draw(st.integers(1, most))):
+        nested = depth > 0 and draw(st.integers(0, 3)) == 0
+        table: dict[str, Any] = NESTINGS if nested else OPS
+        name = draw(st.sampled_from([one for one, op in table.items() if set(op.takes) <= present]))
+        op = table[name]
+        reads = tuple(draw(st.integers(0, 3)) for _ in op.takes)
+        inner = tuple(draw(programs(depth - 1, 2)) for _ in range(op.programs)) if nested else ()
+        steps.append(Step(name, reads, draw(st.integers(0, 5)), inner))
+        present.add(op.gives if isinstance(op, Op) else "f")
+    names = st.lists(st.sampled_from(["x", "again", *sorted(present - {"w", "z"})]), unique=True, max_size=3)
+    return Program(tuple(steps), tuple(sorted(draw(names))) if depth == 2 else ())
+
+
+def arguments(layers: int, seed: int = 0) -> tuple[dict[str, Any], Any, Any, Any]:
+    """Parameters of so many layers, stacked; the input; integers; and a key for each layer."""
+    random = np.random.default_rng(seed)
+    z = random.normal(size=(layers, WIDTH)) + 1j * random.normal(size=(layers, WIDTH))
+    params = {"w": jnp.asarray(random.normal(size=(layers, WIDTH, WIDTH)) / 2), "z": jnp.asarray(z / 2)}
+    ids = jnp.asarray(random.integers(0, 7, ROWS), jnp.int32)
+    return params, jnp.asarray(random.normal(size=(ROWS, WIDTH))), ids, jax.random.split(jax.random.key(seed), layers)
+

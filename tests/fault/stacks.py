@@ -1,0 +1,138 @@
+"""Random stacks: a program as a layer, in every way in which a policy can be put on it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+import remat_jax as rj
+from tests.fault.programs import Program, run
+
+Loss = Callable[..., Any]
+
+BY_CLASS = ("linen", "nnx")
+"""Ways in which `checkpoint_blocks` finds the layers."""
+WAYS = (*BY_CLASS, "remat", "forward", "sequential", "replan", "by_hand")
+LOOPS = ("none", "scan", "reverse", "unroll", "nested")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers of one program.
+
+    Attributes:
+      way: how a policy is put on them.
+      loop: whether they are written one by one, or in a scan: forward, in reverse, two a round, or in a scan inside a scan.
+    """
+
+    program: Program
+    layers: int
+    way: str
+    loop: str
+
+    def plain(self) -> Loss:
+        """The loss without policies: `(params, x, ids, keys)` → a scalar, and what is not differentiated."""
+        if self.way in BY_CLASS:
+            return self._loss(_MODULES[self.way](self.program))
+        return self._loss(self._layer)
+
+    def under(self, policy: Any) -> Loss:
+        """The same with `policy` on every layer."""
+        if self.way in BY_CLASS:
+            return rj.checkpoint_blocks(self.plain(), {_BLOCKS[self.way]: policy})
+        if self.way == "replan":
+            return rj.replan(self._loss(jax.checkpoint(self._layer)), policy)
+        if self.way == "sequential":
+            return self._loss(functools.partial(self._sequential, policy))
+        layer = {
+            "remat": lambda: rj.remat(self._layer, policy),
+            "by_hand": lambda: jax.checkpoint(self._layer, policy=rj.jax_policy(policy)),
+            "forward": lambda: _forward(self._layer, policy == "offload_inputs"),
+        }[self.way]()
+        return self._loss(layer)
+
+    def _layer(self, weights: Any, x: Any, ids: Any, key: Any) -> Any:
+        return run(self.program, weights, x, jnp.cos(x), ids, key)
+
+    def _sequential(self, policy: Any, weights: Any, x: Any, ids: Any, key: Any) -> Any:
+        # The last segment is not checkpointed.
+        pieces = [lambda x: self._layer(weights, x, ids, key), lambda results: results]
+        return rj.checkpoint_sequential(pieces, 2, x, policy=policy)
+
+    def _loss(self, layer: Callable[..., Any]) -> Loss:
+        def loss(params: Any, x: Any, ids: Any, keys: Any) -> Any:
+            x, given = self._through(layer, params, x, ids, keys)
+            total = jnp.sum(jnp.sin(x))
+            for leaf in jax.tree.leaves(given):
+                if jnp.issubdtype(leaf.dtype, jnp.inexact):
+                    total = total + jnp.sum(jnp.sin(leaf).real).astype(total.dtype) / 3
+            return total, given
+
+        return loss
+
+    def _through(self, layer: Callable[..., Any], params: Any, x: Any, ids: Any, keys: Any) -> Any:
+        def one(x: Any, row: Any) -> Any:
+            weights, key = row
+            return layer(weights, x, ids, key)
+
+        rows = (params, keys)
+        if self.loop == "none":
+            found = []
+            for index in range(self.layers):
+                x, given = one(x, jax.tree.map(lambda leaf, index=index: leaf[index], rows))
+                found.append(given)
+            return x, found
+        if self.loop == "nested":
+            return lax.scan(lambda x, row: lax.scan(one, x, row), x, jax.tree.map(lambda leaf: leaf[None], rows))
+        return lax.scan(one, x, rows, reverse=self.loop == "reverse", unroll=2 if self.loop == "unroll" else 1)
+
+
+def _forward(layer: Callable[..., Any], offload: bool) -> Callable[..., Any]:
+    def run_layer(weights: Any, x: Any, ids: Any, key: Any) -> Any:
+        return rj.gradient_checkpoint_forward(layer, True, offload, weights, x, ids=ids, key=key)
+
+    return run_layer
+
+
+# --- as modules -------------------------------------------------------------------------------------------------------
+
+
+class LinenBlock(nn.Module):
+    """A program with its weights as parameters."""
+
+    program: Program
+
+    @nn.compact
+    def __call__(self, x: Any, ids: Any, key: Any) -> Any:
+        weights = {name: self.variable("params", name, jnp.zeros, ()).value for name in "wz"}
+        return run(self.program, weights, x, jnp.cos(x), ids, key)
+
+
+def _linen(program: Program) -> Callable[..., Any]:
+    return lambda weights, x, ids, key: LinenBlock(program).apply({"params": weights}, x, ids, key)
+
+
+class NnxBlock(nnx.Module):
+    """A program with its weights as parameters."""
+
+    def __init__(self, program: Program, weights: Any) -> None:
+        self.program, self.w, self.z = program, nnx.Param(weights["w"]), nnx.Param(weights["z"])
+
+    def __call__(self, x: Any, ids: Any, key: Any) -> Any:
+        return run(self.program, {"w": self.w[...], "z": self.z[...]}, x, jnp.cos(x), ids, key)
+
+
+def _nnx(program: Program) -> Callable[..., Any]:
+    return lambda weights, x, ids, key: NnxBlock(program, weights)(x, ids, key)
+
+
+_MODULES = {"linen": _linen, "nnx": _nnx}
+_BLOCKS: dict[str, type] = {"linen": LinenBlock, "nnx": NnxBlock}

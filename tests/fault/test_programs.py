@@ -1,0 +1,100 @@
+"""Random programs under random policies, a part of what `python -m tests.fault` tries; and by name what that has found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+import remat_jax as rj
+from tests.fault.checks import Case, Tally, cases, check
+from tests.fault.programs import Program, Step
+from tests.fault.stacks import WAYS, Stack
+
+TALLY = Tally.empty()
+
+
+@settings(
+    max_examples=30, derandomize=True, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
+@given(cases())
+def test_random_programs_keep_values_and_gradients(case: Case) -> None:
+    check(case, TALLY)
+
+
+def test_most_of_them_were_compared() -> None:
+    assert TALLY.checked >= 20 and len(set(WAYS) & set(TALLY.kinds)) >= 4, TALLY
+
+
+SMALL = Program((Step("dense", (0, 0), 0), Step("tanh", (0,), 0)))
+
+
+@pytest.mark.parametrize(("run", "factor"), [("traced", 1 + 1e-9), ("eager", 1 - 1e-9), ("traced", -1.0)])
+def test_a_gradient_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, run: str, factor: float) -> None:
+    case = Case(Stack(SMALL, 2, "remat", "scan"), ("full",), "grad", run, 0)
+    check(case)
+    under = Stack.under
+
+    def wrong(stack: Stack, policy: Any) -> Any:
+        loss = under(stack, policy)
+        # The same value, and the gradient along the parameters times the factor.
+        still = jax.lax.stop_gradient
+        return lambda p, *rest: loss(jax.tree.map(lambda leaf: still(leaf) + factor * (leaf - still(leaf)), p), *rest)
+
+    monkeypatch.setattr(Stack, "under", wrong)
+    with pytest.raises(AssertionError, match="is off by"):
+        check(case)
+
+
+def test_what_is_no_longer_there_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(Stack(Program(SMALL.steps, ("i", "x")), 1, "remat", "none"), ("dots",), "grad", "eager", 0)
+    under = Stack.under
+
+    def wrong(stack: Stack, policy: Any) -> Any:
+        def loss(*args: Any) -> Any:
+            value, given = under(stack, policy)(*args)
+            return value, jax.tree.map(lambda leaf: leaf + 1 if leaf.dtype == jnp.int32 else leaf, given)
+
+        return loss
+
+    monkeypatch.setattr(Stack, "under", wrong)
+    with pytest.raises(AssertionError, match="Mismatched elements: 3 / 3"):
+        check(case)
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+def branches(x: Any) -> Any:
+    return jax.lax.cond(x[0] > 0.1, jax.nn.sigmoid, lambda x: 2 * x, jnp.cos(x)) * x
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("policy", ["full", "everything", "offload_inputs"])
+def test_a_branch_whose_choice_differs_along_a_vmap_is_differentiated(policy: str) -> None:
+    rows = jnp.array([[0.3, 0.5], [-0.3, 0.7]])
+    ones = jnp.ones(2)
+
+    def total(function: Any, rows: Any) -> Any:
+        return jax.vmap(lambda x: jax.lax.scan(lambda x, _: (function(x), None), x, ones)[0].sum())(rows).sum()
+
+    for take in (jax.grad, lambda fn: lambda rows: jax.jvp(jax.grad(fn), (rows,), (ones * rows,))[1]):
+        found, wanted = (take(lambda rows, f=f: total(f, rows))(rows) for f in (rj.remat(branches, policy), branches))
+        np.testing.assert_allclose(found, wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["full", "everything", "offload_inputs"])
+def test_the_rule_of_a_custom_jvp_may_read_a_constant(policy: str) -> None:
+    slopes = jnp.array([1.0, 2.0, 3.0])
+
+    @jax.custom_jvp
+    def bent(x: Any) -> Any:
+        return jnp.sin(x)
+
+    bent.defjvp(lambda primals, tangents: (bent(*primals), slopes * tangents[0]))
+    found = jax.grad(lambda x: rj.remat(lambda x: bent(x) * x, policy)(x).sum())(jnp.ones(3))
+    np.testing.assert_allclose(found, np.sin(1.0) + np.arange(1.0, 4.0), rtol=1e-6)

@@ -1,0 +1,119 @@
+"""Malformed texts and files, a part of what `python -m tests.fault` tries; and by name what that has found."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remat_jax import porting
+from remat_jax.errors import PolicyError, PortingError, RematError, TargetError
+from remat_jax.hardware import target
+from remat_jax.hardware.target import read_table
+from remat_jax.policy import LayerPolicies, Policy
+from tests.fault.files import check_files
+from tests.fault.texts import _TABLE, SURFACES, TooSlow, check_texts, fault_of, in_time
+
+LONG, DEEP = "9" * 5000, "[" * 100_000
+
+
+def test_malformed_texts_are_refused_in_words_or_mean_what_they_say() -> None:
+    said: list[str] = []
+    assert check_texts(1200, 7, said.append) == 0, "\n".join(said)
+    # Not all of them are refused, of no kind.
+    assert all(f"'{name}': 0" not in said[-1] for name in SURFACES), said
+
+
+def test_malformed_files_are_refused_in_words_or_read_as_they_say(tmp_path: Path) -> None:
+    said: list[str] = []
+    with_torch = importlib.util.find_spec("torch") is not None
+    assert check_files(360, 7, tmp_path, said.append, torch=with_torch) == 0, "\n".join(said)
+
+
+def test_valid_texts_are_taken() -> None:
+    for name, (read, valid) in SURFACES.items():
+        # No such file, perhaps no GPU, and more than an H200 has.
+        unknown = ("none.toml:mine", "attached", "1.5 TB")
+        assert [one for one in valid if one not in unknown and fault_of(read, one) is not None] == [], name
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "error", "message"),
+    [
+        (Policy.from_json, DEEP, PolicyError, "is not JSON"),
+        (LayerPolicies.from_json, DEEP, PolicyError, "is not JSON"),
+        (porting.Rules.from_json, DEEP, PortingError, "is not JSON"),
+        (LayerPolicies.parse, f"{LONG} x full", PolicyError, "a run of inf layers: expected 1 to 1000000"),
+        (LayerPolicies.parse, "1000001 x full", PolicyError, "a run of 1000001 layers: expected 1 to 1000000"),
+        (target, f"{LONG}xh200", TargetError, "is not a known target"),
+        (target, "8x8x8xh200", TargetError, "is not a known target"),
+        (target, "1x" * 3000 + "h200", TargetError, "is not a known target"),
+        (target, "a\0b.toml:mine", TargetError, "cannot be read: embedded null byte"),
+        (target, "/dev/zero:mine", TargetError, "it is no file"),
+        (read_table, "x = " + DEEP, TargetError, "the TOML cannot be read"),
+        (read_table, f"x = {LONG}", TargetError, "the TOML cannot be read"),
+        (read_table, "x = ", TargetError, "the TOML cannot be read: Invalid value"),
+        (read_table, _TABLE.replace('"a GPU, of mine"', "3"), TargetError, "description: write a text of one line"),
+        (read_table, _TABLE.replace("of mine", r"of\nmine"), TargetError, "description: write a text of one line"),
+        (read_table, _TABLE.replace("132", r'"132\nclock_rate_ghz: 9"'), TargetError, r"no positive number \['core_count'\]"),
+        (read_table, _TABLE.replace("80_000_000_000", "8e10"), TargetError, "memory_bytes.*8.*positive numbers of bytes"),
+        (read_table, _TABLE.replace("80_000_000_000", "1" + "0" * 400), TargetError, "memory_bytes"),
+        (porting.Rules.parse, "a.{a,b}" + ".{a,b}" * 40 + " -> params/b", PortingError, "more than 10000 names"),
+        (porting.Rules.parse, f"a.{{i}} -> params/b[{LONG}]", PortingError, "is no index"),
+        (porting.Rules.parse, f"a -> params/b | split({LONG})", PortingError, "is no transform"),
+        (porting.Rules.from_json, '{"version":1,"rules":[],"ties":3,"extra":[],"missing":[]}', PortingError, "pairs of texts"),
+        (porting.Rules.from_json, '{"version":1,"rules":3,"ties":[],"extra":[],"missing":[]}', PortingError, "rules: expected"),
+    ],
+)
+def test_what_was_an_error_of_pythons_is_one_of_ours(
+    read: Callable[[str], Any], text: str, error: type[RematError], message: str
+) -> None:
+    with in_time(), pytest.raises(error, match=message):
+        read(text)
+
+
+def test_a_number_of_thousands_of_digits_in_a_tensors_name_is_no_layer() -> None:
+    rules = porting.Rules.parse("layers.{i+1}.w -> params/layers_{i}/w")
+    assert rules.rules[0].torch[0].match("layers.3.w") == {"i": "2"}
+    assert rules.rules[0].torch[0].match(f"layers.{LONG}.w") is None
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ({"a": 3}, "expected JSON with a weight_map"),
+        ({"a": ""}, "expected names of shards"),
+        ({"a": "model.safetensors.index.json"}, "expected names of shards"),
+        ({"a": "folder.safetensors"}, "expected names of shards"),
+        ({"a": "x" * 5000 + ".safetensors"}, "cannot be read .File name too long"),
+        ({"a": "b\0.safetensors"}, "expected JSON with a weight_map"),
+        ({"a": "/etc/x.safetensors"}, "must lie beside it"),
+    ],
+)
+def test_an_index_leads_to_shards_beside_it_and_nowhere_else(tmp_path: Path, places: Any, message: str) -> None:
+    (tmp_path / "folder.safetensors").mkdir()
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(PortingError, match=message):
+        porting.load(index)
+
+
+def test_an_index_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": ' + DEEP)
+    with pytest.raises(PortingError, match="expected JSON with a weight_map"):
+        porting.load(index)
+
+
+def test_what_does_not_end_is_a_fault() -> None:
+    def hangs(_: str) -> None:
+        while True:
+            pass
+
+    with pytest.raises(TooSlow, match=r"not done after 0\.05 s"), in_time(0.05):
+        hangs("")
+    assert fault_of(lambda text: text[3], "") == "IndexError: string index out of range"

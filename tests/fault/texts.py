@@ -1,0 +1,243 @@
+"""Malformed texts: each is refused in words by our own error, or means what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from remat_jax import porting
+from remat_jax.errors import RematError
+from remat_jax.hardware import Target, target
+from remat_jax.hardware.target import read_table
+from remat_jax.mesh import as_mesh
+from remat_jax.planning.budget import budget_bytes, host_budget_bytes
+from remat_jax.policy import LayerPolicies, Policy, as_block_policy
+from remat_jax.policy.text import ALIASES, NAMED_TEXTS
+
+LIMIT_S = 20.0
+"""Any text is done with in far less, on a machine that does other things meanwhile."""
+
+_PIECES = [
+    *":;,|@*?[]{}()#/\\\"'%._-+= \t\n\0",
+    *("\u00d7", "\u202e", "\ufeff", "\ud800", "\U0001f600", "²", "٣", "é", "\x1b[2J", "</script>"),
+    *("save", "offload", "recompute", "@inputs", "@dots", "@primitive:", "off", "full", "8 x", "1e999", "nan", "inf", "-1", "0x"),
+    *("GiB", "True", "null", "None", "->", "{i}", "{a,b}", "h100", "__import__('os').abort()", "../", "${HOME}"),
+]
+_BOMBS = ("[", "(", "{", "9", "1x", "{a,b}", "a.", "[[", "*", "?", "save: x; ", "1 x full | ", '{"a":', "\u00d7", "i+", "(a ")
+
+
+def mutated(text: str, draw: random.Random) -> str:
+    """`text` with one to four changes: a part left out, doubled, moved, put in, or a piece repeated thousands of times."""
+    for _ in range(draw.choice((1, 1, 2, 4))):
+        first, last = sorted(draw.randint(0, len(text)) for _ in range(2))
+        last = min(last, first + draw.choice((1, 2, 8, 200)))
+        change = draw.randint(0, 9)
+        if change < 2:
+            text = text[:first] + text[last:]
+        elif change < 4:
+            text = text[:first] + text[first:last] * 2 + text[last:]
+        elif change < 7:
+            text = text[:first] + draw.choice(_PIECES) + text[first:]
+        elif change < 8:
+            text = text[last:] + text[:last]
+        elif change < 9:
+            text = text[:first] + chr(draw.choice((draw.randint(0, 255), draw.randint(0, 0x10FFFF)))) + text[last:]
+        elif draw.random() < 0.2:
+            text = text[:first] + draw.choice(_BOMBS) * draw.choice((30, 3000, 20_000)) + text[last:]
+    return text
+
+
+class TooSlow(BaseException):
+    """A text that is not done with in time; no Exception, so that nothing takes it for another fault."""
+
+
+@contextlib.contextmanager
+def in_time(seconds: float = LIMIT_S) -> Iterator[None]:
+    """Raise TooSlow in what runs too long; in the main thread, where signals go."""
+
+    def expired(*_: Any) -> None:
+        raise TooSlow(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# --- what texts are given to ------------------------------------------------------------------------------------------
+
+H200 = target("h200")
+
+
+def _policy(text: str) -> None:
+    found = Policy.parse(text)
+    assert Policy.parse(str(found)) == found == Policy.from_json(found.to_json())
+
+
+def _block_policy(text: str) -> None:
+    found = as_block_policy(text)
+    assert as_block_policy(str(found)) == found
+
+
+def _layers(text: str) -> None:
+    found = LayerPolicies.parse(text)
+    assert LayerPolicies.parse(str(found)) == found == LayerPolicies.from_json(found.to_json())
+    assert found.layers == sum(count for count, _ in found.runs) > 0
+
+
+def _policy_json(text: str) -> None:
+    found = Policy.from_json(text)
+    assert Policy.from_json(found.to_json()) == found
+
+
+def _layers_json(text: str) -> None:
+    found = LayerPolicies.from_json(text)
+    assert LayerPolicies.from_json(found.to_json()) == found
+
+
+def _budget(text: str) -> None:
+    assert H200.memory_bytes is not None and 0 < budget_bytes(text, H200) <= H200.memory_bytes
+    # What is a text of digits is also a number.
+    if text.strip().isascii() and text.strip().isdigit():
+        assert budget_bytes(int(text), H200) == budget_bytes(text, H200)
+
+
+def _host_budget(text: str) -> None:
+    found = host_budget_bytes(text, H200)
+    assert found is not None and found >= 0
+
+
+def _target(text: str) -> None:
+    found = target(text)
+    assert found.devices >= found.hosts >= 1 and found.devices % found.hosts == 0
+    if found.devices == 1:
+        assert found.name == target(found.name).name
+
+
+def _table(text: str) -> None:
+    for found in read_table(text).values():
+        assert Target(**found.to_dict()) == found and json.dumps(found.to_dict())
+
+
+def _rules(text: str) -> None:
+    found = porting.Rules.parse(text)
+    assert porting.Rules.parse(str(found)) == found == porting.Rules.from_json(found.to_json())
+
+
+def _rules_json(text: str) -> None:
+    found = porting.Rules.from_json(text)
+    assert porting.Rules.from_json(found.to_json()) == found
+
+
+def _mesh(text: str) -> None:
+    """What a file or a command line could say of a mesh, read as JSON."""
+    try:
+        sizes = json.loads(text)
+    except (ValueError, RecursionError):
+        sizes = text
+    assert as_mesh(sizes).size > 0
+
+
+_POLICY_TEXTS = (
+    *NAMED_TEXTS,
+    *ALIASES,
+    "offload: *ffn/up*; save: @dots_with_no_batch_dims; recompute: *",
+    "save: @dots, attention_out; offload: @inputs;",
+    "save: @primitive:exp, layers_[0-9]/ffn/up:dot_general#0; recompute: *",
+    "save: b?d|8 × name; offload: é*",
+)
+_LAYER_TEXTS = ("8 x full | 4 x dots", "1x save: *up*; offload: @inputs | 2 × off", "3 × everything")
+_TABLE = """
+[mine]
+kind = "gpu"
+description = "a GPU, of mine"
+memory_bytes = 80_000_000_000
+hbm_bytes_per_s = 3.35e12
+peak_flops = { bfloat16 = 9.9e14, float32 = 6.7e13 }
+device_kinds = ["NVIDIA Mine"]
+[mine.compiler]
+compute_capability = "9.0"
+core_count = 132
+fpus_per_core = 128
+clock_rate_ghz = 1.785
+threads_per_core_limit = 2048
+shared_memory_per_core = 233472
+shared_memory_per_block_optin = 232448
+l2_cache_size = 52428800
+[mine.source]
+memory_bytes = "data sheet"
+hbm_bytes_per_s = "data sheet"
+peak_flops = "data sheet"
+compiler = "device query"
+[mine.measured]
+flops = { bfloat16 = 7e14 }
+hidden_share = 0.9
+source = "a run"
+[host]
+kind = "cpu"
+description = "a CPU"
+[host.source]
+"""
+_RULES = """
+embed.weight -> params/embed/embedding
+layers.{i}.up.weight -> params/layers_{i}/up/kernel | linear
+layers.{i}.{q,k}.weight -> params/layers/{q,k}/kernel[{i}] | (h d) e -> e h d, h=8
+layers.{i+1}.in_proj -> params/layers/{a,b,c}/kernel[{i}, :] | in_proj
+n.weight -> params/n/scale | shift(1) | scale(sqrt(16)) | flip(0, 1)
+tie: embed.weight = head.weight
+extra: *.inv_freq, rotary*
+missing: params/new/*
+"""
+
+SURFACES: dict[str, tuple[Callable[[str], None], tuple[str, ...]]] = {
+    "policy": (_policy, _POLICY_TEXTS),
+    "policy of blocks": (_block_policy, (*_POLICY_TEXTS, *_LAYER_TEXTS)),
+    "policies by layer": (_layers, _LAYER_TEXTS),
+    "policy as JSON": (_policy_json, (Policy.parse("save: @dots; offload: *up*").to_json(), Policy.parse("off").to_json())),
+    "policies by layer as JSON": (_layers_json, tuple(LayerPolicies.parse(one).to_json() for one in _LAYER_TEXTS)),
+    "budget": (_budget, ("40GiB", "38 GB", "80%", "0.8", "1000000", "1.5 TB", ".5", "12345678901 B")),
+    "host budget": (_host_budget, ("1.5 kB", "0", "64GiB")),
+    "target": (_target, ("h200", "8xh100", "2x8xh200", "cpu", "NVIDIA H200", "rtx4090", "none.toml:mine", "attached")),
+    "table of targets": (_table, (_TABLE,)),
+    "rules": (_rules, (_RULES, *_RULES.strip().splitlines())),
+    "rules as JSON": (_rules_json, (porting.Rules.parse(_RULES).to_json(),)),
+    "mesh": (_mesh, ('{"data": 8, "fsdp": 4}', '{"x": 1}')),
+}
+
+
+def check_texts(number: int, seed: int, say: Callable[[str], None]) -> int:
+    """Try so many texts; tell each that anything but RematError came of, and give back how many."""
+    draw, taken, wrong = random.Random(seed), Counter[str](), 0
+    names = list(SURFACES)
+    for index in range(number):
+        name = names[index % len(names)]
+        read, valid = SURFACES[name]
+        text = mutated(draw.choice(valid), draw)
+        fault = fault_of(read, text)
+        taken[name] += fault is None
+        if fault:
+            wrong += 1
+            say(f"WRONG {name}: {fault}\n  {ascii(text)[:300]}")
+    if number:
+        say(f"{number} texts, {wrong} wrong; taken as they are: {dict(taken)}")
+    return wrong
+
+
+def fault_of(read: Callable[[Any], object], given: Any) -> str | None:
+    """What is wrong with the way in which `read` takes `given`; "" for a refusal by an error of ours, None if it is taken."""
+    try:
+        with in_time():
+            read(given)
+    except RematError as error:
+        return "" if str(error) else "an error of ours without a word"
+    except (Exception, TooSlow) as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return None

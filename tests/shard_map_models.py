@@ -1,0 +1,197 @@
+"""A transformer that divides itself by hand inside `shard_map`, and the same on one device; as a script, the gradients of both.
+
+Over three axes: `fsdp` has the batch and the weights, which every block gathers; `tensor` the heads and the hidden features;
+`sequence` the positions, whose keys and values every block gathers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import remat_jax as rj
+
+BATCH, LENGTH, WIDTH, HEADS, LAYERS = 4, 8, 8, 2, 2
+AXES = ("fsdp", "tensor", "sequence")
+POLICIES: dict[str, Any] = {
+    "full": "full",
+    "offload_inputs": "offload_inputs",
+    "dots": "dots",
+    "offload_dots": "offload_dot_with_no_batch_dims",
+    "named": "offload: *hidden*; save: @inputs",
+    "by_layer": rj.LayerPolicies.of(["offload_inputs", "save: *hidden*"]),
+}
+UNROLLED = ("offload_inputs", "by_layer")
+OF_WEIGHTS = {
+    "qkv": P("fsdp", None, "tensor"),
+    "out": P("tensor", "fsdp"),
+    "hidden": P("fsdp", "tensor"),
+    "down": P("tensor", "fsdp"),
+}
+SHAPES = {"qkv": (WIDTH, 3, WIDTH), "out": (WIDTH, WIDTH), "hidden": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+
+
+def gathered(x: jax.Array, axis: str, dimension: int, divided: bool) -> jax.Array:
+    return jax.lax.all_gather(x, axis, axis=dimension, tiled=True) if divided else x
+
+
+def summed(x: jax.Array, divided: bool) -> jax.Array:
+    return jax.lax.psum(x, "tensor") if divided else x
+
+
+def block(x: jax.Array, weights: dict[str, jax.Array], divided: bool) -> jax.Array:
+    """One layer on what this device has of x (B, T, E) and of the weights; on all of it where nothing is divided."""
+    heads = HEADS // 2 if divided else HEADS
+    with jax.named_scope("attention"):
+        made = jnp.einsum("bte,ecd->cbtd", x, gathered(weights["qkv"], "fsdp", 0, divided))
+        query, key, value = (one.reshape(*one.shape[:2], heads, -1) for one in made)
+        key, value = (gathered(one, "sequence", 1, divided) for one in (key, value))
+        scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", query, key), axis=-1)
+        mixed = jnp.einsum("bhts,bshd->bthd", scores, value).reshape(*x.shape[:2], -1)
+        x = x + summed(mixed @ gathered(weights["out"], "fsdp", 1, divided), divided)
+    with jax.named_scope("hidden"):
+        hidden = jnp.tanh(x @ gathered(weights["hidden"], "fsdp", 0, divided))
+    return x + summed(hidden @ gathered(weights["down"], "fsdp", 1, divided), divided)
+
+
+def local(name: str, divided: bool) -> tuple[int, ...]:
+    """The shape of what one device has of a weight: every axis that divides it does so by 2."""
+    return tuple(size // 2 if axis and divided else size for size, axis in zip(SHAPES[name], OF_WEIGHTS[name], strict=True))
+
+
+class Block(nn.Module):
+    divided: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        initial = nn.initializers.normal(0.3)
+        return block(x, {name: self.param(name, initial, local(name, self.divided)) for name in SHAPES}, self.divided)
+
+
+class Unrolled(nn.Module):
+    divided: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for index in range(LAYERS):
+            x = Block(self.divided, name=f"layer_{index}")(x)
+        return x
+
+
+class Scanned(nn.Module):
+    divided: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        body = nn.scan(
+            lambda one, x, _: (one(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
+        )
+        return body(Block(self.divided, name="layer"), x, None)[0]
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        for name, shape in SHAPES.items():
+            setattr(self, name, nnx.Param(0.3 * jax.random.normal(rngs.params(), shape)))
+        self.divided = False
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return block(x, {name: getattr(self, name)[...] for name in SHAPES}, self.divided)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([NnxBlock(rngs) for _ in range(LAYERS)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def linen_case(kind: type) -> tuple[Any, Callable[[bool], Callable[..., Any]], type]:
+    """Parameters; the model as a function of parameters and x, divided or not; the class of its blocks."""
+    params = kind().init(jax.random.key(0), jnp.zeros((1, LENGTH, WIDTH)))
+    return params, lambda divided: kind(divided).apply, Block
+
+
+def nnx_case() -> tuple[Any, Callable[[bool], Callable[..., Any]], type]:
+    graphdef, params = nnx.split(NnxModel(nnx.Rngs(0)))
+
+    def made(divided: bool) -> Callable[..., Any]:
+        def apply(params: Any, x: jax.Array) -> jax.Array:
+            model = nnx.merge(graphdef, params)
+            for layer in model.layers:
+                layer.divided = divided
+            return model(x)
+
+        return apply
+
+    return params, made, NnxBlock
+
+
+CASES = {"linen": lambda: linen_case(Unrolled), "scanned": lambda: linen_case(Scanned), "nnx": nnx_case}
+
+
+def spec(path: Any, leaf: Any) -> P:
+    """How a parameter lies on the mesh; a scan's has its layers first."""
+    text = jax.tree_util.keystr(path)
+    found = next(one for name, one in OF_WEIGHTS.items() if f"'{name}'" in text)
+    return P(*[None] * (leaf.ndim - len(found)), *found)
+
+
+def losses(case: str, mesh: Any, check: bool = True) -> tuple[Any, type, Callable[..., Any], Callable[..., Any]]:
+    """Parameters, the blocks' class, the loss on one device, and the same loss inside `shard_map`."""
+    params, made, of_blocks = CASES[case]()
+    specs = jax.tree.map_with_path(spec, params)
+
+    def alone(params: Any, x: jax.Array) -> jax.Array:
+        return (made(False)(params, x) ** 2).sum()
+
+    def of_part(params: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.psum((made(True)(params, x) ** 2).sum(), ("fsdp", "sequence"))
+
+    divided = jax.shard_map(of_part, mesh=mesh, in_specs=(specs, P("fsdp", "sequence")), out_specs=P(), check_vma=check)
+    return params, of_blocks, alone, divided
+
+
+def inside(case: str, mesh: Any) -> Callable[..., Any]:
+    """The gradient with both `checkpoint_blocks` and `jax.grad` inside of `shard_map`."""
+    params, made, of_blocks = CASES[case]()
+    specs = jax.tree.map_with_path(spec, params)
+
+    def of_part(params: Any, x: jax.Array) -> Any:
+        return jax.grad(rj.checkpoint_blocks(lambda p: (made(True)(p, x) ** 2).sum(), {of_blocks: "offload_inputs"}))(params)
+
+    return jax.shard_map(of_part, mesh=mesh, in_specs=(specs, P("fsdp", "sequence")), out_specs=specs)
+
+
+def main(path: str) -> None:
+    """Write the gradients of each case on one device and inside `shard_map` on eight, under each policy."""
+    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    x = jax.random.normal(jax.random.key(1), (BATCH, LENGTH, WIDTH))
+    found: dict[str, Any] = {}
+
+    def keep(name: str, gradients: Any) -> None:
+        found.update({f"{name}/{place}": np.asarray(leaf) for place, leaf in enumerate(jax.tree.leaves(gradients))})
+
+    for case in CASES:
+        params, of_blocks, alone, divided = losses(case, mesh)
+        keep(f"{case}/alone", jax.jit(jax.grad(alone))(params, x))
+        for name in POLICIES if case == "scanned" else UNROLLED:
+            keep(f"{case}/{name}", jax.jit(jax.grad(rj.checkpoint_blocks(divided, {of_blocks: POLICIES[name]})))(params, x))
+    keep("linen/inside", jax.jit(inside("linen", mesh))(CASES["linen"]()[0], x))
+    np.savez(Path(path), **found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

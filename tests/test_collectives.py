@@ -1,0 +1,82 @@
+"""What devices send each other: counted in compiled texts, and what recomputing makes them send again."""
+
+from __future__ import annotations
+
+import textwrap
+
+import optax
+import pytest
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.memory.collectives import Collective, executed, read_collectives
+from remat_jax.memory.compiler import Sizes
+from tests.mesh_models import BATCH, CONFIG, LAYERS, LENGTH, MESH, small_llama
+
+FLOAT = 4
+needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="needs XLA's GPU compiler")
+
+TEXT = """
+    %scattered (p: f32[8,4]) -> f32[2,4] {
+      %p = f32[8,4]{1,0} parameter(0)
+      ROOT %part = f32[2,4]{1,0} reduce-scatter(%p), dimensions={0}
+    }
+
+    %body (state: (s32[], f32[2,4], f32[3,4])) -> (s32[], f32[2,4], f32[3,4]) {
+      %state = (s32[], f32[2,4]{1,0}, f32[3,4]{1,0}) parameter(0)
+      %i = s32[] get-tuple-element(%state), index=0
+      %a = f32[2,4]{1,0} get-tuple-element(%state), index=1
+      %b = f32[3,4]{1,0} get-tuple-element(%state), index=2
+      %start = ((f32[2,4]{1,0}, f32[3,4]{1,0}), (f32[8,4]{1,0}, f32[12,4]{1,0})) all-gather-start(%a, %b), dimensions={0}, \
+metadata={op_name="jit(step)/transpose(jvp(Model))/while/body/checkpoint/rematted_computation/up/dot_general"}
+      %done = (f32[8,4]{1,0}, f32[12,4]{1,0}) all-gather-done(%start)
+      %whole = f32[8,4]{1,0} get-tuple-element(%done), index=0
+      %scatter = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-start(%whole), calls=%scattered
+      %new = f32[2,4]{1,0} async-done(%scatter)
+      ROOT %next = (s32[], f32[2,4]{1,0}, f32[3,4]{1,0}) tuple(%i, %new, %b)
+    }
+
+    ENTRY %main (x: f32[2,4], y: f32[3,4], n: s32[]) -> f32[2,4] {
+      %x = f32[2,4]{1,0} parameter(0)
+      %y = f32[3,4]{1,0} parameter(1)
+      %n = s32[] parameter(2)
+      %sum = f32[2,4]{1,0} all-reduce(%x), metadata={op_name="jit(step)/jvp(Model)/head/dot_general"}
+      %init = (s32[], f32[2,4]{1,0}, f32[3,4]{1,0}) tuple(%n, %sum, %y)
+      %loop = (s32[], f32[2,4]{1,0}, f32[3,4]{1,0}) while(%init), condition=%cond, body=%body, \
+metadata={op_name="jit(step)/transpose(jvp(Model))/while"}, backend_config={"known_trip_count":{"n":"5"}}
+      %out = f32[2,4]{1,0} get-tuple-element(%loop), index=1
+      ROOT %swapped = f32[2,4]{1,0} collective-permute(%out), source_target_pairs={{0,1},{1,0}}
+    }
+"""
+
+
+def test_loops_count_as_often_as_they_run_and_combined_calls_by_their_arrays():
+    found = read_collectives(textwrap.dedent(TEXT))
+    assert found == (
+        Collective("all-gather", "recomputed", 5 * 2, 5 * FLOAT * (8 * 4 + 12 * 4)),
+        # Made by XLA out of a sum and a slice, it says no name, and is in the phase of its loop.
+        Collective("reduce-scatter", "backward", 5, 5 * FLOAT * 8 * 4),
+        Collective("all-reduce", "forward", 1, FLOAT * 2 * 4),
+        Collective("collective-permute", "other", 1, FLOAT * 2 * 4),
+    )
+
+
+@needs_gpu_compiler
+def test_a_recomputed_layer_gathers_no_weight_again():
+    job = small_llama(MESH, optimizer=optax.sgd(1e-3))
+    reports = {policy: rj.measure(job, policy, "8xh200") for policy in ("off", "full")}
+    sent = {policy: executed(report.collectives) for policy, report in reports.items()}
+    by_phase = {(one.kind, one.phase): one for one in reports["full"].collectives}
+    # The recomputation and the gradient read the same gathered weights, as the gradient alone does under off.
+    assert sent["full"]["all-gather"] == sent["off"]["all-gather"]
+    assert by_phase["all-gather", "recomputed"].count == 7 * LAYERS and ("all-gather", "backward") not in by_phase
+    again = {kind: (count - sent["off"][kind][0], size - sent["off"][kind][1]) for kind, (count, size) in sent["full"].items()}
+    # The sum behind the attention is made again, which the feed-forward's gradient needs; that behind it nobody reads.
+    stream = BATCH // 4 * LENGTH * CONFIG.hidden_size * FLOAT
+    assert {kind: one for kind, one in again.items() if one != (0, 0)} == {"all-reduce": (LAYERS, LAYERS * stream)}
+    assert "all-gather" in str(reports["full"])
+
+
+def test_sizes_remember_what_is_sent():
+    sizes = Sizes(1, 2, 3, 4, 5, 6, 7, 8, collectives=(Collective("all-gather", "forward", 2, 10),))
+    assert Sizes.from_dict(sizes.to_dict()) == sizes

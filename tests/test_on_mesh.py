@@ -1,0 +1,156 @@
+"""Another mesh for a workload, in code and by `--mesh`: what lies where, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from typer.testing import CliRunner
+
+import remat_jax as rj
+from remat_jax.cli.app import app
+from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.mesh import as_mesh
+from tests.mesh_models import BATCH, MESH, small_llama
+from tests.small_models import Mlp
+
+X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+JOB = """
+    import flax.linen as nn, jax, jax.numpy as jnp, optax
+    import remat_jax as rj
+    from jax.sharding import PartitionSpec as P
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.Dense(8, name="down")(nn.gelu(nn.Dense(32, name="up")(x)))
+
+    def job(**options):
+        model, x = nn.Sequential([Block(), Block()]), jax.ShapeDtypeStruct((64, 8), jnp.float32)
+        params = jax.eval_shape(model.init, jax.random.key(0), x)
+        loss = lambda params, x: jnp.mean(model.apply(params, x) ** 2)
+        return rj.Workload(loss, params, (x,), Block, optimizer=optax.sgd(0.1), name="two blocks", **options)
+
+    def by_batch():
+        return job(mesh="batch=2", shardings=(P(), P("batch")))
+"""
+PARAMETERS, ROWS = 4 * 2 * (8 * 32 + 32 + 32 * 8 + 8), 4 * 64 * 8
+
+
+def mlp(**options):
+    params = jax.eval_shape(Mlp().init, jax.random.key(0), X)
+    return rj.Workload(lambda p, x: (Mlp().apply(p, x) ** 2).sum(), params, (X,), Mlp, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("data", "'data' is no axis with its size"),
+        ("data=8,", "'' is no axis with its size"),
+        ("data=0", "'data=0' is no axis"),
+        ("data=-1", "'data=-1' is no axis"),
+        ("da ta=8", "'da ta=8' is no axis"),
+        ("data=2,data=4", "has the axis 'data' twice"),
+        ("data=²", "is no axis with its size"),
+    ],
+)
+def test_a_text_that_is_no_mesh_is_an_error(text, told):
+    with pytest.raises(ArgumentError, match=told):
+        as_mesh(text)
+
+
+def test_the_sizes_change_and_the_shardings_stay():
+    small, large = small_llama(MESH, optimizer=optax.adam(1e-3)), small_llama("fsdp=2,tensor=1", optimizer=optax.adam(1e-3))
+    moved = large.on_mesh(MESH)
+    for one, other in zip(small.step("full").shardings, moved.step("full").shardings, strict=True):
+        assert jax.tree.all(jax.tree.map(lambda a, b: a.spec == b.spec and a.mesh.size == b.mesh.size == 8, one, other))
+    assert small.mesh.shape == {"fsdp": 4, "tensor": 2} and large.mesh.shape == {"fsdp": 2, "tensor": 1}, "as they were"
+
+
+def test_an_axis_too_few_or_too_many_is_an_error():
+    job = small_llama(MESH)
+    with pytest.raises(ArgumentError, match=r"shardings divide by 'tensor' too; give each of its axes \(fsdp, tensor\) a size"):
+        job.on_mesh({"fsdp": 8})
+    with pytest.raises(ArgumentError, match="nothing lies over 'data'; the workload's axes are fsdp, tensor"):
+        job.on_mesh("data=2,fsdp=2,tensor=2")
+    assert job.on_mesh("data=1,fsdp=4,tensor=2").mesh.size == 8, "nothing is divided by 1"
+    with pytest.raises(ArgumentError, match=f"divides dimension 0 of \\[{BATCH}, 16\\] into 16 parts"):
+        job.on_mesh("fsdp=16,tensor=1")
+    step = rj.Workload.from_step(lambda x: x * 2, X, blocks="*")
+    with pytest.raises(UnsupportedError, match="is a finished step"):
+        step.on_mesh("data=8")
+
+
+def test_without_shardings_the_names_of_the_axes_say_what_lies_over_them():
+    job = mlp(optimizer=optax.adam(1e-3)).on_mesh("data=2,fsdp=4")
+    trained, state, _, batch = job.step("full").local_arguments
+    shapes = {path[-2].key + "/" + path[-1].key: leaf.shape for path, leaf in jax.tree.leaves_with_path(trained)}
+    # 16 → 3 → 16: the dimension that 4 divides.
+    whole = {path[-2].key + "/" + path[-1].key: leaf.shape for path, leaf in jax.tree.leaves_with_path(job.params)}
+    assert set(whole.values()) == {(3, 16), (16, 3)}
+    for name, shape in whole.items():
+        divided = tuple(size // 4 if size == 16 else size for size in shape)
+        assert shapes[name] == divided, name
+    assert batch.shape == (1, 16) and {leaf.shape for leaf in jax.tree.leaves(state)} == {(), *shapes.values()}
+    replicated = mlp().on_mesh("data=8").step("full")
+    assert [leaf.shape for leaf in jax.tree.leaves(replicated.local_arguments[0])] == [(3, 16), (16, 3)]
+    with pytest.raises(ArgumentError, match="does not say what lies over tensor"):
+        mlp().on_mesh("data=4,tensor=2")
+    with pytest.raises(ArgumentError, match="into 16 parts, and its first array has 8 rows"):
+        mlp().on_mesh("data=16")
+
+
+def test_the_state_of_an_nnx_model_is_everywhere():
+    class Noisy(nnx.Module):
+        def __init__(self, rngs):
+            self.dense, self.dropout = nnx.Linear(16, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.dense(x))
+
+    job = rj.Workload.from_nnx(Noisy(nnx.Rngs(0)), lambda m, x: m(x).sum(), (X,), nnx.Linear)
+    moved = job.on_mesh("fsdp=8").on_mesh("fsdp=4")
+    states, batch = moved.shardings[1:]
+    assert {one.spec for one in jax.tree.leaves(states)} == {P()} and batch.spec == P(("fsdp",))
+    assert moved.step("full").local_arguments[-1].shape == (2, 16)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user") / "train.py"
+    path.write_text(textwrap.dedent(JOB))
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+def test_measure_takes_a_mesh_in_place_of_the_one_in_the_file(file):
+    for function, mesh, parts in (("by_batch", "batch=4", 1), ("job", "fsdp=4", 4)):
+        found = run("measure", f"{file}:{function}", "--target", "4xcpu", "--mesh", mesh, "-p", "full", "--json")
+        assert found.exit_code == 0, found.output
+        (report,) = json.loads(found.stdout)["reports"]
+        assert (report["devices"], report["argument_bytes"]) == (4, PARAMETERS // parts + ROWS // 4)
+
+
+@pytest.mark.parametrize("command", ["measure", "plan", "report", "doctor"])
+def test_a_mesh_of_another_size_than_the_target_is_bad_usage(command, file, tmp_path):
+    more = {"plan": ["-b", "1GiB"], "report": ["-o", tmp_path / "page.html"]}.get(command, [])
+    found = run(command, f"{file}:job", "--target", "8xh200", "--mesh", "data=2,fsdp=2", *more)
+    assert found.exit_code == 2
+    assert "'8xh200' is 8 devices, and mesh='data=2,fsdp=2' has 4" in " ".join(found.stderr.replace("│", " ").split())
+    wrong = run(command, f"{file}:by_batch", "--target", "8xh200", "--mesh", "data=8", *more)
+    assert wrong.exit_code == 2
+    assert "the workload's shardings divide by 'batch' too" in " ".join(wrong.stderr.replace("│", " ").split())
+
+
+def test_the_doctor_looks_at_a_workload_on_a_mesh_without_a_target(file):
+    found = run("doctor", f"{file}:job", "-p", "full", "--mesh", "data=8", "--json")
+    assert found.exit_code == 0, found.output

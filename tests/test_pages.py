@@ -1,0 +1,112 @@
+"""The pages that need no PyTorch: their Python runs, their figures are those of the code."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import remat_jax as rj
+from examples import byte_decoder
+from remat_jax import compat
+from remat_jax.cli.app import app
+from remat_jax.hardware import target, targets
+from remat_jax.planning import search
+from remat_jax.policy import NAMED
+from remat_jax.report import format_bytes
+from tests.doc_pages import PAGES, ROOT, commands, run
+
+SIZES = "LAYERS, WIDTH, BATCH, LENGTH = 8, 512, 32, 1024"
+
+
+@pytest.fixture(autouse=True)
+def a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Files go to the test's folder, where what a page wrote can be imported; one compilation suffices."""
+    monkeypatch.setitem(search.Search.__init__.__kwdefaults__, "most_compiled", 1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("train", None)
+
+
+def text_of(page: str, *replaced: tuple[str, str]) -> str:
+    text = (ROOT / page).read_text()
+    for written, instead in replaced:
+        assert text.count(written) == 1, written
+        text = text.replace(written, instead)
+    return text
+
+
+def only_bind(function: Any) -> Any:
+    """A function's signature in its place: what costs many compilations is run by its own example."""
+    return inspect.signature(function).bind
+
+
+@pytest.mark.parametrize(("page", "blocks"), [("docs/choosing.md", 5), ("docs/how_it_works.md", 3), ("docs/hardware.md", 2)])
+def test_pages_that_compile_nothing(page: str, blocks: int) -> None:
+    assert run(text_of(page), page, {"__name__": "page"}) == blocks
+
+
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+def test_the_page_on_offload() -> None:
+    assert run(text_of("docs/offload.md"), "offload.md", {"__name__": "page"}) == 4
+
+
+def test_the_page_on_planning() -> None:
+    text = text_of("docs/planning.md", ("rj.largest_batch(", "only_bind(rj.largest_batch)("))
+    assert run(text, "planning.md", {"__name__": "page", "only_bind": only_bind}) == 5
+
+
+def test_five_minutes_at_a_small_size() -> None:
+    """The steps in the page's order: the file, the plan for it, the training with that. What `measure` says is asked below."""
+    text = text_of("docs/start.md", (SIZES, "LAYERS, WIDTH, BATCH, LENGTH = 2, 32, 2, 288"))
+    before, after = text.split("## 5. ")
+    assert run(before, "start.md", {}) == 1
+    _, line = (line for line in commands(before) if line.startswith("remat-jax "))
+    small = line.replace("--target h200", "--target cpu").replace("--budget 12GiB", "--budget 1GiB")
+    told = CliRunner().invoke(app, shlex.split(small)[1:])
+    assert told.exit_code == 0, told.output
+    names: dict[str, Any] = {}
+    assert Path("plan.html").is_file() and run(after, "start.md", names) == 1
+    assert names["losses"][-1] < names["losses"][0] - 0.1
+
+
+def test_what_is_kept_is_what_the_tables_say() -> None:
+    """At the sizes of the pages; what is compiled is of the JAX that is named there."""
+    written: dict[str, Any] = {}
+    run(text_of("docs/start.md").split("## 3. ")[0], "start.md", written)
+    kept = {policy: format_bytes(rj.residuals(written["job"](), policy).device_bytes) for policy in ("off", "full")}
+    told = text_of("docs/start.md").split("## 4. ")[0]
+    rows = re.findall(r"^│ (off|full) +│.*?│.*?│.*?│ +([\d.]+ \w+) │", told, re.MULTILINE)
+    assert dict(rows) == kept
+    rows = re.findall(r"^\| (\w+) \| [\d.]+ GiB \|.*?\|.*?\| (.*?) \| (.*?) \|", text_of("docs/memory.md"), re.MULTILINE)
+    tables = {policy: rj.residuals(byte_decoder.job(), policy) for policy, *_ in rows}
+    sizes = {policy: (format_bytes(one.device_bytes), format_bytes(one.host_bytes)) for policy, one in tables.items()}
+    assert sizes == {policy: tuple(two) for policy, *two in rows} and len(rows) == 4
+
+
+def test_every_target_and_every_policy_has_its_row() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \| (.*?) GiB \| (.*?) GB/s", text_of("docs/hardware.md"), re.MULTILINE)
+    gpus = [one for one in map(target, targets()) if one.kind == "gpu"]
+    assert rows == [(one.name, f"{one.memory_bytes / 2**30:.1f}", f"{one.hbm_bytes_per_s / 1e9:,.0f}") for one in gpus]
+    assert {name for name in NAMED if f"`{name}`" not in text_of("docs/choosing.md")} == set()
+
+
+def test_extras_that_pages_install_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.findall(r"remat[-_]jax\[([\w,-]+)\]", "".join(page.read_text() for page in PAGES))
+    assert len(named) >= 3
+    assert {extra for one in named for extra in one.split(",")} <= set(project["optional-dependencies"])
+
+
+def test_every_note_is_in_the_index() -> None:
+    notes = {path.name for path in (ROOT / "docs" / "notes").glob("*.md")} - {"README.md"}
+    assert notes <= set(re.findall(r"\]\(([\w.]+)\)", text_of("docs/notes/README.md")))

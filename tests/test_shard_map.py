@@ -1,0 +1,68 @@
+"""Blocks that divide themselves by hand: their gradients inside `shard_map` are those of one device, and so are residuals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import remat_jax as rj
+from tests.shard_map_models import AXES, BATCH, CASES, HEADS, LAYERS, LENGTH, POLICIES, UNROLLED, WIDTH, losses
+
+MODES = [(case, policy) for case in CASES for policy in (POLICIES if case == "scanned" else UNROLLED)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, in_a_hurry):
+    path = tmp_path_factory.mktemp("shard_map") / "results.npz"
+    environment = in_a_hurry | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_X64": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    command = [sys.executable, "-m", "tests.shard_map_models", str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    return dict(np.load(path))
+
+
+@pytest.mark.parametrize(("case", "policy"), [*MODES, ("linen", "inside")])
+def test_gradients_inside_shard_map_are_those_of_one_device(results, case, policy):
+    alone = {name.rpartition("/")[2]: value for name, value in results.items() if name.startswith(f"{case}/alone/")}
+    assert len(alone) == (4 if case == "scanned" else 4 * LAYERS)
+    for place, expected in alone.items():
+        found = results[f"{case}/{policy}/{place}"]
+        assert found.dtype == np.float64 and np.abs(expected).max() > 1e-3
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+
+
+@pytest.fixture(scope="module")
+def workloads():
+    mesh = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+    params, of_blocks, alone, divided = losses("scanned", mesh)
+    x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.float32)
+    shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, jnp.float32), params)
+    return tuple(rj.Workload(loss, shapes, (x,), of_blocks) for loss in (alone, divided))
+
+
+@pytest.mark.parametrize("policy", ["full", "offload_inputs", "dots", "offload_dot_with_no_batch_dims"])
+def test_residuals_of_all_devices_are_those_of_one_but_for_sums_that_are_not_summed_yet(workloads, policy):
+    alone, divided = (rj.residuals(job, policy) for job in workloads)
+    stream = 4 * LAYERS * BATCH * LENGTH * WIDTH
+    # Each of the two that share the heads has its own part of the sum over them.
+    partial = stream if "dot" in policy else 0
+    if policy.startswith("offload"):
+        assert alone.host_bytes > 0 and divided.host_bytes == alone.host_bytes + partial
+        assert divided.device_bytes == alone.device_bytes
+    else:
+        assert divided.device_bytes == alone.device_bytes + partial
+    kept = {row.name: row.bytes for row in divided.rows if str(row.action) in ("save", "offload")}
+    if policy == "dots":
+        assert kept["layer/attention/bthd,bshd->bhts:dot_general#0"] == 4 * LAYERS * BATCH * HEADS * LENGTH * LENGTH
+        assert kept["layer/hidden:dot_general#0"] == 4 * stream and kept["layer/attention:dot_general#0"] == 2 * stream

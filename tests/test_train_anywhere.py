@@ -1,0 +1,376 @@
+"""`examples/train_anywhere.py`: the same losses on every mesh, after a kill, and after damage to what was saved."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import remat_jax as rj
+from examples import train_anywhere
+from examples.distributed import command, processes, training
+from examples.distributed.checkpoints import CheckpointError, Checkpoints, checksums
+from examples.distributed.setting import Setting
+from remat_jax.errors import ArgumentError, PolicyError
+from remat_jax.planning.model import Model
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ("--layers", "1", "--width", "16", "--heads", "2", "--length", "8", "--batch", "4")
+# In float64 a run differs from another one by the order of its sums alone.
+EXACT = (*SMALL, "--dtype", "float64", "--log-every", "1")
+SETTING = Setting(layers=1, width=16, heads=2, length=8, batch=4)
+
+
+# Orbax leaves the reading of other arrays behind when one fails: coroutines that nobody awaits, collected some time later.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::RuntimeWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    yield
+    gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    """The command turns 64-bit types on for its whole process."""
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def losses(path: Path) -> dict[int, list[float]]:
+    """The losses of each step in a file of metrics, in the order in which they were computed."""
+    found: dict[int, list[float]] = {}
+    for line in path.read_text().splitlines():
+        found.setdefault(json.loads(line)["step"], []).append(json.loads(line)["loss"])
+    return found
+
+
+@contextlib.contextmanager
+def started(log: Path, environment: dict[str, str], *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The script in a process of its own, which does not outlive the test."""
+    with log.open("wb") as output:
+        line = [sys.executable, str(ROOT / "examples" / "train_anywhere.py"), *EXACT, *arguments]
+        child = subprocess.Popen(line, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            yield child
+        finally:
+            child.kill()
+            child.wait()
+
+
+def wait_for(holds: Callable[[], bool], children: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    limit = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < limit and all(child.poll() is None for child in children)
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def test_a_process_is_killed_and_the_losses_go_on_on_another_mesh(tmp_path: Path, in_a_hurry: dict[str, str]) -> None:
+    """Two processes of two devices each, one of them killed; then one process of two; against one device undisturbed."""
+    environment = in_a_hurry | {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
+    metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "run"
+    common = ("--metrics", str(metrics), "--checkpoint", str(saved), "--save-every", "3")
+    together = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--heartbeat", "10")
+    first = (*common, *together, "--mesh", "data=2,fsdp=2", "--steps", "100000")
+    with (
+        started(tmp_path / "0.log", environment, *first, "--process-id", "0") as survivor,
+        started(tmp_path / "1.log", environment, *first, "--process-id", "1") as victim,
+    ):
+        wait_for(lambda: metrics.exists() and len(losses(metrics)) >= 8, [survivor, victim], 240)
+        victim.send_signal(signal.SIGKILL)
+        # By itself, or ended by JAX after the heartbeat, where it waits for the other one outside of a step.
+        told = {command.FAILED: "most likely because another process has ended", -signal.SIGABRT: "another task died"}
+        assert told[survivor.wait(120)] in (tmp_path / "0.log").read_text()
+    lost = losses(metrics)
+    steps = 1 + max(lost) + 3
+    second = (*common, "--mesh", "fsdp=2", "--policy", "offload_inputs", "--steps", str(steps))
+    with started(tmp_path / "again.log", environment, *second) as child:
+        assert child.wait(240) == 0, (tmp_path / "again.log").read_text()
+    told = (tmp_path / "again.log").read_text()
+    found, begun = losses(metrics), int(told.split("at step ")[1].split(",")[0])
+    assert 3 <= begun <= max(lost) + 1 and begun % 3 == 0 and "fsdp=2" in told
+
+    undisturbed = tmp_path / "undisturbed.jsonl"
+    assert train_anywhere.main([*EXACT, "--policy", "off", "--metrics", str(undisturbed), "--steps", str(steps)]) == 0
+    expected = {step: values[0] for step, values in losses(undisturbed).items()}
+    assert found.keys() == expected.keys() == set(range(steps))
+    # What was lost with the kill has been computed twice.
+    assert [len(found[step]) for step in sorted(found)] == [1] * begun + [2] * (max(lost) + 1 - begun) + [1] * 3
+    for step, values in found.items():
+        np.testing.assert_allclose(values, expected[step], rtol=1e-10, err_msg=f"step {step}")
+    assert expected[0] - expected[steps - 1] > 0.1, "the losses would be alike if nothing were learnt"
+
+
+def state_of(seed: int = 0) -> dict[str, Any]:
+    """Arrays of every kind that a checkpoint holds: large enough not to be written into the index itself."""
+    random = np.random.default_rng(seed)
+    return {
+        "params": {"w": jnp.asarray(random.normal(size=(64, 32)), jnp.float32), "half": jnp.ones((3, 5), jnp.bfloat16)},
+        "state": (jnp.asarray(seed, jnp.int32), jnp.asarray(random.normal(size=2000), jnp.float32)),
+    }
+
+
+class Folder:
+    """A folder with the checkpoints of steps 10 and 20, and what was said while they were read."""
+
+    def __init__(self, path: Path, setting: dict[str, Any] | None = None) -> None:
+        self.path, self.told, self.setting = path, [], setting or {"layers": 2}
+
+    def saved(self) -> Folder:
+        checkpoints = self._opened()
+        for step in (10, 20):
+            checkpoints.save(step, state_of(step))
+        checkpoints.close()
+        return self
+
+    def restored(self) -> tuple[int, Any] | None:
+        checkpoints = self._opened()
+        try:
+            return checkpoints.restore(jax.eval_shape(state_of), self.told.append)
+        finally:
+            checkpoints.close()
+
+    def largest(self, step: int) -> Path:
+        return max((self.path / str(step)).rglob("d/*"), key=lambda path: path.stat().st_size)
+
+    def _opened(self) -> Checkpoints:
+        return Checkpoints(self.path, self.setting, keep=2, wait=False)
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [(flip, "are not what was saved"), (truncate, "Exception: "), (Path.unlink, "Exception: ")],
+)
+def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path: Path, damage: Callable[[Path], None], why: str) -> None:
+    """Orbax reads a flipped bit back without a word."""
+    folder = Folder(tmp_path).saved()
+    damage(folder.largest(20))
+    step, state = folder.restored()
+    assert step == 10 and same(state, state_of(10))
+    assert (
+        len(folder.told) == 1
+        and folder.told[0].startswith("the checkpoint of step 20 cannot be read")
+        and why in folder.told[0]
+    )
+    # Its step comes again, and what is damaged stays where somebody can look at it.
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["10", "20.damaged"]
+    damage(folder.largest(10))
+    with pytest.raises(CheckpointError, match="none of the checkpoints of steps 10 can be read; give another folder"):
+        folder.restored()
+
+
+def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path: Path) -> None:
+    folder = Folder(tmp_path).saved()
+    # What a kill leaves: orbax writes this file last, and then gives the folder its name.
+    (tmp_path / "20" / "commit_success.txt").unlink()
+    (tmp_path / "20").rename(tmp_path / "20.orbax-checkpoint-tmp")
+    assert folder.restored()[0] == 10 and folder.told == []
+    assert not (tmp_path / "20.orbax-checkpoint-tmp").exists()
+    assert Folder(tmp_path / "empty").restored() is None
+
+
+def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
+    Folder(tmp_path).saved()
+    other = Folder(tmp_path, {"layers": 3, "seed": 1})
+    with pytest.raises(
+        ArgumentError, match=r"step 20 is of another training \(layers: 3 here, 2 there; seed: 1 here, None there"
+    ):
+        other.restored()
+    (tmp_path / "file").touch()
+    with pytest.raises(ArgumentError, match="--checkpoint .*file.*give a folder that can be written to"):
+        Folder(tmp_path / "file").restored()
+
+
+def test_a_change_of_any_bit_and_of_places_changes_a_checksum() -> None:
+    with jax.enable_x64(True):
+        for dtype in ("float64", "float32", "bfloat16", "int32"):
+            array = np.asarray(jnp.arange(1, 7).reshape(2, 3).astype(dtype))
+            changed = {"mirrored": array[:, ::-1], "negated": -array}
+            for bit in range(0, 8 * array.nbytes, 7):
+                raw = bytearray(array.tobytes())
+                raw[bit // 8] ^= 1 << bit % 8
+                changed[f"bit {bit}"] = np.frombuffer(raw, array.dtype).reshape(2, 3)
+            right, *others = checksums([jnp.asarray(one) for one in (array, *changed.values())]).values()
+            assert right not in others, (dtype, list(changed)[others.index(right)])
+
+
+@pytest.fixture
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All trainings of a test are of one setting, mesh and policy: the first one's program serves them all."""
+    compile_it, programs = training.Trainer.compile, []
+
+    def compile_once(self: training.Trainer) -> tuple[int, int]:
+        if not programs:
+            programs.append((compile_it(self), self._step))
+        self._step = programs[0][1]
+        return programs[0][0]
+
+    monkeypatch.setattr(training.Trainer, "compile", compile_once)
+
+
+@pytest.mark.usefixtures("compiled_once")
+def test_the_same_command_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(steps: int, *arguments: str) -> dict[int, list[float]]:
+        path = tmp_path / "metrics.jsonl"
+        path.unlink(missing_ok=True)
+        line = [*SMALL, "--steps", str(steps), "--metrics", str(path), "--save-every", "2", *arguments]
+        assert train_anywhere.main(line) == 0
+        return losses(path) if path.exists() else {}
+
+    straight = run(5)
+    saved = ("--checkpoint", str(tmp_path / "run"))
+    begun = run(3, *saved)
+    assert run(5, *saved) == {step: straight[step] for step in (3, 4)} and begun == {step: straight[step] for step in range(3)}
+    assert "at step 3, from" in capsys.readouterr().out
+    assert run(5, *saved) == {} and "the newest checkpoint is of step 5, and --steps is 5" in capsys.readouterr().out
+    assert train_anywhere.main([*SMALL, *saved, "--seed", "1"]) == 2
+    assert "is of another training (seed: 1 here, 0 there)" in capsys.readouterr().err
+
+
+def test_a_batch_is_a_function_of_its_step() -> None:
+    batches = [training.batch_of(SETTING, step) for step in (3, 4, 3)]
+    assert same(batches[0], batches[2]) and not same(batches[0], batches[1])
+    assert not same(batches[0], training.batch_of(Setting(**(vars(SETTING) | {"seed": 1})), 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--mesh", "fsdp=3"), "--mesh fsdp=3 is of 3 devices, and there are 1 (one process): change the mesh"),
+        (("--mesh", "fdsp=1"), "--mesh fdsp=1: expected sizes of the axes data and fsdp, such as data=2,fsdp=4"),
+        (("--mesh", "data=0"), "--mesh data=0: expected sizes"),
+        (("--width", "18"), "--width 18 with --heads 2: expected an even number of features for each head"),
+        (("--dtype", "float8"), "--dtype float8: expected one of float32, bfloat16, float64"),
+        (("--steps", "0"), "--steps 0: expected at least 1"),
+        (("--num-processes", "2"), "--coordinator, --process-id: missing; give all of"),
+        (("--coordinator", "host", "--num-processes", "2", "--process-id", "0"), "--coordinator host: expected HOST:PORT"),
+        (("--policy", "fulll"), "Did you mean 'full'?"),
+        (("--policy", "nowhere.json"), "nowhere.json"),
+        (("--metrics", "/nowhere/metrics"), "--metrics /nowhere/metrics: No such file or directory"),
+    ],
+)
+def test_bad_usage_is_told_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
+) -> None:
+    assert train_anywhere.main([*SMALL, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and told in error
+
+
+def test_a_batch_that_the_devices_cannot_share_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="--batch 4 does not divide among the 8 devices of --mesh data=2,fsdp=4: take 8"):
+        training.workload(SETTING, {"data": 2, "fsdp": 4})
+
+
+def test_the_job_is_that_of_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAIN_ANYWHERE", " ".join((*SMALL, "--mesh", "data=2,fsdp=2", "--dtype", "bfloat16")))
+    job = train_anywhere.job()
+    assert job.mesh.shape == {"data": 2, "fsdp": 2} and job.batch[0].shape == (4, 8)
+    assert {leaf.dtype for leaf in jax.tree.leaves(job.params)} == {np.dtype("float32")}
+    embedding = job.shardings[0]["embed"]["embedding"]
+    assert embedding.spec == P("fsdp") and job.shardings[1].spec == P(("data", "fsdp"))
+
+
+def test_a_plan_is_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = training.workload(SETTING, {"fsdp": 1})
+    plan = plan_of(job, rj.Policy.parse("dots"))
+    path = str(plan.save(tmp_path / "plan.json"))
+    policy, said = command.chosen_policy(path, job)
+    assert policy == plan.policies and said == {"planned": "9.5 MiB on each device of 8xh100, 3.8 MiB on its host"}
+    assert command.chosen_policy(str(plan_of(job, rj.Policy.parse("off")).save(path)), job)[0] == "off"
+    assert train_anywhere.main([*SMALL, "--layers", "2", "--policy", path]) == 2
+    assert "was made for another model than 'train anywhere'" in capsys.readouterr().err
+    with pytest.raises(PolicyError, match="banana"):
+        command.chosen_policy("banana", job)
+
+
+def plan_of(job: rj.Workload, policy: rj.Policy) -> rj.Plan:
+    sizes = {"device_bytes": 10_000_000, "predicted_bytes": 10_000_000, "host_bytes": 4_000_000, "budget": 2**24}
+    empty = dict.fromkeys(("frontier", "named", "parts", "tried", "notes"), ())
+    rest = {"recompute_flops": 1, "seconds": 1.0, "base_seconds": 1.0, "next_gib_seconds": None, "host_budget": None}
+    told = {"workload": job.name, "target": "8xh100", "model": Model.of(job)}
+    return rj.Plan(policies=dict.fromkeys(job.blocks, policy), **sizes, **empty, **rest, **told)
+
+
+class Diverging:
+    """A trainer whose loss is NaN at step 3."""
+
+    def step(self, state: Any, number: int) -> tuple[Any, jax.Array]:
+        return state, jnp.where(number == 3, jnp.nan, 1.0)
+
+
+def test_a_loss_that_is_not_finite_ends_the_training_before_it_is_saved(tmp_path: Path) -> None:
+    line = ("--steps", "6", "--log-every", "6", "--save-every", "2", "--checkpoint", str(tmp_path))
+    saving = Checkpoints(tmp_path, {}, keep=3, wait=True)
+    with pytest.raises(command.TrainingError, match="the loss of step 3 is nan: lower --learning-rate"):
+        command._run(Diverging(), state_of(), 0, SETTING, command.parser().parse_args(line), saving)
+    saving.close()
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["2"]
+
+
+def test_processes_join_by_address_or_as_jax_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[tuple[Any, ...]] = []
+
+    def initialize(*address: Any, heartbeat_timeout_seconds: int, shutdown_timeout_seconds: int) -> None:
+        joined.append((*address, heartbeat_timeout_seconds, shutdown_timeout_seconds))
+        if len(joined) > 2:
+            raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    processes.start(None, None, None, False, 10)
+    processes.start("host:1", 2, 1, False, 10)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1")
+    processes.start(None, None, None, False, 20)
+    assert joined == [("host:1", 2, 1, 10, 10), (None, None, None, 20, 20)]
+    with pytest.raises(
+        ArgumentError, match=r"JAX found no other processes \(coordinator_address should be defined.\); give --coord"
+    ):
+        processes.start(None, None, None, True, 10)
+
+
+def test_processes_that_are_told_different_things_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes.check_same({"steps": 1})
+
+    def gathered(array: np.ndarray) -> np.ndarray:
+        return np.stack([array, array, array + 1])
+
+    monkeypatch.setattr(processes.multihost_utils, "process_allgather", gathered)
+    with pytest.raises(ArgumentError, match="processes 2 have other arguments or another text than process 0"):
+        processes.check_same({"steps": 1})
+    assert not processes.all_agree(False)

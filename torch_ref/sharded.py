@@ -1,0 +1,144 @@
+"""Checkpointing and offload together with FSDP2: `fully_shard` on every block that a policy is on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torch_ref.blocks import AppliedPolicies
+from torch_ref.errors import InvalidArgumentError
+from torch_ref.policy import Policy
+from torch_ref.switch import Blocks, gradient_checkpointing_enable, repeated_blocks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model whose parameters are divided among the ranks of a mesh.
+
+    Attributes:
+        model: the module that was given, by now an `FSDPModule`.
+        policies: what `remove()` takes away, or None for `off`.
+        blocks: the paths of what was sharded by itself, in the order of the model; the rest is the root's.
+    """
+
+    model: nn.Module
+    policies: AppliedPolicies | None
+    blocks: tuple[str, ...]
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the parameters that this rank keeps between steps."""
+        return sum(_local(parameter).nbytes for parameter in self.model.parameters())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that a backward pass has left on this rank."""
+        return sum(_local(parameter.grad).nbytes for parameter in self.model.parameters() if parameter.grad is not None)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The whole gradients by the parameters' names, the means over all ranks. Every rank has to call it.
+
+        Raises:
+            InvalidArgumentError: if a parameter has none.
+        """
+        lacking = [name for name, parameter in self.model.named_parameters() if parameter.grad is None]
+        if lacking:
+            raise InvalidArgumentError(
+                f"{lacking[0]} and {len(lacking) - 1} other parameters have no gradient: call backward() on a loss first."
+            )
+        return {name: _whole(parameter.grad) for name, parameter in self.model.named_parameters()}
+
+
+def shard_blocks(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    policy: Policy | str = "off",
+    *,
+    blocks: Blocks | None = None,
+    reshard_after_forward: bool = True,
+) -> ShardedModel:
+    """Put `policy` on the blocks of `model`, then FSDP2's `fully_shard` on each of them and on the model.
+
+    FSDP gathers a block's parameters outside of its policy, which keeps and moves the block's own arrays alone. The other
+    way round, `selective_checkpoint` around a sharded block with a policy that looks inside, gathering would be a part of
+    the block, and is not repeated: a `ChangedRecomputationError`. `gradient_checkpoint_forward`, which looks at arguments
+    only, may be called on sharded blocks.
+
+    Every rank computes the loss of its own rows, and FSDP averages the gradients: they are those of the mean over all rows
+    where every rank has equally many targets.
+
+    Args:
+        model: any module; it is changed in place, and its parameters become `DTensor`s.
+        mesh: the ranks, `torch.distributed.device_mesh.init_device_mesh("cuda", (8,))`; with two axes the parameters are
+            divided over the second and repeated over the first.
+        policy: a policy, its name or text, as `checkpoint_blocks` takes it; `off` for none.
+        blocks: as for `gradient_checkpointing_enable`.
+        reshard_after_forward: whether a block's whole parameters are given up between the passes.
+
+    Raises:
+        InvalidArgumentError: if the mesh is none, the model has no such blocks or is sharded already.
+        PolicyError: if `policy` is malformed.
+
+    >>> import torch, torch.distributed as dist, torch_ref
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> model = torch_ref.DecoderStack(num_layers=2, d_model=8, nhead=2)
+    >>> sharded = torch_ref.shard_blocks(model, dist.device_mesh.init_device_mesh("cpu", (1,)), "offload_inputs")
+    >>> sharded.blocks
+    ('layers.0', 'layers.1')
+    >>> model(torch.ones(2, 5, 8)).sum().backward()
+    >>> sharded.gradient_bytes == sharded.parameter_bytes == 2 * 872 * 4
+    True
+    >>> dist.destroy_process_group()
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    if not isinstance(mesh, DeviceMesh):
+        raise InvalidArgumentError(
+            f"mesh is a {type(mesh).__name__}, expected a DeviceMesh, as from"
+            " torch.distributed.device_mesh.init_device_mesh('cuda', (n,)) for n ranks."
+        )
+    checked = Policy.parse(policy)
+    found = _found(model, blocks)
+    sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if sharded:
+        raise InvalidArgumentError(
+            f"model is sharded already at {sharded[0] or 'its root'!r}: give the model itself, before fully_shard."
+        )
+    applied = None if checked.is_off else gradient_checkpointing_enable(model, checked, blocks=blocks)
+    # The inner ones first: what stands in a group of its own is left out of the one around it.
+    for module in [*reversed(found.values()), model]:
+        if not isinstance(module, FSDPModule):
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    return ShardedModel(model, applied, tuple(found))
+
+
+def _found(model: nn.Module, blocks: Blocks | None) -> dict[str, nn.Module]:
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model is a {type(model).__name__}, expected a module.")
+    only = repeated_blocks(model)
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if (module in only if blocks is None else isinstance(module, blocks))
+    }
+    if not found:
+        asked = "a list of two or more modules of one class" if blocks is None else str(blocks)
+        raise InvalidArgumentError(
+            f"model is a {type(model).__name__} without blocks, expected {asked}. Pass blocks=SomeClass."
+        )
+    return found
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
