@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -103,9 +102,11 @@ class LayerPolicies:
             found = _RUN.fullmatch(part)
             if found is None:
                 raise PolicyError(f"{argument}={text!r}: the run {part.strip()!r} is not 'N × policy'; write {_GRAMMAR}.")
-            # Python reads no integer of thousands of digits.
-            count = int(found[1]) if len(found[1]) <= 18 else math.inf
-            runs.append((count, Policy.parse(found[2].strip(), argument)))
+            digits = found[1].lstrip("0")
+            if len(digits) > len(str(MOST_LAYERS)):
+                # Python reads no integer of thousands of digits.
+                raise PolicyError(f"{argument}: a run of {digits[:12]}… layers: expected 1 to {MOST_LAYERS}.")
+            runs.append((int(digits or 0), Policy.parse(found[2].strip(), argument)))
         return cls(tuple(runs), tuple(cuts))
 
     def __str__(self) -> str:
