@@ -173,7 +173,6 @@ def test_copies_that_only_the_latency_hiding_scheduler_hides(monkeypatch):
     assert after.step_seconds == pytest.approx(after.compute_seconds) and after.step_seconds < 0.9 * before.step_seconds
 
 
-@pytest.mark.versions
 @needs_gpu_compiler
 def test_a_scanned_offload_that_this_jax_miscompiles(monkeypatch):
     wrong = compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED

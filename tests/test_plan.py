@@ -133,6 +133,7 @@ def test_it_says_why_in_words(made):
     assert "The best named policy that fits, full" in said and str(plan)
 
 
+@pytest.mark.versions
 def test_with_memory_enough_nothing_is_checkpointed():
     plan = rj.plan(job(scanned=True), "1 GiB", "cpu")
     assert plan.is_off and plan.seconds == plan.base_seconds and plan.recompute_flops == 0
@@ -214,7 +215,6 @@ def test_rates_that_are_no_numbers_are_refused():
         rj.plan(job(scanned=True), BUDGET, replace(target("h200"), hbm_bytes_per_s=math.nan))
 
 
-@pytest.mark.versions
 def test_for_a_gpu_offload_is_planned_where_layers_are_unrolled():
     """Three layers compiled for an H200: within the budget, with host memory where that is faster than computing again."""
     work = job(rows=65536, layers=3)
