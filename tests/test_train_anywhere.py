@@ -35,14 +35,13 @@ EXACT = (*SMALL, "--dtype", "float64", "--log-every", "1")
 SETTING = Setting(layers=1, width=16, heads=2, length=8, batch=4)
 
 
-# Orbax leaves the reading of other arrays behind when one fails: coroutines that nobody awaits, collected some time later.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::RuntimeWarning")
-
-
 @pytest.fixture(scope="module", autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def unraisable_as_it_was() -> Iterator[None]:
+    """What orbax leaves of a damaged checkpoint is ignored for the rest of the process, and collected some time later."""
+    before = sys.unraisablehook
     yield
     gc.collect()
+    sys.unraisablehook = before
 
 
 @pytest.fixture(autouse=True)

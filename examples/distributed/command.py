@@ -142,8 +142,8 @@ def train(setting: Setting, options: argparse.Namespace) -> State:
     console.tell({"compiled": f"{needed[0]} on each device, {needed[1]} on its host", "begins": begins})
     try:
         return _run(trainer, state, first, setting, options, saving)
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
+    except Exception as error:  # what a lost process becomes in a step, in a collective of orbax, in its thread that writes
+        if jax.process_count() == 1 or isinstance(error, RematError):
             raise
         _end_alone(error)
 
