@@ -77,12 +77,13 @@ class Experts(nn.Module):
     """The gated feed-forwards of all experts, each on the tokens that were sent to it, (B, T, E) → the same and a scalar.
 
     `over` says how what is sent, (B, num_experts, capacity, E), lies on a mesh: with its second entry experts are on several
-    devices, and tokens travel to them and back.
+    devices, and tokens travel to them and back. Before and after, it lies as `activations` says: a device sorts its own tokens.
     """
 
     config: MoeConfig
     param_dtype: Any = jnp.float32
     over: PartitionSpec | None = None
+    activations: PartitionSpec | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -94,14 +95,12 @@ class Experts(nn.Module):
         copies = jnp.broadcast_to(x[:, :, None], (*experts.shape, width))
         sent = jnp.zeros((rows, config.num_experts, capacity, width), x.dtype)
         # What has a place beyond the capacity is dropped.
-        sent = self._placed(sent.at[row, experts, places].set(copies, mode="drop", unique_indices=True))
+        sent = _at(sent.at[row, experts, places].set(copies, mode="drop", unique_indices=True), self.activations)
+        sent = _at(sent, self.over)
         gate, up = self._matmul("gate_proj", sent), self._matmul("up_proj", sent)
-        made = self._placed(self._matmul("down_proj", nn.silu(gate) * up))
+        made = _at(_at(self._matmul("down_proj", nn.silu(gate) * up), self.over), self.activations)
         back = made.at[row, experts, places].get(mode="fill", fill_value=0)
         return jnp.einsum("btkw,btk->btw", back, weights.astype(x.dtype)), balance
-
-    def _placed(self, x: jax.Array) -> jax.Array:
-        return x if self.over is None else jax.lax.with_sharding_constraint(x, self.over)
 
     def _matmul(self, name: str, x: jax.Array) -> jax.Array:
         config = self.config
@@ -110,6 +109,10 @@ class Experts(nn.Module):
         kernel = self.param(name, nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0), shape, self.param_dtype)
         with jax.named_scope(name):
             return jnp.einsum("bxcw,xwf->bxcf", x, kernel)
+
+
+def _at(x: jax.Array, place: PartitionSpec | None) -> jax.Array:
+    return x if place is None else jax.lax.with_sharding_constraint(x, place)
 
 
 class MoeBlock(nn.Module):
@@ -125,11 +128,11 @@ class MoeBlock(nn.Module):
         self, carry: tuple[jax.Array, jax.Array], rotation: tuple[jax.Array, jax.Array], bias: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         x, balance = carry
-        if self.activations is not None:
-            x = jax.lax.with_sharding_constraint(x, self.activations)
+        x = _at(x, self.activations)
         attend = SelfAttention(self.config, self.param_dtype, name="self_attn")
         x = x + attend(self._norm("input_norm")(x), rotation, bias)
-        made, own = Experts(self.config, self.param_dtype, self.over, name="mlp")(self._norm("post_attention_norm")(x))
+        experts = Experts(self.config, self.param_dtype, self.over, self.activations, name="mlp")
+        made, own = experts(self._norm("post_attention_norm")(x))
         return x + made, balance + own
 
     def _norm(self, name: str) -> RMSNorm:
