@@ -35,6 +35,10 @@ EXACT = (*SMALL, "--dtype", "float64", "--log-every", "1")
 SETTING = Setting(layers=1, width=16, heads=2, length=8, batch=4)
 
 
+# Orbax leaves a closed event loop behind where a checkpoint is damaged; whenever it is collected, Python says so.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def unraisable_as_it_was() -> Iterator[None]:
     """What orbax leaves of a damaged checkpoint is ignored for the rest of the process, and collected some time later."""
@@ -46,9 +50,10 @@ def unraisable_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    """The command turns 64-bit types on for its whole process."""
+    """The command turns 64-bit types on for its whole process; what a test leaves is collected with it, not with another's."""
     yield
     jax.config.update("jax_enable_x64", False)
+    gc.collect()
 
 
 def losses(path: Path) -> dict[int, list[float]]:
