@@ -25,6 +25,10 @@ class ShardedModel:
         model: the module that was given, by now an `FSDPModule`.
         policies: what `remove()` takes away, or None for `off`.
         blocks: the paths of what was sharded by itself, in the order of the model; the rest is the root's.
+
+    >>> whole = ShardedModel(nn.Linear(3, 5), None, ())  # as one rank by itself has it
+    >>> whole.parameter_bytes, whole.gradient_bytes
+    (80, 0)
     """
 
     model: nn.Module
