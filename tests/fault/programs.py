@@ -155,8 +155,9 @@ NESTINGS: dict[str, Nesting] = {
     "custom_vjp": Nesting("ffik", 1, _custom_vjp),
     "custom_jvp": Nesting("ff", 1, _custom_jvp),
 }
-ONLY_IN_REVERSE = ("custom_vjp",)
-"""What has no forward mode."""
+NOT_UNDER = {"jvp": ("custom_vjp",), "hvp": ("custom_vjp", "custom_jvp")}
+"""A `custom_vjp` has no forward mode. Second derivatives by a rule that is no derivative of its function, as that of `_custom_jvp`,
+are not defined: of the plain function JAX gives others under a scan than without."""
 
 # --- running ----------------------------------------------------------------------------------------------------------
 
