@@ -50,6 +50,10 @@ test: $(STAMP)  ## run all tests
 test-browser: $(STAMP)  ## run the tests that open pages in an installed Chromium
 	$(BIN)/python -m pytest -m browser tests $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(STAMP)  ## try 2,000 random programs and 10,000 malformed texts and files
+	$(BIN)/python -m tests.fault $(or $(ARGS),--programs 2000 --texts 10000 --files 10000)
+
 .PHONY: lint
 lint: $(STAMP)  ## check style, types and the direction of imports
 	$(BIN)/ruff check .

@@ -153,7 +153,7 @@ def test_a_wheel_carries_the_examples_inside_the_package():
 
 
 @pytest.mark.parametrize(
-    "target", ["setup", "demo", "test", "test-browser", "lint", "format", "bench", "bench-gpu", "docs", "clean"]
+    "target", ["setup", "demo", "test", "test-browser", "lint", "format", "bench", "bench-gpu", "docs", "fuzz", "clean"]
 )
 def test_make_knows_its_targets(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)

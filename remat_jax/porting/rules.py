@@ -148,7 +148,9 @@ class Rules:
             )
         strange = [key for key in ("ties", "extra", "missing") if not _are_texts(data[key], pairs=key == "ties")]
         if strange or not isinstance(data["rules"], list):
-            raise PortingError(f"a weight map: {', '.join(strange) or 'rules'}: expected a list of {'pairs of ' * ('ties' in strange)}texts.")
+            raise PortingError(
+                f"a weight map: {', '.join(strange) or 'rules'}: expected a list of {'pairs of ' * ('ties' in strange)}texts."
+            )
         for rule in data["rules"]:
             if (
                 not isinstance(rule, dict)

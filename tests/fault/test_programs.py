@@ -19,7 +19,12 @@ TALLY = Tally.empty()
 
 
 @settings(
-    max_examples=30, derandomize=True, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=30,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
 )
 @given(cases())
 def test_random_programs_keep_values_and_gradients(case: Case) -> None:
