@@ -1,7 +1,7 @@
 """Under `vmap`, what is differentiated already: two rules that JAX lacks, because nothing of its own asks for them.
 
-JAX maps a function first and differentiates it then. A block is differentiated by a rule of its own, and a rule is mapped: what it
-has in it are tangents.
+JAX maps a function first and differentiates it then. A block is differentiated by a rule of its own, and a rule is mapped:
+what it has in it are tangents.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _known_since_0_12(num_res: int) -> tuple[Any, ...]:
 def _map_linear(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, num_res: int, bwd: Any, out_avals: Any, in_zeros: Any, **rest: Any
 ) -> tuple[list[Any], list[int]]:
-    """The linear part of a `custom_vjp`, mapped as JAX maps its backward rule: cotangents of what is not mapped are added up."""
+    """The linear part of a `custom_vjp`, mapped as JAX maps its rule: cotangents of what is not mapped are added up."""
     along = iter(dims[num_res:])
     places = [None if zero else next(along) for zero in in_zeros]
     given = [*dims[:num_res], *[0] * len(out_avals)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -88,7 +87,7 @@ class LayerPolicies:
             if found is None:
                 raise PolicyError(f"{argument}={text!r}: the run {part.strip()!r} is not 'N × policy'; write {_GRAMMAR}.")
             # Python reads no integer of thousands of digits.
-            count = int(found[1]) if len(found[1]) <= 18 else math.inf
+            count = int(found[1][:18])
             runs.append((count, Policy.parse(found[2].strip(), argument)))
         return cls(tuple(runs))
 

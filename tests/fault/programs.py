@@ -159,8 +159,8 @@ NESTINGS: dict[str, Nesting] = {
     "custom_jvp": Nesting("ff", 1, _custom_jvp),
 }
 NOT_UNDER = {"jvp": ("custom_vjp",), "hvp": ("custom_vjp", "custom_jvp")}
-"""A `custom_vjp` has no forward mode. Second derivatives by a rule that is no derivative of its function, as that of `_custom_jvp`,
-are not defined: of the plain function JAX gives others under a scan than without."""
+"""A `custom_vjp` has no forward mode. Second derivatives by a rule that is no derivative of its function, as that of
+`_custom_jvp`, are not defined: of the plain function JAX gives others under a scan than without."""
 
 # --- running ----------------------------------------------------------------------------------------------------------
 

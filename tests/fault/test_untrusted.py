@@ -66,7 +66,7 @@ def test_a_pickle_under_any_other_name_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_that_is_shipped_reads_pickles_or_runs_texts() -> None:
-    """By what stands in the code: `torch.load` with `weights_only` alone, and no `pickle.load`, `eval`, `exec`, `allow_pickle`."""
+    """`torch.load` with `weights_only` alone; no `pickle.load`, `eval`, `exec`, `allow_pickle`."""
     found = []
     for folder in ("remat_jax", "torch_ref", "examples", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*.py")):
