@@ -58,6 +58,10 @@ test-versions: $(STAMP)  ## run the tests that need no PyTorch on every Python a
 test-newest: $(STAMP)  ## run a representative part of them with the newest JAX, where there is a Python for it
 	$(BIN)/python -m tests.versions --if-there --jax newest --remat3 off -m versions $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(STAMP)  ## try 2,000 random programs and 10,000 malformed texts and files
+	$(BIN)/python -m tests.fault $(or $(ARGS),--programs 2000 --texts 10000 --files 10000)
+
 .PHONY: lint
 lint: $(STAMP)  ## check style, types and the direction of imports
 	$(BIN)/ruff check .

@@ -155,7 +155,7 @@ def test_a_wheel_carries_the_examples_inside_the_package():
 
 
 TARGETS = ["setup", "demo", "test", "test-browser", "test-versions", "test-newest", "wheel", "smoke", "lint", "format"]
-TARGETS += ["bench", "bench-gpu", "docs", "clean"]
+TARGETS += ["bench", "bench-gpu", "docs", "fuzz", "clean"]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -5,6 +5,7 @@ Everything else in the package uses public JAX. Supported: JAX 0.10.2 and later.
 
 from __future__ import annotations
 
+from remat_jax.compat import mapped as mapped
 from remat_jax.compat.capture import not_captured
 from remat_jax.compat.gpu_compiler import (
     CUDNN_CHECK,

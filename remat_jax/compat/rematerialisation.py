@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax._src import ad_util as _ad_util
 from jax._src import config as _config
 from jax._src.interpreters import partial_eval as _pe
-from jax.interpreters import ad
 
 from remat_jax.compat.jaxprs import closed, is_jaxpr
 from remat_jax.compat.versions import JAX_VERSION
@@ -110,13 +108,3 @@ def executed_bodies(eqn: Any) -> list[Any]:
     if _hi_primitive(eqn) != "RematTraced":
         return []
     return [closed(eqn.params["_prim"].params["jaxpr"]).jaxpr]
-
-
-def _held_back(_: Any, operand: Any) -> list[Any]:
-    return [ad.Zero(operand.aval)]
-
-
-# Where the choice of a `cond` differs along a `vmap`, JAX runs every branch, on `select(chosen, x, stop_gradient(x))` of its
-# operands (jax-ml/jax#1052). A block is differentiated before it is batched, so that tangents are among them, and JAX has no
-# transpose for what it holds back: nothing of its own asks for one. What is not chosen has no cotangent.
-ad.primitive_transposes.setdefault(_ad_util.stop_gradient_p, _held_back)

@@ -45,7 +45,7 @@ def describe(facts: Mapping[str, Any], compiler: Mapping[str, Any], name: str) -
     if missing or unknown or wrong or not (dot and major.isdecimal() and minor.isdecimal()):
         raise TargetError(
             f"target table [{name}.compiler]: missing {missing}, unknown {unknown}, no positive number {wrong}; the keys are "
-            f"{', '.join(KEYS)}, with compute_capability as a text such as \"9.0\" and numbers for the others, and the target "
+            f'{", ".join(KEYS)}, with compute_capability as a text such as "9.0" and numbers for the others, and the target '
             "needs memory_bytes and hbm_bytes_per_s."
         )
     own = "".join(f"  {key}: {compiler[key]}\n" for key in KEYS[1:])

@@ -185,8 +185,8 @@ def read_table(text: str) -> dict[str, Target]:
     """The targets that a TOML text describes, by name.
 
     Raises:
-        TargetError: the text is no TOML, a key or kind is unknown, one is missing, a figure has no source or a source no figure,
-            or what should be a table is none.
+        TargetError: the text is no TOML, a key or kind is unknown, one is missing, a figure has no source or a source no
+            figure, or what should be a table is none.
     """
     try:
         tables = tomllib.loads(text)

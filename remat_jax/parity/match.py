@@ -91,7 +91,10 @@ def read_mapping(mapping: Any, torch: Sequence[Module], flax: Sequence[Module]) 
         ArgumentError: it is no mapping, or a path in it is no module's.
     """
     if isinstance(mapping, str | Path):
-        mapping = json.loads(Path(mapping).read_text())
+        try:
+            mapping = json.loads(Path(mapping).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ArgumentError(f"mapping={str(mapping)[:400]!r} cannot be read ({error}): expected a JSON file") from None
     if mapping is None:
         return {}
     if not isinstance(mapping, Mapping):

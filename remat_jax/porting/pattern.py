@@ -151,7 +151,9 @@ def expand(text: str) -> list[str]:
         pieces = re.split(r"\{([^{}]*,[^{}]*)\}", name)
         choices = [[piece] if number % 2 == 0 else piece.split(",") for number, piece in enumerate(pieces)]
         if math.prod(map(len, choices)) + len(result) > MOST_NAMES:
-            raise PortingError(f"{text[:200]!r} stands for more than {MOST_NAMES} names; write a rule for some of them at a time.")
+            raise PortingError(
+                f"{text[:200]!r} stands for more than {MOST_NAMES} names; write a rule for some of them at a time."
+            )
         result += ["".join(part.strip() for part in chosen) for chosen in itertools.product(*choices)]
     return result
 

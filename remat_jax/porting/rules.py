@@ -148,7 +148,9 @@ class Rules:
             )
         strange = [key for key in ("ties", "extra", "missing") if not _are_texts(data[key], pairs=key == "ties")]
         if strange or not isinstance(data["rules"], list):
-            raise PortingError(f"a weight map: {', '.join(strange) or 'rules'}: expected a list of {'pairs of ' * ('ties' in strange)}texts.")
+            raise PortingError(
+                f"a weight map: {', '.join(strange) or 'rules'}: expected a list of {'pairs of ' * ('ties' in strange)}texts."
+            )
         for rule in data["rules"]:
             if (
                 not isinstance(rule, dict)
@@ -156,7 +158,7 @@ class Rules:
                 or not (_are_texts(rule["torch"]) and _are_texts(rule["flax"]) and isinstance(rule["transform"], str))
             ):
                 raise PortingError(
-                    f"a rule of a weight map: expected torch and flax, lists of texts, and transform, a text; found {rule!r:.200}."
+                    f"a rule of a weight map: expected lists of texts, torch and flax, and a text, transform; found {rule!r:.200}."
                 )
         rules = tuple(Rule(**rule) for rule in data["rules"])
         return cls(rules, tuple(map(tuple, data["ties"])), tuple(data["extra"]), tuple(data["missing"]))

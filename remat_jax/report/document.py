@@ -72,7 +72,7 @@ def write_whole(path: str | os.PathLike[str], text: str, *, replace: bool = True
 def written_whole(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Path]:
     """Where to write a file, so that whoever reads meanwhile finds the old one or the new one; others may write it, too.
 
-    When the context ends what was written takes its place; where it is left by an error or an interrupt, nothing is left behind.
+    When the context ends what was written takes its place; after an error or an interrupt nothing is left behind.
     A file keeps its mode, and a link what it points at; a pipe or a device is written to. Raises OSError where it cannot be
     written (FileExistsError where there is a file and `replace` is False), and ValueError where `path` is none.
     """

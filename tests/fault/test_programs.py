@@ -19,7 +19,12 @@ TALLY = Tally.empty()
 
 
 @settings(
-    max_examples=30, derandomize=True, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=30,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
 )
 @given(cases())
 def test_random_programs_keep_values_and_gradients(case: Case) -> None:
@@ -98,3 +103,37 @@ def test_the_rule_of_a_custom_jvp_may_read_a_constant(policy: str) -> None:
     bent.defjvp(lambda primals, tangents: (bent(*primals), slopes * tangents[0]))
     found = jax.grad(lambda x: rj.remat(lambda x: bent(x) * x, policy)(x).sum())(jnp.ones(3))
     np.testing.assert_allclose(found, np.sin(1.0) + np.arange(1.0, 4.0), rtol=1e-6)
+
+
+@jax.custom_vjp
+def attention_like(x: Any, scale: Any, index: Any) -> Any:
+    return jnp.sin(x) * scale + index
+
+
+attention_like.defvjp(
+    lambda x, scale, index: (attention_like(x, scale, index), (x, scale)),
+    # Not the derivative, to see that it is the rule that is mapped.
+    lambda kept, ct: (3.0 * ct * jnp.cos(kept[0]) * kept[1], 5.0 * (ct * jnp.sin(kept[0])).sum(), None),
+)
+
+
+@pytest.mark.parametrize("policy", ["full", "everything", "offload_inputs"])
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_kernel_with_a_rule_of_its_own_is_mapped(policy: str, scanned: bool) -> None:
+    """Under a `vmap` inside the gradient: over its rows, with a scale that is the same for all."""
+    rows, scale = jnp.array([[0.3, 0.5], [-0.3, 0.7]]), jnp.float32(1.5)
+
+    def block(x: Any, scale: Any) -> Any:
+        return attention_like(x, scale, jnp.arange(2)) * x
+
+    def total(function: Any) -> Any:
+        def of_row(x: Any, scale: Any) -> Any:
+            x = jax.lax.scan(lambda x, _: (function(x, scale), None), x, None, length=2)[0] if scanned else function(x, scale)
+            return x.sum()
+
+        return lambda rows, scale: jax.vmap(of_row, in_axes=(0, None))(rows, scale).sum()
+
+    found, wanted = (jax.grad(total(one), argnums=(0, 1))(rows, scale) for one in (rj.remat(block, policy), block))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_allclose(one, other, rtol=2e-6)

@@ -25,7 +25,22 @@ LIMIT_S = 20.0
 _PIECES = [
     *":;,|@*?[]{}()#/\\\"'%._-+= \t\n\0",
     *("\u00d7", "\u202e", "\ufeff", "\ud800", "\U0001f600", "²", "٣", "é", "\x1b[2J", "</script>"),
-    *("save", "offload", "recompute", "@inputs", "@dots", "@primitive:", "off", "full", "8 x", "1e999", "nan", "inf", "-1", "0x"),
+    *(
+        "save",
+        "offload",
+        "recompute",
+        "@inputs",
+        "@dots",
+        "@primitive:",
+        "off",
+        "full",
+        "8 x",
+        "1e999",
+        "nan",
+        "inf",
+        "-1",
+        "0x",
+    ),
     *("GiB", "True", "null", "None", "->", "{i}", "{a,b}", "h100", "__import__('os').abort()", "../", "${HOME}"),
 ]
 _BOMBS = ("[", "(", "{", "9", "1x", "{a,b}", "a.", "[[", "*", "?", "save: x; ", "1 x full | ", '{"a":', "\u00d7", "i+", "(a ")

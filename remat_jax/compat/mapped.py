@@ -1,0 +1,48 @@
+"""Under `vmap`, what is differentiated already: two rules that JAX lacks, because nothing of its own asks for them.
+
+JAX maps a function first and differentiates it then. A block is differentiated by a rule of its own, and a rule is mapped:
+what it has in it are tangents.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from jax._src import ad_util as _ad_util
+from jax._src import core as _core
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
+
+
+def _held_back(_: Any, operand: Any) -> list[Any]:
+    return [_ad.Zero(operand.aval)]
+
+
+# Where the choice of a `cond` differs along a `vmap`, JAX runs every branch, on `select(chosen, x, stop_gradient(x))` of its
+# operands (jax-ml/jax#1052), tangents among them. What is not chosen has no cotangent.
+_ad.primitive_transposes.setdefault(_ad_util.stop_gradient_p, _held_back)
+
+
+def _known_since_0_12(num_res: int) -> tuple[Any, ...]:
+    """What JAX asks for besides: how many residuals there are, and a name for its messages."""
+    asked = inspect.signature(_batching.batch_custom_vjp_bwd).parameters
+    return (lambda: num_res, "custom_vjp") if "num_res" in asked else ()
+
+
+def _map_linear(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, num_res: int, bwd: Any, out_avals: Any, in_zeros: Any, **rest: Any
+) -> tuple[list[Any], list[int]]:
+    """The linear part of a `custom_vjp`, mapped as JAX maps its rule: cotangents of what is not mapped are added up."""
+    along = iter(dims[num_res:])
+    places = [None if zero else next(along) for zero in in_zeros]
+    given = [*dims[:num_res], *[0] * len(out_avals)]
+    mapped = _batching.batch_custom_vjp_bwd(bwd, _core.TraceTag(), axis, given, places, *_known_since_0_12(num_res))
+    avals = [_core.unmapped_aval(axis.size, 0, aval, axis.explicit_mesh_axis) for aval in out_avals]
+    outputs = _ad.custom_lin_p.bind(*args, num_res=num_res, bwd=mapped, out_avals=avals, in_zeros=in_zeros, **rest)
+    return list(outputs), [0] * len(avals)
+
+
+# JAX's own says that a `custom_vjp` has no forward mode; that is said as before where the result is computed.
+_batching.fancy_primitive_batchers[_ad.custom_lin_p] = _map_linear

@@ -1,0 +1,131 @@
+"""Runs that are interrupted: what stood at a path stands there whole, and nothing else is left beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.record import write_json
+from remat_jax import porting
+from remat_jax.errors import TargetError
+from remat_jax.planning.calibrate import Calibration
+from remat_jax.report.document import write_whole, written_whole
+from tests.plan_by_hand import plan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def a_plan(path: Path) -> None:
+    plan().save(path)
+
+
+def a_page(path: Path) -> None:
+    plan().to_html(path)
+
+
+def weights(path: Path) -> None:
+    porting.save(path, {"a": np.zeros(3, np.float32)})
+
+
+def a_record(path: Path) -> None:
+    write_json(path, {"a": 1})
+
+
+def a_target(path: Path) -> None:
+    Calibration("mine", "cpu", {"float32": 1e9}, 1e9, source="a test").save(path, overwrite=True)
+
+
+WRITERS: list[tuple[Callable[[Path], None], str]] = [
+    (a_plan, "plan.json"),
+    (a_page, "plan.html"),
+    (weights, "a.safetensors"),
+    (a_record, "record.json"),
+    (a_target, "mine.toml"),
+]
+
+
+@pytest.mark.parametrize(("write", "name"), WRITERS)
+@pytest.mark.parametrize("there", [False, True])
+def test_an_interrupt_while_a_file_is_written_leaves_the_old_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write: Callable[[Path], None], name: str, there: bool
+) -> None:
+    path = tmp_path / name
+    if there:
+        path.write_text("the old one")
+    with monkeypatch.context() as patched:
+        # At the latest moment: all is written, and nothing is in its place.
+        patched.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            write(path)
+    assert [one.name for one in tmp_path.iterdir()] == [name] * there
+    assert not there or path.read_text() == "the old one"
+    write(path)
+    assert [one.name for one in tmp_path.iterdir()] == [name] and path.stat().st_size > 6
+
+
+def test_a_target_that_is_there_already_is_not_overwritten_even_at_the_last_moment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, link = tmp_path / "mine.toml", os.link
+
+    def another_was_quicker(*args: Any) -> None:
+        path.write_text("another's")
+        link(*args)
+
+    monkeypatch.setattr(os, "link", another_was_quicker)
+    with pytest.raises(TargetError, match="is there already"):
+        Calibration("mine", "cpu", {"float32": 1e9}, 1e9, source="a test").save(path)
+    assert path.read_text() == "another's" and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(TargetError, match="is there already"):
+        Calibration("mine", "cpu", {"float32": 1e9}, 1e9, source="a test").save(path)
+
+
+def test_a_text_that_cannot_be_made_leaves_no_empty_file(tmp_path: Path) -> None:
+    with pytest.raises(TargetError):
+        Calibration("mine", "cpu", {"float32": -1.0}, 1e9, source="a test").save(tmp_path / "mine.toml")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_that_write_one_file_leave_one_whole(tmp_path: Path) -> None:
+    with written_whole(tmp_path / "a") as first, written_whole(tmp_path / "a") as second:
+        first.write_text("first")
+        second.write_text("second")
+    assert (tmp_path / "a").read_text() == "first" and len(list(tmp_path.iterdir())) == 1
+    assert write_whole(tmp_path / "a", "third").read_text() == "third"
+
+
+LOOP = """
+import sys, pathlib
+from remat_jax.report.document import write_whole
+path, number = pathlib.Path(sys.argv[1]), 0
+while True:
+    number += 1
+    write_whole(path, "[" + str(number) + ", " * 200_000 + "]")
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_a_process_that_is_killed_while_it_writes_leaves_a_whole_file(tmp_path: Path, sent: signal.Signals) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP.replace('", " * 200_000', '", 0" * 200_000'))
+    (tmp_path / "out").mkdir()
+    path = tmp_path / "out" / "numbers.json"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, str(script), str(path)], env=environment, stderr=subprocess.DEVNULL) as child:
+        while not path.exists() and child.poll() is None:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        child.send_signal(sent)
+    assert len(json.loads(path.read_text())) == 200_001
+    left = [one.name for one in path.parent.iterdir() if one != path]
+    assert left == [] or (sent is signal.SIGKILL and len(left) == 1 and left[0].endswith(".new.json"))

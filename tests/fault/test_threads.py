@@ -1,0 +1,153 @@
+"""Several threads at once, each with its own policy: what they compute and count is what one after the other would."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import remat_jax as rj
+from remat_jax.apply import switch
+from remat_jax.graph.count import matmuls
+from remat_jax.hardware import target
+from remat_jax.memory import cache, compiler
+from remat_jax.memory.compiler import Sizes, compile_programs, export_step
+from remat_jax.workload import Step
+from tests.small_models import Mlp, make_loss, to_host
+
+POLICIES = ("full", "dots", "everything", "offload_inputs", "save: *tanh*", "1 x full | 1 x dots")
+
+
+def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What the calls give, all begun at the same time."""
+    begin = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], Any]) -> Any:
+        begin.wait(60)
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+class NnxMlp(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.down = nnx.Linear(4, 3, rngs=rngs), nnx.Linear(3, 4, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+def linen_loss() -> tuple[Callable[..., Any], Any, Any, Any]:
+    loss, params, x = make_loss()
+    # One `jit` for all threads: each must find its own trace.
+    return jax.jit(loss), params, x, Mlp
+
+
+def nnx_loss() -> tuple[Callable[..., Any], Any, Any, Any]:
+    graphdef, state = nnx.split(nnx.List([NnxMlp(nnx.Rngs(index)) for index in range(2)]))
+
+    def loss(state: Any, x: Any) -> Any:
+        for layer in nnx.merge(graphdef, state):
+            x = layer(x)
+        return jnp.sum(jnp.sin(x))
+
+    return jax.jit(loss), state, jnp.ones((2, 4)), NnxMlp
+
+
+@pytest.mark.parametrize("make", [linen_loss, nnx_loss])
+def test_each_thread_traces_under_its_own_policy(make: Callable[..., Any]) -> None:
+    loss, params, x, block = make()
+
+    def facts(policy: str) -> Any:
+        step = jax.value_and_grad(rj.checkpoint_blocks(loss, {block: policy}) if policy else loss)
+        return matmuls(step, params, x), to_host(step, params, x), step(params, x)
+
+    # None stands for the plain function, which must see nothing of the others' policies.
+    every = [*POLICIES, "", *POLICIES, ""]
+    found = together([lambda policy=policy: facts(policy) for policy in every])
+    for policy, (products, moved, results) in zip(every, found, strict=True):
+        again = facts(policy)
+        assert (products, moved) == again[:2], policy
+        for one, other in zip(jax.tree.leaves(results), jax.tree.leaves(again[2]), strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert len({products for products, _, _ in found}) > 2 and any(moved for _, moved, _ in found)
+
+
+def test_residuals_of_different_workloads_at_once_are_those_of_each() -> None:
+    def job(layers: int) -> rj.Workload:
+        loss, params, x = make_loss(layers=layers)
+        return rj.Workload(loss, params, (x,), Mlp)
+
+    every = [(job(layers), policy) for layers in (1, 2) for policy in ("full", "dots", "offload_inputs")]
+    found = together([lambda job=job, policy=policy: str(rj.residuals(job, policy)) for job, policy in every])
+    assert found == [str(rj.residuals(job, policy)) for job, policy in every]
+    assert len(set(found)) == len(every)
+
+
+def test_what_is_compiled_at_once_is_kept_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.forget()
+    programs = [
+        export_step(str(scale), Step(lambda x, s=scale: x * s, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
+        for scale in range(6)
+    ]
+
+    def sizes(asked: Any, *_: Any) -> dict[str, Sizes]:
+        return {one.key: Sizes(int(one.key), *range(2, 9)) for one in asked}
+
+    monkeypatch.setattr(compiler, "_compiled", sizes)
+    calls = [lambda one=one: compile_programs([one], target("cpu"), timeout=10)[one.key].temp for one in programs * 3]
+    assert together(calls) == list(range(6)) * 3
+    cache.forget()
+
+
+def test_threads_that_switch_checkpointing_on_get_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Layer(nnx.Linear):
+        pass
+
+    def make() -> Any:
+        return nnx.List([Layer(2, 2, rngs=nnx.Rngs(0)) for _ in range(2)])
+
+    made, both, remat = [], threading.Event(), switch.remat
+
+    def slow(*args: Any) -> Any:
+        made.append(args)
+        # Another thread has the time to come as far as here.
+        both.wait(0.2)
+        return remat(*args)
+
+    monkeypatch.setattr(switch, "remat", slow)
+    models = together([lambda: rj.enable_gradient_checkpointing(nnx.Sequential(*make()), "full") for _ in range(3)])
+    classes = {type(model.layers[0]) for model in models}
+    assert len(classes) == 1 and len(made) == 1 and Layer not in classes
+
+
+class Plain(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(2)(x)
+
+
+def test_an_error_in_one_thread_is_that_threads_alone() -> None:
+    loss, params, x = make_loss()
+
+    def right() -> int:
+        return matmuls(jax.grad(rj.checkpoint_blocks(loss, {Mlp: "full"})), params, x)
+
+    def wrong() -> str:
+        with pytest.raises(rj.RematError, match="Plain: this class was never called") as caught:
+            rj.checkpoint_blocks(loss, {Plain: "full"})(params, x)
+        return str(caught.value)
+
+    expected = right()
+    found = together([right, wrong, right, wrong])
+    assert found[0] == found[2] == expected and found[1] == found[3]
+    assert right() == expected

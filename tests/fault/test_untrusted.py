@@ -1,0 +1,98 @@
+"""Files from anywhere run nothing: no pickle, no import, no script in a page."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import remat_jax as rj
+from remat_jax import porting
+from remat_jax.errors import PortingError, RematError
+from remat_jax.hardware import target
+from remat_jax.parity.match import read_mapping
+from tests.plan_by_hand import plan
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTILE = "</script><script>alert('x')</script>\"'><img src=x onerror=alert(1)>"
+
+
+class Planted:
+    """What a pickle of it runs when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_the_planted_pickle_runs_where_it_is_read(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Planted(tmp_path / "ran")))
+    assert (tmp_path / "ran").is_dir()
+
+
+@pytest.mark.parametrize(
+    "ending", [".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".safetensors.index.json", ".bin.index.json"]
+)
+def test_a_pickle_under_any_name_of_weights_is_refused(tmp_path: Path, ending: str) -> None:
+    content = pickle.dumps(Planted(tmp_path / "ran"))
+    path = tmp_path / f"model{ending}"
+    path.write_bytes(content)
+    files = [path]
+    if ending in (".pt", ".pth", ".bin", ".ckpt"):
+        torch = pytest.importorskip("torch")
+        files += [tmp_path / f"zip{ending}", tmp_path / f"old{ending}"]
+        torch.save({"a": Planted(tmp_path / "ran")}, files[1])
+        torch.save({"a": Planted(tmp_path / "ran")}, files[2], _use_new_zipfile_serialization=False)
+    for one in files:
+        with pytest.raises(PortingError):
+            porting.load(one)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_under_any_other_name_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(pickle.dumps(Planted(tmp_path / "ran")))
+    for read in (rj.Plan.load, lambda path: target(f"{path}:mine"), porting.load, lambda path: read_mapping(path, [], [])):
+        with pytest.raises(RematError):
+            read(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_nothing_that_is_shipped_reads_pickles_or_runs_texts() -> None:
+    """`torch.load` with `weights_only` alone; no `pickle.load`, `eval`, `exec`, `allow_pickle`."""
+    found = []
+    for folder in ("remat_jax", "torch_ref", "examples", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and _runs_what_it_reads(node):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert found == []
+
+
+def _runs_what_it_reads(call: ast.Call) -> bool:
+    name, keywords = ast.unparse(call.func), {one.arg: one.value for one in call.keywords}
+    if name == "torch.load":
+        return ast.unparse(keywords.get("weights_only", ast.Constant(False))) != "True"
+    return name in ("eval", "exec", "pickle.load", "pickle.loads", "marshal.loads", "shelve.open") or "allow_pickle" in keywords
+
+
+def test_hostile_names_stay_text_in_a_page(tmp_path: Path) -> None:
+    data = json.loads(json.dumps(plan().to_dict()))
+    data |= {"workload": HOSTILE, "target": HOSTILE, "notes": [HOSTILE], "jax_version": HOSTILE}
+    for one in data["parts"]:
+        one |= {"block": HOSTILE, "policy": HOSTILE}
+        for row in one["rows"]:
+            row["residual"] = HOSTILE
+    for one in [*data["frontier"], *data["named"]]:
+        one |= {"name": HOSTILE, "remark": HOSTILE}
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    page = rj.Plan.load(tmp_path / "plan.json").to_html(tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "<img" not in page and "<script>alert" not in page and page.count("<script") == page.count("</script>") == 2
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page
