@@ -237,7 +237,9 @@ def _checked_run(run: Any) -> tuple[int, Policy]:
         raise PolicyError(f"LayerPolicies: run={run!r}: expected a pair (layers, policy), as in (8, 'full').")
     count, policy = run
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_LAYERS:
-        raise PolicyError(f"LayerPolicies: a run of {count!r:.40} layers: expected 1 to {MOST_LAYERS}; leave an empty run out.")
+        raise PolicyError(
+            f"LayerPolicies: a run of {count!r:.40} layers: expected 1 or more, at most {MOST_LAYERS}; leave an empty run out."
+        )
     checked = Policy.parse(policy) if not isinstance(policy, Policy) else policy
     if _BAR.search(str(checked)):
         raise PolicyError(

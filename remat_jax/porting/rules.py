@@ -158,7 +158,7 @@ class Rules:
                 or not (_are_texts(rule["torch"]) and _are_texts(rule["flax"]) and isinstance(rule["transform"], str))
             ):
                 raise PortingError(
-                    f"a rule of a weight map: expected lists of texts, torch and flax, and a text, transform; found {rule!r:.200}."
+                    f"a rule of a weight map: expected lists of texts, torch and flax, and a text, transform; not {rule!r:.99}."
                 )
         rules = tuple(Rule(**rule) for rule in data["rules"])
         return cls(rules, tuple(map(tuple, data["ties"])), tuple(data["extra"]), tuple(data["missing"]))
