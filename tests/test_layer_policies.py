@@ -90,7 +90,7 @@ def test_json_goes_there_and_back() -> None:
     [
         ("8 full | 4 dots", r"the run '8 full \| 4 dots' is not 'N × policy'"),
         ("full | 4 x dots", "the run 'full' is not"),
-        ("0 x full", "a run of 0 layers: expected 1 to 1000000"),
+        ("0 x full", "a run of 0 layers: expected 1 or more, at most 1000000"),
         ("4 x full | 4 x", r"the selector|is not the name|4 x"),
         ("4 x save: | 4 x dots", "is empty"),
         ("", "is not 'N × policy'"),

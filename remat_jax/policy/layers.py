@@ -105,7 +105,7 @@ class LayerPolicies:
             digits = found[1].lstrip("0")
             if len(digits) > len(str(MOST_LAYERS)):
                 # Python reads no integer of thousands of digits.
-                raise PolicyError(f"{argument}: a run of {digits[:12]}… layers: expected 1 to {MOST_LAYERS}.")
+                raise PolicyError(f"{argument}: a run of {digits[:12]}… layers: expected 1 or more, at most {MOST_LAYERS}.")
             runs.append((int(digits or 0), Policy.parse(found[2].strip(), argument)))
         return cls(tuple(runs), tuple(cuts))
 
