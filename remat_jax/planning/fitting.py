@@ -3,9 +3,8 @@
 A stack says peak = F + (what is kept up to a block) + W + ρ · (recomputed) + φ · (offloaded). The kept bytes are known to the
 byte; F, ρ and φ are not, and are refitted to every step that is compiled, with the first guess of ρ and φ as a weak prior.
 
-A layer that is a scan by itself is another matter: XLA takes the loop away, finds that what is recomputed was computed before,
-and keeps of all that its backward pass reads what it does not make again in passing, whatever the policy. That is a share α
-of it, which is fitted as well (`docs/notes/cutting_a_scan.md`).
+Of what a layer saves that is a scan by itself, XLA, which takes the loop away, keeps only what it does not make again in
+passing. That is a share α of it, which is fitted as well (`docs/notes/cutting_a_scan.md`).
 
 The fit is then shifted so that it is exact at the compiled step that lies nearest to the budget.
 """
@@ -36,8 +35,8 @@ Loads = tuple[Load, ...]
 _PRIOR = 0.1
 """The weight of the first guess of the shares beside one compiled step."""
 _MOST_RECOMPUTED, _MOST_FETCHED, _MOST_ALONE = 2.0, 4.0, 1.5
-_ALONE = 0.5
-"""The first guess of the share of layers that are scans by themselves: 0.41 in a deep MLP, 0.55 in GPT-2."""
+_ALONE = 0.7
+"""The first guess of the share of layers that are scans by themselves: 0.4 in a deep MLP, 0.9 in GPT-2."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Shown(Stack):
     """A stack as compiled steps show it.
 
     Attributes:
-      alone_share: how much of what its backward pass reads a layer keeps that is a scan by itself.
+      alone_share: how much of what it saves a layer really keeps that is a scan by itself.
     """
 
     alone_share: float = _ALONE
@@ -66,7 +65,7 @@ class _Need:
     Attributes:
       kept: what is kept up to it, with its working set.
       again, away: what it recomputes and fetches.
-      alone: what backward reads of the layers up to it that are scans by themselves.
+      alone: what layers up to it save that are scans by themselves.
       total: all of it, as far as it is taken to be there.
     """
 
@@ -92,14 +91,13 @@ def _needs(stack: Stack, loads: Loads, share: float) -> Iterator[_Need]:
     kept, alone = 0.0, 0
     for block, load in zip(singles(stack), loads, strict=True):
         kept += block.input_bytes
-        again = away = 0
         if load.alone:
-            alone += load.saved + load.again + load.away
+            alone += load.saved
         else:
-            kept, again, away = kept + load.saved, load.again, load.away
+            kept += load.saved
         here = kept + block.working_bytes
-        total = here + block.recomputed_share * again + block.fetched_share * away + share * alone
-        yield _Need(here, again, away, alone, total)
+        total = here + block.recomputed_share * load.again + block.fetched_share * load.away + share * alone
+        yield _Need(here, load.again, load.away, alone, total)
 
 
 def singles(stack: Stack) -> list[Block]:
