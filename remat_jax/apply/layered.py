@@ -16,7 +16,7 @@ from remat_jax.apply.layer_marks import Block, Positions, checked_counts, count,
 from remat_jax.apply.marking import Mark, bind_mark, mark_of, vmapped
 from remat_jax.apply.overlap import unlinked
 from remat_jax.apply.region import bind_block
-from remat_jax.apply.segments import Cut, Spans, is_opened
+from remat_jax.apply.segments import Cut, Segment, Spans, is_opened
 from remat_jax.graph import Row, plan_block
 from remat_jax.graph.walk import bodies, inner_jaxprs, interpret, retrace
 from remat_jax.policy import LayerPolicies, is_off
@@ -30,7 +30,8 @@ def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: A
       UnsupportedError: blocks that would need different policies stand in a `while` loop.
     """
     counts = checked_counts(jaxpr, blocks)
-    return _Resolver(blocks, audit).run(jaxpr, args, dict.fromkeys(blocks, 0), _Surroundings()), counts
+    around = _Surroundings(apart=compat.in_loop(around_gradient=False))
+    return _Resolver(blocks, audit).run(jaxpr, args, dict.fromkeys(blocks, 0), around), counts
 
 
 class _Surroundings:
@@ -38,19 +39,26 @@ class _Surroundings:
 
     Attributes:
       looped: whether in a loop.
+      apart: whether in one that is a loop to the compiler too, which each pass has one of.
       rows: by the id of a value, the stack that it is a row of.
       spans: in a scan, by block, the layers of all its rounds.
       idle: whether in a loop of no rounds, where there are no layers that a block could be.
     """
 
     def __init__(
-        self, *, looped: bool = False, rows: Mapping[int, Row] | None = None, spans: Spans | None = None, idle: bool = False
+        self,
+        *,
+        looped: bool = False,
+        apart: bool = False,
+        rows: Mapping[int, Row] | None = None,
+        spans: Spans | None = None,
+        idle: bool = False,
     ) -> None:
-        self.looped, self.rows, self.spans, self.idle = looped, rows or {}, spans or {}, idle
+        self.looped, self.apart, self.rows, self.spans, self.idle = looped, apart, rows or {}, spans or {}, idle
 
     def inside(self, *, looped: bool = False) -> _Surroundings:
         """Of what stands in the body of an equation, to which values have other ids."""
-        return _Surroundings(looped=self.looped or looped, spans=self.spans, idle=self.idle)
+        return _Surroundings(looped=self.looped or looped, apart=self.apart or looped, spans=self.spans, idle=self.idle)
 
 
 class _Resolver:
@@ -121,22 +129,24 @@ class _Resolver:
         block = plan_block(body, policy, mark.path, mark.inputs)
         self.audit.saw(mark.path, block, whole=mark.made, layers=run, looped=around.looped)
         with compat.layers_scope(span):
-            return bind_block(block, values, looped=True if around.looped else None, rows=rows)
+            return bind_block(block, values, looped=True if around.looped else None, apart=around.apart, rows=rows)
 
     def _scan(self, eqn: Any, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
         cut = Cut(eqn, self.blocks, None if around.idle else at)
         if len(cut.segments) > 1:
             with compat.eqn_context(eqn):
-                return cut.run(
-                    inputs, around.spans, lambda values, at, rows, spans: self._round(cut.body, values, at, rows, spans)
-                )
+
+                def run_round(values: list[Any], segment: Segment, rows: Mapping[int, Row], spans: Spans) -> list[Any]:
+                    apart = around.apart or segment.is_loop
+                    inside = _Surroundings(looped=True, apart=apart, rows=rows, spans=spans)
+                    return self.run(cut.body, values, dict(segment.at), inside)
+
+                return cut.run(inputs, around.spans, run_round)
         spans = cut.spans(cut.segments[0], around.spans) if cut.segments else {}
-        inside = _Surroundings(looped=True, spans=spans, idle=not cut.segments)
+        apart = around.apart or any(segment.is_loop for segment in cut.segments)
+        inside = _Surroundings(looped=True, apart=apart, spans=spans, idle=not cut.segments)
         body = retrace(cut.body, lambda *args: self.run(cut.body, args, dict(at), inside))
         return compat.bind(eqn, inputs, jaxpr=compat.like(body, eqn.params["jaxpr"]))
-
-    def _round(self, body: Any, values: list[Any], at: Positions, rows: Mapping[int, Row], spans: Spans) -> list[Any]:
-        return self.run(body, values, at, _Surroundings(looped=True, rows=rows, spans=spans))
 
     def _other(self, eqn: Any, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
         """An equation with blocks inside: a call, a branch, a loop of unknown length, a block of somebody else's."""

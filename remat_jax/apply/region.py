@@ -78,19 +78,27 @@ def _filled(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any])
 
 
 def bind_block(
-    block: PlannedBlock, values: Sequence[Any], *, looped: bool | None = None, rows: Mapping[int, Row] | None = None
+    block: PlannedBlock,
+    values: Sequence[Any],
+    *,
+    looped: bool | None = None,
+    apart: bool | None = None,
+    rows: Mapping[int, Row] | None = None,
 ) -> list[Any]:
     """Evaluate a planned block on `values`: under `jax.checkpoint`, and tied where it offloads outside every loop.
 
     Inside a loop XLA cannot merge the recomputation with the forward pass, which stands in another loop, so that nothing needs
-    to prevent it; unless the gradient is taken inside the loop, as over micro-batches, where both stand in one body. A tied
-    block does not compile for a GPU in either (INTERNAL: shape mismatch after layout assignment).
+    to prevent it; unless the gradient is taken inside the loop, as over micro-batches, where both stand in one body, or the
+    loop runs once, where XLA takes it away. A tied block does not compile for a GPU in any of them (INTERNAL: shape mismatch
+    after layout assignment).
 
     Args:
-      looped: whether the block is in a loop of the function that is differentiated, where the caller knows; None to ask JAX.
+      looped: whether the block is in a loop, where the caller knows; None to ask JAX.
+      apart: whether each pass has a loop of its own around the block, where the caller knows; None to ask JAX, which does not
+        know of a loop that runs once.
       rows: by their place, the values that are rows of a scanned stack, all of the same index.
     """
-    apart = compat.in_loop(around_gradient=False) if looped is None else looped
+    apart = compat.in_loop(around_gradient=False) if apart is None else apart
     looped = compat.in_loop() if looped is None else looped
     if block.offloaded and looped:
         compat.refuse_miscompiled_offload()

@@ -84,4 +84,5 @@ def _run_region(
         return compat.jaxpr_function(body)(*values)
     block = plan_block(body, policy, path, inputs)
     audit.saw(path, block)
-    return bind_block(block, values, looped=True if looped else None)
+    known = True if looped else None
+    return bind_block(block, values, looped=known, apart=known)

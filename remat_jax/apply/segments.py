@@ -26,17 +26,26 @@ from remat_jax.graph.walk import bodies
 from remat_jax.policy import LayerPolicies, Policy, is_off
 
 Spans = Mapping[Block, range]
-RunRound = Callable[[list[Any], Positions, Mapping[int, Row], Spans], list[Any]]
-"""`run(inputs, at, rows, spans)`: one round of a scan, whose first blocks have the positions `at`."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive rounds of a scan under the same policies: the first, the one after the last, the positions in the first."""
+    """Consecutive rounds of a scan under the same policies.
+
+    Attributes:
+      first, end: the first of them, and the one after the last.
+      at: the positions of the blocks in the first.
+      is_loop: whether the compiler sees a loop. Of one round, or with all rounds unrolled into one, it takes the loop away.
+    """
 
     first: int
     end: int
     at: Positions
+    is_loop: bool
+
+
+RunRound = Callable[[list[Any], Segment, Mapping[int, Row], Spans], list[Any]]
+"""`run(inputs, segment, rows, spans)`: one round of a scan that stands for all of a segment."""
 
 
 class Cut:
@@ -78,7 +87,8 @@ class Cut:
         for _, alike in itertools.groupby(range(self.eqn.params["length"]), key=scan):
             members = list(alike)
             start = {block: position + members[0] * self.each[block] for block, position in at.items()}
-            segments.append(Segment(members[0], members[-1] + 1, start))
+            is_loop = len(members) > self.eqn.params["unroll"]
+            segments.append(Segment(members[0], members[-1] + 1, start, is_loop))
         return segments
 
     def spans(self, segment: Segment, around: Spans) -> dict[Block, range]:
@@ -98,8 +108,8 @@ class Cut:
             read = whole if self._keeps_no_rows(segment) else [None] * len(stacks)
             spans = self.spans(segment, around)
 
-            def step(carry: list[Any], slices: list[Any], rows: Mapping[int, Row], at: Any = segment.at, s: Any = spans) -> Any:
-                outputs = run_round([*fixed, *carry, *slices], dict(at), rows, s)
+            def step(carry: list[Any], slices: list[Any], rows: Mapping[int, Row], one: Any = segment, s: Any = spans) -> Any:
+                outputs = run_round([*fixed, *carry, *slices], one, rows, s)
                 return outputs[: len(carry)], outputs[len(carry) :]
 
             carry, out = self._scan(segment, spans, step, carry, list(zip(stacks, read, strict=True)))

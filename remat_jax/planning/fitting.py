@@ -2,11 +2,6 @@
 
 A stack says peak = F + (what is kept up to a block) + W + ρ · (recomputed) + φ · (offloaded). The kept bytes are known to the
 byte; F, ρ and φ are not, and are refitted to every step that is compiled, with the first guess of ρ and φ as a weak prior.
-
-A layer that is a scan by itself is another matter: XLA takes the loop away, finds that what is recomputed was computed before,
-and keeps of all that its backward pass reads what it does not make again in passing, whatever the policy. That is a share α
-of it, which is fitted as well (`docs/notes/cutting_a_scan.md`).
-
 The fit is then shifted so that it is exact at the compiled step that lies nearest to the budget.
 """
 
@@ -22,12 +17,11 @@ from remat_jax.planner import Block, Stack
 
 @dataclass(frozen=True)
 class Load:
-    """What one block does to memory: bytes that it saves, computes again, and offloads; whether it is a scan by itself."""
+    """What one block does to memory: bytes that it saves, computes again, and offloads."""
 
     saved: int
     again: int
     away: int
-    alone: bool = False
 
 
 Loads = tuple[Load, ...]
@@ -35,9 +29,7 @@ Loads = tuple[Load, ...]
 
 _PRIOR = 0.1
 """The weight of the first guess of the shares beside one compiled step."""
-_MOST_RECOMPUTED, _MOST_FETCHED, _MOST_ALONE = 2.0, 4.0, 1.5
-_ALONE = 0.5
-"""The first guess of the share of layers that are scans by themselves: 0.41 in a deep MLP, 0.55 in GPT-2."""
+_MOST_RECOMPUTED, _MOST_FETCHED = 2.0, 4.0
 
 
 @dataclass(frozen=True)
@@ -48,58 +40,17 @@ class Seen:
     device_bytes: int
 
 
-@dataclass(frozen=True)
-class Shown(Stack):
-    """A stack as compiled steps show it.
-
-    Attributes:
-      alone_share: how much of what its backward pass reads a layer keeps that is a scan by itself.
-    """
-
-    alone_share: float = _ALONE
-
-
-@dataclass(frozen=True)
-class _Need:
-    """What is needed at one block.
-
-    Attributes:
-      kept: what is kept up to it, with its working set.
-      again, away: what it recomputes and fetches.
-      alone: what backward reads of the layers up to it that are scans by themselves.
-      total: all of it, as far as it is taken to be there.
-    """
-
-    kept: float
-    again: int
-    away: int
-    alone: int
-    total: float
-
-
 def predicted(stack: Stack, loads: Loads) -> float:
     """The device bytes that a stack expects of such blocks."""
-    return stack.fixed_bytes + _at_the_peak(stack, loads).total
+    return stack.fixed_bytes + max(kept + again + away for kept, again, away, _ in _needs(stack, loads))
 
 
-def _at_the_peak(stack: Stack, loads: Loads) -> _Need:
-    """Where such blocks need most."""
-    share = stack.alone_share if isinstance(stack, Shown) else _ALONE
-    return max(_needs(stack, loads, share), key=lambda need: need.total)
-
-
-def _needs(stack: Stack, loads: Loads, share: float) -> Iterator[_Need]:
-    kept, alone = 0.0, 0
+def _needs(stack: Stack, loads: Loads) -> Iterator[tuple[float, float, float, Load]]:
+    """At each block: what is kept up to it with its working set, its shares of what it recomputes and fetches, its load."""
+    kept = 0.0
     for block, load in zip(singles(stack), loads, strict=True):
-        kept += block.input_bytes
-        again = away = 0
-        if load.alone:
-            alone += load.saved + load.again + load.away
-        else:
-            kept, again, away = kept + load.saved, load.again, load.away
-        here = kept + block.working_bytes
-        total = here + block.recomputed_share * again + block.fetched_share * away + share * alone
-        yield _Need(here, again, away, alone, total)
+        kept += block.input_bytes + load.saved
+        yield kept + block.working_bytes, block.recomputed_share * load.again, block.fetched_share * load.away, load
 
 
 def singles(stack: Stack) -> list[Block]:
@@ -127,21 +78,32 @@ def fitted(stack: Stack, seen: Sequence[Seen], budget: float) -> Stack:
 
 
 def _shares(stack: Stack, before: Stack, seen: Sequence[Seen]) -> Stack:
-    needs = [_at_the_peak(before, one.loads) for one in seen]
-    rows = np.asarray([(1.0, need.again, need.away, need.alone) for need in needs])
-    values = [one.device_bytes - need.kept for one, need in zip(seen, needs, strict=True)]
+    rows, values = [], []
+    for one in seen:
+        kept, again, away = _at_the_peak(before, one.loads)
+        rows.append((1.0, again, away))
+        values.append(one.device_bytes - kept)
     # A quarter of the time that importing remat_jax took.
     from scipy.optimize import lsq_linear
 
-    scale = np.maximum(np.abs(rows).max(axis=0), 1.0)
-    first = stack.blocks[0].recomputed_share, stack.blocks[0].fetched_share, _ALONE
-    prior = np.diag([0.0, *(_PRIOR * scale[1:])])
-    matrix = np.vstack([rows, prior]) / scale
+    scale = np.maximum(np.abs(np.asarray(rows)).max(axis=0), 1.0)
+    first = stack.blocks[0].recomputed_share, stack.blocks[0].fetched_share
+    prior = np.diag([0.0, _PRIOR * scale[1], _PRIOR * scale[2]])
+    matrix = np.vstack([np.asarray(rows), prior]) / scale
     wanted = np.concatenate([values, prior @ np.array([0.0, *first])])
-    bounds = np.zeros(4), np.array([np.inf, _MOST_RECOMPUTED, _MOST_FETCHED, _MOST_ALONE]) * scale
-    fixed, again_share, away_share, alone_share = np.maximum(0.0, lsq_linear(matrix, wanted, bounds).x / scale).tolist()
-    blocks = tuple(replace(block, recomputed_share=again_share, fetched_share=away_share) for block in stack.blocks)
-    return Shown(blocks, stack.link, fixed, stack.offload_last, alone_share)
+    bounds = np.array([0.0, 0.0, 0.0]), np.array([np.inf, _MOST_RECOMPUTED, _MOST_FETCHED]) * scale
+    fixed, again_share, away_share = lsq_linear(matrix, wanted, bounds).x / scale
+    blocks = tuple(
+        replace(block, recomputed_share=max(0.0, float(again_share)), fetched_share=max(0.0, float(away_share)))
+        for block in stack.blocks
+    )
+    return replace(stack, blocks=blocks, fixed_bytes=max(0.0, float(fixed)))
+
+
+def _at_the_peak(stack: Stack, loads: Loads) -> tuple[float, int, int]:
+    """Where such blocks need most: what is kept with the working set, what is recomputed there, and what was offloaded."""
+    kept, _, _, load = max(_needs(stack, loads), key=lambda one: sum(one[:3]))
+    return kept, load.again, load.away
 
 
 def _shifted(stack: Stack, by: float) -> Stack:

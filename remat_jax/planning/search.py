@@ -137,7 +137,7 @@ class Search(Solver):
 
     def _better(self, stack: Stack, best: Tried | None) -> list[Candidate]:
         """What would be faster than the best and is expected to fit."""
-        found = self._hopeful(stack, best) + self._cut_otherwise(stack, best)
+        found = self._hopeful(stack, best) + self._cut_otherwise(best)
         count = len(self.tried)
         # The last compilation is kept for one residual more, of a plan that has one.
         kept = best is not None and best.candidate.done is not None
@@ -178,20 +178,18 @@ class Search(Solver):
         ]
         return sorted(able, key=lambda one: one.seconds)[:1]
 
-    def _cut_otherwise(self, stack: Stack, best: Tried | None) -> list[Candidate]:
-        """What did not fit, with its last layers as scans by themselves where that may fit: the fastest of these."""
+    def _cut_otherwise(self, best: Tried | None) -> list[Candidate]:
+        """What nearly fitted, with its last layers as scans by themselves: the fastest of these.
+
+        No prediction knows what that brings. It is tried until it was once in vain.
+        """
         bound = best.candidate.seconds - self._worth if best else math.inf
-        # What it brings is not known before it was seen once.
-        seen = any(load.alone for one in self.tried for load in one.candidate.loads)
-        room = self.budget if seen else _HOPE * self.budget
-        able = [
-            other
-            for one in self.tried
-            if self.budget < one.compiled.device_bytes < FAILED and one.candidate.seconds < bound
-            if (other := self._last_alone(one.candidate)) is not None
-            if self.known(other) is None and predicted(stack, other.loads) <= room
-        ]
-        return sorted(able, key=lambda one: one.seconds)[:1]
+        refused = [one for one in self.tried if self.budget < one.compiled.device_bytes <= _HOPE * self.budget]
+        if any(one.candidate.cuts for one in refused):
+            return []
+        able = [self._last_alone(one.candidate) for one in refused if one.candidate.seconds < bound]
+        new = [one for one in able if one is not None and self.known(one) is None]
+        return sorted(new, key=lambda one: one.seconds)[:1]
 
     def _last_alone(self, candidate: Candidate) -> Candidate | None:
         """With its last layers as scans by themselves; None where there is no scan to cut, or no run more is allowed."""
@@ -236,7 +234,6 @@ class Search(Solver):
     ) -> Candidate | None:
         """The fastest within `budget` that was not compiled yet, and would be faster than the best by what that is worth."""
         least = math.inf if best is None else best.candidate.seconds - (self._worth if worth is None else worth)
-        asked = budget
         for _ in range(4):
             if budget <= 0:
                 return None
@@ -245,12 +242,7 @@ class Search(Solver):
                 return None
             known = self.known(found)
             if known is None:
-                # The planner does not know that a layer may be a scan by itself.
-                over = predicted(stack, found.loads) - asked
-                if over <= 0:
-                    return found
-                budget -= over
-                continue
+                return found
             if self._fits(known):
                 return None
             failed = known.compiled.device_bytes == FAILED
@@ -273,14 +265,8 @@ class Search(Solver):
         return [one for one in self._least_more(best) if self.known(one) is None][:1]
 
     def _filled(self, best: Tried, room: float) -> Candidate:
-        """The best, or that with its last layers alone, with one residual more after another, the best bargain first."""
-        stack = self._fitted(best.compiled.device_bytes)
-        starts = [one for one in (best.candidate, self._last_alone(best.candidate)) if one is not None]
-        filled = [self._full(stack, one, room) for one in starts]
-        able = [one for one in filled if predicted(stack, one.loads) <= room]
-        return min([best.candidate, *able], key=lambda one: one.seconds)
-
-    def _full(self, stack: Stack, found: Candidate, room: float) -> Candidate:
+        """The best with one residual more after another, the best bargain first."""
+        stack, found = self._fitted(best.compiled.device_bytes), best.candidate
         while True:
             able = [one for one in self._one_residual_more(found) if predicted(stack, one.loads) <= room]
             if not able:

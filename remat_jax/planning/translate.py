@@ -10,7 +10,7 @@ from remat_jax.apply.audit import Audit
 from remat_jax.errors import PlanningError
 from remat_jax.planner import Block, BlockPolicy, Choice
 from remat_jax.planning.candidate import Candidate
-from remat_jax.planning.choices import Choices, Cuts, block_policies, runs
+from remat_jax.planning.choices import Choices, Cuts, block_policies
 from remat_jax.planning.fitting import Load
 from remat_jax.planning.model import block_name
 from remat_jax.planning.point import Row
@@ -28,23 +28,20 @@ def own_candidate(described: Described, choices: Choices) -> Candidate:
         for one in chosen
     )
     seconds = extra_seconds(described, _of_choices(described, choices, ()))
-    return recut(described, Candidate("", loads, seconds, choices), ())
+    return Candidate("", loads, seconds, choices)
 
 
 def recut(described: Described, candidate: Candidate, cuts: Cuts) -> Candidate:
     """The same choices with scans cut at `cuts`: where there is a scan, between blocks that do the same."""
     choices = candidate.choices
     assert choices is not None, "a named policy is one for all layers"
-    kept, first, scanned = [], 0, set[int]()
+    kept, first = [], 0
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
         # Kinds that take turns in one scan are cut together: not by one of them.
         if kind.scanned and kind.program.call.stride == 1:
-            scanned.update(range(first, first + block.repeats))
             kept += [at for at in cuts if first < at < first + block.repeats and choices[at - 1] == choices[at]]
         first += block.repeats
-    alone = {start for start, stop in runs(described.stack, choices, tuple(kept)) if stop == start + 1} & scanned
-    loads = tuple(replace(load, alone=at in alone) for at, load in enumerate(candidate.loads))
-    return replace(candidate, loads=loads, cuts=tuple(kept))
+    return replace(candidate, cuts=tuple(kept))
 
 
 def named_candidate(described: Described, name: str) -> Candidate:
