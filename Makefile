@@ -51,7 +51,7 @@ test-browser: $(STAMP)  ## run the tests that open pages in an installed Chromiu
 	$(BIN)/python -m pytest -m browser tests $(ARGS)
 
 .PHONY: test-versions
-test-versions: $(STAMP)  ## run the tests that need no PyTorch on every Python and JAX that is promised
+test-versions: $(STAMP)  ## run the tests that need no PyTorch on the oldest, a middle and the newest JAX
 	$(BIN)/python -m tests.versions $(ARGS)
 
 .PHONY: test-newest

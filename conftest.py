@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 # Before JAX starts: no test but those marked `gpu` may touch a GPU, or try the CUDA plugin.
-ON_GPU = any("gpu" in word and "not gpu" not in word for word in sys.argv)
+# Marks, not paths, which may have the word in them.
+ON_GPU = any("gpu" in word and "not gpu" not in word and "/" not in word and "::" not in word for word in sys.argv[1:])
 if not ON_GPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -80,6 +80,21 @@ def last(path: str, leaf: Any) -> P:
     return P(*[None] * (len(leaf.shape) - 1), EVERYWHERE)
 
 
+def dividing(devices: int) -> Callable[[str, Any], P]:
+    """Of every parameter the last dimension that divides over so many devices is split over all of them.
+
+    >>> head = jax.ShapeDtypeStruct((8192, 128256), jnp.bfloat16)
+    >>> [tuple(dividing(devices)("lm_head/kernel", head)) for devices in (64, 512)]
+    [(None, ('data', 'fsdp')), (('data', 'fsdp'), None)]
+    """
+
+    def spec(path: str, leaf: Any) -> P:
+        axes = [axis for axis, size in enumerate(leaf.shape) if size % devices == 0]
+        return P(*(EVERYWHERE if axis == axes[-1] else None for axis in range(leaf.ndim))) if axes else P()
+
+    return spec
+
+
 def by_features(path: str, leaf: Any) -> P:
     """What a projection makes is split over `tensor`, or what it sums over; the other side over `fsdp`."""
     if len(leaf.shape) < 2 or "norm" in path:

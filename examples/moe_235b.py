@@ -8,6 +8,7 @@ is left of each matrix, the optimizer's state and the batch are divided over the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from remat_jax import Workload
 
-from .llama_70b import EVERYWHERE, LENGTH, last
+from .llama_70b import EVERYWHERE, LENGTH, dividing
 from .models import moe
 from .models.functions import cross_entropy
 
@@ -51,13 +52,18 @@ def job_on(hosts: int, config: moe.MoeConfig | None = None, length: int = LENGTH
         moe.MoeBlock,
         optimizer=optax.adam(1e-4),
         mesh={"data": hosts, "fsdp": GPUS},
-        shardings=(by_expert, P(EVERYWHERE), P(EVERYWHERE)),
+        shardings=(by_expert(hosts * GPUS), P(EVERYWHERE), P(EVERYWHERE)),
         name=f"Qwen 3 235B A22B, {hosts * GPUS} GPUs",
     )
 
 
-def by_expert(path: str, leaf: Any) -> P:
-    """Experts over the GPUs of a host, their last dimension over the hosts; other parameters over all of them."""
-    if leaf.ndim >= 3 and "mlp" in path and "router" not in path:
-        return P(*[None] * (leaf.ndim - 3), "fsdp", None, "data")
-    return last(path, leaf)
+def by_expert(devices: int) -> Callable[[str, Any], P]:
+    """Experts over the GPUs of a host, their last dimension over the hosts; other parameters over all devices."""
+    others = dividing(devices)
+
+    def spec(path: str, leaf: Any) -> P:
+        if leaf.ndim >= 3 and "mlp" in path and "router" not in path:
+            return P(*[None] * (leaf.ndim - 3), "fsdp", None, "data")
+        return others(path, leaf)
+
+    return spec

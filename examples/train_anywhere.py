@@ -51,11 +51,18 @@ def job() -> Any:
     >>> job().batch[0].shape
     (32, 256)
     """
+    import jax
+
+    from remat_jax.errors import ArgumentError
+
     from .distributed import command, processes, training
 
     options = command.parser().parse_args(shlex.split(os.environ.get("TRAIN_ANYWHERE", "")))
     sizes = {"fsdp": 1} if options.mesh is None else processes.parsed_mesh(options.mesh)
-    return training.workload(command.setting_of(options), sizes)
+    setting = command.setting_of(options)
+    if setting.dtype == "float64" and not jax.config.jax_enable_x64:
+        raise ArgumentError("TRAIN_ANYWHERE: --dtype float64 needs 64-bit types: set JAX_ENABLE_X64=1 as well")
+    return training.workload(setting, sizes)
 
 
 if __name__ == "__main__":

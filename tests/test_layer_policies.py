@@ -54,13 +54,16 @@ def test_cuts_stand_between_layers_under_one_policy() -> None:
     assert str(policies) == "3 × full || 1 × full || 1 × full | 1 × dots" and rj.LayerPolicies.parse(str(policies)) == policies
     # Where policies differ it is cut anyway.
     assert rj.LayerPolicies.of(["full"] * 5 + ["dots"], cuts=[5, 4, 3]) == policies != rj.LayerPolicies(policies.runs)
-    assert policies.map(lambda one: DOTS).cuts == (3, 4)
+    # What becomes equal stays scans of its own.
+    assert policies.map(lambda one: DOTS).cuts == (3, 4, 5)
     assert policies.to_dict()["version"] == 2 and rj.LayerPolicies.from_json(policies.to_json()) == policies
     for wrong in ({"version": 1}, {"cuts": [6]}, {"cuts": [True]}, {"cuts": "4"}, {"cuts": None}):
         with pytest.raises(PolicyError):
             rj.LayerPolicies.from_dict(policies.to_dict() | wrong)
     with pytest.raises(PolicyError, match="a cut before layer 0 of 2: expected 1 to 1"):
         rj.LayerPolicies(((2, FULL),), (0,))
+    with pytest.raises(PolicyError, match="cuts=3: expected the layers before which"):
+        rj.LayerPolicies.of(["full"] * 4, 3)
     with pytest.raises(PolicyError, match="cuts=4: expected the positions"):
         rj.LayerPolicies(((2, FULL),), 4)  # type: ignore[arg-type]
 

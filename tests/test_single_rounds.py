@@ -70,7 +70,10 @@ def test_a_barrier_stands_where_a_scan_runs_once(policies: str, expected: list[b
     assert sorted(barriers(policies, loss, params, x)) == expected
 
 
-@pytest.mark.parametrize(("options", "expected"), [({}, False), ({"unroll": 2}, False), ({"unroll": 4}, True)])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, False), ({"unroll": 2}, False), ({"unroll": 3}, True), ({"unroll": 4}, True), ({"unroll": 0}, True)],
+)
 def test_a_barrier_stands_where_all_rounds_are_unrolled_into_one(options: dict[str, int], expected: bool) -> None:
     found = barriers("4 x full", lambda kernels, x: stack(kernels, x, **options).sum(), values(4, 4, 3), values(2, 4))
     assert set(found) == {expected}

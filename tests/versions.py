@@ -1,4 +1,4 @@
-"""The tests that need no PyTorch, on every Python and JAX that is promised: `make test-versions`.
+"""The tests that need no PyTorch, on the oldest, a middle and the newest JAX: `make test-versions`.
 
 Each version has an environment of its own under `.venvs`, made once and brought up to date when `pyproject.toml` changes; the
 newest JAX is asked for again every time.

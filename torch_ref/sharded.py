@@ -49,14 +49,15 @@ class ShardedModel:
         """The whole gradients by the parameters' names, the means over all ranks. Every rank has to call it.
 
         Raises:
-            InvalidArgumentError: if a parameter has none.
+            InvalidArgumentError: if a parameter that is trained has none.
         """
-        lacking = [name for name, parameter in self.model.named_parameters() if parameter.grad is None]
+        trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        lacking = [name for name, parameter in trained.items() if parameter.grad is None]
         if lacking:
             raise InvalidArgumentError(
                 f"{lacking[0]} and {len(lacking) - 1} other parameters have no gradient: call backward() on a loss first."
             )
-        return {name: _whole(parameter.grad) for name, parameter in self.model.named_parameters()}
+        return {name: _whole(parameter.grad) for name, parameter in trained.items()}
 
 
 def shard_blocks(
@@ -108,6 +109,8 @@ def shard_blocks(
             f"mesh is a {type(mesh).__name__}, expected a DeviceMesh, as from"
             " torch.distributed.device_mesh.init_device_mesh('cuda', (n,)) for n ranks."
         )
+    if mesh.ndim > 2:
+        raise InvalidArgumentError(f"mesh has {mesh.ndim} axes, expected one, or two (repeated, divided): give mesh['…'].")
     checked = Policy.parse(policy)
     found = _found(model, blocks)
     sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
@@ -126,6 +129,8 @@ def shard_blocks(
 def _found(model: nn.Module, blocks: Blocks | None) -> dict[str, nn.Module]:
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model is a {type(model).__name__}, expected a module.")
+    if blocks is not None and not all(isinstance(one, type) for one in (blocks if isinstance(blocks, tuple) else (blocks,))):
+        raise InvalidArgumentError(f"blocks is {blocks!r}, expected a class of modules or a tuple of them.")
     only = repeated_blocks(model)
     found = {
         name: module

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
 from examples import moe_235b
-from examples.llama_70b import EVERYWHERE, decoder_job, last
+from examples.llama_70b import EVERYWHERE, decoder_job, dividing
 from examples.models.llama import LlamaConfig
 
 GPUS = 8
@@ -28,7 +28,12 @@ class Case:
 def dense(config: LlamaConfig, name: str) -> Callable[[int], rj.Workload]:
     """Parameters, state and batch divided over all GPUs (FSDP)."""
     return lambda hosts: decoder_job(
-        config, {"data": hosts, "fsdp": GPUS}, last, P(EVERYWHERE), f"{name}, {hosts * GPUS} GPUs", batch=hosts * GPUS
+        config,
+        {"data": hosts, "fsdp": GPUS},
+        dividing(hosts * GPUS),
+        P(EVERYWHERE),
+        f"{name}, {hosts * GPUS} GPUs",
+        batch=hosts * GPUS,
     )
 
 

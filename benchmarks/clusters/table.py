@@ -79,6 +79,9 @@ def failures(rows: Sequence[Row]) -> list[str]:
     found = []
     for one in rows:
         name = f"{one['workload']}, {one['policy']}"
+        if "error" in one:
+            found.append(f"{name}: no figure: {one['error']}")
+            continue
         if one["policy"] == PLAN and "device_bytes" in one and not fits(one):
             found.append(f"{name}: the plan needs {format_bytes(one['device_bytes'])}")
         if one["policy"] == STATE and not one.get("host_bytes"):

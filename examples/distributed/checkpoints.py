@@ -7,6 +7,8 @@ that what is read back can be compared wherever it is read: orbax reads a flippe
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -55,7 +57,8 @@ class Checkpoints:
 
     def save(self, step: int, state: Any) -> None:
         """Save the state before step number `step`."""
-        about = {"setting": self._setting, "checksums": checksums(state)}
+        about: dict[str, Any] = {"setting": self._setting, "checksums": checksums(state)}
+        about["digest"] = _digest(about)
         saved = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
         self._manager.save(step, args=saved, force=True)
 
@@ -92,6 +95,8 @@ class Checkpoints:
         path = self._folder / str(step)
         why, about = _attempt(path, about=ocp.args.JsonRestore())
         if not why:
+            why = "" if _is_whole(about) else "what it says of itself is not what was saved"
+        if not why:
             differing = differences(self._setting, about["setting"])
             if differing:
                 raise ArgumentError(
@@ -123,8 +128,17 @@ def _attempt(path: Path, **item: Any) -> tuple[str, Any]:
             found = reader.restore(path, args=ocp.args.Composite(**item))[next(iter(item))]
         except Exception as error:  # of files that are damaged orbax raises a plain Exception
             _ignore_leftovers()
-            why = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     return (why, found) if all_agree(not why) else (why or "another process cannot read it", None)
+
+
+def _digest(about: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def _is_whole(about: Any) -> bool:
+    """Whether it is what was saved, by its own digest."""
+    return isinstance(about, dict) and about.get("digest") == _digest({name: about[name] for name in about if name != "digest"})
 
 
 def _ignore_leftovers() -> None:

@@ -117,7 +117,10 @@ def train(setting: Setting, options: argparse.Namespace) -> State:
     """Train from the newest checkpoint, or from the start, to `options.steps`; gives the state."""
     mesh = processes.make_mesh(None if options.mesh is None else processes.parsed_mesh(options.mesh))
     told = setting.told()
-    processes.check_same(told | {"mesh": dict(mesh.shape), "steps": options.steps, "policy": options.policy})
+    # What all of them do together: saving waits for every process.
+    alike = {name: getattr(options, name) for name in ("steps", "save_every", "keep", "wait")}
+    alike |= {"policy": _content(options.policy), "checkpoint": options.checkpoint and str(options.checkpoint)}
+    processes.check_same(told | {"mesh": dict(mesh.shape)} | alike)
     console.check_file(options.metrics)
     job = workload(setting, mesh)
     policy, planned = chosen_policy(options.policy, job)
@@ -133,8 +136,9 @@ def train(setting: Setting, options: argparse.Namespace) -> State:
     )
     saving = Checkpoints(options.checkpoint, told, options.keep, options.wait) if options.checkpoint else None
     restored = saving.restore(trainer.structs, console.warn) if saving else None
-    if restored and restored[0] >= options.steps:
+    if saving and restored and restored[0] >= options.steps:
         console.tell({"done": f"the newest checkpoint is of step {restored[0]}, and --steps is {options.steps}"})
+        saving.close()
         return restored[1]
     needed = [format_bytes(size) for size in trainer.compile()]
     first, state = restored or (0, trainer.initial())
@@ -146,6 +150,14 @@ def train(setting: Setting, options: argparse.Namespace) -> State:
         if jax.process_count() == 1 or isinstance(error, RematError):
             raise
         _end_alone(error)
+
+
+def _content(policy: str) -> str:
+    """A policy's text, or that of a plan's file, which each process reads for itself."""
+    try:
+        return Path(policy).read_text(encoding="utf-8") if policy.endswith(".json") else policy
+    except OSError:
+        return policy  # refused where it is loaded
 
 
 def chosen_policy(given: str, job: rj.Workload) -> tuple[Any, dict[str, str]]:
@@ -175,7 +187,10 @@ def _run(
             if saving and is_due and shown is None:
                 shown = metrics.flush()
             if shown is not None and not math.isfinite(shown):
-                remedy = "lower --learning-rate, or compute in float32; checkpoints hold only steps before it"
+                remedy = (
+                    "begin in another --checkpoint folder, with a lower --learning-rate or in float32; the newest checkpoint "
+                    "may be spoilt as well"
+                )
                 raise TrainingError(f"the loss of step {number} is {shown}: {remedy}")
             if saving and is_due:
                 saving.save(number + 1, state)
@@ -186,7 +201,7 @@ def _run(
 
 def _end_alone(error: Exception) -> NoReturn:
     """End this process when a step fails that several share: most likely another one is gone."""
-    why = str(error).splitlines()[0][:200]
+    why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     print(
         f"error: process {jax.process_index()} of {jax.process_count()}: a step failed ({why}), most likely because another "
         "process has ended; the same command again, on any mesh, goes on from the newest checkpoint",

@@ -39,6 +39,12 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
         raise ArgumentError(f"{', '.join(lacking)}: missing; give all of {', '.join(given)}, or --distributed alone")
     if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
         raise ArgumentError(f"--coordinator {coordinator}: expected HOST:PORT, an address of the first process")
+    if num_processes is not None and num_processes < 1:
+        raise ArgumentError(f"--num-processes {num_processes}: expected at least 1")
+    if process_id is not None and not 0 <= process_id < (num_processes or process_id + 1):
+        raise ArgumentError(
+            f"--process-id {process_id}: expected 0 to {(num_processes or 1) - 1}, another one for each process"
+        )
     limits = {"heartbeat_timeout_seconds": heartbeat, "shutdown_timeout_seconds": heartbeat}
     try:
         jax.distributed.initialize(coordinator, num_processes, process_id, **limits)

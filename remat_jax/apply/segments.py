@@ -87,7 +87,9 @@ class Cut:
         for _, alike in itertools.groupby(range(self.eqn.params["length"]), key=scan):
             members = list(alike)
             start = {block: position + members[0] * self.each[block] for block, position in at.items()}
-            is_loop = len(members) > self.eqn.params["unroll"]
+            unroll = self.eqn.params["unroll"]
+            # 0 unrolls all; what does not divide the length is written out behind the loop.
+            is_loop = unroll > 0 and len(members) // unroll > 1
             segments.append(Segment(members[0], members[-1] + 1, start, is_loop))
         return segments
 

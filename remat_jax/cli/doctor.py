@@ -61,7 +61,7 @@ def doctor(
 
 def _environment(context: typer.Context, as_json: bool) -> None:
     with answering(as_json) as answer:
-        options = ("policy", "target", "timeout")
+        options = ("policy", "target", "mesh", "timeout")
         # A value and where it is from: one that only a workload can use was given, even if it is the default's.
         given = [name for name in options if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
         if given:

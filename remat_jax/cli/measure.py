@@ -59,6 +59,11 @@ def measure(
     with answering(as_json) as answer:
         asked = _asked(policy, diff)
         described = target_named(target)
+        if show_live and described.kind != "gpu":
+            raise ArgumentError(
+                f"--live with target {described.name!r}: what is on the device at the peak is known of GPU targets only; give "
+                "one, such as --target h200"
+            )
         _check_picture(plot, described)
         divided = checked_mesh(mesh, described)
         compat.keep_to_cpu_without_gpu()
@@ -144,7 +149,7 @@ def _exchanges(reports: Sequence[MemoryReport]) -> list[Any]:
         (policy, *(f"{one[kind][0]}: {format_bytes(one[kind][1])}" if kind in one else "" for kind in kinds))
         for policy, one in sent.items()
     ]
-    caption = "What a policy has more of than off, it makes the devices send again."
+    caption = "What a policy has more of than off, it makes the devices send again." if "off" in sent else None
     return [
         table("What one device sends or gets in a step: arrays, and their bytes", ("policy", *kinds), rows, caption=caption)
     ]

@@ -117,7 +117,8 @@ def _guarded(told: str, run: Callable[[], Any]) -> Any:
         return run()
     except RematError:
         raise
-    except Exception as error:
+    # A script that ends itself has given no answer, and its exit status is not ours.
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         users = [frame for frame in frames if "importlib" not in frame.filename and Path(frame.filename).parent != _HERE]
         at = f", at {users[0].filename}:{users[0].lineno} in {users[0].name}" if users else ""

@@ -33,20 +33,22 @@ def limits() -> tuple[str, ...]:
 
 
 def _other_plugins() -> list[str]:
-    """Plugins that are not of the version of jaxlib, which warns of them and goes on without."""
-    found = []
+    """Plugins that are not of the version of jaxlib, which warns of them and goes on without; nothing where one is of it."""
+    found, fits = [], False
     jaxlib = importlib.metadata.version("jaxlib")
     for plugin in _PLUGINS:
         try:
             version = importlib.metadata.version(plugin)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if _numbers(version) != _numbers(jaxlib):
+        if _numbers(version) == _numbers(jaxlib):
+            fits = True
+        else:
             found.append(
                 f"{plugin} is {version} and jaxlib {jaxlib}, so JAX leaves it out, and GPU targets are refused: "
                 f"pip install {plugin}=={jaxlib}"
             )
-    return found
+    return [] if fits else found
 
 
 def _numbers(version: str) -> str:

@@ -1,4 +1,4 @@
-"""Under `vmap`, what is differentiated already: two rules that JAX lacks, because nothing of its own asks for them.
+"""Under `vmap`, what is differentiated already: a rule that JAX lacks, because nothing of its own asks for it.
 
 JAX maps a function first and differentiates it then. A block is differentiated by a rule of its own, and a rule is mapped:
 what it has in it are tangents.
@@ -10,19 +10,9 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from jax._src import ad_util as _ad_util
 from jax._src import core as _core
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
-
-
-def _held_back(_: Any, operand: Any) -> list[Any]:
-    return [_ad.Zero(operand.aval)]
-
-
-# Where the choice of a `cond` differs along a `vmap`, JAX runs every branch, on `select(chosen, x, stop_gradient(x))` of its
-# operands (jax-ml/jax#1052), tangents among them. What is not chosen has no cotangent.
-_ad.primitive_transposes.setdefault(_ad_util.stop_gradient_p, _held_back)
 
 
 def _known_since_0_12(num_res: int) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ def describe(facts: Mapping[str, Any], compiler: Mapping[str, Any], name: str) -
     missing += [key for key in ("memory_bytes", "hbm_bytes_per_s") if key not in facts]
     unknown = sorted(set(compiler) - set(KEYS))
     major, dot, minor = str(compiler.get("compute_capability", "")).partition(".")
-    wrong = [key for key in KEYS[1:] if not _is_positive(compiler.get(key, 1))]
+    wrong = [key for key in KEYS[1:] if not _is_positive(compiler.get(key, 1), whole=key != "clock_rate_ghz")]
     if missing or unknown or wrong or not (dot and major.isdecimal() and minor.isdecimal()):
         raise TargetError(
             f"target table [{name}.compiler]: missing {missing}, unknown {unknown}, no positive number {wrong}; the keys are "
@@ -62,6 +62,7 @@ def describe(facts: Mapping[str, Any], compiler: Mapping[str, Any], name: str) -
     )
 
 
-def _is_positive(value: object) -> bool:
-    # What is written into the description must be a number and nothing more.
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+def _is_positive(value: object, *, whole: bool) -> bool:
+    # What is written into the description must be a number of the field's type and nothing more.
+    kinds = int if whole else int | float
+    return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < 2**31

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from remat_jax.memory.hlo import Computation, Instruction, Module, parse
 from remat_jax.memory.live import module_path
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all")
+KINDS = (
+    *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all"),
+    "collective-broadcast",
+)
 _WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
 _BODIES = {"while": ("body",), "call": ("to_apply", "calls"), "async-start": ("calls",), "fusion": ("calls",)}
 
@@ -83,7 +86,9 @@ def _within(module: Module, computation: Computation, times: int, phase: str) ->
         own = _phase(one) or phase
         kind = one.opcode.removesuffix("-start")
         if kind in KINDS:
-            yield kind, own, times * len(one.operands), times * _bytes(computation, one)
+            # A ragged one has a buffer for its result, offsets and sizes beside the array that is sent.
+            count = 1 if _is_ragged(one) else len(one.operands)
+            yield kind, own, times * count, times * _bytes(computation, one)
         for name in _inside(one):
             body = module.computations.get(name)
             if body is not None:
@@ -107,8 +112,12 @@ def _phase(one: Instruction) -> str | None:
     return None if phase == "other" else phase
 
 
+def _is_ragged(one: Instruction) -> bool:
+    return one.opcode.startswith("ragged-")
+
+
 def _bytes(computation: Computation, one: Instruction) -> int:
-    operands = [computation.operand(one, index) for index in range(len(one.operands))]
+    operands = [computation.operand(one, index) for index in range(1 if _is_ragged(one) else len(one.operands))]
     given = sum(array.bytes for operand in operands if operand is not None for array in operand.arrays)
     whole = sum(array.bytes for array in one.arrays)
     return max(given, whole - given if one.opcode in _WITH_OPERANDS else whole)

@@ -59,8 +59,9 @@ def host_shortage(host_bytes: int, target: Target) -> str | None:
     devices = target.devices // target.hosts
     if target.host_memory_bytes is None or host_bytes <= target.host_memory_bytes:
         return None
+    its, their = ("its", "them") if devices > 1 else ("its host's", "it")
     needed = f"the {devices} devices of a host need" if devices > 1 else "a device needs"
     return (
-        f"{needed} {format_bytes(host_bytes * devices)} of its memory, and {target.name} has "
-        f"{format_bytes(target.host_memory_bytes * devices)} for them: offload less, or use more hosts"
+        f"{needed} {format_bytes(host_bytes * devices)} of {its} memory, and {target.name} has "
+        f"{format_bytes(target.host_memory_bytes * devices)} for {their}: offload less, or use more hosts"
     )

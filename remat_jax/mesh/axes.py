@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,7 +51,7 @@ def _written(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (one.strip() for one in part.partition("="))
-        if not equals or not name.isidentifier() or not (size.isascii() and size.isdigit()) or not int(size):
+        if not equals or not name.isidentifier() or not re.fullmatch(r"0*[1-9][0-9]{0,6}", size):
             raise ArgumentError(f"mesh={text!r}: {part.strip()!r} is no axis with its size; expected such as 'data=8,fsdp=8'")
         if name in found:
             raise ArgumentError(f"mesh={text!r} has the axis {name!r} twice; expected such as 'data=8,fsdp=8'")

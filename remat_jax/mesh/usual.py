@@ -35,7 +35,9 @@ def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> 
             f"{DIVIDED!r} say so by their names; for others write Workload(…, mesh={{…}}, shardings=(…))"
         )
     parts = dict(mesh.shape).get(DIVIDED, 1)
-    rows = next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape), 0)
+    # A key of the old style, uint32[2], is no batch.
+    arrays = [leaf for leaf in jax.tree.leaves(batch) if leaf.shape and (leaf.shape, leaf.dtype) != ((2,), "uint32")]
+    rows = arrays[0].shape[0] if arrays else 0
     if not rows or rows % mesh.size:
         raise ArgumentError(
             f"mesh={shown(mesh)} divides the batch into {mesh.size} parts, and its first array has {rows} rows: give a batch "

@@ -51,7 +51,7 @@ def host_budget_bytes(budget: Any, target: Target) -> int | None:
     """The same of host memory; None stands for no limit, 0 for none of it.
 
     Raises:
-      PlanningError: as `budget_bytes`; a share too, because a target does not say what memory its host has.
+      PlanningError: as `budget_bytes`; a share too, which is one of device memory.
 
     >>> from remat_jax.hardware import target
     >>> host_budget_bytes("1.5 kB", target("h200")), host_budget_bytes(None, target("h200"))
@@ -95,7 +95,7 @@ def _share(given: Any, share: float, argument: str, target: Target | None) -> in
         remedy = "; bytes are an integer, such as 40_000_000_000" if isinstance(given, float) and share > 1 else ""
         raise PlanningError(f"{argument}={given!r}: a share of memory is above 0 and at most 1 (100%){remedy}. Give {_FORMS}")
     if target is None:
-        raise PlanningError(f"{argument}={given!r}: a target does not say how much memory its host has; give bytes, as '64GiB'")
+        raise PlanningError(f"{argument}={given!r}: a share is one of device memory; give bytes of the host, as '64GiB'")
     if target.memory_bytes is None:
         raise PlanningError(
             f"{argument}={given!r}: the target {target.name!r} does not say how much memory it has; give bytes, as '40GiB'"

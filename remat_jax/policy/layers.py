@@ -37,7 +37,8 @@ class LayerPolicies:
     Attributes:
         runs: pairs of how many layers in a row and their policy; equal neighbours are one run.
         cuts: before which layers, counted from 0, a scan is cut though the layers on both sides are under one policy. Where
-            they are not, it is cut in any case, and what is given there is left out.
+            they are not, it is cut in any case, and what is given there is left out. A round is never cut: where it calls the
+            block several times, the cut comes before the next round. Unrolled layers have no scan that could be cut.
 
     Raises:
         PolicyError: there is no run, a run has no layer, something else than a policy is given for one, or a cut is not
@@ -78,6 +79,8 @@ class LayerPolicies:
         """
         if isinstance(policies, str | Policy) or not isinstance(policies, Iterable):
             raise PolicyError(f"LayerPolicies.of: policies={policies!r}: expected a sequence, one policy for each layer.")
+        if isinstance(cuts, str) or not isinstance(cuts, Iterable):
+            raise PolicyError(f"LayerPolicies.of: cuts={cuts!r}: expected the layers before which a scan is cut, such as (3,).")
         return cls(tuple((1, one) for one in policies), tuple(cuts))  # type: ignore[misc]  # each run is checked and parsed
 
     @classmethod
@@ -156,8 +159,13 @@ class LayerPolicies:
         return any(policy.offloads for _, policy in self.runs)
 
     def map(self, change: Callable[[Policy], Policy]) -> LayerPolicies:
-        """The same runs with another policy for each: ``change(policy)``."""
-        return LayerPolicies(tuple((count, change(policy)) for count, policy in self.runs), self.cuts)
+        """The same runs with another policy for each: ``change(policy)``; those that become equal stay scans of their own.
+
+        >>> str(LayerPolicies.parse("2 x save: a | 2 x offload: a").map(lambda policy: Policy.parse("full")))
+        '2 × full || 2 × full'
+        """
+        cuts = tuple(layers.start for layers, _ in self.ranges[1:])
+        return LayerPolicies(tuple((count, change(policy)) for count, policy in self.runs), cuts)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: ``version`` and ``runs``, each with ``layers`` and ``policy``; ``cuts`` where there are any."""

@@ -107,6 +107,9 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
         return traced, _moved(traced.out_paths, traced.jaxpr.out_avals, fraction)
 
     def init(params: Any) -> Any:
+        if not jax.tree.leaves(params) and not isinstance(params, dict | list | tuple):
+            # `optax.tree_map_params` asks with a placeholder of no arrays which parts of the state are parameters'.
+            return inner.init(params)
         traced, moved = traced_init(params)
         inputs, to_host = len(traced.values), [path in moved for path in traced.out_paths]
         plan = Plan([False] * inputs, [None] * inputs, to_host, range(len(to_host)))

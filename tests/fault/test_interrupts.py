@@ -105,8 +105,10 @@ def test_two_that_write_one_file_leave_one_whole(tmp_path: Path) -> None:
 
 
 LOOP = """
-import sys, pathlib
+import pathlib, signal, sys
 from remat_jax.report.document import write_whole
+# What a shell started in the background ignores an interrupt, and so do its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 path, number = pathlib.Path(sys.argv[1]), 0
 while True:
     number += 1
@@ -126,6 +128,10 @@ def test_a_process_that_is_killed_while_it_writes_leaves_a_whole_file(tmp_path: 
             time.sleep(0.01)
         time.sleep(0.05)
         child.send_signal(sent)
+        try:
+            child.wait(timeout=60)
+        finally:
+            child.kill()
     assert len(json.loads(path.read_text())) == 200_001
     left = [one.name for one in path.parent.iterdir() if one != path]
     assert left == [] or (sent is signal.SIGKILL and len(left) == 1 and left[0].endswith(".new.json"))
