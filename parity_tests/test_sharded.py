@@ -146,12 +146,21 @@ def test_what_cannot_be_sharded_is_told() -> None:
             torch_ref.shard_blocks(alone_in_a_group, mesh)
         with pytest.raises(torch_ref.PolicyError, match="fulll"):
             torch_ref.shard_blocks(model, mesh, "fulll")
+        with pytest.raises(torch_ref.InvalidArgumentError, match="blocks is 'DecoderLayer', expected a class of modules"):
+            torch_ref.shard_blocks(model, mesh, "full", blocks="DecoderLayer")  # type: ignore[arg-type]
         sharded = torch_ref.shard_blocks(model, mesh, blocks=nn.Linear)
         assert "layers.1.ffn.2" in sharded.blocks and sharded.policies is None
         with pytest.raises(torch_ref.InvalidArgumentError, match="layers.0.self_attn.in_proj_weight and 23 other parameters"):
             sharded.gradients()
         with pytest.raises(torch_ref.InvalidArgumentError, match="model is sharded already at 'its root'"):
             torch_ref.shard_blocks(model, mesh)
+
+
+def test_frozen_parameters_have_no_gradients_to_wait_for() -> None:
+    model = nn.Linear(3, 2)
+    model.weight.requires_grad_(False)
+    model(torch.ones(1, 3)).sum().backward()
+    assert list(torch_ref.sharded.ShardedModel(model, None, ()).gradients()) == ["bias"]
 
 
 @contextlib.contextmanager

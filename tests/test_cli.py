@@ -59,6 +59,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("user")
     (folder / "train.py").write_text(textwrap.dedent(WORKLOAD))
     (folder / "bad.py").write_text("import not_there_at_all\n")
+    (folder / "ends.py").write_text("import sys\nsys.exit(0)\n")
     package = folder / "team" / "jobs"
     package.mkdir(parents=True)
     for one in (package, package.parent):
@@ -193,6 +194,11 @@ def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
         (["train.py:wrong"], "gave a int: expected a remat_jax.Workload"),
         (["train.py:number"], "is a int: expected a remat_jax.Workload, or a function that returns one"),
         (["train.py:broken"], "running it raised KeyError: 'missing', at "),
+        (["ends.py:job"], "raised SystemExit: 0, at "),
+        (
+            ["train.py:job", "--live"],
+            "--live with target 'cpu': what is on the device at the peak is known of GPU",
+        ),
         (["bad.py:job"], "raised ModuleNotFoundError: No module named 'not_there_at_all', at "),
         (["train.py:job", "-p", "dotz"], "policy='dotz' is not the name of a policy. Did you mean 'dots'?"),
         (["train.py:job", "-p", "save: nothing_of_the_kind"], "matches no residual"),

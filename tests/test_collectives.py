@@ -61,6 +61,24 @@ def test_loops_count_as_often_as_they_run_and_combined_calls_by_their_arrays():
     )
 
 
+RAGGED = """
+    ENTRY %main (x: f32[8,4], o: f32[8,4], n: s32[2]) -> f32[8,4] {
+      %x = f32[8,4]{1,0} parameter(0)
+      %o = f32[8,4]{1,0} parameter(1)
+      %n = s32[2]{0} parameter(2)
+      %sent = f32[8,4]{1,0} ragged-all-to-all(%x, %o, %n, %n, %n, %n), replica_groups={{0,1}}
+      ROOT %told = f32[8,4]{1,0} collective-broadcast(%sent), replica_groups={{0,1}}
+    }
+"""
+
+
+def test_a_ragged_exchange_sends_one_array():
+    assert read_collectives(textwrap.dedent(RAGGED)) == (
+        Collective("ragged-all-to-all", "other", 1, FLOAT * 8 * 4),
+        Collective("collective-broadcast", "other", 1, FLOAT * 8 * 4),
+    )
+
+
 @needs_gpu_compiler
 def test_a_recomputed_layer_gathers_no_weight_again():
     job = small_llama(MESH, optimizer=optax.sgd(1e-3))

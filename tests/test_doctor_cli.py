@@ -131,12 +131,14 @@ def test_what_this_jax_cannot_do_is_told_with_the_remedy(monkeypatch):
     assert refused.startswith("jax_remat3=True") and "use JAX 0.12" in refused
     assert miscompiled.startswith("offload inside a scan is refused on GPUs") and "use JAX 0.11.1 or later" in miscompiled
     assert plugin.endswith("pip install jax-cuda13-plugin==0.12.0.1")
-    installed["jax-cuda13-plugin"] = "0.12.0.1+local"
+    # One that fits serves, whatever else lies about.
+    installed |= {"jax-cuda13-plugin": "0.12.0.1+local", "jax-cuda12-plugin": "0.9.0"}
+    monkeypatch.setattr(limits, "_PLUGINS", ("jax-cuda12-plugin", "jax-cuda13-plugin"))
     monkeypatch.setattr(versions, "JAX_VERSION", (0, 12, 0))
     assert [one for one in limits.limits() if "plugin is" in one or "scan" in one] == []
 
 
-@pytest.mark.parametrize("option", [("--policy", "off"), ("--target", "h200"), ("--timeout", "300")])
+@pytest.mark.parametrize("option", [("--policy", "off"), ("--target", "h200"), ("--mesh", "data=8"), ("--timeout", "300")])
 def test_what_only_a_workload_can_use_is_refused_without_one(option):
     done = run(*option)
     assert done.exit_code == 2

@@ -79,3 +79,12 @@ def test_the_devices_of_a_host_share_its_memory(large, monkeypatch):
     traps = {one.trap: one for one in rj.doctor(large, "offload_inputs", small).findings}
     assert traps["host_memory"].remedy == "Offload less, or use more hosts"
     assert f"warning: {warning[:40]}" in str(rj.measure(large, "offload_inputs", small))
+
+
+def test_an_offloaded_optimizer_may_be_inside_a_chain_on_a_mesh():
+    optimizer = optax.chain(optax.clip(1.0), rj.offload_optimizer(optax.adam(1e-3)))
+    job = small_llama(MESH, optimizer=optimizer)
+    away = [one for one in jax.tree.leaves(job.step("off").arguments) if compat.is_on_host(one)]
+    # Both moments of every parameter, none of the parameters themselves.
+    assert len(away) == 2 * len(jax.tree.leaves(job.params))
+    assert sum(one.size for one in away) == 2 * sum(leaf.size for leaf in jax.tree.leaves(job.params))

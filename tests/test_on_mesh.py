@@ -119,6 +119,23 @@ def test_the_state_of_an_nnx_model_is_everywhere():
     states, batch = moved.shardings[1:]
     assert {one.spec for one in jax.tree.leaves(states)} == {P()} and batch.spec == P(("fsdp",))
     assert moved.step("full").local_arguments[-1].shape == (2, 16)
+    # Shardings are of what the caller gave, here too.
+    given = job.on_mesh("data=8", (None, P("data")))
+    assert given.shardings[-1].spec == P("data") and given.step("full").local_arguments[-1].shape == (1, 16)
+    with pytest.raises(ArgumentError, match="3 entries for params and 1 arguments of batch"):
+        job.on_mesh("data=8", (None, None, P("data")))
+
+
+def test_a_key_of_the_old_style_is_no_batch():
+    job = mlp()
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    keyed = rj.Workload(lambda p, key, x: job.loss(p, x), job.params, (key, X), job.blocks).on_mesh("data=8")
+    assert [one.shape for one in jax.tree.leaves(keyed.step("off").local_arguments)][-2:] == [(2,), (1, 16)]
+
+
+def test_an_axis_of_absurd_size_is_refused():
+    with pytest.raises(ArgumentError, match="is no axis with its size"):
+        mlp().on_mesh("data=" + "9" * 5000)
 
 
 @pytest.fixture(scope="module")

@@ -198,6 +198,16 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path: Path, damage: Call
         folder.restored()
 
 
+@pytest.mark.parametrize(("written", "instead"), [('"setting"', '"settinf"'), ('"layers": 2', '"layers": 3')])
+def test_what_a_checkpoint_says_of_itself_is_sealed(tmp_path: Path, written: str, instead: str) -> None:
+    folder = Folder(tmp_path).saved()
+    about = next(path for path in (tmp_path / "20" / "about").rglob("*") if path.is_file() and written in path.read_text())
+    about.write_text(about.read_text().replace(written, instead))
+    step, state = folder.restored()
+    assert step == 10 and same(state, state_of(10))
+    assert "step 20 cannot be read: what it says of itself is not what was saved" in folder.told[0]
+
+
 def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path: Path) -> None:
     folder = Folder(tmp_path).saved()
     # What a kill leaves: orbax writes this file last, and then gives the folder its name.
@@ -282,6 +292,8 @@ def test_a_batch_is_a_function_of_its_step() -> None:
         (("--dtype", "float8"), "--dtype float8: expected one of float32, bfloat16, float64"),
         (("--steps", "0"), "--steps 0: expected at least 1"),
         (("--num-processes", "2"), "--coordinator, --process-id: missing; give all of"),
+        (("--coordinator", "h:1", "--num-processes", "0", "--process-id", "0"), "--num-processes 0: expected at least 1"),
+        (("--coordinator", "h:1", "--num-processes", "2", "--process-id", "5"), "--process-id 5: expected 0 to 1"),
         (("--coordinator", "host", "--num-processes", "2", "--process-id", "0"), "--coordinator host: expected HOST:PORT"),
         (("--policy", "fulll"), "Did you mean 'full'?"),
         (("--policy", "nowhere.json"), "nowhere.json"),
@@ -308,6 +320,9 @@ def test_the_job_is_that_of_the_arguments(monkeypatch: pytest.MonkeyPatch) -> No
     assert {leaf.dtype for leaf in jax.tree.leaves(job.params)} == {np.dtype("float32")}
     embedding = job.shardings[0]["embed"]["embedding"]
     assert embedding.spec == P("fsdp") and job.shardings[1].spec == P(("data", "fsdp"))
+    monkeypatch.setenv("TRAIN_ANYWHERE", " ".join((*SMALL, "--dtype", "float64")))
+    with pytest.raises(ArgumentError, match="set JAX_ENABLE_X64=1 as well"):
+        train_anywhere.job()
 
 
 def test_a_plan_is_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,7 +356,7 @@ class Diverging:
 def test_a_loss_that_is_not_finite_ends_the_training_before_it_is_saved(tmp_path: Path) -> None:
     line = ("--steps", "6", "--log-every", "6", "--save-every", "2", "--checkpoint", str(tmp_path))
     saving = Checkpoints(tmp_path, {}, keep=3, wait=True)
-    with pytest.raises(command.TrainingError, match="the loss of step 3 is nan: lower --learning-rate"):
+    with pytest.raises(command.TrainingError, match="the loss of step 3 is nan: begin in another --checkpoint folder"):
         command._run(Diverging(), state_of(), 0, SETTING, command.parser().parse_args(line), saving)
     saving.close()
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["2"]
