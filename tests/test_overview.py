@@ -113,7 +113,7 @@ def test_what_off_in_a_mapping_keeps_has_its_modules():
 
 
 def test_what_can_be_refused_at_once_is_refused_before_the_comparison(monkeypatch, tmp_path):
-    monkeypatch.setattr(command, "load_workload", lambda _: JOB)
+    monkeypatch.setattr(command, "load_on_mesh", lambda *_: JOB)
     monkeypatch.setattr(command, "require_torch", lambda: None)
     monkeypatch.setattr(command, "parity_report", lambda *_: pytest.fail("compared"))
     saved = plan_for(JOB, target="h200").save(tmp_path / "plan.json")

@@ -19,7 +19,7 @@ TALLY = Tally.empty()
 
 
 @settings(
-    max_examples=30,
+    max_examples=15,
     derandomize=True,
     database=None,
     deadline=None,
