@@ -11,7 +11,7 @@ import pytest
 import remat_jax as rj
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning.candidate import Compiled, Tried
-from remat_jax.planning.choices import last_alone, runs
+from remat_jax.planning.choices import runs
 from remat_jax.planning.fitting import predicted
 from remat_jax.planning.known import Known
 from remat_jax.planning.outcome import parts_of
@@ -84,26 +84,6 @@ def test_cuts_are_of_scans_and_between_layers_that_do_the_same():
     assert cut.seconds == found.seconds and not cut.is_same(found)
     parts = parts_of(described[True], described[True].stack, cut)
     assert [(one.first, one.layers) for one in parts] == [(run.start, len(run)) for run, _ in policies.ranges]
-
-
-def test_the_last_layers_stand_alone_as_long_as_there_are_runs_to_have():
-    two = (NAMED["full"],) * 4 + (NAMED["dots"],) * 2
-    assert [last_alone(STACK, two, (), most) for most in (2, 3, 4)] == [(0, 4), (0, 4, 5), (0, 3, 4, 5)]
-    assert last_alone(STACK, (NAMED["full"],) * 6, (), 3) == (0, 4, 5)
-
-
-def test_what_nearly_fits_in_one_scan_is_compiled_with_its_last_layers_alone():
-    """Without it the plan is slower; far over the budget it is not tried, nor again where it was in vain."""
-    assert searched(6600, alone_is_cheap, recut=None).run().candidate.seconds == pytest.approx(0.1)
-    best = searched(6600, alone_is_cheap).run()
-    assert best.candidate.cuts == (4, 5) and best.candidate.seconds == 0 and best.compiled.device_bytes <= 6600
-    search = searched(5400, alone_is_cheap)
-    one, far = own((NAMED["everything"],) * 6), own((NAMED["dots"],) * 6)
-    search.tried = [Tried(one, Compiled(5900, 0), 5900), Tried(far, Compiled(6000, 0), 6000)]
-    (other,) = search._cut_otherwise(None)
-    assert (other.choices, other.cuts) == (one.choices, (4, 5))
-    search.tried.append(Tried(other, Compiled(5500, 0), 5500))
-    assert search._cut_otherwise(None) == []
 
 
 @pytest.mark.parametrize("budget", [3900, 4300, 4500, 5500])

@@ -52,18 +52,6 @@ def borders(stack: Stack, choices: Choices, cuts: Cuts) -> Cuts:
     return tuple(start for start, _ in runs(stack, choices, cuts))
 
 
-def last_alone(stack: Stack, choices: Choices, cuts: Cuts, most: int) -> Cuts:
-    """The cuts that leave the last blocks of each kind alone, one by one, as long as a kind has no more than `most` runs."""
-    found, first = set(borders(stack, choices, cuts)), 0
-    for block in stack.blocks:
-        end = first + block.repeats
-        for start in range(end - 1, first, -1):
-            if sum(first <= one < end for one in found) < most:
-                found.add(start)
-        first = end
-    return tuple(sorted(found))
-
-
 def runs(stack: Stack, what: Sequence[Any], cuts: Cuts = ()) -> list[tuple[int, int]]:
     """Where runs of equal blocks that do the same, and are not cut, begin and end, in forward order."""
     found: list[tuple[int, int]] = []

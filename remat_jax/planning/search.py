@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.planner import Stack
 from remat_jax.planning.candidate import FAILED, Candidate, Compile, Own, Recut, Tried
-from remat_jax.planning.choices import last_alone
 from remat_jax.planning.fitting import predicted
 from remat_jax.planning.solving import Solver
 
@@ -37,16 +36,11 @@ class Search(Solver):
     """One search.
 
     Args:
-      stack: the first guess of the model's blocks.
-      named: the named policies that are legal, `off` among them.
-      budget, host_budget: in bytes; the host's may be infinite.
-      own: makes a candidate of choices, with its price.
+      stack, named, budget, host_budget, own, arguments, recut: as for `Known`.
       compile_them: compiles candidates side by side; an empty list ends the search.
-      arguments: the bytes that the step is given, and that are on the device whatever the policy.
       most_compiled: how many steps may be compiled in all.
       most_runs: see `MOST_RUNS`.
       scanned: whether different policies in a kind cut a scan, which costs what no prediction knows.
-      recut: cuts the scans of a candidate elsewhere; None where nothing is scanned.
     """
 
     def __init__(
@@ -137,7 +131,7 @@ class Search(Solver):
 
     def _better(self, stack: Stack, best: Tried | None) -> list[Candidate]:
         """What would be faster than the best and is expected to fit."""
-        found = self._hopeful(stack, best) + self._cut_otherwise(best)
+        found = self._hopeful(stack, best)
         count = len(self.tried)
         # The last compilation is kept for one residual more, of a plan that has one.
         kept = best is not None and best.candidate.done is not None
@@ -177,27 +171,6 @@ class Search(Solver):
             if self.known(one) is None and self.expected(one, stack) <= _HOPE * self.budget
         ]
         return sorted(able, key=lambda one: one.seconds)[:1]
-
-    def _cut_otherwise(self, best: Tried | None) -> list[Candidate]:
-        """What nearly fitted, with its last layers as scans by themselves: the fastest of these.
-
-        No prediction knows what that brings. It is tried until it was once in vain.
-        """
-        bound = best.candidate.seconds - self._worth if best else math.inf
-        refused = [one for one in self.tried if self.budget < one.compiled.device_bytes <= _HOPE * self.budget]
-        if any(one.candidate.cuts for one in refused):
-            return []
-        able = [self._last_alone(one.candidate) for one in refused if one.candidate.seconds < bound]
-        new = [one for one in able if one is not None and self.known(one) is None]
-        return sorted(new, key=lambda one: one.seconds)[:1]
-
-    def _last_alone(self, candidate: Candidate) -> Candidate | None:
-        """With its last layers as scans by themselves; None where there is no scan to cut, or no run more is allowed."""
-        if candidate.choices is None or self._recut is None:
-            return None
-        most = self._most_runs or len(candidate.choices)
-        other = self.cut(candidate, last_alone(self.guess, candidate.choices, candidate.cuts, most))
-        return None if other.cuts == candidate.cuts else other
 
     def _uniform(self, best: Tried) -> list[Candidate]:
         """The fastest plan under which all layers of a kind do the same, where it is faster and may fit."""

@@ -83,7 +83,7 @@ def _slice(size: int, seed: int, shrink: bool, tally: Tally) -> None:
     def every(case: Case) -> None:
         try:
             check(case, tally)
-        except Exception:
+        except Exception:  # which program it was, and then it ends the run as it would
             say(f"{case}")
             raise
 
