@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat_jax.planner import BlockPolicy, Choice, Stack, StackPlan, stack_plan
@@ -13,21 +13,32 @@ Choices = tuple[tuple[Choice, ...], ...]
 Cuts = tuple[int, ...]
 """Before which single blocks, counted through the stack, a scan is cut though the blocks on both sides do the same."""
 
+_ORDERS: tuple[Callable[[BlockPolicy, BlockPolicy], Any], ...] = (
+    # What offloads comes first: the very last block may not.
+    lambda one, last: (one.host_bytes == 0, one.saved_bytes),
+    lambda one, last: one.choices == last.choices,
+)
+"""Ranks of a block among those of its kind, of which one is the last, by its policy."""
+_ALIKE = 1 + 1e-9
+"""The same numbers added up in another order."""
+
 
 def together(stack: Stack, plan: StackPlan) -> Choices:
-    """What the blocks of a plan do, those of a kind that do the same brought together where that needs no more."""
-    choices = tuple(one.policy.choices for one in plan.ranges for _ in range(one.count))
-    alike: list[tuple[Choice, ...]] = []
-    for block in stack.blocks:
-        of_kind = choices[len(alike) : len(alike) + block.repeats]
-        # The last one, nearest the loss, decides what comes last.
-        order = list(dict.fromkeys(of_kind))
-        alike += sorted(of_kind, key=lambda one: (one == of_kind[-1], order.index(one)))
-    if tuple(alike) == choices:
-        return choices
-    changed = stack_plan(stack, block_policies(stack, tuple(alike)))
-    good = changed.peak_bytes <= plan.peak_bytes and changed.extra_seconds <= plan.extra_seconds
-    return tuple(alike) if good else choices
+    """What the blocks of a plan do, those of a kind that do the same brought together where that needs no more.
+
+    Those that keep least come first if they may: what the last ones keep, nearest the loss, is there for the shortest time.
+    """
+    chosen = [one.policy for one in plan.ranges for _ in range(one.count)]
+    for rank in _ORDERS:
+        alike: list[BlockPolicy] = []
+        for block in stack.blocks:
+            of_kind = chosen[len(alike) : len(alike) + block.repeats]
+            order = list(dict.fromkeys(one.choices for one in of_kind))
+            alike += sorted(of_kind, key=lambda one: (rank(one, of_kind[-1]), order.index(one.choices)))
+        changed = stack_plan(stack, alike)
+        if changed.peak_bytes <= plan.peak_bytes * _ALIKE and changed.extra_seconds <= plan.extra_seconds * _ALIKE:
+            return tuple(one.choices for one in alike)
+    return tuple(one.choices for one in chosen)
 
 
 def block_policies(stack: Stack, choices: Choices) -> list[BlockPolicy]:
@@ -41,7 +52,7 @@ def one_residual_more(stack: Stack, choices: Choices, cuts: Cuts = ()) -> list[C
     blocks = singles(stack)
     for start, stop in runs(stack, choices, cuts):
         for index, (residual, choice) in enumerate(zip(blocks[start].residuals, choices[start], strict=True)):
-            if choice in (Choice.RECOMPUTE, Choice.UNUSED) and residual.may_save:
+            if choice is not Choice.SAVE and residual.may_save:
                 changed = (*choices[start][:index], Choice.SAVE, *choices[start][index + 1 :])
                 found.append((*choices[:start], *[changed] * (stop - start), *choices[stop:]))
     return found

@@ -30,6 +30,9 @@ Loads = tuple[Load, ...]
 _PRIOR = 0.1
 """The weight of the first guess of the shares beside one compiled step."""
 _MOST_RECOMPUTED, _MOST_FETCHED = 2.0, 4.0
+_STARTS = ((0.5, 2.0), (1.0, 4.0))
+"""Shares that a fit is begun with, beside the first guess."""
+_ROUNDS = 8
 
 
 @dataclass(frozen=True)
@@ -70,34 +73,57 @@ def fitted(stack: Stack, seen: Sequence[Seen], budget: float) -> Stack:
     """
     if not seen:
         return stack
-    found = stack
-    for _ in range(2):  # where the peak lies depends on the shares
-        found = _shares(stack, found, seen)
+    # Where the peak lies depends on the shares: one that is too small hides the blocks that would show it.
+    fits = [_settled(stack, _with_shares(stack, *start), seen) for start in ((*_first(stack),), *_STARTS)]
+    found = min(fits, key=lambda one: _misfit(stack, one, seen))
     nearest = min(seen, key=lambda one: abs(one.device_bytes - budget))
     return _shifted(found, nearest.device_bytes - predicted(found, nearest.loads))
 
 
-def _shares(stack: Stack, before: Stack, seen: Sequence[Seen]) -> Stack:
-    rows, values = [], []
-    for one in seen:
-        kept, again, away = _at_the_peak(before, one.loads)
-        rows.append((1.0, again, away))
-        values.append(one.device_bytes - kept)
+def _settled(guess: Stack, start: Stack, seen: Sequence[Seen]) -> Stack:
+    """The shares fitted to where the peaks lie, and these found again by the shares."""
+    found, peaks = start, None
+    for _ in range(_ROUNDS):
+        before, peaks = peaks, [_at_the_peak(found, one.loads) for one in seen]
+        if peaks == before:
+            break
+        found = _shares(guess, peaks, seen)
+    return found
+
+
+def _shares(guess: Stack, peaks: Sequence[tuple[float, int, int]], seen: Sequence[Seen]) -> Stack:
+    rows = [(1.0, again, away) for _, again, away in peaks]
+    values = [one.device_bytes - kept for one, (kept, _, _) in zip(seen, peaks, strict=True)]
     # A quarter of the time that importing remat_jax took.
     from scipy.optimize import lsq_linear
 
     scale = np.maximum(np.abs(np.asarray(rows)).max(axis=0), 1.0)
-    first = stack.blocks[0].recomputed_share, stack.blocks[0].fetched_share
     prior = np.diag([0.0, _PRIOR * scale[1], _PRIOR * scale[2]])
     matrix = np.vstack([np.asarray(rows), prior]) / scale
-    wanted = np.concatenate([values, prior @ np.array([0.0, *first])])
+    wanted = np.concatenate([values, prior @ np.array([0.0, *_first(guess)])])
     bounds = np.array([0.0, 0.0, 0.0]), np.array([np.inf, _MOST_RECOMPUTED, _MOST_FETCHED]) * scale
     fixed, again_share, away_share = lsq_linear(matrix, wanted, bounds).x / scale
-    blocks = tuple(
-        replace(block, recomputed_share=max(0.0, float(again_share)), fetched_share=max(0.0, float(away_share)))
-        for block in stack.blocks
+    return replace(
+        _with_shares(guess, max(0.0, float(again_share)), max(0.0, float(away_share))), fixed_bytes=max(0.0, float(fixed))
     )
-    return replace(stack, blocks=blocks, fixed_bytes=max(0.0, float(fixed)))
+
+
+def _first(stack: Stack) -> tuple[float, float]:
+    return stack.blocks[0].recomputed_share, stack.blocks[0].fetched_share
+
+
+def _with_shares(stack: Stack, recomputed: float, fetched: float) -> Stack:
+    blocks = (replace(block, recomputed_share=recomputed, fetched_share=fetched) for block in stack.blocks)
+    return replace(stack, blocks=tuple(blocks))
+
+
+def _misfit(guess: Stack, found: Stack, seen: Sequence[Seen]) -> float:
+    """The squares of what a fit misses the compiled steps by, and of what its shares differ from the first guess."""
+    missed = [predicted(found, one.loads) - one.device_bytes for one in seen]
+    weights = (max(load.again for one in seen for load in one.loads), max(load.away for one in seen for load in one.loads))
+    pairs = zip(weights, _first(found), _first(guess), strict=True)
+    missed += [_PRIOR * weight * (share - first) for weight, share, first in pairs]
+    return sum(one * one for one in missed)
 
 
 def _at_the_peak(stack: Stack, loads: Loads) -> tuple[float, int, int]:
