@@ -45,8 +45,8 @@ class Solver(Known):
     ) -> tuple[Candidate | None, bool]:
         """And whether the solver ended by a limit.
 
-        Where it offloads, the fastest without the host is asked for too: how much of a copy a block hides is known only of
-        a whole plan, and the solver takes the mean of what it may be.
+        Where it offloads, the fastest without the host is asked for too: the solver adds up what residuals cost one by one,
+        and priced as a whole, by its kernels, a plan without copies may turn out the faster one.
         """
         found, timed_out = self._solved_within(stack, budget, self.host_left, most_runs, limits)
         if found is None or not found.host_bytes:
