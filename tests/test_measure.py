@@ -298,3 +298,32 @@ def test_the_same_question_is_answered_from_memory_and_another_is_not(monkeypatc
     rj.measure(job, "full")
     rj.measure(workload(), "full")
     assert len(compiled) == 5
+
+
+@needs_gpu_compiler
+def test_a_product_that_triton_cannot_tile_is_compiled_without_triton_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention over 36 positions, no power of two: until 0.12 XLA cannot do without a GPU what it does with one."""
+    batch, heads, length, size = 2, 2, 36, 64
+
+    class Attention(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            value = x.reshape(batch, length, heads, size)
+            query = nn.DenseGeneral((heads, size), dtype=jnp.bfloat16)(x)
+            weights = jnp.einsum("bthd,bshd->bhts", query, value)
+            mixed = jnp.einsum("bhts,bshd->bthd", weights, value)
+            return nn.DenseGeneral(768, axis=(-2, -1), dtype=jnp.bfloat16)(mixed)
+
+    model, x = Attention(), jax.ShapeDtypeStruct((batch, length, heads * size), jnp.bfloat16)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    job = rj.Workload(lambda params, x: model.apply(params, x).astype(jnp.float32).sum(), params, (x,), Attention)
+    found = rj.measure(job, "off", "h200")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    without = rj.measure(job, "off", "h200")
+    assert without.compiler_warning is None and without.warnings == ()
+    if jax.__version_info__ < (0, 12):
+        assert found.device_bytes == without.device_bytes
+        assert "a matrix product does not fit the tiles" in " ".join(str(found).split())
+        assert found.warnings == (found.compiler_warning,)
+    else:
+        assert found.device_bytes < without.device_bytes and found.compiler_warning is None

@@ -48,7 +48,7 @@ def _of_report(found: MemoryReport) -> Row:
         "host_bytes": found.host_bytes,
         "host_bytes_per_host": found.host_bytes_per_host,
         "collectives": {kind: list(one) for kind, one in executed(found.collectives or ()).items()},
-        "warnings": list(filter(None, [*(found.receipt.warnings if found.receipt else ()), found.host_warning])),
+        "warnings": list(found.warnings),
     }
 
 

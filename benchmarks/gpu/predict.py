@@ -38,12 +38,11 @@ def predict(job: Job) -> dict[str, Any]:
         else:
             whole, policy = workload(job), job.policy
         report = rj.measure(whole, policy, target=target_of(job))
-    warnings = list(report.receipt.warnings) if report.receipt else []
     return {
         "predicted_target": report.target,
         "predicted_device_bytes": report.device_bytes,
         "predicted_host_bytes": report.host_bytes,
-        "predicted_warnings": warnings,
+        "predicted_warnings": list(report.warnings),
     }
 
 

@@ -115,11 +115,11 @@ def rows_of(evidence: Sequence[Evidence]) -> tuple[Row, ...]:
 
 
 def _notes(unavailable: str, reports: Mapping[Key, MemoryReport]) -> tuple[str, ...]:
-    """What a reader has to know: why there are no figures for the GPU, and each warning of a receipt once."""
+    """What a reader has to know: why there are no figures for the GPU, and each warning of a report once."""
     notes = [f"Nothing was compiled for a GPU. {unavailable}"] if unavailable else []
     said: dict[str, list[str]] = {}
     for (model, framework, mode), report in reports.items():
-        for warning in report.receipt.warnings if report.receipt else ():
+        for warning in report.warnings:
             said.setdefault(warning, []).append(f"{model}, {framework}, {mode}")
     for warning, labels in said.items():
         where = labels[0] + (f", and {len(labels) - 1} more rows" if len(labels) > 1 else "")

@@ -186,7 +186,6 @@ def _caption(target: Target, reports: Sequence[MemoryReport]) -> str:
 def _warnings(reports: Sequence[MemoryReport]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for report in reports:
-        said = (*(report.receipt.warnings if report.receipt else ()), report.host_warning)
-        for warning in filter(None, said):
+        for warning in report.warnings:
             found.setdefault(warning, []).append(report.policy)
     return found

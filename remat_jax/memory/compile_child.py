@@ -18,6 +18,10 @@ import numpy as np
 from jax import export
 from jax.experimental import topologies
 
+UNTILED = ("Couldn't find output tile sizes", "No supported config found for HLO: %gemm_fusion")
+"""What XLA says of a matrix product that Triton cannot tile as it is guessed; on a GPU it would try other kernels."""
+NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
 jax.config.update("jax_platforms", "cpu")  # the process itself computes on the CPU; the GPU is only described
 
 
@@ -77,7 +81,14 @@ def compiled(program: dict[str, Any], where: list[Any]) -> dict[str, Any]:
     ]
     jitted = jax.jit(exported.call, donate_argnums=tuple(program["donated"]))
     lowered = jitted.lower(*arguments)
-    executable = lowered.compile(compiler_options=program["compiler_options"] or None)
+    options, untiled = program["compiler_options"], False
+    try:
+        executable = lowered.compile(compiler_options=options or None)
+    except jax.errors.JaxRuntimeError as error:
+        untiled = any(said in str(error) for said in UNTILED)
+        if not untiled:
+            raise
+        executable = lowered.compile(compiler_options=options | NO_TRITON)
     analysis = executable.memory_analysis()
     names = ("temp", "argument", "output", "alias", "host_temp", "host_argument", "host_output", "host_alias")
     # The peak that XLA reports beside these is left out on purpose: on a GPU target it counts host buffers as device memory.
@@ -87,7 +98,7 @@ def compiled(program: dict[str, Any], where: list[Any]) -> dict[str, Any]:
         with open(program["text"], "w", encoding="utf-8") as file:
             file.write(executable.as_text())
     results = zip(exported.out_avals, executable.output_shardings, strict=True) if program["mesh"] else ()
-    return {"sizes": sizes, "results": [place.shard_shape(aval.shape) for aval, place in results]}
+    return {"sizes": sizes | {"untiled": untiled}, "results": [place.shard_shape(aval.shape) for aval, place in results]}
 
 
 def end_with(parent: int) -> None:

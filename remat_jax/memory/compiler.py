@@ -44,6 +44,7 @@ class Sizes:
       miscompiled: whether a loop copies another slot of a host buffer than the program asks for; None where the compiled text
         does not tell.
       collectives: what the devices of a mesh send each other; None for one device, and where the compiled text is not known.
+      untiled: whether a matrix product was one that Triton's guessed tiles do not fit, and all were compiled without Triton.
     """
 
     temp: int
@@ -58,6 +59,7 @@ class Sizes:
     overlap: Overlap | None = None
     miscompiled: bool | None = False
     collectives: tuple[Collective, ...] | None = None
+    untiled: bool = False
 
     @property
     def device(self) -> int:

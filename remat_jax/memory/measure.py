@@ -215,12 +215,20 @@ def _report(
         hosts=target.hosts,
         collectives=found.collectives,
         host_warning=host_shortage(found.host, target),
+        compiler_warning=UNTILED if found.untiled else None,
     )
     offers = asked.without_offload is not None or (kept is not None and kept.host_bytes > 0)
     if not offers and not is_miscompiled(found):
         return report
     baseline = sizes[asked.without_offload] if asked.without_offload is not None else None
     return replace(report, receipt=_receipt(found, baseline, kept, target))
+
+
+UNTILED = (
+    "a matrix product does not fit the tiles that XLA guesses for Triton where it has no GPU to try them on: the step was "
+    "compiled without Triton's products (xla_gpu_enable_triton_gemm=false); on a GPU it may need a few per cent less, and not "
+    "cuBLAS's workspace of 32 MiB"
+)
 
 
 def is_miscompiled(found: Sizes) -> bool:

@@ -53,6 +53,7 @@ class MemoryReport:
       devices, hosts: how many devices the step is divided among, and in how many hosts they are.
       collectives: what the devices send each other in one step, by kind and phase; None for one device, and the target `cpu`.
       host_warning: that the hosts have too little memory, in plain words; None where they have enough, or it is not known.
+      compiler_warning: that the compiler could not do without a GPU what it does on one, and what that changes; else None.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_jax as rj
@@ -87,6 +88,13 @@ class MemoryReport:
     hosts: int = 1
     host_warning: str | None = None
     collectives: tuple[Collective, ...] | None = None
+    compiler_warning: str | None = None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """All that is to be known before the figures are used: of the offload, the hosts' memory and the compiler."""
+        offload = self.receipt.warnings if self.receipt else ()
+        return tuple(filter(None, (*offload, self.host_warning, self.compiler_warning)))
 
     @property
     def host_bytes_per_host(self) -> int:
@@ -139,8 +147,7 @@ class MemoryReport:
             rows.append(("modelled step", "", f"{step:.3g} ms, {compute:.3g} ms of it compute"))
         for kind, (count, nbytes) in executed(self.collectives or ()).items():
             rows.append((f"{kind}: {count} arrays", nbytes, format_bytes(nbytes)))
-        warnings = [*(self.receipt.warnings if self.receipt else ()), *([self.host_warning] if self.host_warning else [])]
-        caption = "\n".join(f"warning: {one}" for one in warnings)
+        caption = "\n".join(f"warning: {one}" for one in self.warnings)
         each = f", each of {self.devices} devices; residuals of all" if self.devices > 1 else ""
         title = f"{self.workload} under {self.policy} on {self.target}{each} (JAX {self.jax_version})"
         return table(title, ("memory", "bytes", ""), rows, caption=caption or None)

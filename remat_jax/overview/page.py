@@ -142,10 +142,10 @@ def _offload(one: Compared) -> list[Cell]:
 
 
 def _warnings(found: list[Compared]) -> list[Trouble]:
-    """What offload did not do as asked, the same under several policies once."""
+    """What is to be known before the figures are used, the same under several policies once."""
     under: dict[str, list[str]] = {}
     for one in found:
-        for warning in one.memory.receipt.warnings if one.memory.receipt else ():
+        for warning in one.memory.warnings:
             under.setdefault(warning, []).append(one.name)
     return [Trouble("warning", ", ".join(names), "", text) for text, names in under.items()]
 

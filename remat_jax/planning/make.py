@@ -29,7 +29,7 @@ from remat_jax.memory.compiler import Sizes, compile_programs
 from remat_jax.memory.devices import check_devices, host_shortage
 from remat_jax.memory.exporting import Program, export_step
 from remat_jax.memory.kernels import Kernels
-from remat_jax.memory.measure import DEFAULT_TIMEOUT, is_miscompiled
+from remat_jax.memory.measure import DEFAULT_TIMEOUT, UNTILED, is_miscompiled
 from remat_jax.memory.process import Children
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
 from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Tried
@@ -218,6 +218,8 @@ class _Making:
             self.notes.append(NOT_MAXIMAL)
         if (short := host_shortage(best.compiled.host_bytes, self.target)) is not None:
             self.notes.append(f"Host memory: {short}, or plan with a host_budget")
+        if best.compiled.sizes.untiled:
+            self.notes.append(f"{UNTILED[0].upper()}{UNTILED[1:]}")
         if self.search.timed_out:
             self.notes.append("The solver's time limit was met: on another run the plan may be another one")
 
