@@ -11,8 +11,12 @@ from collections.abc import Iterator
 import pytest
 
 # Before JAX starts: no test but those marked `gpu` may touch a GPU, or try the CUDA plugin.
-# Marks, not paths, which may have the word in them.
-ON_GPU = any("gpu" in word and "not gpu" not in word and "/" not in word and "::" not in word for word in sys.argv[1:])
+# Marks, not paths, which may have the word in them. A worker is given no command line: it inherits what its parent has set.
+ON_GPU = (
+    os.environ.get("JAX_PLATFORMS") != "cpu"
+    if "PYTEST_XDIST_WORKER" in os.environ
+    else any("gpu" in word and "not gpu" not in word and "/" not in word and "::" not in word for word in sys.argv[1:])
+)
 if not ON_GPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
