@@ -151,3 +151,12 @@ def test_steps_that_are_cut_say_nothing_of_those_that_are_not():
     one = own((NAMED["full"],) * 6)
     assert not known._is_cut(one) and known._is_cut(cut(one, (3,)))
     assert LAYER.repeats == 6
+
+
+@pytest.mark.parametrize("name", ["full", "offload_inputs", "offload: @dots", "dots"])
+def test_the_parts_of_a_plan_cost_what_the_plan_costs(name):
+    """Copies that nothing hides are those of the very last layer, too."""
+    described = describe(plan_models.job(rows=65536, layers=3), "h200")
+    candidate = named_candidate(described, name)
+    parts = parts_of(described, described.stack, candidate)
+    assert sum(one.layers * (one.recompute_seconds + one.copy_seconds) for one in parts) == pytest.approx(candidate.seconds)

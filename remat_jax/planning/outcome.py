@@ -70,7 +70,9 @@ def parts_of(described: Described, stack: Stack, candidate: Candidate) -> tuple[
         copies = 0.0
         if load.away and stack.link is not None:
             copies = stack.link.exposed_out(load.away, block.forward_seconds)
-            copies += stack.link.exposed_in(load.away, block.backward_seconds + again)
+            # Nothing runs beside what comes back for the very last layer.
+            beside = [block.backward_seconds + again] * (layers - (stop == len(blocks))) + [0.0] * (stop == len(blocks))
+            copies += sum(stack.link.exposed_in(load.away, one) for one in beside) / layers
         found.append(
             Part(
                 block=name_of(kind),

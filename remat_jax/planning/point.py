@@ -34,7 +34,8 @@ class Part:
       saved_bytes, offloaded_bytes, recomputed_bytes: of all these layers together.
       rows: the residuals of one layer.
       forward_seconds, backward_seconds: the compute of one layer that keeps everything.
-      recompute_seconds, copy_seconds: what one layer takes more: computing again, and copies that its compute does not hide.
+      recompute_seconds, copy_seconds: what one layer takes more: computing again, and copies that its compute does not hide,
+        the mean of the layers.
     """
 
     block: str
