@@ -6,9 +6,10 @@ import ctypes
 import math
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,22 +231,31 @@ _ONE_AT_A_TIME = threading.Lock()
 """Standard output is the whole process's: two threads that put it aside could not both put it back."""
 
 
+_ITS_OWN = b"HighsMipSolverData::"
+"""With this begins what HiGHS prints, whatever it is told (jump-dev/HiGHS.jl#312): hundreds of lines in one plan."""
+
+
 @contextmanager
 def _standard_output_left_alone() -> Iterator[None]:
-    """HiGHS prints a line of its own, whatever it is told (jump-dev/HiGHS.jl#312). It goes to standard error instead."""
+    """What HiGHS prints goes nowhere; anything else that is written meanwhile, to standard error."""
     if sys.stdout is not None:
         sys.stdout.flush()
-    try:
-        kept = os.dup(1)
-        os.dup2(2, 1)
-    except OSError:
-        # Without both there is nothing to keep apart.
-        yield
-        return
-    try:
-        yield
-    finally:
-        # What C has buffered would come out later, in the wrong place.
-        ctypes.CDLL(None).fflush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
+    with tempfile.TemporaryFile() as file:
+        try:
+            kept = os.dup(1)
+        except OSError:
+            # There is none to keep apart.
+            yield
+            return
+        os.dup2(file.fileno(), 1)
+        try:
+            yield
+        finally:
+            # What C has buffered would come out later, in the wrong place.
+            ctypes.CDLL(None).fflush(None)
+            os.dup2(kept, 1)
+            os.close(kept)
+            file.seek(0)
+            other = b"".join(line for line in file if not line.startswith(_ITS_OWN))
+            with suppress(OSError):
+                os.write(2, other)
