@@ -157,7 +157,7 @@ class Model:
         self._check(values)
         bound = found.fun if found.mip_dual_bound is None else min(found.mip_dual_bound, found.fun)
         own = tuple(map(float, values * np.asarray(self._unit)))
-        return Solution(own, float(cost @ values), float(bound) / scale, _TIMED_OUT in found.message)
+        return Solution(own, float(cost @ values), float(bound / scale), _TIMED_OUT in found.message)
 
     def _check(self, values: Any) -> None:
         """HiGHS has been seen to call something optimal that breaks its own rows (scipy/scipy#24141)."""
