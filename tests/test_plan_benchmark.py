@@ -256,3 +256,18 @@ def test_a_rival_by_blocks_is_read_back_and_written_again() -> None:
     rival = Rival(("minimal",), {Case: "full"}, 10, 0, 1.0)
     read = Rival(**json.loads(json.dumps(rival.to_dict())) | {"names": ("minimal",)})
     assert read.to_dict() == rival.to_dict() and read.policy == {"Case": "full"}
+
+
+def test_nothing_measured_is_no_claim_that_holds():
+    assert claims.failures([]) == ["nothing was measured"]
+
+
+@pytest.mark.parametrize(("commit", "flags", "kept"), [("abc", "", 1), ("abc+", "", 0), (None, "", 0), ("abc", "--more", 0)])
+def test_rows_are_kept_of_the_same_code_and_environment_only(tmp_path, monkeypatch, commit, flags, kept):
+    def record(flags, *arguments):
+        made = {"commit": commit, "versions": {}, "environment": {"XLA_FLAGS": flags}}
+        monkeypatch.setattr(command, "provenance", lambda: made)
+        return command.Record(tmp_path / "plan.json", command.parse(["--only", "mlp", *arguments]))
+
+    record("").add(ROW)
+    assert len(record(flags, "--resume").rows) == kept

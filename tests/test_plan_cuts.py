@@ -6,6 +6,9 @@ import json
 import math
 from dataclasses import replace
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import pytest
 
 import remat_jax as rj
@@ -160,3 +163,19 @@ def test_the_parts_of_a_plan_cost_what_the_plan_costs(name):
     candidate = named_candidate(described, name)
     parts = parts_of(described, described.stack, candidate)
     assert sum(one.layers * (one.recompute_seconds + one.copy_seconds) for one in parts) == pytest.approx(candidate.seconds)
+
+
+class Sine(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16)(jnp.sin(nn.Dense(64)(x)))
+
+
+def test_a_named_policy_is_the_program_of_its_choices():
+    """A residual that is only made on the way to others, a product before its sine, is computed again under both."""
+    model, x = nn.Sequential([Sine(), Sine(), Sine()]), jax.ShapeDtypeStruct((256, 16), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    described = describe(rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Sine), "h200")
+    assert any(not one.needed for block in described.stack.blocks for one in block.residuals)
+    found = named_candidate(described, "full")
+    assert found.is_same(own_candidate(described, found.like))

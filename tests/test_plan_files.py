@@ -34,6 +34,18 @@ def test_a_plan_comes_back_as_it_was(tmp_path):
         assert again == one and again.to_dict() == one.to_dict() and list(tmp_path.iterdir()) == [path]
 
 
+def test_figures_of_a_large_cluster_come_back(tmp_path):
+    """A step of 405 billion parameters over 16 million tokens computes more than 2⁶³ FLOPs again."""
+    large = plan(recompute_flops=2 * 405 * 10**9 * 16 * 2**20, host_budget=2**64)
+    assert rj.Plan.load(large.save(tmp_path / "plan.json")) == large
+
+
+def test_a_part_of_before_has_its_layers_one_after_the_other(tmp_path):
+    data = plan().to_dict()
+    assert all(one.pop("every") == 1 for one in data["parts"])
+    assert rj.Plan.load(write(tmp_path, data)) == plan()
+
+
 def test_two_may_save_a_plan_beside_each_other(tmp_path, monkeypatch):
     path, replace, between = tmp_path / "plan.json", Path.replace, [plan(workload="the second")]
 

@@ -176,7 +176,7 @@ def test_what_was_not_shown_is_known(monkeypatch):
     monkeypatch.setattr("remat_jax.planning.search.MORE_COMPILED", 0)
     short, _ = searched(4700, TRUTH, most_compiled=2)
     best = short.run()
-    assert not short.is_maximal(best) and [one.name for one in short.unknown(best)] == ["dots"]
+    assert not short.is_maximal(best) and [one.name for one in short.unknown(best)] == ["dots", "off"]
 
 
 def test_an_optimizers_state_on_the_host_counts_against_its_budget():
@@ -385,3 +385,31 @@ def test_a_residual_that_is_offloaded_may_be_saved_as_well():
     stack = with_link(1000.0, STACK)
     changed = {one[0] for one in one_residual_more(stack, ((SAVE, OFFLOAD, AGAIN),) * 6)}
     assert changed == {(SAVE, SAVE, AGAIN), (SAVE, OFFLOAD, SAVE)}
+
+
+@pytest.mark.parametrize(("share", "budget"), [(0.5, 4000), (0.7, 3000)])
+def test_a_step_that_needed_less_than_was_predicted_lets_the_next_one_dare_more(share, budget):
+    """XLA needs so much less of all that is kept. Filled only by what is predicted, the room left is halved each time."""
+    many = tuple(Residual(f"r{index}", 60.0 + 7 * index, 0.02 + 0.003 * index, ("x",)) for index in range(16))
+    stack = replace(STACK, blocks=(replace(LAYER, residuals=(X, *many), repeats=3, working_bytes=100.0),))
+
+    def compile_them(candidates):
+        sizes = (predicted(stack, one.loads) - share * sum(load.saved for load in one.loads) for one in candidates)
+        return [Compiled(round(size), 0) for size in sizes]
+
+    full = own(((SAVE, *[AGAIN] * 16),) * 3, stack, "full")
+    search = Search(stack, [full], budget, math.inf, lambda choices: own(choices, stack), compile_them)
+    assert search.run().candidate.seconds == 0
+
+
+def test_what_keeps_everything_may_fit_though_its_kept_bytes_alone_do_not():
+    """XLA makes again by itself what is cheap: `off` is compiled before the search ends."""
+
+    def compile_them(candidates):
+        return [Compiled(round((0.6 if one.name == "off" else 1) * predicted(TRUTH, one.loads)), 0) for one in candidates]
+
+    able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
+    off = able[0]
+    assert predicted(TRUTH, off.loads) * 0.6 < 4700 < sum(load.saved for load in off.loads)
+    search = Search(STACK, able, 4700, math.inf, own, compile_them)
+    assert search.run().candidate.name == "off"

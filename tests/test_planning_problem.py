@@ -215,12 +215,14 @@ def test_several_calls_in_a_round_take_turns():
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     params = jax.eval_shape(Turns().init, jax.random.key(0), x)
     job = rj.Workload(lambda p, x: Turns().apply(p, x).sum(), params, (x,), (Layer, Attending))
-    kinds = describe(job, "h200").kinds
-    assert [(kind.block, kind.layers) for kind in kinds] == [
+    described = describe(job, "h200")
+    assert [(kind.block, kind.layers) for kind in described.kinds] == [
         (Layer, range(0, 10, 2)),
         (Attending, range(5)),
         (Layer, range(1, 11, 2)),
     ]
+    parts = parts_of(described, described.stack, named_candidate(described, "full"))
+    assert [one.where for one in parts] == ["Layer 0–8, one in 2", "Attending 0–4", "Layer 1–9, one in 2"]
     assert recompute_flops(describe(job, "h200"), "full") == step_flops(job, "full") - step_flops(job, "everything")
 
 

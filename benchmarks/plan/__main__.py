@@ -64,9 +64,11 @@ class Record:
     def _continue(self, old: dict[str, Any]) -> None:
         def made_with(data: dict[str, Any]) -> tuple[Any, ...]:
             kept = data["provenance"]
-            return kept["commit"], kept["versions"], data["target"], data["layers"]
+            return kept["commit"], kept["versions"], kept["environment"], data["target"], data["layers"]
 
-        if made_with(old) == made_with(self.data):
+        commit = self.data["provenance"]["commit"]
+        # Of a tree with changes nobody knows what they were.
+        if commit and not commit.endswith("+") and made_with(old) == made_with(self.data):
             self.data |= {"workloads": old["workloads"], "rows": old["rows"]}
 
     @property

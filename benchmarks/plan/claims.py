@@ -56,6 +56,8 @@ def failures(rows: Sequence[Row]) -> list[str]:
     """Every claim that does not hold: of a row, and of the median."""
     found = [f"{row['workload']} in {format_bytes(row['budget'])}: {one}" for row in rows for one in broken(row)]
     ratios = counted(rows)
+    if not rows:
+        found.append("nothing was measured")
     if ratios and statistics.median(ratios) > MOST_RATIO:
         found.append(f"the median ratio is {statistics.median(ratios):.2f}, at most {MOST_RATIO} was claimed")
     return found

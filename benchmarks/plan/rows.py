@@ -103,7 +103,7 @@ def further(described: Described, found: Plan) -> list[Further]:
         return []
     extra, kept, options = extra_seconds(described, found.policies), kept_bytes(described, found.policies)[0], []
     for part in found.parts:
-        layers = range(part.first, part.first + part.layers)
+        layers = range(part.first, part.first + part.layers * part.every, part.every)
         kind, block = next(
             pair
             for pair in zip(described.kinds, described.stack.blocks, strict=True)
@@ -128,7 +128,7 @@ def saving(described: Described, kind: Kind, found: Plan, layers: range, members
     count = sum(len(other.layers) for other in described.kinds if other.block == kind.block)
     policies = [policy_at(found.policies[kind.block], layer) for layer in range(count)]
     for layer in layers:
-        path = kind.paths[layer - kind.layers.start]
+        path = kind.paths[kind.layers.index(layer)]
         names = [path + name.removeprefix(kind.paths[0]) for name in members]
         rules = selectors({"save": names}, [path], names).rules
         policies[layer] = Policy((*(rule for rule in rules if rule.action.value == "save"), *policies[layer].rules))

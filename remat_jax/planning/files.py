@@ -178,7 +178,8 @@ def _point(data: Any) -> Point:
 def _parts(data: list[Any]) -> tuple[Part, ...]:
     found = []
     for one in data:
-        values = _fields(one, _PART, "a part")
+        # Plans of before did not say how far apart the layers are: 1.
+        values = _fields({"every": 1, **one} if isinstance(one, dict) else one, _PART, "a part")
         found.append(Part(**values | {"rows": tuple(Row(**_fields(row, _ROW, "a residual")) for row in values["rows"])}))
     return tuple(found)
 
@@ -194,8 +195,8 @@ def _text(value: Any, name: str) -> str:
 
 
 def _count(value: Any, name: str, least: int = 0) -> int:
-    if type(value) is not int or not least <= value < 2**63:
-        raise _Malformed(f"{name}={str(value)[:40]} is no integer of at least {least}")
+    if type(value) is not int or not least <= value < _MOST:
+        raise _Malformed(f"{name}={str(value)[:40]} is no integer from {least} to 2¹²⁷")
     return value
 
 
@@ -256,11 +257,14 @@ def _fields(data: Any, checks: _Checks, where: str) -> dict[str, Any]:
     return {name: check(data[name], name) for name, check in checks.items()}
 
 
+_MOST = 2**127
+"""The FLOPs of a large cluster's step are above 2⁶³, and so may a budget be where nobody says how much memory there is."""
 _SAID = ("version", "texts", "best_named")
 _ROW: _Checks = {"residual": _text, "action": _action, "bytes": _count, "seconds": _or_none(_seconds)}
 _PART: _Checks = {
     **dict.fromkeys(("block", "policy"), _text),
     **dict.fromkeys(("first", "layers", "saved_bytes", "offloaded_bytes", "recomputed_bytes"), _count),
+    "every": lambda value, name: _count(value, name, least=1),
     "rows": _list,
     **dict.fromkeys(("forward_seconds", "backward_seconds", "recompute_seconds", "copy_seconds"), _seconds),
 }

@@ -102,7 +102,7 @@ def _shares(guess: Stack, peaks: Sequence[tuple[float, int, int]], seen: Sequenc
     matrix = np.vstack([np.asarray(rows), prior]) / scale
     wanted = np.concatenate([values, prior @ np.array([0.0, *_first(guess)])])
     bounds = np.array([0.0, 0.0, 0.0]), np.array([np.inf, _MOST_RECOMPUTED, _MOST_FETCHED]) * scale
-    fixed, again_share, away_share = lsq_linear(matrix, wanted, bounds).x / scale
+    fixed, again_share, away_share = lsq_linear(matrix, wanted, bounds, method="bvls").x / scale
     return replace(
         _with_shares(guess, max(0.0, float(again_share)), max(0.0, float(away_share))), fixed_bytes=max(0.0, float(fixed))
     )

@@ -11,6 +11,9 @@ from remat_jax.planning.candidate import FAILED, Candidate, Own, Recut, Tried
 from remat_jax.planning.choices import Cuts, borders, one_residual_more
 from remat_jax.planning.fitting import Seen, fitted, predicted
 
+_OFF = 0.5
+"""The share of what `off` keeps that it may really need: 0.55 were seen."""
+
 
 class Known:
     """What was compiled, and what that tells.
@@ -82,7 +85,7 @@ class Known:
     def unknown(self, best: Tried) -> list[Candidate]:
         """Named policies that were not compiled, would be faster than `best`, and might fit.
 
-        A step is given its arguments and keeps what its policy says; what that alone puts over the budget is not among them.
+        What keeps too much by itself is not among them.
         """
         stack = self.stack
         able = [
@@ -90,9 +93,13 @@ class Known:
             for one in self.named
             if one.seconds < best.candidate.seconds and not math.isclose(one.seconds, best.candidate.seconds)
             if self.known(one) is None and one.host_bytes <= self.host_left
-            if self.arguments + sum(load.saved for load in one.loads) <= self.budget
+            if self.may_fit(one)
         ]
         return sorted(able, key=lambda one: predicted(stack, one.loads))
+
+    def may_fit(self, one: Candidate) -> bool:
+        """Whether its arguments and what it keeps do not exceed the budget; of `off` half, much of which XLA makes again."""
+        return self.arguments + sum(load.saved for load in one.loads) * (_OFF if one.name == "off" else 1) <= self.budget
 
     def is_maximal(self, best: Tried) -> bool:
         """Whether it was shown that no single residual more can be saved in a run of its layers that would save time.

@@ -209,13 +209,12 @@ class _Making:
 
     def _note(self, best: Tried) -> None:
         """What could not be shown."""
+        why = "; the compilations were used up" if len(self.search.tried) >= MOST_COMPILED else ""
         unknown = [one.name for one in self.search.unknown(best)]
         if unknown:
-            self.notes.append(
-                f"Not shown: whether {' and '.join(unknown)}, faster by the estimate, would fit; the compilations were used up"
-            )
+            self.notes.append(f"Not shown: whether {' and '.join(unknown)}, faster by the estimate, would fit{why}")
         if not self.search.is_maximal(best):
-            self.notes.append(NOT_MAXIMAL)
+            self.notes.append(f"{NOT_MAXIMAL}{why}")
         if (short := host_shortage(best.compiled.host_bytes, self.target)) is not None:
             self.notes.append(f"Host memory: {short}, or plan with a host_budget")
         if best.compiled.sizes.untiled:

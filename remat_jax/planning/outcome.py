@@ -78,6 +78,7 @@ def parts_of(described: Described, stack: Stack, candidate: Candidate) -> tuple[
                 block=name_of(kind),
                 first=kind.layers[start - first[block.name]],
                 layers=layers,
+                every=kind.layers.step,
                 policy=text_of(kind, block, candidate, start),
                 saved_bytes=layers * load.saved,
                 offloaded_bytes=layers * load.away,

@@ -29,6 +29,7 @@ class Part:
 
     Attributes:
       block: the block, as reports call it.
+      every: how far apart they are: 2 where two kinds of layers of one block take turns in a scan.
       first, layers: the position of the first of them among the calls of the block, in forward order, and how many there are.
       policy: the text of what each of them does.
       saved_bytes, offloaded_bytes, recomputed_bytes: of all these layers together.
@@ -50,6 +51,7 @@ class Part:
     backward_seconds: float
     recompute_seconds: float
     copy_seconds: float
+    every: int = 1
 
     @property
     def where(self) -> str:
@@ -58,8 +60,10 @@ class Part:
         >>> Part("Layer", 8, 4, "full", 0, 0, 0, (), 0.0, 0.0, 0.0, 0.0).where
         'Layer 8–11'
         """
-        last = self.first + self.layers - 1
-        return f"{self.block} {self.first}" + (f"–{last}" if last > self.first else "")
+        if self.layers == 1:
+            return f"{self.block} {self.first}"
+        turns = f", one in {self.every}" if self.every > 1 else ""
+        return f"{self.block} {self.first}–{self.first + (self.layers - 1) * self.every}{turns}"
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,9 @@ class Search(Solver):
             one
             for one in self.named
             if one.seconds < bound and not math.isclose(one.seconds, bound) and one.host_bytes <= self.host_left
-            if self.known(one) is None and self.expected(one, stack) <= _HOPE * self.budget
+            if self.known(one) is None
+            # No prediction knows what XLA makes again of itself where there are no checkpoints.
+            if self.expected(one, stack) <= _HOPE * self.budget or (one.name == "off" and self.may_fit(one))
         ]
         return sorted(able, key=lambda one: one.seconds)[:1]
 
@@ -230,8 +232,11 @@ class Search(Solver):
         if best.candidate.done is None:
             return []
         last = len(self.tried) >= (self._most + MORE_COMPILED if self._much_is_left(best) else self._most) - 1
-        # Beside a compiled step with the same runs a prediction is exact, or nearly: nothing is left to dare at first.
-        for room in () if last else (self.budget, self._within(self._share)):
+        # Beside a compiled step with the same runs a prediction is exact, or nearly: nothing is left to dare at first. What
+        # that step needed less than was predicted of it, more of the same may need less again; until that was once in vain.
+        dares = self._much_is_left(best) and best is self.tried[-1]
+        spared = max(0, best.predicted_bytes - best.compiled.device_bytes) if dares else 0
+        for room in () if last else dict.fromkeys((self.budget + spared, self.budget, self._within(self._share))):
             found = self._filled(best, room)
             if found.seconds < best.candidate.seconds and self.known(found) is None:
                 return [found]

@@ -63,7 +63,9 @@ def named_candidate(described: Described, name: str) -> Candidate:
         again = max(0, round(sum(one.bytes for one in block.residuals if one.needed)) - price.saved_bytes - price.host_bytes)
         loads += [Load(price.saved_bytes, again, price.host_bytes)] * block.repeats
     found = Candidate(name, tuple(loads), extra_seconds(described, meant))
-    return found if name == "off" else replace(found, like=_like(described, found))
+    like = None if name == "off" else _like(described, found)
+    # What is only made on the way to others is computed again under a named policy, too: the same program has the same loads.
+    return found if like is None else replace(found, like=like, loads=own_candidate(described, like).loads)
 
 
 def _like(described: Described, named: Candidate) -> Choices | None:
