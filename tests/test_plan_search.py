@@ -10,7 +10,7 @@ import pytest
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.planner import Block, Choice, HostLink, Residual, Stack, stack_plan
 from remat_jax.planning.candidate import FAILED, Candidate, Compiled
-from remat_jax.planning.choices import block_policies, one_residual_more, runs, together
+from remat_jax.planning.choices import block_policies, one_residual_more, runs
 from remat_jax.planning.fitting import Load, Seen, fitted, predicted
 from remat_jax.planning.search import MORE_COMPILED, MOST_COMPILED, Search
 
@@ -336,80 +336,3 @@ def test_an_empty_answer_ends_the_search():
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     search = Search(STACK, able, 4700, math.inf, own, compile_them)
     assert search.run() is search.best and len(asked) == 2 and len(search.tried) == len(asked[0])
-
-
-# --- host memory ------------------------------------------------------------------------------------------------------
-
-
-def with_link(rate, stack, **shares):
-    return replace(stack, link=HostLink(rate, rate), blocks=(replace(stack.blocks[0], **shares),))
-
-
-@pytest.mark.parametrize("budget", [2900, 3200, 3500, 4500])
-@pytest.mark.parametrize("rate", [500.0, 1000.0])
-def test_more_host_memory_is_never_slower(rate, budget):
-    """The first guess takes a seventh of what the compiler needs for what it fetches."""
-    stack, truth = (with_link(rate, one, **shares) for one, shares in ((STACK, {"fetched_share": 0.3}), (TRUTH, {})))
-    found = []
-    for host in (0.0, 700.0, math.inf):
-        try:
-            found.append(searched(budget, truth, stack=stack, host=host)[0].run().candidate.seconds)
-        except InfeasibleBudget:
-            found.append(math.inf)
-    assert found[2] <= found[1] + 0.018 and found[1] <= found[0] + 0.018 and found[2] < 3
-
-
-def test_a_fit_finds_a_share_that_its_first_guess_hides():
-    """By the guess the peak of the second step is its last block, which offloads nothing; in truth it is the one before."""
-    stack, truth = (with_link(1000.0, one, **shares) for one, shares in ((STACK, {"fetched_share": 0.3}), (TRUTH, {})))
-    away = (SAVE, OFFLOAD, OFFLOAD)
-    steps = [own(one, stack).loads for one in ((NAMED["full"],) * 6, (*[away] * 5, NAMED["off"]), (*[away] * 5, NAMED["dots"]))]
-    found = fitted(stack, [Seen(one, round(predicted(truth, one))) for one in steps], 3200.0)
-    assert found.blocks[0].fetched_share == pytest.approx(2.0, rel=0.25)
-    other = own((*[away] * 5, NAMED["full"]), stack).loads
-    assert predicted(found, other) == pytest.approx(predicted(truth, other), rel=0.02)
-
-
-def test_what_offloads_comes_first_and_what_keeps_most_last():
-    stack = with_link(1000.0, STACK)
-    much, more, away = NAMED["dots"], NAMED["everything"], (SAVE, OFFLOAD, AGAIN)
-
-    def arranged(*choices):
-        return together(stack, stack_plan(stack, block_policies(stack, choices)))
-
-    assert arranged(more, away, much, more, away, much) == (away, away, much, much, more, more)
-    assert arranged(*[much] * 3, *[NAMED["full"]] * 3) == (*[NAMED["full"]] * 3, *[much] * 3)
-
-
-def test_a_residual_that_is_offloaded_may_be_saved_as_well():
-    stack = with_link(1000.0, STACK)
-    changed = {one[0] for one in one_residual_more(stack, ((SAVE, OFFLOAD, AGAIN),) * 6)}
-    assert changed == {(SAVE, SAVE, AGAIN), (SAVE, OFFLOAD, SAVE)}
-
-
-@pytest.mark.parametrize(("share", "budget"), [(0.5, 4000), (0.7, 3000)])
-def test_a_step_that_needed_less_than_was_predicted_lets_the_next_one_dare_more(share, budget):
-    """XLA needs so much less of all that is kept. Filled only by what is predicted, the room left is halved each time."""
-    many = tuple(Residual(f"r{index}", 60.0 + 7 * index, 0.02 + 0.003 * index, ("x",)) for index in range(16))
-    stack = replace(STACK, blocks=(replace(LAYER, residuals=(X, *many), repeats=3, working_bytes=100.0),))
-
-    def compile_them(candidates):
-        sizes = (predicted(stack, one.loads) - share * sum(load.saved for load in one.loads) for one in candidates)
-        return [Compiled(round(size), 0) for size in sizes]
-
-    full = own(((SAVE, *[AGAIN] * 16),) * 3, stack, "full")
-    search = Search(stack, [full], budget, math.inf, lambda choices: own(choices, stack), compile_them)
-    assert search.run().candidate.seconds == 0
-
-
-def test_what_keeps_everything_may_fit_though_its_kept_bytes_alone_do_not():
-    """XLA makes again by itself what is cheap: `off` is compiled before the search ends."""
-
-    def compile_them(candidates):
-        return [Compiled(round((0.6 if one.name == "off" else 1) * predicted(TRUTH, one.loads)), 0) for one in candidates]
-
-    able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
-    off = able[0]
-    assert predicted(TRUTH, off.loads) * 0.6 < 4700 < sum(load.saved for load in off.loads)
-    search = Search(STACK, able, 4700, math.inf, own, compile_them)
-    assert search.run().candidate.name == "off"
