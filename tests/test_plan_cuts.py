@@ -59,15 +59,19 @@ def job():
 
 @pytest.fixture(scope="module")
 def sizes(job):
-    """Of four layers, the last two under a policy and cut, compiled for an H200."""
-    texts = ("2 x full || 1 x full || 1 x full", "2 x full | 1 x everything || 1 x everything", "2 x full | 2 x everything")
+    """Of four layers, the last kept, the last two cut, and the last two in one scan, compiled for an H200."""
+    last = ("|| 1 x full | 1 x everything", "| 1 x everything || 1 x everything", "| 2 x everything")
+    texts = [f"2 x full {text}" for text in last]
     return [one.device_bytes for one in measure_many(job, texts, "h200")]
 
 
 def test_a_scan_of_one_layer_needs_what_its_policy_says(sizes):
-    """What two layers keep of 32 MiB each, and less than in one scan of two, whose rows are stacked."""
-    kept, alone, scan = sizes
-    assert alone - kept == pytest.approx(2 * 32 * 2**20, rel=0.05) and alone < 0.9 * scan
+    """What one layer more keeps, 32 MiB, and less than in one scan of two, whose rows are stacked.
+
+    Against one that is kept already: with some versions of JAX the last layer keeps for nothing, where it would compute again.
+    """
+    last, alone, scan = sizes
+    assert alone - last == pytest.approx(32 * 2**20, rel=0.05) and alone < 0.9 * scan
 
 
 # --- what is planned --------------------------------------------------------------------------------------------------
