@@ -187,13 +187,13 @@ def compare_policies(
     >>> class Block(nn.Module):
     ...     @nn.compact
     ...     def __call__(self, x):
-    ...         return nn.tanh(nn.Dense(8, name="up")(x)) * x
+    ...         return jnp.exp(nn.Dense(8, name="up")(x)) * x
     >>> x = jax.ShapeDtypeStruct((2, 8), jnp.float32)
     >>> params = jax.eval_shape(Block().init, jax.random.key(0), x)
     >>> job = Workload(lambda p, x: (Block().apply(p, x) ** 2).mean(), params, (x,), blocks=Block)
-    >>> found = compare_policies(job, "full", "save: *tanh*")
+    >>> found = compare_policies(job, "full", "save: *exp*")
     >>> [(one.name, one.before, one.after, one.device_bytes) for one in found.moves]
-    [('Block:tanh#0', 'recompute', 'save', 64)]
+    [('Block:exp#0', 'recompute', 'save', 64)]
     >>> found.recompute_flops  # the product of 2×8 and 8×8
     (256, 0)
     """
