@@ -66,9 +66,9 @@ def test_random_policies_are_predicted_without_compiling_them(job, on_h200):
         found = on_h200.predict(one)
         assert found.host_bytes == sizes[one].host_temp
         assert found.device_bytes - found.temp_bytes == sizes[one].device - sizes[one].temp
-    # The errors are no small part of a spread that is small itself.
+    # They are small beside what lies between the policies, whichever a version's names of residuals make of the seed.
     temps = [sizes[one].temp for one in policies]
-    assert max(temps) > 2 * min(temps)
+    assert max(temps) - min(temps) > 5 * max(abs(on_h200.predict(one).temp_bytes - sizes[one].temp) for one in policies)
 
 
 @needs_gpu_compiler
@@ -81,11 +81,15 @@ def test_a_compiled_policy_is_answered_with_what_the_compiler_said(job, on_h200)
 
 
 def test_on_the_cpu_what_is_offloaded_stays_in_temp(job):
+    """One memory: a residual costs the same offloaded and saved, by the compiler and by the prediction."""
     predictor = Predictor(job, "cpu", ["full", "everything", "dots"])
-    saved, offloaded = (predictor.predict(f"{action}: *up:dot*") for action in ("save", "offload"))
-    assert offloaded.host_bytes == 0
+    policies = [f"{action}: *up:add#0" for action in ("save", "offload")]
+    sizes = compile_policies(job, policies, target("cpu"))
+    saved, offloaded = (predictor.predict(policy) for policy in policies)
+    assert offloaded == saved and offloaded.host_bytes == 0 and not saved.compiled
+    assert sizes[policies[0]].temp == sizes[policies[1]].temp
     kept = 4 * LAYERS * ROWS * 4 * WIDTH
-    assert abs(offloaded.temp_bytes - saved.temp_bytes) < kept / LAYERS
+    assert sizes[policies[1]].temp > kept and offloaded.temp_bytes == pytest.approx(sizes[policies[1]].temp, rel=0.15)
     predictor.learn("offload: *up:dot*", 123_456)
     assert predictor.predict("offload: *up:dot*").temp_bytes == 123_456
 

@@ -112,7 +112,7 @@ class Predictor:
     def predict_from(self, table: ResidualTable) -> Prediction:
         """The same of a table of residuals, with no tracing either."""
         known = self._known.get(_key(table))
-        beyond = float(np.clip(np.dot(_features(table), self._coefficients), *self._range))
+        beyond = float(np.clip(np.dot(self._features(table), self._coefficients), *self._range))
         temp = known if known is not None else self._kept(table) + round(beyond)
         host = 0 if self.target.kind == "cpu" else table.host_bytes
         return Prediction(temp, temp + self._beside_temp, host, known is not None)
@@ -127,9 +127,15 @@ class Predictor:
     def _kept(self, table: ResidualTable) -> int:
         return table.device_bytes + (table.host_bytes if self.target.kind == "cpu" else 0)
 
+    def _features(self, table: ResidualTable) -> tuple[float, ...]:
+        if self.target.kind == "cpu":
+            # It has one memory: what is offloaded stays where it was, and costs what it costs when it is saved.
+            return 1.0, _of_a_layer(table, Action.SAVE, Action.OFFLOAD), 0.0
+        return 1.0, _of_a_layer(table, Action.SAVE), _of_a_layer(table, Action.OFFLOAD)
+
     def _add(self, table: ResidualTable, temp: int) -> None:
         self._known[_key(table)] = temp
-        self._points.append((_features(table), float(temp - self._kept(table))))
+        self._points.append((self._features(table), float(temp - self._kept(table))))
 
     def _fit(self) -> None:
         rows, beyond = (np.asarray(column, float) for column in zip(*self._points, strict=True))
@@ -243,13 +249,9 @@ def _drawn(names: Sequence[str], draw: random.Random) -> str:
     return "; ".join(f"{action}: {', '.join(of)}" for action, of in chosen.items() if of) or "full"
 
 
-def _features(table: ResidualTable) -> tuple[float, ...]:
-    return 1.0, _of_a_layer(table, Action.SAVE), _of_a_layer(table, Action.OFFLOAD)
-
-
-def _of_a_layer(table: ResidualTable, action: Action) -> float:
+def _of_a_layer(table: ResidualTable, *actions: Action) -> float:
     """The bytes of one layer; under policies by layer, of the one with most."""
-    rows = [row for row in table if row.scanned and row.action == action.value and row.shape]
+    rows = [row for row in table if row.scanned and row.action in actions and row.shape]
     runs = {row.layers for row in rows} - {None} or {None}
     return max(sum(row.bytes / row.shape[0] for row in rows if row.layers in (None, run)) for run in runs)
 
