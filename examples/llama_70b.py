@@ -33,7 +33,8 @@ def job() -> Workload:
     >>> sum(leaf.size for leaf in jax.tree.leaves(job().params)) // 10**9
     70
     """
-    return decoder_job(llama.LlamaConfig.llama3_70b(), {"data": 8, "fsdp": 8}, last, P(EVERYWHERE), "Llama 3 70B, FSDP")
+    mesh = {"data": 8, "fsdp": 8}
+    return decoder_job(llama.LlamaConfig.llama3_70b(), mesh, dividing(64), P(EVERYWHERE), "Llama 3 70B, FSDP")
 
 
 def tensor_job() -> Workload:
@@ -75,22 +76,22 @@ def decoder_job(
     )
 
 
-def last(path: str, leaf: Any) -> P:
-    """The last dimension of every parameter is split over all devices."""
-    return P(*[None] * (len(leaf.shape) - 1), EVERYWHERE)
-
-
 def dividing(devices: int) -> Callable[[str, Any], P]:
-    """Of every parameter the last dimension that divides over so many devices is split over all of them.
+    """Every parameter is split over so many devices: a matrix by what it sums over, another by its last dimension.
+
+    Where that does not divide, it is the last dimension that does. A matrix that is split by what it makes is gathered into
+    another order than it lies in; XLA would copy the whole stack into that order, and keep both until the step ends.
 
     >>> head = jax.ShapeDtypeStruct((8192, 128256), jnp.bfloat16)
-    >>> [tuple(dividing(devices)("lm_head/kernel", head)) for devices in (64, 512)]
-    [(None, ('data', 'fsdp')), (('data', 'fsdp'), None)]
+    >>> [tuple(dividing(devices)(name, head)) for devices, name in [(64, "lm_head/kernel"), (64, "embed"), (512, "embed")]]
+    [(('data', 'fsdp'), None), (None, ('data', 'fsdp')), (('data', 'fsdp'), None)]
     """
 
     def spec(path: str, leaf: Any) -> P:
         axes = [axis for axis, size in enumerate(leaf.shape) if size % devices == 0]
-        return P(*(EVERYWHERE if axis == axes[-1] else None for axis in range(leaf.ndim))) if axes else P()
+        summed = leaf.ndim - 2
+        chosen = summed if path.endswith("kernel") and summed in axes else axes[-1] if axes else None
+        return P(*(EVERYWHERE if axis == chosen else None for axis in range(leaf.ndim))) if axes else P()
 
     return spec
 
