@@ -21,6 +21,7 @@ OFF = {
     "policy": "off",
     "budget": 100 * GB,
     "device_bytes": 200 * GB,
+    "exchanged_bytes": 6 * GB,
     "host_bytes": 0,
     "host_bytes_per_host": 0,
     "collectives": {"all-gather": [10, 50 * GB], "reduce-scatter": [5, 20 * GB]},
@@ -31,9 +32,9 @@ STATED = FULL | {"policy": STATE, "host_bytes": 5 * GB, "host_bytes_per_host": 4
 
 def test_the_table_says_what_fits_and_what_is_sent():
     lines = [line.split() for line in table.table([OFF, FULL, STATED]).splitlines()[1:]]
-    assert lines[0] == ["w", "off", "200.0", "no", "10", "50.0", "5", "20.0"]
-    assert lines[1] == ["w", "full", "60.0", "yes", "12", "50.0", "1.0"]
-    assert lines[2] == ["w", *STATE.split(), "60.0", "yes", "40.0", "12", "50.0", "1.0"]
+    assert lines[0] == ["w", "off", "200.0", "no", "6.0", "(3%)", "10", "50.0", "5", "20.0"]
+    assert lines[1] == ["w", "full", "60.0", "yes", "6.0", "(10%)", "12", "50.0", "1.0"]
+    assert lines[2] == ["w", *STATE.split(), "60.0", "yes", "6.0", "(10%)", "40.0", "12", "50.0", "1.0"]
     assert "70.0 at least" in table.table([{**OFF, "policy": PLAN, "infeasible": 70 * GB}])
     assert table.gathered_again([OFF, FULL]) == ["w: all-gather under full against off: +2 arrays, +0.000 GB"] + [
         "w: all-to-all under full against off: +1 arrays, +1.000 GB"

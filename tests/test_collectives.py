@@ -92,7 +92,10 @@ def test_a_recomputed_layer_gathers_no_weight_again():
     # The sum behind the attention is made again, which the feed-forward's gradient needs; that behind it nobody reads.
     stream = BATCH // 4 * LENGTH * CONFIG.hidden_size * FLOAT
     assert {kind: one for kind, one in again.items() if one != (0, 0)} == {"all-reduce": (LAYERS, LAYERS * stream)}
-    assert "all-gather" in str(reports["full"])
+    # At the peak recomputed layers have their weights gathered.
+    whole = [one for one in reports["full"].live if one.collective == "all-gather" and one.phase == "recomputed"]
+    assert reports["full"].exchanged_bytes >= sum(one.nbytes for one in whole) >= CONFIG.hidden_size**2 // 2 * FLOAT
+    assert "all-gather" in str(reports["full"]) and "at the peak, exchanged" in str(reports["full"])
 
 
 def test_sizes_remember_what_is_sent():

@@ -100,6 +100,52 @@ def test_what_the_program_does_not_name_keeps_its_bytes() -> None:
     assert found == [LiveBuffer("late", "", "other", 100, "")]
 
 
+EXCHANGING = """\
+%summed (a: f32[8,8], b: f32[8]) -> (f32[2,8], f32[2]) {
+  %a = f32[8,8]{1,0} parameter(0)
+  %b = f32[8]{0} parameter(1)
+  ROOT %scatter = (f32[2,8]{1,0}, f32[2]{0}) reduce-scatter(%a, %b), dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (w: f32[2,8], v: f32[8]) -> f32[2,8] {
+  %w = f32[2,8]{1,0} parameter(0), metadata={op_name="args[0]"}
+  %v = f32[2]{0} parameter(1), metadata={op_name="args[1]"}
+  %flat = f32[16]{0} bitcast(%w)
+  %start = ((f32[16]{0}, f32[2]{0}), (f32[64]{0}, f32[8]{0})) all-gather-start(%flat, %v), dimensions={0}
+  %done = (f32[64]{0}, f32[8]{0}) all-gather-done(%start)
+  %whole = f32[64]{0} get-tuple-element(%done), index=0
+  %other = f32[64]{0} copy(%whole)
+  %grads = (f32[8,8]{1,0}, f32[8]{0}) fusion(%whole, %other), kind=kLoop
+  %grad = f32[8,8]{1,0} get-tuple-element(%grads), index=0
+  %last = f32[8]{0} get-tuple-element(%grads), index=1
+  %sum = ((f32[8,8]{1,0}, f32[8]{0}), (f32[2,8]{1,0}, f32[2]{0})) async-start(%grad, %last), calls=%summed
+  %after = (f32[2,8]{1,0}, f32[2]{0}) async-done(%sum)
+  ROOT %out = f32[2,8]{1,0} get-tuple-element(%after), index=0
+}
+"""
+PLACES = {"w": 64, "v": 8, "start{1,0}": 256, "start{1,1}": 32, "other": 256, "grads{0}": 256, "grads{1}": 32, "scatter{0}": 64}
+
+
+def test_what_a_collective_gives_or_takes_is_told() -> None:
+    values = [
+        f"allocation {number}: size {nbytes}, preallocated-temp:\n value: <{number} {name} @0> (size={nbytes},offset=0): f32[]"
+        for number, (name, nbytes) in enumerate(PLACES.items())
+    ]
+    spans = [f"    {name if '{' in name else name + '{}'}:{'9-9' if 'scatter' in name else '0-8'}" for name in PLACES]
+    found = live_at_peak(EXCHANGING, "\n".join(values), "\n".join(spans))
+    assert sorted((one.nbytes, one.collective) for one in found if one.phase != "argument") == [
+        (32, "all-gather"),
+        (32, "reduce-scatter"),
+        (256, ""),  # a copy of what was gathered
+        (256, "all-gather"),
+        (256, "reduce-scatter"),
+    ]
+    assert sorted((one.name, one.collective) for one in found if one.phase == "argument") == [
+        ("args[0]", "all-gather"),
+        ("args[1]", "all-gather"),
+    ]
+
+
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -77,5 +77,9 @@ def test_experts_are_divided_over_a_host_and_their_rest_over_hosts():
     assert job.mesh == as_mesh("data=2,fsdp=8") and job.batch[0].shape == (16, 8)
     trained = job.step("full").local_arguments[0]
     assert trained["layers"]["mlp"]["gate_proj"].shape == (2, 16 // 8, 64, 32 // 2)
-    assert trained["layers"]["mlp"]["router"]["kernel"].shape == (2, 64 // 16, 16) and trained["embed"]["embedding"].shape == (64, 4)
+    assert trained["layers"]["mlp"]["router"]["kernel"].shape == (2, 64 // 16, 16)
+    assert trained["embed"]["embedding"].shape == (
+        64,
+        4,
+    )
     assert by_expert(16)("layers/input_norm/scale", jax.ShapeDtypeStruct((2, 64), jnp.float32))[-1] == ("data", "fsdp")

@@ -88,9 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def say(rows: Sequence[dict[str, Any]]) -> int:
     """Print the rows in one table, and what does not hold."""
-    print("One training step, gigabytes (10⁹) of one device and of one host; what one device sends or gets, by kind:")
+    print("One training step, gigabytes (10⁹): what one device needs; of it, what collectives give or take at the peak;")
+    print("what a host needs; what one device sends or gets, arrays and gigabytes by kind:")
     print(table.table(rows))
-    print("\n".join(table.gathered_again(rows)))
+    for line in table.gathered_again(rows):
+        print(line)
     found = table.failures(rows)
     print("\n".join(["Does not hold:", *found]) if found else "All claims hold.")
     return 1 if found else 0

@@ -13,6 +13,7 @@ COLUMNS = (
     "policy",
     "device",
     "fits",
+    "exchanged",
     "a host",
     "all-gather",
     "GB",
@@ -26,7 +27,7 @@ _SHOWN = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Memory of one device and of one host, and what one device sends or gets in a step, by kind: arrays, and gigabytes."""
+    """What one device needs, and of it what collectives give or take; what a host needs; what a device sends or gets."""
     return text_table(COLUMNS, [_cells(one) for one in rows])
 
 
@@ -44,6 +45,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         *first,
         _gigabytes(row["device_bytes"]),
         "yes" if fits(row) else "no",
+        f"{_gigabytes(row['exchanged_bytes'])} ({row['exchanged_bytes'] / row['device_bytes']:.0%})",
         host,
         *shown,
         _gigabytes(rest) if rest else "",

@@ -16,8 +16,9 @@ from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport, residuals
-from remat_jax.memory.collectives import KINDS, executed
+from remat_jax.memory.collectives import executed
 from remat_jax.memory.diff import compare_policies
+from remat_jax.memory.hlo import COLLECTIVES
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
 from remat_jax.policy import as_block_policy
 from remat_jax.report import format_bytes, table
@@ -144,7 +145,7 @@ def _exchanges(reports: Sequence[MemoryReport]) -> list[Any]:
     sent = {report.policy: executed(report.collectives) for report in reports if report.collectives is not None}
     if not sent:
         return []
-    kinds = [kind for kind in KINDS if any(kind in one for one in sent.values())]
+    kinds = [kind for kind in COLLECTIVES if any(kind in one for one in sent.values())]
     rows = [
         (policy, *(f"{one[kind][0]}: {format_bytes(one[kind][1])}" if kind in one else "" for kind in kinds))
         for policy, one in sent.items()

@@ -11,13 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from remat_jax.memory.hlo import Computation, Instruction, Module, parse
+from remat_jax.memory.hlo import COLLECTIVES, Computation, Instruction, Module, parse
 from remat_jax.memory.live import module_path
 
-KINDS = (
-    *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all"),
-    "collective-broadcast",
-)
 _WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
 _BODIES = {"while": ("body",), "call": ("to_apply", "calls"), "async-start": ("calls",), "fusion": ("calls",)}
 
@@ -78,14 +74,14 @@ def executed(collectives: Sequence[Collective]) -> dict[str, tuple[int, int]]:
 
 
 def _order(key: tuple[str, str]) -> tuple[int, str]:
-    return KINDS.index(key[0]), key[1]
+    return COLLECTIVES.index(key[0]), key[1]
 
 
 def _within(module: Module, computation: Computation, times: int, phase: str) -> Iterator[tuple[str, str, int, int]]:
     for one in computation:
         own = _phase(one) or phase
         kind = one.opcode.removesuffix("-start")
-        if kind in KINDS:
+        if kind in COLLECTIVES:
             # A ragged one has a buffer for its result, offsets and sizes beside the array that is sent.
             count = 1 if _is_ragged(one) else len(one.operands)
             yield kind, own, times * count, times * _bytes(computation, one)

@@ -21,6 +21,11 @@ _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "optimization-barrier"}
 )
+COLLECTIVES = (
+    *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all"),
+    "collective-broadcast",
+)
+"""By what the devices of a mesh send each other arrays; `…-start` where something else runs meanwhile."""
 
 
 @dataclass(frozen=True)

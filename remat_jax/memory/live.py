@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from remat_jax.memory.hlo import Instruction, Module, elements, parse
+from remat_jax.memory.hlo import COLLECTIVES, Instruction, Module, elements, parse
 
 DEVICE_SPACE = 0
 _RANGE = re.compile(r"^    (?P<name>[^\s{]+)\{(?P<index>[\d,]*)\}:(?P<start>\d+)-(?P<end>\d+)$")
@@ -41,6 +41,8 @@ class LiveBuffer:
         optimizer's update, and what needs no gradient).
       nbytes: its size in bytes.
       shape: as XLA writes it, such as `f32[16,256]`.
+      collective: the kind of the collective that gives or takes it (`all-gather`: a gathered parameter, `reduce-scatter`: a
+        gradient that is not summed yet); empty where none does.
     """
 
     name: str
@@ -48,6 +50,11 @@ class LiveBuffer:
     phase: str
     nbytes: int
     shape: str
+    collective: str = ""
+
+
+_Value = tuple[str, str]
+"""An instruction's name, and which element of its tuple, as XLA writes it: `1,0`."""
 
 
 class _Program:
@@ -67,6 +74,31 @@ class _Program:
                 if one.opcode == "while":
                     self._loops[one.attribute("body") or ""] = one.name
 
+    def exchanged(self) -> dict[_Value, str]:
+        """What collectives take, and the whole of what they give, by the kind of the collective."""
+        found: dict[_Value, str] = {}
+        for one in self.instructions.values():
+            called = self.instructions.get(self.roots.get(one.attribute("calls") or "", ""))
+            kind = (called if one.opcode == "async-start" and called is not None else one).opcode.removesuffix("-start")
+            if kind in COLLECTIVES:
+                given = {(one.name, ",".join(map(str, index))): kind for index in _indices(one.shape)}
+                found |= given | {self._made(operand): kind for operand in one.operands}
+        return found
+
+    def _made(self, name: str) -> _Value:
+        """Where an array is made that an instruction only names."""
+        index: list[str] = []
+        while (one := self.instructions.get(name)) is not None and one.operands:
+            if one.opcode == "get-tuple-element":
+                index.insert(0, one.attribute("index") or "0")
+            elif one.opcode == "tuple" and index:
+                name = one.operands[int(index.pop(0))]
+                continue
+            elif one.opcode != "bitcast":
+                break
+            name = one.operands[0]
+        return name, ",".join(index)
+
     def loop_around(self, one: Instruction) -> tuple[str, Instruction | None]:
         """The computation that an instruction is in, and the loop that runs it."""
         home = self._home[one.name]
@@ -84,14 +116,24 @@ def live_at_peak(program: str, assignment: str, live_ranges: str) -> list[LiveBu
     places = _device_places(assignment)
     found = [one for one in map(_RANGE.match, live_ranges.splitlines()) if one is not None]
     ranges = {(one["name"], one["index"]): (int(one["start"]), int(one["end"])) for one in found}
-    most: dict[_Place, tuple[str, str]] = {}
+    most: dict[_Place, _Value] = {}
+    peak = 0
     for moment in sorted({start for start, _ in ranges.values()}):
         # The state of a loop has a name outside and one inside: what lies in one place is one buffer.
         alive = {places[value]: value for value, (start, end) in ranges.items() if start <= moment <= end and value in places}
         if _total(alive) > _total(most):
-            most = alive
+            most, peak = alive, moment
     module = _Program(parse(program))
-    buffers = [_buffer(module, name, index, place.nbytes) for place, (name, index) in most.items()]
+    # Of what lies in one place any name may be the one that a collective knows it by.
+    kinds = {
+        places[value]: kind
+        for value, kind in module.exchanged().items()
+        if value in places and value in ranges and ranges[value][0] <= peak <= ranges[value][1]
+    }
+    buffers = [
+        replace(_buffer(module, name, index, place.nbytes), collective=kinds.get(place, ""))
+        for place, (name, index) in most.items()
+    ]
     return sorted(buffers, key=lambda one: (-one.nbytes, one.name))
 
 
@@ -120,7 +162,7 @@ def _total(places: Iterable[_Place]) -> int:
     return sum(place.nbytes for place in places)
 
 
-def _device_places(assignment: str) -> dict[tuple[str, str], _Place]:
+def _device_places(assignment: str) -> dict[_Value, _Place]:
     places, allocation = {}, 0
     for line in assignment.splitlines():
         if (header := _ALLOCATION.match(line)) is not None:
@@ -246,6 +288,17 @@ def _element(shape: str, places: list[int]) -> str:
             return shape
         shape = inside[place]
     return shape
+
+
+def _indices(shape: str) -> list[tuple[int, ...]]:
+    """Of every array in a shape, tuples in tuples too: which element it is.
+
+    >>> _indices("((f32[2], f32[3]), f32[4])")
+    [(0, 0), (0, 1), (1,)]
+    """
+    if not shape.startswith("("):
+        return [()]
+    return [(place, *inside) for place, one in enumerate(elements(shape)) for inside in _indices(one)]
 
 
 def _split(op_name: str) -> list[str]:

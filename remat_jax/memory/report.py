@@ -101,10 +101,18 @@ class MemoryReport:
         """Host memory that the devices of one host need together."""
         return self.host_bytes * self.devices // self.hosts
 
+    @property
+    def exchanged_bytes(self) -> int:
+        """Of what is alive at the peak, what a collective gives or takes: gathered parameters, gradients before their sum.
+
+        What the step is given does not count, and neither does what is copied from such a buffer, or into another order for it.
+        """
+        return sum(one.nbytes for one in self.live if one.collective and one.phase != "argument")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names."""
         overlap = self.overlap.to_dict() if self.overlap else None
-        more = {"overlap": overlap, "host_bytes_per_host": self.host_bytes_per_host}
+        more = {"overlap": overlap, "host_bytes_per_host": self.host_bytes_per_host, "exchanged_bytes": self.exchanged_bytes}
         return asdict(self) | {"live": [asdict(one) for one in self.live]} | more
 
     @property
@@ -145,6 +153,8 @@ class MemoryReport:
             rows.append(("copies both ways", self.overlap.out.bytes + self.overlap.back.bytes, _covered(self.overlap)))
             step, compute = self.overlap.step_seconds * 1e3, self.overlap.compute_seconds * 1e3
             rows.append(("modelled step", "", f"{step:.3g} ms, {compute:.3g} ms of it compute"))
+        if self.collectives and self.live:
+            rows.append(("at the peak, exchanged", self.exchanged_bytes, format_bytes(self.exchanged_bytes)))
         for kind, (count, nbytes) in executed(self.collectives or ()).items():
             rows.append((f"{kind}: {count} arrays", nbytes, format_bytes(nbytes)))
         caption = "\n".join(f"warning: {one}" for one in self.warnings)
