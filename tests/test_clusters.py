@@ -28,6 +28,18 @@ OFF = {
 }
 FULL = OFF | {"policy": "full", "device_bytes": 60 * GB, "collectives": {"all-gather": [12, 50 * GB], "all-to-all": [1, GB]}}
 STATED = FULL | {"policy": STATE, "host_bytes": 5 * GB, "host_bytes_per_host": 40 * GB}
+PLANNED = FULL | {
+    "policy": PLAN,
+    "warnings": [],
+    "estimated_seconds": 1.25,
+    "base_seconds": 1.0,
+    "named": [
+        {"name": "dots", "device_bytes": 101 * GB, "seconds": 1.1, "compiled": True},
+        {"name": "full", "device_bytes": 60 * GB, "seconds": 1.5, "compiled": True},
+        {"name": "offload_inputs", "device_bytes": 50 * GB, "seconds": 1.2, "compiled": False},
+    ],
+}
+FASTER = {"name": "full", "device_bytes": 60 * GB, "seconds": 1.2, "compiled": True}
 
 
 def test_the_table_says_what_fits_and_what_is_sent():
@@ -36,6 +48,8 @@ def test_the_table_says_what_fits_and_what_is_sent():
     assert lines[1] == ["w", "full", "60.0", "yes", "6.0", "(10%)", "12", "50.0", "1.0"]
     assert lines[2] == ["w", *STATE.split(), "60.0", "yes", "6.0", "(10%)", "40.0", "12", "50.0", "1.0"]
     assert "70.0 at least" in table.table([{**OFF, "policy": PLAN, "infeasible": 70 * GB}])
+    told = "w, estimated seconds, exchanges left out: plan 1.25, offload_inputs 1.20, full 1.50, keeping everything 1.00"
+    assert table.estimates([OFF, FULL, PLANNED]) == [told]
     assert table.gathered_again([OFF, FULL]) == ["w: all-gather under full against off: +2 arrays, +0.000 GB"] + [
         "w: all-to-all under full against off: +1 arrays, +1.000 GB"
     ]
@@ -44,13 +58,18 @@ def test_the_table_says_what_fits_and_what_is_sent():
 @pytest.mark.parametrize(
     ("told", "row"),
     [
-        ("w, plan: the plan needs 102.4 GiB", FULL | {"policy": PLAN, "device_bytes": 110 * GB}),
+        ("w, plan: the plan needs 102.4 GiB", PLANNED | {"device_bytes": 110 * GB}),
+        ("w, plan: a host has less", PLANNED | {"warnings": ["a host has less"]}),
+        (
+            "w, plan: 1.250 s, and full 1.200 s by the same estimate",
+            PLANNED | {"named": [PLANNED["named"][1] | {"seconds": 1.2}]},
+        ),
         ("w, full: 51.0 GB are gathered, and 50.0 under off", FULL | {"collectives": {"all-gather": [12, 51 * GB]}}),
         (f"w, {STATE}: nothing is in host memory", STATED | {"host_bytes": 0}),
     ],
 )
 def test_a_claim_can_fail(told, row):
-    assert table.failures([OFF, FULL, STATED]) == []
+    assert table.failures([OFF, FULL, STATED, PLANNED]) == []
     assert table.failures([OFF, row]) == [told]
 
 

@@ -1,8 +1,8 @@
 """`python -m benchmarks.clusters`: decoders over hosts of eight GPUs, compiled for them without one.
 
 Llama 3 8B and 70B, Llama 3.1 405B and Qwen 3 235B A22B: the memory of a device and of a host under each policy and under the
-plan for 90 % of a device, and what the devices send each other. The exit status is 1 where a plan does not fit, or where
-recomputing gathers weights again. Without `--all` it is 8B on one host. `--resume` goes on.
+plan for 90 % of a device, and what the devices send each other. The exit status is 1 where a plan does not fit, where a named
+policy that does is faster, or where recomputing gathers weights again. Without `--all` it is 8B on one host.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def say(rows: Sequence[dict[str, Any]]) -> int:
     print("One training step, gigabytes (10⁹): what one device needs; of it, what collectives give or take at the peak;")
     print("what a host needs; what one device sends or gets, arrays and gigabytes by kind:")
     print(table.table(rows))
-    for line in table.gathered_again(rows):
+    for line in [*table.gathered_again(rows), *table.estimates(rows)]:
         print(line)
     found = table.failures(rows)
     print("\n".join(["Does not hold:", *found]) if found else "All claims hold.")

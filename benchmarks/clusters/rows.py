@@ -12,6 +12,7 @@ from remat_jax.errors import CompileError, InfeasibleBudget
 from remat_jax.memory import MemoryReport
 from remat_jax.memory.collectives import executed
 from remat_jax.planning import Plan
+from remat_jax.planning.point import Point
 
 PLAN, STATE = "plan", "full, state on hosts"
 TIMEOUT = 3600.0
@@ -60,5 +61,11 @@ def _of_plan(found: Plan, work: rj.Workload, target: str) -> Row:
         "layers": [{"where": part.where, "policy": part.policy} for part in found.parts],
         "estimated_seconds": found.seconds,
         "base_seconds": found.base_seconds,
+        "is_maximal": found.is_maximal,
+        "named": [_named(one) for one in found.named if one.device_bytes is not None and not one.remark],
         "notes": list(found.notes),
     }
+
+
+def _named(point: Point) -> Row:
+    return {name: getattr(point, name) for name in ("name", "device_bytes", "host_bytes", "seconds", "compiled")}
