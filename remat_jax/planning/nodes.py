@@ -18,6 +18,8 @@ _MOVES = frozenset(
     "bitcast_convert_type broadcast_in_dim convert_element_type copy expand_dims reshape rev slice squeeze transpose".split()
 )
 
+_PLACED = ":sharding_constraint#"
+
 
 @dataclass(eq=False)
 class Node:
@@ -47,7 +49,16 @@ class Node:
     @property
     def names(self) -> tuple[str, ...]:
         """The residual names of the members, the largest member's first."""
-        return tuple(array.names[0] for array in sorted(self.members, key=lambda array: -array.bytes))
+        return tuple(self._asked_by(array) for array in sorted(self.members, key=lambda array: -array.bytes))
+
+    def _asked_by(self, array: Array) -> str:
+        """The name by which a policy keeps it: of an array that is given its place on a mesh, where it lies in that place.
+
+        Kept as it was before, it would be exchanged again; and the stack of a scan's layers, of which nobody said where it lies
+        then, was exchanged as a whole for each of them. An input is kept as it comes.
+        """
+        placed = [] if self.is_input else [name for name in array.names if _PLACED in name]
+        return placed[-1] if placed else array.names[0]
 
     @property
     def name(self) -> str:
