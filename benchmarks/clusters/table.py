@@ -101,7 +101,7 @@ def failures(rows: Sequence[Row]) -> list[str]:
             found.append(f"{name}: no figure: {one['error']}")
             continue
         if one["policy"] == PLAN and "device_bytes" in one:
-            found += [f"{name}: {told}" for told in _of_plan(one)]
+            found += [f"{name}: {told}" for told in _of_plan(one, rows)]
         if one["policy"] == STATE and not one.get("host_bytes"):
             found.append(f"{name}: nothing is in host memory")
         plain = next((other for other in rows if other["policy"] == "off" and other["workload"] == one["workload"]), {})
@@ -111,12 +111,17 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def _of_plan(plan: Row) -> list[str]:
-    """It fits, hosts have memory enough, and no named policy that was compiled and fits is estimated faster."""
+def _of_plan(plan: Row, rows: Sequence[Row]) -> list[str]:
+    """It fits, hosts have memory enough, no named policy that was compiled and fits is faster, `full` sends as much."""
     found = [] if fits(plan) else [f"the plan needs {format_bytes(plan['device_bytes'])}"]
     for one in _fitting(plan):
         if one["compiled"] and one["seconds"] < plan["estimated_seconds"] * (1 - 1e-9):
             found.append(f"{plan['estimated_seconds']:.3f} s, and {one['name']} {one['seconds']:.3f} s by the same estimate")
+    full = next((one for one in rows if one["policy"] == "full" and one["workload"] == plan["workload"]), None)
+    for kind, (_, nbytes) in plan["collectives"].items() if full and "collectives" in full else ():
+        most = full["collectives"].get(kind, (0, 0))[1]
+        if nbytes > 1.01 * most:
+            found.append(f"{kind} of {nbytes / 1e9:.1f} GB, and {most / 1e9:.1f} under full")
     return found + plan["warnings"]
 
 
