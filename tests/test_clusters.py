@@ -55,6 +55,13 @@ def test_the_table_says_what_fits_and_what_is_sent():
     ]
 
 
+def test_rows_are_in_order_and_the_last_of_equal_ones_counts():
+    many = FULL | {"target": "8x8xh200"}
+    again = FULL | {"device_bytes": 1}
+    found = table.ordered([many, FULL, OFF, again, PLANNED | {"case": "70b"}], ["8b", "70b"], ["off", "full", PLAN])
+    assert found == [OFF, again, many, PLANNED | {"case": "70b"}]
+
+
 @pytest.mark.parametrize(
     ("told", "row"),
     [

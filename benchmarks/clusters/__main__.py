@@ -35,7 +35,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", default="90%", help="of a device, for the plan")
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--resume", action="store_true", help="keep the rows of clusters.json, if of the same commit")
-    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: the rows of these files")
+    parser.add_argument(
+        "--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: the rows of these files; the last of equal ones"
+    )
     options = parser.parse_args(arguments)
     options.only = options.only or list(CASES if options.all else ("8b",))
     if not options.all and not options.hosts:
@@ -69,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     compat.keep_to_cpu_without_gpu()
     if options.show:
-        return say([one for path in options.show for one in json.loads(path.read_text(encoding="utf-8"))["rows"]])
+        rows = [one for path in options.show for one in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+        return say(table.ordered(rows, list(CASES), POLICIES))
     record, budget = (
         Record(options.output / "clusters.json", resume=options.resume),
         budget_bytes(options.budget, target_named(options.gpu)),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.clusters.rows import PLAN, STATE, Row
 from benchmarks.record import text_table
+from remat_jax.hardware import target
 from remat_jax.report.tables import format_bytes
 
 COLUMNS = (
@@ -29,6 +30,17 @@ _SHOWN = ("all-gather", "reduce-scatter", "all-reduce")
 def table(rows: Sequence[Row]) -> str:
     """What one device needs, and of it what collectives give or take; what a host needs; what a device sends or gets."""
     return text_table(COLUMNS, [_cells(one) for one in rows])
+
+
+def ordered(rows: Sequence[Row], cases: Sequence[str], policies: Sequence[str]) -> list[Row]:
+    """By case, number of hosts and policy; of what was measured again, the last."""
+    last = {(one["case"], one["target"], one["policy"], one["budget"]): one for one in rows}
+
+    def rank(one: Row) -> tuple[int, int, int]:
+        place = policies.index(one["policy"]) if one["policy"] in policies else len(policies)
+        return cases.index(one["case"]), target(one["target"]).hosts, place
+
+    return sorted(last.values(), key=rank)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
