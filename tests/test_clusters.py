@@ -50,6 +50,8 @@ def test_the_table_says_what_fits_and_what_is_sent():
     assert "70.0 at least" in table.table([{**OFF, "policy": PLAN, "infeasible": 70 * GB}])
     told = "w, estimated seconds, exchanges left out: plan 1.25, offload_inputs 1.20, full 1.50, keeping everything 1.00"
     assert table.estimates([OFF, FULL, PLANNED]) == [told]
+    over = PLANNED | {"policy": "offload_inputs", "device_bytes": 101 * GB}
+    assert table.estimates([PLANNED, over]) == [told.replace("offload_inputs 1.20, ", "")], "compiled, it does not fit"
     assert table.gathered_again([OFF, FULL]) == ["w: all-gather under full against off: +2 arrays, +0.000 GB"] + [
         "w: all-to-all under full against off: +1 arrays, +1.000 GB"
     ]

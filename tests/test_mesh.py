@@ -290,3 +290,20 @@ def test_a_plan_fits_on_each_device_and_keeps_what_it_may():
     found = rj.plan(job, budget, "2xh200", host_budget=0)
     assert full < found.device_bytes <= budget < off
     assert rj.measure(job, dict(found.policies), "2xh200").device_bytes == found.device_bytes
+
+
+def test_an_array_is_kept_in_its_place_on_the_mesh():
+    class Placed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = jax.lax.with_sharding_constraint(x, P("data"))
+            made = jax.lax.with_sharding_constraint(nn.Dense(32, name="up")(x), P(None, "data"))
+            return x + nn.Dense(8, name="down")(jnp.sin(jax.lax.with_sharding_constraint(made, P("data"))))
+
+    model, x = nn.Sequential([nn.Dense(8), Placed()]), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    with jax.sharding.use_abstract_mesh(as_mesh("data=2")):
+        params = jax.eval_shape(model.init, jax.random.key(0), x)
+    job = rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Placed, mesh="data=2", shardings=(P(), P("data")))
+    (kind,) = problem.describe(job, "2xh200").kinds
+    # The input as it comes, and of the product what is read: it was given one place, and then another.
+    assert kind.residuals[:2] == ("layers_1:input#0", "layers_1:sharding_constraint#2")

@@ -93,15 +93,17 @@ def estimates(rows: Sequence[Row]) -> list[str]:
     found = []
     for one in rows:
         if one["policy"] == PLAN and "estimated_seconds" in one:
-            named = [f"{other['name']} {other['seconds']:.2f}" for other in _fitting(one)]
+            named = [f"{other['name']} {other['seconds']:.2f}" for other in _fitting(one, rows)]
             told = [f"plan {one['estimated_seconds']:.2f}", *named, f"keeping everything {one['base_seconds']:.2f}"]
             found.append(f"{one['workload']}, estimated seconds, exchanges left out: {', '.join(told)}")
     return found
 
 
-def _fitting(plan: Row) -> list[Row]:
-    """The named policies that fit, as compiled or as the planner predicts, the fastest first."""
-    return sorted((one for one in plan["named"] if one["device_bytes"] <= plan["budget"]), key=lambda one: one["seconds"])
+def _fitting(plan: Row, rows: Sequence[Row]) -> list[Row]:
+    """The named policies that fit, the fastest first: as compiled for a row, or for the plan, or as the planner predicts."""
+    seen = {one["policy"]: one["device_bytes"] for one in rows if one["workload"] == plan["workload"] and "device_bytes" in one}
+    able = [one for one in plan["named"] if seen.get(one["name"], one["device_bytes"]) <= plan["budget"]]
+    return sorted(able, key=lambda one: one["seconds"])
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
@@ -126,7 +128,7 @@ def failures(rows: Sequence[Row]) -> list[str]:
 def _of_plan(plan: Row, rows: Sequence[Row]) -> list[str]:
     """It fits, hosts have memory enough, no named policy that was compiled and fits is faster, `full` sends as much."""
     found = [] if fits(plan) else [f"the plan needs {format_bytes(plan['device_bytes'])}"]
-    for one in _fitting(plan):
+    for one in _fitting(plan, rows):
         if one["compiled"] and one["seconds"] < plan["estimated_seconds"] * (1 - 1e-9):
             found.append(f"{plan['estimated_seconds']:.3f} s, and {one['name']} {one['seconds']:.3f} s by the same estimate")
     full = next((one for one in rows if one["policy"] == "full" and one["workload"] == plan["workload"]), None)
