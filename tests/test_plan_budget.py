@@ -62,6 +62,7 @@ def test_a_budget_is_so_many_bytes(budget, expected):
         ("4 0 GiB", "expected a number of bytes"),
         ("1e3 GB", "expected a number of bytes"),
         (True, "budget=True: expected"),
+        (10**400, "budget=10{400}: expected a number of bytes"),
         (None, "budget=None: expected a number of bytes"),
         ([1], r"budget=\[1\]: expected"),
         ("200GiB", "is 200.0 GiB, and the h200 has 140.4 GiB"),

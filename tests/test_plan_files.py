@@ -141,6 +141,7 @@ def test_hostile_values_anywhere_raise_our_error_or_load(tmp_path):
         True,
         -1,
         2**70,
+        10**400,
         1e308,
         "",
         "a\nb",

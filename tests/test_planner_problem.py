@@ -55,6 +55,7 @@ NAN, INF = float("nan"), math.inf
         (lambda: Block("b", (X,), NAN, 2), r"Block 'b': forward_seconds=nan"),
         (lambda: Block("b", (X,), 1, -2), r"Block 'b': backward_seconds=-2"),
         (lambda: Block("b", (X,), 1, 2, working_bytes=INF), r"working_bytes=inf"),
+        (lambda: Block("b", (X,), 1, 2, working_bytes=10**400), r"working_bytes=10{400}; expected a finite number"),
         (lambda: Block("b", (X,), 1, 2, repeats=0), r"Block 'b': repeats=0; expected an integer, at least 1"),
         (lambda: Block("b", (X,), 1, 2, repeats=2.0), r"repeats=2.0; expected an integer"),
         (lambda: Block("b", (X,), 1, 2, fetched_share=-1), r"fetched_share=-1"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -154,6 +154,7 @@ def _figures(target: Target) -> dict[str, Any]:
             source[name] = said
             return float(measured[name])
         if nominal is not None:
+            _check_rate(name, nominal)
             source[name] = f"nominal × {share}, assumed"
         return None if nominal is None else nominal * share
 
@@ -180,5 +181,6 @@ def _is_number(value: object) -> bool:
 
 
 def _check_rate(name: str, value: object) -> None:
-    if not _is_number(value) or not math.isfinite(value) or value <= 0:  # type: ignore[operator, arg-type]
+    # An integer may be larger than any float.
+    if not _is_number(value) or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
         raise TargetError(f"Rates: {name}={value!r}; expected a positive number per second.")

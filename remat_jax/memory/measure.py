@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -86,7 +86,8 @@ def measure_many(
 
 def check_timeout(timeout: float) -> None:
     """Raise ArgumentError for what is no positive number of seconds."""
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
+    # A timer cannot count further, and an integer may be larger than any float.
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= threading.TIMEOUT_MAX:
         raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -21,8 +22,9 @@ def check_number(where: str, value: object, *, positive: bool = False, infinite:
     ...
     remat_jax.errors.PlanningError: bytes=nan; expected a finite number, at least 0.
     """
-    good = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-    good = good and (infinite or math.isfinite(value)) and (value > 0 if positive else value >= 0)  # type: ignore[arg-type, operator]
+    good = isinstance(value, int | float) and not isinstance(value, bool) and (value > 0 if positive else value >= 0)
+    # An integer may be larger than any float.
+    good = good and (value <= sys.float_info.max or (infinite and value == math.inf))  # type: ignore[operator]
     if not good:
         kind = "a number" if infinite else "a finite number"
         raise PlanningError(f"{where}={value!r}; expected {kind}, {'greater than' if positive else 'at least'} 0.")

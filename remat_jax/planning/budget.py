@@ -70,7 +70,8 @@ def _amount(budget: Any, argument: str, target: Target | None) -> int:
         found = operator.index(budget)
     except TypeError:
         found = -1
-    if isinstance(budget, bool) or found < 0:
+    # No memory is larger, and an integer may be larger than any float.
+    if isinstance(budget, bool) or not 0 <= found < 2**63:
         raise PlanningError(f"{argument}={budget!r}: expected {_FORMS}")
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -201,7 +200,8 @@ def _count(value: Any, name: str, least: int = 0) -> int:
 
 
 def _seconds(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value < 1e30:
+    # No math.isfinite: it fails on an integer that is larger than any float. What is no number at all is not below either.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
         raise _Malformed(f"{name}={str(value)[:40]} is no number of at least 0")
     return float(value)
 

@@ -29,7 +29,7 @@ from remat_jax.memory.compiler import Sizes, compile_programs
 from remat_jax.memory.devices import check_devices, host_shortage
 from remat_jax.memory.exporting import Program, export_step
 from remat_jax.memory.kernels import Kernels
-from remat_jax.memory.measure import DEFAULT_TIMEOUT, UNTILED, is_miscompiled
+from remat_jax.memory.measure import DEFAULT_TIMEOUT, UNTILED, check_timeout, is_miscompiled
 from remat_jax.memory.process import Children
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
 from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Tried
@@ -141,8 +141,7 @@ def _check(workload: Any, timeout: Any) -> None:
             f"workload={workload.name!r} was made from a finished step, which takes its gradient inside: what its blocks keep "
             "cannot be read from outside. Make a Workload of the loss instead."
         )
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
-        raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds")
+    check_timeout(timeout)
 
 
 @dataclass

@@ -47,7 +47,8 @@ def changed_data(data: Any, draw: random.Random) -> str:
             inside = inside[key]
         change = draw.randint(0, 9)
         if change < 6:
-            inside[last] = draw.choice(_STRANGE)
+            # A copy: a later change may be made inside of it.
+            inside[last] = copy.deepcopy(draw.choice(_STRANGE))
         elif change < 7 and isinstance(inside, dict):
             del inside[last]
         elif change < 8 and isinstance(inside, dict):
