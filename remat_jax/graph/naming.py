@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from remat_jax import compat
@@ -29,6 +30,8 @@ from remat_jax.policy import Candidate
 # else (`while`, kernels) it takes as a whole: only the outputs can be named.
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2"})
 _CONTROL = frozenset({"scan", "cond", "shard_map"})
+# The two parts of a complex array have its name: together they are that array again.
+_UNNAMED = _CALLS | {"complex"}
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class _Namer:
     def _named(self, eqn: Any, var: Any, value: Any, path: tuple[str, ...], names: Sequence[str], known: bool) -> Any:
         if names:
             return self._given(value, names, eqn)
-        if not known or eqn.primitive.name in _CALLS or compat.given_name(eqn) is not None:
+        if not known or eqn.primitive.name in _UNNAMED or compat.given_name(eqn) is not None:
             return value
         name = self._next("/".join((*self.path, *path)), eqn.primitive.name)
         return self._name(value, Candidate(name, eqn.primitive.name, has_batch_dims=_has_batch_dims(eqn)))
@@ -175,17 +178,24 @@ class _Namer:
             return value
         self.candidates.setdefault(candidate.name, candidate)
         self.shapes.setdefault(candidate.name, tuple(value.shape))
+        if jnp.iscomplexobj(value):
+            # Kept as two real arrays: JAX rounds what a checkpoint keeps, and cannot round complex numbers.
+            return lax.complex(*(checkpoint_name(part(value), candidate.name) for part in (lax.real, lax.imag)))
         return checkpoint_name(value, candidate.name)
 
 
 def _given_names(jaxpr: Any) -> dict[Any, list[str]]:
-    """The names that a variable is given in `jaxpr`: its only ones, wherever it is read."""
+    """The names that a variable is given in `jaxpr`: its only ones, wherever it is read; a complex one's are on its parts."""
     found: dict[Any, list[str]] = {}
     for eqn in jaxpr.jaxpr.eqns:
         name = compat.given_name(eqn)
         if name is not None and not hasattr(eqn.invars[0], "val"):
             found.setdefault(eqn.invars[0], []).append(name)
-    return found
+    parts: dict[Any, dict[str, list[str]]] = {}
+    for eqn in jaxpr.jaxpr.eqns:
+        if eqn.primitive.name in ("real", "imag") and eqn.outvars[0] in found:
+            parts.setdefault(eqn.invars[0], {})[eqn.primitive.name] = found[eqn.outvars[0]]
+    return found | {var: of["real"] for var, of in parts.items() if of.get("real") == of.get("imag")}
 
 
 def _user_named(name: str, producer: Any) -> Candidate:
