@@ -84,16 +84,18 @@ def test_a_recomputed_layer_gathers_no_weight_again():
     job = small_llama(MESH, optimizer=optax.sgd(1e-3))
     reports = {policy: rj.measure(job, policy, "8xh200") for policy in ("off", "full")}
     sent = {policy: executed(report.collectives) for policy, report in reports.items()}
-    by_phase = {(one.kind, one.phase): one for one in reports["full"].collectives}
+    gathers = {one.phase: one.count for one in reports["full"].collectives if one.kind == "all-gather"}
+    behind = {phase: count for phase, count in gathers.items() if phase in ("recomputed", "backward")}
     # The recomputation and the gradient read the same gathered weights, as the gradient alone does under off.
     assert sent["full"]["all-gather"] == sent["off"]["all-gather"]
-    assert by_phase["all-gather", "recomputed"].count == 7 * LAYERS and ("all-gather", "backward") not in by_phase
+    # Which of the two XLA names them after is another one from JAX 0.12 on.
+    assert behind in ({"recomputed": 7 * LAYERS}, {"backward": 7 * LAYERS})
     again = {kind: (count - sent["off"][kind][0], size - sent["off"][kind][1]) for kind, (count, size) in sent["full"].items()}
     # The sum behind the attention is made again, which the feed-forward's gradient needs; that behind it nobody reads.
     stream = BATCH // 4 * LENGTH * CONFIG.hidden_size * FLOAT
     assert {kind: one for kind, one in again.items() if one != (0, 0)} == {"all-reduce": (LAYERS, LAYERS * stream)}
     # At the peak recomputed layers have their weights gathered.
-    whole = [one for one in reports["full"].live if one.collective == "all-gather" and one.phase == "recomputed"]
+    whole = [one for one in reports["full"].live if one.collective == "all-gather" and one.phase != "forward"]
     assert reports["full"].exchanged_bytes >= sum(one.nbytes for one in whole) >= CONFIG.hidden_size**2 // 2 * FLOAT
     assert "all-gather" in str(reports["full"]) and "at the peak, exchanged" in str(reports["full"])
 
