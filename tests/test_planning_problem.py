@@ -10,12 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
 from remat_jax import planner
 from remat_jax.errors import BlockError, PlanningError, UnsupportedError
-from remat_jax.mesh import as_mesh
 from remat_jax.planner.policies import peak_bytes
 from remat_jax.planning.outcome import parts_of
 from remat_jax.planning.problem import Described, describe, extra_seconds, kept_bytes, policy_of, recompute_flops
@@ -68,23 +66,6 @@ def test_a_scan_and_its_unrolled_twin_are_the_same_problem():
         )
         assert [kind.scanned for kind in (*unrolled.kinds, *scanned.kinds)] == [False, True]
         assert set(scanned.kinds[0].paths) == {"layers"}
-
-
-def test_an_array_is_kept_in_its_place_on_the_mesh():
-    class Placed(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = jax.lax.with_sharding_constraint(x, P("data"))
-            made = jax.lax.with_sharding_constraint(nn.Dense(4 * WIDTH, name="up")(x), P(None, "data"))
-            return x + nn.Dense(WIDTH, name="down")(jnp.sin(jax.lax.with_sharding_constraint(made, P("data"))))
-
-    model, x = nn.Sequential([nn.Dense(WIDTH), Placed()]), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    with jax.sharding.use_abstract_mesh(as_mesh("data=2")):
-        params = jax.eval_shape(model.init, jax.random.key(0), x)
-    job = rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Placed, mesh="data=2", shardings=(P(), P("data")))
-    (kind,) = describe(job, "2xh200", rates=RATES).kinds
-    # The input as it comes, and of the product what is read: it was given one place, and then another.
-    assert kind.residuals[:2] == ("layers_1:input#0", "layers_1:sharding_constraint#2")
 
 
 def choices(block: planner.Block, seed: int) -> planner.BlockPolicy:
