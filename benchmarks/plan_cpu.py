@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         budget = sizes["full"] + round(share * (sizes["off"] - sizes["full"]))
         rows.append(row(work, target, budget, sizes, options.rounds))
         print(f"{format_bytes(budget)}: × {rows[-1]['ratio']:.3f}", file=sys.stderr, flush=True)
-        settings = vars(options) | {"output": str(options.output)}
+        settings = vars(options) | {"output": options.output.name}
         figures = {"measured": dict(target.measured), "sizes": sizes, "rows": rows}
         write_json(options.output / "plan_cpu.json", {"provenance": provenance(), "options": settings, **figures})
     print(f"Plans run on this processor, medians of {options.rounds} rounds, JAX {jax.__version__}:")
