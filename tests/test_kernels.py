@@ -46,7 +46,7 @@ for one in request["programs"]:
     else:
         kept = sorted(name for name in options if "dump" not in name)
         sizes = dict.fromkeys(("argument", "output", "alias", "temp", "host_argument", "host_output", "host_alias"), 0)
-        print(json.dumps({{"key": one["key"], "sizes": sizes | {{"host_temp": len(kept)}}}}), flush=True)
+        print(json.dumps({{"key": one["key"], "untiled": False, "sizes": sizes | {{"host_temp": len(kept)}}}}), flush=True)
 """
 FILE, APART = "xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism"
 

@@ -310,6 +310,6 @@ def test_other_errors_of_a_trace_are_left_alone() -> None:
 
 def test_what_libraries_print_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     sizes = dict.fromkeys(("temp", "argument", "output", "alias", "host_temp", "host_argument", "host_output", "host_alias"), 1)
-    answer = json.dumps({"key": "full", "sizes": sizes})
+    answer = json.dumps({"key": "full", "sizes": sizes, "untiled": False})
     other_child(monkeypatch, tmp_path, f"print('[1]'); print('{{'); print({answer!r})")
     assert compiled(program()) == Sizes(**sizes)

@@ -195,7 +195,7 @@ def _given_names(jaxpr: Any) -> dict[Any, list[str]]:
     for eqn in jaxpr.jaxpr.eqns:
         if eqn.primitive.name in ("real", "imag") and eqn.outvars[0] in found:
             parts.setdefault(eqn.invars[0], {})[eqn.primitive.name] = found[eqn.outvars[0]]
-    return found | {var: of["real"] for var, of in parts.items() if of.get("real") == of.get("imag")}
+    return {var: of["real"] for var, of in parts.items() if of.get("real") == of.get("imag")} | found
 
 
 def _user_named(name: str, producer: Any) -> Candidate:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import export
 from jax.experimental import topologies
 
-UNTILED = ("Couldn't find output tile sizes", "No supported config found for HLO: %gemm_fusion")
+NO_TILES = ("Couldn't find output tile sizes", "No supported config found for HLO: %gemm_fusion")
 """What XLA says of a matrix product that Triton cannot tile as it is guessed; on a GPU it would try other kernels."""
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
@@ -85,7 +85,7 @@ def compiled(program: dict[str, Any], where: list[Any]) -> dict[str, Any]:
     try:
         executable = lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
-        untiled = any(said in str(error) for said in UNTILED)
+        untiled = any(said in str(error) for said in NO_TILES)
         if not untiled:
             raise
         executable = lowered.compile(compiler_options=options | NO_TRITON)
@@ -98,7 +98,8 @@ def compiled(program: dict[str, Any], where: list[Any]) -> dict[str, Any]:
         with open(program["text"], "w", encoding="utf-8") as file:
             file.write(executable.as_text())
     results = zip(exported.out_avals, executable.output_shardings, strict=True) if program["mesh"] else ()
-    return {"sizes": sizes | {"untiled": untiled}, "results": [place.shard_shape(aval.shape) for aval, place in results]}
+    shapes = [place.shard_shape(aval.shape) for aval, place in results]
+    return {"sizes": sizes, "results": shapes, "untiled": untiled}
 
 
 def end_with(parent: int) -> None:

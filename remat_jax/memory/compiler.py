@@ -258,7 +258,8 @@ def _with(entry: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 def _sizes(answer: dict[str, Any], folder: Path, program: Program, target: Target) -> Sizes:
     overlap, miscompiled = _copies(folder / "compiled.hlo", target)
     live, sent = _live(folder / "dump", program), _collectives(folder / "dump", program)
-    return Sizes(**answer["sizes"], live=live, overlap=overlap, miscompiled=miscompiled, collectives=sent)
+    seen = {"live": live, "overlap": overlap, "miscompiled": miscompiled, "collectives": sent, "untiled": answer["untiled"]}
+    return Sizes(**answer["sizes"], **seen)
 
 
 def _collectives(dump: Path, program: Program) -> tuple[Collective, ...] | None:

@@ -88,7 +88,7 @@ def check_timeout(timeout: float) -> None:
     """Raise ArgumentError for what is no positive number of seconds."""
     # A timer cannot count further, and an integer may be larger than any float.
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= threading.TIMEOUT_MAX:
-        raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds")
+        raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds, at most {threading.TIMEOUT_MAX:.3g}")
 
 
 _known: weakref.WeakKeyDictionary[Workload, dict[Any, MemoryReport]] = weakref.WeakKeyDictionary()

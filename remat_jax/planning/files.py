@@ -258,7 +258,7 @@ def _fields(data: Any, checks: _Checks, where: str) -> dict[str, Any]:
 
 
 _MOST = 2**127
-"""The FLOPs of a large cluster's step are above 2⁶³, and so may a budget be where nobody says how much memory there is."""
+"""The FLOPs of a large cluster's step are above 2⁶³."""
 _SAID = ("version", "texts", "best_named")
 _ROW: _Checks = {"residual": _text, "action": _action, "bytes": _count, "seconds": _or_none(_seconds)}
 _PART: _Checks = {

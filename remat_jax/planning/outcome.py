@@ -10,7 +10,7 @@ from remat_jax.planning.candidate import FAILED, Candidate, Tried
 from remat_jax.planning.choices import runs
 from remat_jax.planning.fitting import singles
 from remat_jax.planning.point import Part, Point, unbeaten
-from remat_jax.planning.problem import Described
+from remat_jax.planning.problem import Described, copy_seconds
 from remat_jax.planning.search import Search
 from remat_jax.planning.translate import name_of, recompute_seconds, rows_of, text_of
 
@@ -67,12 +67,7 @@ def parts_of(described: Described, stack: Stack, candidate: Candidate) -> tuple[
         kind, layers = kinds[block.name], stop - start
         rows = rows_of(kind, block, candidate, start)
         again = recompute_seconds(described, kind, block, candidate, start)
-        copies = 0.0
-        if load.away and stack.link is not None:
-            copies = stack.link.exposed_out(load.away, block.forward_seconds)
-            # Nothing runs beside what comes back for the very last layer.
-            beside = [block.backward_seconds + again] * (layers - (stop == len(blocks))) + [0.0] * (stop == len(blocks))
-            copies += sum(stack.link.exposed_in(load.away, one) for one in beside) / layers
+        each = [copy_seconds(stack.link, block, load.away, again, last=at == len(blocks) - 1) for at in range(start, stop)]
         found.append(
             Part(
                 block=name_of(kind),
@@ -87,7 +82,7 @@ def parts_of(described: Described, stack: Stack, candidate: Candidate) -> tuple[
                 forward_seconds=block.forward_seconds,
                 backward_seconds=block.backward_seconds,
                 recompute_seconds=again,
-                copy_seconds=copies,
+                copy_seconds=sum(each) / layers,
             )
         )
     return tuple(found)

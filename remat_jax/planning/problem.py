@@ -238,14 +238,21 @@ def extra_seconds(described: Described, policy: Any) -> float:
     Raises:
       PlanningError: too few or too many layers, or a JAX policy object, of which nothing is known beforehand.
     """
-    link, total = described.stack.link, 0.0
-    for block, _, price, last in _priced(described, policy):
-        total += price.seconds
-        if price.host_bytes and link is not None:
-            # The last block's backward pass follows at once: nothing runs beside its copies back.
-            beside = 0.0 if last else block.backward_seconds + price.seconds
-            total += link.exposed_out(price.host_bytes, block.forward_seconds) + link.exposed_in(price.host_bytes, beside)
-    return total
+    return sum(
+        price.seconds + copy_seconds(described.stack.link, block, price.host_bytes, price.seconds, last=last)
+        for block, _, price, last in _priced(described, policy)
+    )
+
+
+def copy_seconds(link: planner.HostLink | None, block: planner.Block, away: float, again: float, *, last: bool) -> float:
+    """What the compute of one block does not hide of its copies to the host and back: of `away` bytes, with `again` seconds.
+
+    The very last block's backward pass follows at once: nothing runs beside its copies back.
+    """
+    if link is None or not away:
+        return 0.0
+    beside = 0.0 if last else block.backward_seconds + again
+    return link.exposed_out(away, block.forward_seconds) + link.exposed_in(away, beside)
 
 
 def recompute_flops(described: Described, policy: Any) -> int:
