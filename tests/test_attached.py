@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pathlib
 from typing import Any
 
@@ -12,6 +13,7 @@ import optax
 import pytest
 
 import remat_jax as rj
+from remat_jax import compat
 from remat_jax.errors import CompileError, TargetError, UnsupportedError
 from remat_jax.hardware import find_attached_with, target, targets
 from remat_jax.memory import attached
@@ -84,6 +86,16 @@ def test_a_driver_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(attached, "SECONDS_TO_START", 0.5)
     with pytest.raises(TargetError, match="no GPU on this machine .*not done after timeout=0.5 s"):
         target("attached")
+
+
+@pytest.mark.parametrize(("there", "kept"), [("/dev/nvidiactl", []), ("/dev/dxg", []), ("", [("jax_platforms", "cpu")])])
+def test_jax_is_kept_to_the_cpu_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch, there: str, kept: list[Any]) -> None:
+    updates: list[Any] = []
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(os.path, "exists", lambda path: path == there)
+    monkeypatch.setattr(jax.config, "update", lambda *given: updates.append(given))
+    compat.keep_to_cpu_without_gpu()
+    assert updates == kept
 
 
 # --- what a step takes on it ------------------------------------------------------------------------------------------

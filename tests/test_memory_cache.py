@@ -159,6 +159,13 @@ def test_the_folder_is_the_users_cache_folder_unless_named(monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache._folder(H200) == tmp_path / ".cache" / "remat_jax"
 
+    def homeless() -> pathlib.Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(pathlib.Path, "home", homeless)
+    cache.forget()
+    assert cache._folder(H200) is None and cache.read("none", H200, dict) is None
+
 
 def test_a_folder_that_cannot_be_written_is_no_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, asked: list[str]

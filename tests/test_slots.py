@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -20,6 +22,7 @@ from tests.gpu_text import Compiled, compile_for_h200
 from tests.test_measure import KERNELS, WIDTH, workload
 
 needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 CURE = "--xla_disable_hlo_passes=dynamic-slice-annotator"
 
 SCANNED = """
@@ -73,9 +76,10 @@ def differentiate(scan: bool = True) -> None:
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX 0.11.0 with a GPU that is not the default device."""
+    """JAX 0.11.0 with a GPU that is not the default device, and an XLA that does not say which flags it read."""
     monkeypatch.setattr(versions, "JAX_VERSION", (0, 11, 0))
     monkeypatch.setattr(jax, "devices", lambda platform=None: ["a GPU"] if platform == "gpu" else ["a CPU"])
+    monkeypatch.setattr(versions, "_cured_here", lambda: None)
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
@@ -86,24 +90,61 @@ def test_where_a_gpu_could_run_it_a_scanned_offload_is_refused() -> None:
     differentiate(scan=False)
 
 
+FLAGS = {
+    CURE: False,
+    f"--xla_dump_to= {CURE},other --xla_dump_max_hlo_modules=2": False,
+    "--xla_disable_hlo_passes=other": True,
+    f"{CURE} --xla_disable_hlo_passes=other": False,  # XLA leaves out the passes of both
+    "--xla_disable_hlo_passes='other,dynamic-slice-annotator'": False,
+    "--xla_dump_hlo_pass_re=dynamic-slice-annotator": True,
+    "--xla_disable_hlo_passes=not-dynamic-slice-annotator": True,
+}
+
+
 @pytest.mark.usefixtures("a_gpu")
-@pytest.mark.parametrize(
-    ("flags", "refused"),
-    [
-        (CURE, False),
-        (f"--xla_a=1 {CURE},other --xla_b=2", False),
-        ("--xla_disable_hlo_passes=other", True),
-        (f"{CURE} --xla_disable_hlo_passes=other", True),  # the last one holds
-        ("--xla_dump_hlo_pass_re=dynamic-slice-annotator", True),
-        ("--xla_disable_hlo_passes=not-dynamic-slice-annotator", True),
-    ],
-)
-def test_it_is_let_pass_only_where_the_pass_is_switched_off(monkeypatch: pytest.MonkeyPatch, flags: str, refused: bool) -> None:
+@pytest.mark.parametrize(("flags", "refused"), FLAGS.items())
+def test_where_xla_does_not_say_the_environment_decides(monkeypatch: pytest.MonkeyPatch, flags: str, refused: bool) -> None:
     monkeypatch.setenv("XLA_FLAGS", flags)
     if not refused:
         return differentiate()
     with pytest.raises(UnsupportedError, match="openxla/xla#46231"):
         differentiate()
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_xla_itself_is_asked_whether_the_pass_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "_cured_here", lambda: True)
+    differentiate()
+    # Set when XLA has started it changes nothing here, but for a process that compiles.
+    monkeypatch.setattr(versions, "_cured_here", lambda: False)
+    monkeypatch.setenv("XLA_FLAGS", CURE)
+    assert not compat.miscompiles_scanned_offload()
+    with pytest.raises(UnsupportedError, match="openxla/xla#46231"):
+        differentiate()
+
+
+ASKING = f"""
+import os
+import jax
+from remat_jax.compat import versions
+
+told = [versions._cured_here()]
+jax.jit(lambda x: x + 1)(1.0)
+os.environ["XLA_FLAGS"] = "{CURE}"
+jax.jit(lambda x: x + 2)(1.0)
+print(*told, versions._cured_here())
+"""
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("flags", ["", *FLAGS, "a file"])
+def test_xla_says_what_it_read_when_it_started(tmp_path: pathlib.Path, flags: str) -> None:
+    (tmp_path / "flags").write_text(f"{CURE}\n")
+    given = str(tmp_path / "flags") if flags == "a file" else flags
+    environment = {**os.environ, "XLA_FLAGS": given, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    told = subprocess.run([sys.executable, "-c", ASKING], env=environment, capture_output=True, text=True, check=True)
+    cured = not FLAGS.get(flags, not flags)
+    assert told.stdout.split() == [str(cured)] * 2
 
 
 @pytest.mark.usefixtures("a_gpu")

@@ -47,9 +47,13 @@ def require_gpu_compiler() -> None:
         )
 
 
+# The second is what WSL 2 has instead.
+_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
+
+
 def keep_to_cpu_without_gpu() -> None:
     """Before JAX starts: where there is no NVIDIA device, keep it from trying the CUDA plugin, which prints a traceback."""
-    if "JAX_PLATFORMS" not in os.environ and not os.path.exists("/dev/nvidiactl"):
+    if "JAX_PLATFORMS" not in os.environ and not any(map(os.path.exists, _DEVICES)):
         jax.config.update("jax_platforms", "cpu")
 
 

@@ -9,7 +9,7 @@ import jax
 
 from remat_jax.compat.gpu_compiler import require_gpu_compiler
 from remat_jax.compat.rematerialisation import require_named_policies
-from remat_jax.compat.versions import miscompiles_scanned_offload
+from remat_jax.compat.versions import miscompiles_scanned_offload_here
 from remat_jax.errors import UnsupportedError
 
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -23,7 +23,7 @@ def limits() -> tuple[str, ...]:
             require()
         except UnsupportedError as error:
             found.append(str(error))
-    if miscompiles_scanned_offload():
+    if miscompiles_scanned_offload_here():
         found.append(
             f"offload inside a scan is refused on GPUs with JAX {jax.__version__}, which compiles it wrongly "
             "(openxla/xla#46231): use JAX 0.11.1 or later, unroll the layers, or start with "

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import jax
 
+from remat_jax.compat.flags import xla_flags
 from remat_jax.errors import UnsupportedError
 
-JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3])
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The three numbers of a release, of its candidates and of its nightly builds; JAX's own reading of 0.13.0rc1 has two."""
+    found = re.match(r"\d+(\.\d+){0,2}", version)
+    return tuple(int(part) for part in found.group().split(".")) if found else ()
+
+
+JAX_VERSION: tuple[int, ...] = _numbers(jax.__version__)
 
 
 # Two JAX releases bake the wrong slot into the copy back of a scanned block's offloaded residuals on GPUs, so that gradients
@@ -17,12 +24,23 @@ JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split
 SCANNED_OFFLOAD_MISCOMPILED: frozenset[tuple[int, ...]] = frozenset({(0, 10, 2), (0, 11, 0)})
 
 
-_DISABLED_PASSES = re.compile(r"--xla_disable_hlo_passes=(\S*)")
+_DISABLED_PASSES = re.compile(r"(?<!\S)--xla_disable_hlo_passes=(\S*)")
+_PASS = "dynamic-slice-annotator"
+# An entry of `xla_disable_hlo_passes` (field 30 of XLA's DebugOptions) in a serialised message: tag, length, text.
+_ENTRY = b"\xf2\x01" + bytes([len(_PASS)]) + _PASS.encode()
 
 
 def miscompiles_scanned_offload() -> bool:
-    """Whether this JAX compiles offload inside a scan wrongly for GPUs, with the flags that are set."""
+    """Whether this JAX compiles offload inside a scan wrongly for GPUs, in a process that starts with the flags as they are."""
     return JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and not _cured()
+
+
+def miscompiles_scanned_offload_here() -> bool:
+    """The same of this process, where XLA has read the flags when it started: what is set afterwards changes nothing."""
+    if JAX_VERSION not in SCANNED_OFFLOAD_MISCOMPILED:
+        return False
+    cured = _cured_here()
+    return not (_cured() if cured is None else cured)
 
 
 def refuse_miscompiled_offload() -> None:
@@ -31,18 +49,28 @@ def refuse_miscompiled_offload() -> None:
     Raises:
       UnsupportedError: a GPU is there, the default device or not, this JAX is one of the two, and the pass is not switched off.
     """
-    if miscompiles_scanned_offload() and _has_gpu():
+    if JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and _has_gpu() and miscompiles_scanned_offload_here():
         raise UnsupportedError(
             f"offload inside a scan with JAX {jax.__version__} on a GPU: the compiler reads another layer's residuals back, "
             "and gradients are silently wrong (openxla/xla#46231). Use JAX 0.11.1 or later, unroll the layers, or start with "
-            "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
+            "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator, which XLA reads once, when it starts"
         )
 
 
 def _cured() -> bool:
-    """Whether XLA is told to leave the pass out; of a flag that is given twice, the last one holds."""
-    given = _DISABLED_PASSES.findall(os.environ.get("XLA_FLAGS", ""))
-    return bool(given) and "dynamic-slice-annotator" in given[-1].split(",")
+    """Whether the environment tells XLA to leave the pass out; where the flag is given twice, XLA takes the passes of both."""
+    given = _DISABLED_PASSES.findall(xla_flags())
+    return any(_PASS in one.strip("'\"").split(",") for one in given)
+
+
+def _cured_here() -> bool | None:
+    """Whether XLA leaves the pass out in this process, by what it says itself; None where it does not say."""
+    try:
+        from jaxlib import xla_client
+
+        return _ENTRY in xla_client.CompileOptions().SerializeAsString()
+    except (ImportError, AttributeError, TypeError):
+        return None
 
 
 def _has_gpu() -> bool:

@@ -54,14 +54,13 @@ def measured_peak(program: Program, timeout: float) -> int:
 
 
 def _asked(request: dict[str, Any], doing: str, timeout: float) -> dict[str, Any]:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {compat.GPU_COMPILER_FLAGS}".strip()
     environment = {
         **os.environ,
         "JAX_PLATFORMS": f"{PLATFORM},cpu" if PLATFORM != "cpu" else PLATFORM,
         "JAX_ENABLE_X64": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "XLA_FLAGS": flags if PLATFORM != "cpu" else os.environ.get("XLA_FLAGS", ""),
+        "XLA_FLAGS": compat.xla_flags(*([compat.GPU_COMPILER_FLAGS] if PLATFORM != "cpu" else [])),
     }
     with tempfile.TemporaryDirectory(prefix="remat_jax_") as folder:
         whole = request | {"platform": PLATFORM}

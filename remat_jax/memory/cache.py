@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from remat_jax import compat
 from remat_jax.hardware import Target
 from remat_jax.memory.exporting import Program
 
@@ -48,6 +49,7 @@ def digest(program: Program, target: Target, options: dict[str, Any], child: Pat
         "options": options,
         "target": target.to_dict() | {"name": "", "attached": False, "host_memory_bytes": None},
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)},
+        "flags": compat.xla_flags(),  # the variable may name a file of them
         "packages": _packages(),
         "sources": _sources(child),
     }
@@ -95,7 +97,10 @@ def _folder(target: Target) -> Path | None:
         return None
     if asked:
         return Path(asked)
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user without a home folder, as in a container
+        return None
     return Path(cache_home, "remat_jax")
 
 

@@ -103,7 +103,7 @@ def compiled(program: dict[str, Any], where: list[Any]) -> dict[str, Any]:
 
 
 def end_with(parent: int) -> None:
-    """Leave when the process that asked is gone: nobody reads the answer any more."""
+    """Leave when the process that asked is gone, maybe while JAX was imported: nobody reads the answer any more."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -111,8 +111,8 @@ def end_with(parent: int) -> None:
 
 def main() -> None:
     """Answer the request on standard input."""
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     request = json.load(sys.stdin)
+    threading.Thread(target=end_with, args=(request["parent"],), daemon=True).start()
     where = devices(request)
     for program in request["programs"]:
         answer: dict[str, Any]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from remat_jax import compat
-from remat_jax.errors import ArgumentError, CompileError, UnsupportedError
+from remat_jax.errors import ArgumentError, CompileError, TargetError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory import cache
 from remat_jax.memory.collectives import Collective, read_collectives
@@ -110,9 +110,16 @@ def compile_programs(
 
     Raises:
       CompileError: the compiler failed, aborted, hung or ran out of memory, with what it said last.
+      TargetError: the target is a GPU that nothing describes to the compiler.
       UnsupportedError: the target is a GPU and its compiler is not installed.
     """
     if target.kind == "gpu":
+        if target.compiler_description is None:
+            raise TargetError(
+                f"target={target.name!r} has no compiler description, without which nothing can be compiled for it: add a "
+                f"table [{target.name}.compiler] to its file, and its line under [{target.name}.source], in the form of the "
+                "package's own targets.toml"
+            )
         compat.require_gpu_compiler()
     tell = on_done or (lambda key: None)
     options = compiler_options or {}

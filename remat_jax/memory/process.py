@@ -36,7 +36,8 @@ class Question:
     """What a child is asked.
 
     Attributes:
-      child: the script, which reads `request` as JSON on standard input and prints one JSON object for each of `keys`.
+      child: the script, which reads `request` as JSON on standard input, with the process that asks as `parent`, and prints one
+        JSON object for each of `keys`.
       doing: what it does, for error messages, such as `compiling for target='h200'`.
       environment: of the process.
       timeout: seconds for all keys together.
@@ -143,7 +144,7 @@ def _converse(
     assert child.stdin is not None and child.stdout is not None
     # A broken pipe: the child died at once, and its exit status says why.
     with contextlib.suppress(BrokenPipeError):
-        json.dump(request, child.stdin)
+        json.dump(request | {"parent": os.getpid()}, child.stdin)
         child.stdin.close()
     answers: dict[str, dict[str, Any]] = {}
     failed = ""
@@ -229,14 +230,16 @@ class _Alarm:
 
 
 def compiler_environment(target: Target) -> dict[str, str]:
-    """The environment of a process that compiles for `target` without touching a GPU."""
+    """The environment of a process that compiles for `target` without touching a GPU.
+
+    Raises:
+      CompileError: `XLA_FLAGS` names a file that cannot be read.
+    """
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
     environment["JAX_ENABLE_X64"] = "1"  # the exported program carries its own dtypes; without this JAX would narrow them
     if target.kind == "gpu":
         environment |= compat.GPU_COMPILER_ENVIRONMENT
-        flags = environment.get("XLA_FLAGS", "")
-        environment["XLA_FLAGS"] = f"{flags} {compat.GPU_COMPILER_FLAGS}".strip()
+        environment["XLA_FLAGS"] = compat.xla_flags(compat.GPU_COMPILER_FLAGS)
     elif target.devices > 1:
-        flags = environment.get("XLA_FLAGS", "")
-        environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={target.devices}".strip()
+        environment["XLA_FLAGS"] = compat.xla_flags(f"--xla_force_host_platform_device_count={target.devices}")
     return environment

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from remat_jax.errors import ArgumentError, nearest
+from remat_jax.reading import read_limited
 
 # Words that mean the same in the names of modules; "" for those that say nothing.
 _SAME = {
@@ -32,6 +33,10 @@ _SORTS = (
     ("relu|gelu|silu|swish|tanh|sigmoid|activation|identity", "activation"),
 )
 _LEAST = 0.35  # of at most about 2.5: names have nothing in common and the places are apart
+
+
+MOST_BYTES = 64 * 2**20
+"""A file of more is no mapping."""
 
 
 @dataclass(frozen=True)
@@ -92,21 +97,27 @@ def read_mapping(mapping: Any, torch: Sequence[Module], flax: Sequence[Module]) 
     """
     if isinstance(mapping, str | Path):
         try:
-            mapping = json.loads(Path(mapping).read_text(encoding="utf-8"))
+            mapping = json.loads(read_limited(mapping, MOST_BYTES).decode("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise ArgumentError(f"mapping={str(mapping)[:400]!r} cannot be read ({error}): expected a JSON file") from None
     if mapping is None:
         return {}
     if not isinstance(mapping, Mapping):
         raise ArgumentError(
-            f"mapping={mapping!r}: expected a dict of PyTorch path → Flax path, or the path of a JSON file with one"
+            f"mapping={mapping!r:.400}: expected a dict of PyTorch path → Flax path, or the path of a JSON file with one"
+        )
+    wrong = [one for one in mapping.values() if one is not None and not isinstance(one, str)]
+    if wrong:
+        raise ArgumentError(
+            f"mapping: {wrong[0]!r:.400} is no module of the Flax model that was called. Write its path, a text, or None for "
+            "no counterpart."
         )
     for paths, side, name in ((mapping, torch, "PyTorch"), (filter(None, mapping.values()), flax, "Flax")):
         known = [module.path for module in side]
         for path in paths:
             if path not in known:
                 raise ArgumentError(
-                    f"mapping: {path!r} is no module of the {name} model that was called.{nearest(path, known)}"
+                    f"mapping: {path!r:.400} is no module of the {name} model that was called.{nearest(str(path)[:400], known)}"
                 )
     return dict(mapping)
 

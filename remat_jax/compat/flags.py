@@ -1,0 +1,39 @@
+"""The flags that a process of XLA's gets from its environment, as XLA reads them: once, when it starts."""
+
+from __future__ import annotations
+
+import os
+
+from remat_jax.errors import CompileError
+from remat_jax.reading import read_limited
+
+MOST_BYTES = 2**16
+"""An environment variable may hold little more."""
+
+
+def xla_flags(*more: str) -> str:
+    """What `XLA_FLAGS` says to a process that starts now, with `more` behind it.
+
+    A value that does not begin with `-` is to XLA the name of a file with the flags. Nothing can be joined to that, so it is
+    read here.
+
+    Raises:
+      CompileError: there is no such file, or it cannot be read.
+    """
+    given = os.environ.get("XLA_FLAGS", "")
+    if given and not given.lstrip(" \t\r\n").startswith("-"):
+        given = _content(given)
+    return " ".join(one for one in (given.strip(), *more) if one)
+
+
+def _content(path: str) -> str:
+    try:
+        content = read_limited(path, MOST_BYTES)
+        if b"\0" in content:
+            raise ValueError("it has a null byte")
+    except (OSError, ValueError) as error:
+        raise CompileError(
+            f"XLA_FLAGS={path[:200]!r} does not begin with '-', so that XLA takes it for the name of a file with flags, which "
+            f"cannot be read ({error}): name a file that is there, give flags that begin with '-', or unset it"
+        ) from None
+    return os.fsdecode(content)

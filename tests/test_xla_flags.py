@@ -1,0 +1,103 @@
+"""XLA_FLAGS as XLA reads it: flags, or the name of a file with flags, to which nothing can be joined."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.errors import CompileError
+from remat_jax.hardware import target
+from remat_jax.memory import attached, cache, compiler
+from remat_jax.memory.compiler import compile_programs, export_step
+from remat_jax.memory.process import Question, compiler_environment
+from remat_jax.workload import Step
+
+GPU = compat.GPU_COMPILER_FLAGS
+
+
+@pytest.fixture
+def file(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "flags"
+    path.write_text("--xla_a=1\n  --xla_b=2\n")
+    monkeypatch.setenv("XLA_FLAGS", str(path))
+    return path
+
+
+@pytest.mark.parametrize(("given", "joined"), [("", "--more"), ("--own", "--own --more"), (" \n--own ", "--own --more")])
+def test_flags_are_joined(monkeypatch: pytest.MonkeyPatch, given: str, joined: str) -> None:
+    monkeypatch.setenv("XLA_FLAGS", given)
+    assert compat.xla_flags("--more") == joined
+    monkeypatch.delenv("XLA_FLAGS")
+    assert (compat.xla_flags(), compat.xla_flags("--more")) == ("", "--more")
+
+
+def test_flags_of_a_file_are_read_before_others_are_joined(monkeypatch: pytest.MonkeyPatch, file: pathlib.Path) -> None:
+    own = "--xla_a=1\n  --xla_b=2"
+    assert compat.xla_flags() == own
+    assert compiler_environment(target("h200"))["XLA_FLAGS"] == f"{own} {GPU}"
+    assert compiler_environment(target("2xcpu"))["XLA_FLAGS"] == f"{own} --xla_force_host_platform_device_count=2"
+    asked: list[Question] = []
+
+    def answer(question: Question) -> dict[str, Any]:
+        asked.append(question)
+        return {"the attached GPU": {"device_kind": "NVIDIA H200"}}
+
+    monkeypatch.setattr(attached, "ask", answer)
+    assert attached.device_kind() == "NVIDIA H200" and asked[0].environment["XLA_FLAGS"] == f"{own} {GPU}"
+
+
+def test_a_step_is_compiled_with_the_flags_of_a_file(monkeypatch: pytest.MonkeyPatch, file: pathlib.Path) -> None:
+    cache.forget()
+    file.write_text("--xla_cpu_enable_fast_math=false\n")
+    program = export_step("full", Step(jnp.sin, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
+    assert compile_programs([program], target("2xcpu"), timeout=60)["full"].argument == 32
+    file.write_text("--xla_no_such_flag=1\n")
+    cache.forget()
+    with pytest.raises(CompileError, match="(?s)It said: .*--xla_no_such_flag=1"):
+        compile_programs([program], target("2xcpu"), timeout=60)
+
+
+def test_what_was_compiled_with_other_flags_of_the_same_file_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch, file: pathlib.Path
+) -> None:
+    program = export_step("full", Step(jnp.sin, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
+    before = cache.digest(program, target("h200"), {}, compiler.CHILD)
+    job = rj.Workload(lambda w, x: (x * w).sum(), jnp.ones(4), (jnp.ones(4),), blocks="*")
+    file.write_text("--xla_cpu_enable_fast_math=false\n")
+    assert cache.digest(program, target("h200"), {}, compiler.CHILD) != before
+    first = rj.measure(job, "off")
+    assert rj.measure(job, "off") is first
+    file.write_text("--xla_cpu_enable_fast_math=true\n")
+    again = rj.measure(job, "off")
+    assert again is not first and replace(again) == first
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("missing", "No such file"),
+        ("folder", "no regular file"),
+        ("pipe", "no regular file"),
+        ("large", "more than 65536 bytes"),
+        ("null", "a null byte"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_an_error_with_the_remedy(file: pathlib.Path, kind: str, reason: str) -> None:
+    file.unlink()
+    {
+        "missing": lambda: None,
+        "folder": file.mkdir,
+        "pipe": lambda: os.mkfifo(file),
+        "large": lambda: file.write_bytes(b"-" * (2**16 + 1)),
+        "null": lambda: file.write_bytes(b"--xla_a=\0"),
+    }[kind]()
+    with pytest.raises(CompileError, match=rf"(?s)^XLA_FLAGS='.*flags' does not begin with '-'.*{reason}.*: name a file"):
+        rj.measure(rj.Workload(lambda w: w.sum(), jnp.ones(4), (), blocks="*"), "off")
