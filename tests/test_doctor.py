@@ -12,11 +12,12 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import remat_jax as rj
-from remat_jax import doctor
+from remat_jax import compat, doctor
 from remat_jax.diagnosis import Diagnosis
 from remat_jax.errors import ArgumentError, PolicyError, TargetError
 from remat_jax.graph.count import matmuls
-from tests.small_models import Mlp, make_loss, times, to_host
+from remat_jax.graph.rewrite import count_regions
+from tests.small_models import Mlp, make_loss, to_host
 
 POLICIES = jax.checkpoint_policies
 WIDTH, ROWS = 8, 4
@@ -193,7 +194,8 @@ def test_the_same_in_a_scan_of_the_users_own():
     assert traps(found) == ["named_output"] and "scan" in found.findings[0].problem
     assert doctor(workload("block_in"), "off").ok
     bytes_of = [rj.residuals(workload(name), "off").host_bytes for name in ("block_out", "block_in")]
-    assert bytes_of == [0, 3 * ROWS * WIDTH * 4]
+    ignored = compat.remat3() and compat.JAX_VERSION < (0, 12, 0)
+    assert bytes_of == [0, 0 if ignored else 3 * ROWS * WIDTH * 4]
 
 
 def test_an_offload_of_what_the_backward_pass_does_not_read():
@@ -303,10 +305,8 @@ def test_remat_scan_of_one_length_applies_no_checkpoint():
     one, two = (nn.remat_scan(Mlp, lengths=lengths)() for lengths in ((4,), (2, 2)))
     found = doctor(job(one, Mlp), "off")
     assert traps(found) == ["remat_scan_of_one_length"]
-    assert [times("remat2", job(model, Mlp).loss, job(model, Mlp).params, *job(model, Mlp).batch) for model in (one, two)] == [
-        0,
-        1,
-    ]
+    losses = [job(model, Mlp) for model in (one, two)]
+    assert [count_regions(jax.make_jaxpr(made.loss)(made.params, *made.batch)) for made in losses] == [0, 1]
     assert doctor(job(two, Mlp), "off").ok
     assert doctor(job(one, Mlp), "full").ok
     assert executed(job(one, Mlp), "full") > executed(job(one, Mlp))

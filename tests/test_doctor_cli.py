@@ -121,6 +121,7 @@ def test_what_this_jax_cannot_do_is_told_with_the_remedy(monkeypatch):
     monkeypatch.setattr(limits, "_PLUGINS", ("jax-cuda13-plugin",))
     monkeypatch.setattr(versions, "JAX_VERSION", (0, 11, 0))
     monkeypatch.setattr(rematerialisation, "JAX_VERSION", (0, 11, 0))
+    monkeypatch.setattr(versions, "_cured_here", lambda: None)
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     before = jax.config.jax_remat3
     jax.config.update("jax_remat3", True)

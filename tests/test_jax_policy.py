@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -16,16 +15,6 @@ from remat_jax import compat
 from remat_jax.errors import PolicyError, UnknownPolicyError, UnsupportedError
 from remat_jax.graph.count import matmuls
 from tests.small_models import Attention, make_loss, to_host
-
-
-@pytest.fixture
-def remat3() -> Iterator[None]:
-    """JAX's new rematerialisation, switched on."""
-    before = jax.config.jax_remat3
-    jax.config.update("jax_remat3", True)
-    yield
-    jax.config.update("jax_remat3", before)
-
 
 NEW_AND_OLD = compat.remat3() and compat.JAX_VERSION < (0, 12, 0)
 served = pytest.mark.skipif(NEW_AND_OLD, reason="refused there, as tested below")
@@ -101,3 +90,56 @@ def test_our_own_pass_keeps_what_it_should_under_remat3_too(remat3: None, policy
     gradient = jax.grad(rj.checkpoint_blocks(loss, {Attention: policy}), (0, 1))
     assert matmuls(gradient, params, x) == 36
     assert to_host(gradient, params, x) == ([(2, 3, 3)] * 2 if isinstance(policy, str) and "exp" in policy else [])
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize(
+    "around", [lambda fn: fn, jax.jit, lambda fn: lambda *args: jax.lax.cond(args[0][0, 0] > 2, fn, fn, *args)]
+)
+def test_a_policy_object_finds_the_models_names_under_remat3_too(remat3: None, around: Any) -> None:
+    def block(w: Any, x: Any) -> Any:
+        return jnp.sin(around(lambda w, x: jnp.sin(checkpoint_name(x @ w, "a")))(w, x) @ w)
+
+    def products(policy: Any) -> int:
+        gradient = jax.value_and_grad(lambda w, x: jnp.sum(rj.remat(block, policy)(w, x)), (0, 1))
+        return matmuls(gradient, jnp.eye(3), jnp.ones((2, 3)))
+
+    named = jax.checkpoint_policies.save_only_these_names("a")
+    assert [products(policy) for policy in ("full", named, "save: a")] == [8, 7, 7]
+
+
+@pytest.mark.versions
+def test_layers_inside_a_checkpoint_of_the_models_own_are_counted_under_remat3(remat3: None) -> None:
+    def layers(wrap: Any) -> Any:
+        def block(w: Any, x: Any) -> Any:
+            return jnp.sin(jnp.sin(x @ w) @ w)
+
+        return lambda w, x: jnp.sum(wrap(rj.remat(block, "full"))(w, x))
+
+    w, x = jnp.eye(3), jnp.ones((2, 3))
+    plain, inside = (jax.value_and_grad(layers(wrap), (0, 1)) for wrap in (lambda fn: fn, jax.checkpoint))
+    # Two products, four of the gradient, and both again; inside another checkpoint once more.
+    assert (matmuls(plain, w, x), matmuls(inside, w, x)) == (8, 10)
+
+
+@pytest.mark.versions
+def test_doctor_knows_the_models_names_under_remat3(remat3: None) -> None:
+    """An output that is offloaded by name stays on the device as the next round's input."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["out"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            w = self.param("w", nn.initializers.lecun_normal(), (3, 8, 8))
+            block = jax.checkpoint(lambda x, w: (checkpoint_name(jnp.sin(x @ w), "out"), None), policy=policy)
+            return jax.lax.scan(block, x, w)[0]
+
+    model, x = Layers(), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    found = rj.doctor(rj.Workload(lambda p, x: jnp.sum(model.apply(p, x)), params, (x,), Layers), "off")
+    assert [one.trap for one in found.findings] == ["named_output"]

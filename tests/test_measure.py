@@ -167,6 +167,7 @@ def test_h200_figures(on_h200, scan):
 
 
 @needs_gpu_compiler
+@pytest.mark.skipif(compat.remat3() and compat.JAX_VERSION < (0, 12, 0), reason="there policies by hand are not kept to")
 def test_on_an_h200_ours_costs_what_hand_written_remat_costs_and_unrolled_offload_less(on_h200):
     policies = jax.checkpoint_policies
     by_hand = {
@@ -302,7 +303,7 @@ def test_the_same_question_is_answered_from_memory_and_another_is_not(monkeypatc
 
 @needs_gpu_compiler
 def test_a_product_that_triton_cannot_tile_is_compiled_without_triton_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention over 36 positions, no power of two: until 0.12 XLA cannot do without a GPU what it does with one."""
+    """Attention over 36 positions, no power of two: with 0.10.2 XLA cannot do without a GPU what it does with one."""
     batch, heads, length, size = 2, 2, 36, 64
 
     class Attention(nn.Module):
@@ -321,7 +322,7 @@ def test_a_product_that_triton_cannot_tile_is_compiled_without_triton_and_told(m
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     without = rj.measure(job, "off", "h200")
     assert without.compiler_warning is None and without.warnings == ()
-    if jax.__version_info__ < (0, 12):
+    if jax.__version_info__ < (0, 11, 2):
         # The live buffers are of the compilation that succeeded.
         assert (found.device_bytes, found.live) == (without.device_bytes, without.live) and found.live
         assert "a matrix product does not fit the tiles" in " ".join(str(found).split())

@@ -272,7 +272,9 @@ def test_aliases(alias: str, name: str) -> None:
 
 def test_every_policy_that_jax_names_is_taken_or_explained() -> None:
     jax = pytest.importorskip("jax")
-    for name in vars(jax.checkpoint_policies):
+    for name, policy in vars(jax.checkpoint_policies).items():
+        if isinstance(policy, type):  # what makers make, in later JAX
+            continue
         if name in NAMED or name in ALIASES:
             assert isinstance(as_policy(name), Policy)
         else:

@@ -190,3 +190,18 @@ def test_parameters_and_batch_are_no_residuals_and_frozen_ones_neither():
         "Model/block_1:cos",
     }
     assert totals(frozen, "off")[0] == 4 * (HEAD + X + 2 * HIDDEN)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_checkpoint_of_the_models_own_around_the_blocks_is_told(scan):
+    job = workload(scan, block=nn.remat(Block))
+    kept = {policy: totals(job, policy) for policy in ("off", "full", "dots", "everything")}
+    assert {policy for policy in kept if rj.residuals(job, policy).warning} == {"full", "dots", "everything"}
+    assert len(set(kept.values())) == 1 and kept["full"][2] == 0
+    told = rj.residuals(job, "dots")
+    assert "replan(loss, 'off')" in str(told.warning) and told.to_dict()["warning"] == told.warning
+    assert "checkpoints of the model's own" in str(told) and rj.measure(job, "dots").warnings == (told.warning,)
+    freed = rj.Workload(rj.replan(job.loss, "off"), job.params, job.batch, Block)
+    assert totals(freed, "everything")[0] > totals(freed, "full")[0] == kept["full"][0]
+    assert rj.residuals(freed, "full").warning is rj.residuals(freed, "everything").warning is None
+    assert rj.measure(freed, "full").warnings == ()

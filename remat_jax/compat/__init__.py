@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from remat_jax.compat import mapped as mapped
 from remat_jax.compat.capture import not_captured
+from remat_jax.compat.flags import xla_flags
 from remat_jax.compat.gpu_compiler import (
     CUDNN_CHECK,
     CUDNN_REMEDY,
@@ -35,6 +36,7 @@ from remat_jax.compat.jaxprs import (
     layers_of,
     layers_scope,
     like,
+    manual_devices,
     optimization_barrier,
     scan_layout,
     scopes,
@@ -46,12 +48,15 @@ from remat_jax.compat.limits import limits
 from remat_jax.compat.rematerialisation import (
     BLOCK_NAME,
     OFFLOAD,
+    bind_established,
+    bind_name,
     checkpoint_parts,
     classic_rematerialisation,
-    executed_bodies,
     given_name,
+    hidden_body,
     is_block,
     is_checkpoint,
+    kind,
     offloaded_by,
     remat3,
     require_named_policies,
@@ -88,6 +93,8 @@ __all__ = [
     "bind",
     "bound_axes",
     "checkpoint_parts",
+    "bind_established",
+    "bind_name",
     "classic_rematerialisation",
     "closed",
     "CUDNN_CHECK",
@@ -95,12 +102,14 @@ __all__ = [
     "dce",
     "eqn_context",
     "eqn_outputs",
-    "executed_bodies",
+    "hidden_body",
+    "kind",
     "given_name",
     "gpu_compiler_installed",
     "hoist_consts",
     "in_loop",
     "inner_context",
+    "manual_devices",
     "is_array",
     "is_block",
     "is_checkpoint",
@@ -138,4 +147,5 @@ __all__ = [
     "uses_references",
     "wants_cudnn",
     "without_source_lines",
+    "xla_flags",
 ]

@@ -51,7 +51,12 @@ def eqn_outputs(eqn: Any, outputs: Any) -> list[Any]:
 
 def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
     """Evaluate `eqn` on `inputs` as JAX itself would, some of its parameters changed; keeps source lines and name stacks."""
-    params = eqn.primitive.get_bind_params({**eqn.params, **changed})
+    params = {**eqn.params, **changed}
+    if is_jaxpr(changed.get("_prim")):
+        # A region of `jax_remat3` is an object, and has its body inside.
+        given = eqn.params["_prim"]
+        params["_prim"] = type(given)(**{**given.params, "jaxpr": changed["_prim"]})
+    params = eqn.primitive.get_bind_params(params)
     with eqn_context(eqn):
         return eqn_outputs(eqn, eqn.primitive.bind(*inputs, **params))
 
@@ -64,14 +69,22 @@ def eqn_context(eqn: Any) -> Iterator[None]:
         yield
 
 
+def manual_devices(eqn: Any) -> int:
+    """Among how many devices a `shard_map` divides what it is given."""
+    return math.prod(eqn.params["mesh"].shape[axis] for axis in _manual_axes(eqn))
+
+
+def _manual_axes(eqn: Any) -> Any:
+    return eqn.params["newly_manual_axes"] if "newly_manual_axes" in eqn.params else eqn.params["manual_axes"]
+
+
 @contextlib.contextmanager
 def inner_context(eqn: Any) -> Iterator[None]:
     """Trace as inside the body of `eqn`: a `shard_map` binds its mesh axes there."""
     if eqn.primitive.name != "shard_map":
         yield
         return
-    mesh = eqn.params["mesh"]
-    manual = eqn.params["newly_manual_axes"] if "newly_manual_axes" in eqn.params else eqn.params["manual_axes"]
+    mesh, manual = eqn.params["mesh"], _manual_axes(eqn)
     inner_mesh = _shard_map._as_manual_mesh(mesh, manual)
     checked = _config._check_vma(eqn.params["check_vma"])
     with _shard_map._extend_axis_env(mesh, manual), _mesh.use_abstract_mesh(inner_mesh), checked:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import config as _config
 from jax._src.interpreters import partial_eval as _pe
 
-from remat_jax.compat.jaxprs import closed, is_jaxpr
+from remat_jax.compat.jaxprs import closed, eqn_context, is_jaxpr, jaxpr_function
 from remat_jax.compat.versions import JAX_VERSION
 from remat_jax.errors import UnsupportedError
 
@@ -48,6 +49,24 @@ def remat3() -> bool:
     return bool(_config.remat3.value)
 
 
+def bind_established(eqn: Any, body: Any, inputs: list[Any]) -> list[Any]:
+    """Evaluate a `jax_remat3` region as one of the established rematerialisation, with the closed jaxpr `body` for its own.
+
+    Its derivative is a region again, which the new one's is not.
+    """
+    given = eqn.params["_prim"].params
+    prevent = given.get("prevent_cse", True)
+    with eqn_context(eqn), classic_rematerialisation():
+        prevents = prevent if isinstance(prevent, bool) else any(prevent)
+        return list(jax.checkpoint(jaxpr_function(closed(body)), policy=given["policy"], prevent_cse=prevents)(*inputs))
+
+
+def bind_name(eqn: Any, name: str, value: Any) -> Any:
+    """Give `value` the established `name`, where `eqn` gives it."""
+    with eqn_context(eqn), classic_rematerialisation():
+        return _ad_checkpoint.checkpoint_name(value, name)
+
+
 @contextlib.contextmanager
 def classic_rematerialisation() -> Iterator[None]:
     """Have `jax.checkpoint` and `checkpoint_name` mean JAX's established rematerialisation, whatever `jax_remat3` says.
@@ -81,9 +100,12 @@ def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
     """The primitives (or names) of `jaxpr`, at any depth, whose outputs JAX's own `policy` would offload."""
     found = []
     for eqn in jaxpr.jaxpr.eqns:
-        verdict = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
+        name = given_name(eqn)
+        # A name of `jax_remat3` is another primitive, which no policy knows.
+        asked = (eqn.primitive, eqn.params) if name is None else (_ad_checkpoint.name_p, {"name": name})
+        verdict = policy(asked[0], *(atom.aval for atom in eqn.invars), **asked[1])
         if type(verdict).__name__ == "Offloadable":
-            found.append(given_name(eqn) or eqn.primitive.name)
+            found.append(name or eqn.primitive.name)
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
                 if is_jaxpr(inner):
@@ -103,8 +125,11 @@ def is_block(eqn: Any) -> bool:
     return str(getattr(debug, "func_src_info", "")).startswith(BLOCK_NAME)
 
 
-def executed_bodies(eqn: Any) -> list[Any]:
-    """The bodies that running a `jax_remat3` region executes; empty for any other equation."""
-    if _hi_primitive(eqn) != "RematTraced":
-        return []
-    return [closed(eqn.params["_prim"].params["jaxpr"]).jaxpr]
+def kind(eqn: Any) -> str:
+    """The name of what `eqn` does: `"checkpoint"` for a region of `jax_remat3` too, else its primitive's."""
+    return "checkpoint" if _hi_primitive(eqn) == "RematTraced" else eqn.primitive.name
+
+
+def hidden_body(eqn: Any) -> Any | None:
+    """The jaxpr of a `jax_remat3` region, which is no parameter of its equation; `bind` takes another as `_prim`."""
+    return eqn.params["_prim"].params["jaxpr"] if _hi_primitive(eqn) == "RematTraced" else None

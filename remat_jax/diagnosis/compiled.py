@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from remat_jax import compat
 from remat_jax.diagnosis.findings import Finding
 from remat_jax.diagnosis.timing import exposed_copies
 from remat_jax.diagnosis.watch import Observed
@@ -75,7 +76,8 @@ def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterato
             "",
             f"JAX {report.jax_version} compiles offload inside a scan so that backward reads another layer's residuals, "
             "and gradients are silently wrong on a GPU (openxla/xla#46231)",
-            "Use JAX 0.11.1 or later, unroll the layers, or set XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator",
+            "Use JAX 0.11.1 or later, unroll the layers, or start with "
+            "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator",
         )
 
 
@@ -130,8 +132,7 @@ def xla_rematerialization(observed: Observed, report: MemoryReport, target: Targ
     # Far below the device's memory the pass does not begin, and a compilation would be for nothing.
     if target.memory_bytes is None or max(asked, report.device_bytes) < target.memory_bytes / 2:
         return
-    before = _DISABLED.findall(os.environ.get("XLA_FLAGS", ""))
-    passes = ",".join(filter(None, [before[-1] if before else "", "rematerialization"]))
+    passes = ",".join(filter(None, [*_DISABLED.findall(compat.xla_flags()), "rematerialization"]))
     plain = _compiled(observed, target, timeout, {"xla_disable_hlo_passes": passes}).device
     if abs(plain - report.device_bytes) > ALIKE * plain:
         yield Finding(
@@ -141,14 +142,14 @@ def xla_rematerialization(observed: Observed, report: MemoryReport, target: Targ
             f"XLA recomputes on its own beside the policy: {format_bytes(report.device_bytes)} with its pass and "
             f"{format_bytes(plain)} without, on a device of {format_bytes(target.memory_bytes)}; time and memory are not "
             "those of the policy",
-            "Choose a policy that needs less, or switch the pass off with "
+            "Choose a policy that needs less, or switch the pass off: start with "
             f"XLA_FLAGS=--xla_disable_hlo_passes={passes}, so that a step that is too large fails",
         )
 
 
 def latency_hiding_scheduler(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
     """The scheduler that moves things apart to hide latencies, at the price of what is alive meanwhile (jax#20763)."""
-    given = _SCHEDULER.findall(os.environ.get("XLA_FLAGS", ""))
+    given = _SCHEDULER.findall(compat.xla_flags())
     if not given or given[-1].lower() in ("false", "0"):
         return
     plain = _compiled(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": False})
@@ -166,7 +167,7 @@ def latency_hiding_scheduler(observed: Observed, report: MemoryReport, target: T
 def copies_not_hidden(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
     """Copies that compute waits for and need not: what the latency-hiding scheduler changes where it is off by default."""
     waited = report.overlap
-    if waited is None or _SCHEDULER.search(os.environ.get("XLA_FLAGS", "")):
+    if waited is None or _SCHEDULER.search(compat.xla_flags()):
         return
     # Not by what is `coverable`: a schedule that waits for every copy where it starts leaves no compute to count. What nothing
     # could cover, the policy's own price, shows below as no gain.
@@ -182,7 +183,7 @@ def copies_not_hidden(observed: Observed, report: MemoryReport, target: Target, 
             f"scheduler {other.overlap.covered * 100:.1f} %: the modelled step takes {waited.step_seconds * 1e3:.3g} ms and "
             f"{other.overlap.step_seconds * 1e3:.3g} ms (device: {format_bytes(report.device_bytes)} and "
             f"{format_bytes(other.device)})",
-            f"Set XLA_FLAGS={SCHEDULER}=true where the memory allows it, and measure with it",
+            f"Start with XLA_FLAGS={SCHEDULER}=true where the memory allows it, and measure with it",
         )
 
 

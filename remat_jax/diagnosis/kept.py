@@ -55,7 +55,7 @@ def _kernel_of(name: Any, made: Mapping[Any, Any]) -> Any | None:
             return None
         if len(eqn.outvars) > 1 and _is_expensive(eqn):
             found[id(eqn)] = eqn
-        elif eqn.primitive.name in CALLS and bodies(eqn):
+        elif compat.kind(eqn) in CALLS and bodies(eqn):
             inner = bodies(eqn)[0].jaxpr
             whole = [one for one in inner.eqns if one.primitive.name not in ("scan", "while")]
             ahead.append((inner.outvars[eqn.outvars.index(atom)], {var: one for one in whole for var in one.outvars}))

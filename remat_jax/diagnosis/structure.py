@@ -167,7 +167,7 @@ def _regions_with_flags(
         flags = [_is_bool(atom) and (hasattr(atom, "val") or atom in literal) for atom in eqn.invars]
         if compat.is_checkpoint(eqn) and is_region(eqn):
             yield eqn, here, [index for index, flag in enumerate(flags) if flag]
-        elif eqn.primitive.name == "scan" or eqn.primitive.name in CALLS:
+        elif eqn.primitive.name == "scan" or compat.kind(eqn) in CALLS:
             constants = compat.scan_layout(eqn)[0] if eqn.primitive.name == "scan" else len(flags)
             for body in bodies(eqn):
                 inner = {var for var, flag in zip(body.jaxpr.invars[:constants], flags, strict=False) if flag}
@@ -187,7 +187,7 @@ def _decides(jaxpr: Any, flags: set[Any]) -> bool:
             continue
         if eqn.primitive.name in ("select_n", "cond") and mine[0]:
             return True
-        if eqn.primitive.name in CALLS:
+        if compat.kind(eqn) in CALLS:
             for body in bodies(eqn):
                 if _decides(body, {var for var, flag in zip(body.jaxpr.invars, mine, strict=False) if flag}):
                     return True

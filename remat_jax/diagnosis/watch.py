@@ -167,7 +167,7 @@ def _makers(jaxpr: Any, known: Sequence[bool]) -> Iterator[tuple[str, tuple[Any,
     """Of a linearisation, only what depends on no tangent: `known` says which inputs do not."""
     fixed = flagged(jaxpr, known, _all)
     # A loop is differentiated as a whole, and then no longer the loop that a backward pass runs again; a call can be entered.
-    eqns = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name in CALLS or all(var in fixed for var in eqn.outvars)]
+    eqns = [eqn for eqn in jaxpr.jaxpr.eqns if compat.kind(eqn) in CALLS or all(var in fixed for var in eqn.outvars)]
     made = {var: eqn for eqn in eqns for var in eqn.outvars if var in fixed}
     for eqn in jaxpr.jaxpr.eqns:
         name = compat.given_name(eqn)

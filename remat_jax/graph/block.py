@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from remat_jax import compat
 from remat_jax.errors import UnsupportedError
+from remat_jax.graph.established import established
 from remat_jax.graph.naming import Named, name_linearised, name_residuals
 from remat_jax.graph.once import transposed_once
 from remat_jax.graph.origins import is_on_host
@@ -124,6 +125,7 @@ def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequen
             f"block {path or 'function'!r} uses a mutable array (jax.new_ref), which JAX cannot differentiate under a "
             "checkpoint. Carry the value as an argument and a result instead."
         )
+    jaxpr = established(jaxpr)
     with compat.classic_rematerialisation():
         return PlannedBlock(jaxpr, name_residuals(jaxpr, path, inputs), policy)
 

@@ -51,8 +51,7 @@ def _count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
     for eqn in jaxpr.eqns:
         total += int(weight(eqn))
         name = eqn.primitive.name
-        executed = compat.executed_bodies(eqn) or [body.jaxpr for body in bodies(eqn)]
-        counted = [_count(body, weight) for body in executed]
+        counted = [_count(body.jaxpr, weight) for body in bodies(eqn)]
         if name == "cond":
             total += max(counted, default=0)
         elif name == "while" and any(counted):

@@ -166,10 +166,7 @@ def _results(eqn: Any, arguments: list[Array], eqns: list[FlatEqn]) -> list[Arra
 
 def called(eqn: Any) -> Any | None:
     """The closed jaxpr that `eqn` runs on its own operands; None if it is no call."""
-    hidden = compat.executed_bodies(eqn)
-    if hidden:
-        return compat.closed(hidden[0])
-    bodies = list(inner_jaxprs(eqn).values()) if eqn.primitive.name in _CALLS else []
+    bodies = list(inner_jaxprs(eqn).values()) if compat.kind(eqn) in _CALLS else []
     if not bodies or isinstance(bodies[0], tuple):
         return None
     return compat.closed(bodies[0])

@@ -58,7 +58,7 @@ def inner_flags(eqn: Any, key: str, inner: Any, flags: Sequence[bool], leaf: Lea
 
 
 def _outputs(eqn: Any, flags: list[bool], leaf: Leaf) -> list[bool]:
-    name = eqn.primitive.name
+    name = compat.kind(eqn)
     bodies = inner_jaxprs(eqn)
     if leaf(eqn, flags):
         return [True] * len(eqn.outvars)

@@ -51,8 +51,9 @@ def of_some(function: Callable[..., Any], arguments: Sequence[Any], places: Sequ
 
 
 def inner_jaxprs(eqn: Any) -> dict[str, Any]:
-    """The parameters of `eqn` that are jaxprs, or tuples of jaxprs (the branches of a `cond`)."""
-    found = {}
+    """The parameters of `eqn` that are jaxprs or hold one, or tuples of jaxprs (the branches of a `cond`)."""
+    hidden = compat.hidden_body(eqn)
+    found = {} if hidden is None else {"_prim": hidden}
     for key, value in eqn.params.items():
         if compat.is_jaxpr(value) or (isinstance(value, tuple) and value and all(map(compat.is_jaxpr, value))):
             found[key] = value
@@ -71,6 +72,16 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         yield eqn
         for body in bodies(eqn):
             yield from equations(body)
+
+
+def holds_block(eqn: Any) -> bool:
+    """Whether a checkpointed block of `remat_jax` stands inside `eqn`, at any depth."""
+    return any(compat.is_block(one) or holds_block(one) for body in bodies(eqn) for one in body.jaxpr.eqns)
+
+
+def block_under_checkpoint(jaxpr: Any) -> bool:
+    """Whether such a block stands inside a checkpoint that is none of `remat_jax`, anywhere in the closed `jaxpr`."""
+    return any(compat.is_checkpoint(eqn) and holds_block(eqn) for eqn in equations(jaxpr))
 
 
 def map_inner(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:

@@ -13,7 +13,9 @@ import jax
 from jax import export
 
 from remat_jax import compat
+from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import Target
+from remat_jax.mesh import check_context
 from remat_jax.workload import Step
 
 # "ALL" is understood from JAX 0.11 on; before, each target that is refused is named in the error, and is let pass then.
@@ -44,8 +46,12 @@ def export_step(key: str, step: Step, target: Target) -> Program:
     """`step` lowered for the platform of `target`; nothing is compiled or allocated here.
 
     Raises:
+      ArgumentError: this call stands under a `jax.set_mesh` of another size.
       CompileError: a kernel needs cuDNN, which is not installed.
+      UnsupportedError: the step names a mesh of its own, of another size.
     """
+    devices = 1 if step.mesh is None else step.mesh.size
+    check_context(devices, f"a step for {_counted(devices)}")
     leaves, treedef = jax.tree.flatten(step.arguments)
     donated: list[int] = []
     start = 0
@@ -59,7 +65,15 @@ def export_step(key: str, step: Step, target: Target) -> Program:
         return jax.tree.leaves(step.function(*jax.tree.unflatten(treedef, values)))
 
     with compat.cudnn_explained(), compat.without_source_lines():
-        exported = _exported(flat, leaves, target, jax.tree.leaves(step.shardings))
+        try:
+            exported = _exported(flat, leaves, target, jax.tree.leaves(step.shardings))
+        except ValueError as error:
+            if "device assignment" not in str(error):
+                raise
+            raise _of_another_mesh(devices, str(error)) from error
+    # A program for one device, without any sharding, runs on each of several.
+    if exported.nr_devices not in (1, devices):
+        raise _of_another_mesh(devices, f"it is a program for {_counted(exported.nr_devices)}")
     mesh = tuple(zip(step.mesh.axis_names, step.mesh.axis_sizes, strict=True)) if step.mesh is not None else ()
     return Program(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)), mesh)
 
@@ -87,6 +101,18 @@ def _exported(flat: Callable[..., Any], leaves: Sequence[Any], target: Target, s
                 raise
             described = functools.partial(compat.lowering_for, target.name, target.device_kinds)
     raise AssertionError("each reason to try again is met once")
+
+
+def _of_another_mesh(devices: int, said: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the step is asked about for {_counted(devices)}, and names a mesh of its own of another size, by a NamedSharding in "
+        f"a constraint, in a jit, or of an array that the loss closes over ({said}): write constraints as bare PartitionSpecs, "
+        "and give Workload(…, mesh=…, shardings=…), which says what mesh they mean"
+    )
+
+
+def _counted(devices: int) -> str:
+    return f"{devices} device{'s' * (devices > 1)}"
 
 
 def _argument_names(step: Step) -> list[str]:

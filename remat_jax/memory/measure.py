@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -76,7 +75,7 @@ def measure_many(
     check_devices(workload, described)
     check_timeout(timeout)
     known = _known.setdefault(workload, {})
-    settings = (described.name, described.to_dict().__repr__(), compat.trace_settings(), os.environ.get("XLA_FLAGS"))
+    settings = (described.name, described.to_dict().__repr__(), compat.trace_settings(), compat.xla_flags())
     keys = [(_hashable(policy), settings) for policy in policies]
     new = {key: policy for key, policy in zip(keys, policies, strict=True) if key not in known}
     for key, report in zip(new, _measured(workload, list(new.values()), described, timeout, on_done), strict=True):
@@ -217,6 +216,7 @@ def _report(
         collectives=found.collectives,
         host_warning=host_shortage(found.host, target),
         compiler_warning=UNTILED if found.untiled else None,
+        policy_warning=kept.warning if kept else None,
     )
     offers = asked.without_offload is not None or (kept is not None and kept.host_bytes > 0)
     if not offers and not is_miscompiled(found):
@@ -260,6 +260,6 @@ def _receipt(found: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
             warnings.append(
                 f"JAX {jax.__version__} miscompiles offload inside scan for GPUs, {seen}: gradients are silently wrong "
                 "(openxla/xla#46231). The memory is right. Before running it use JAX 0.11.1 or later, unroll the layers, or "
-                "set XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
+                "start with XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
             )
     return Receipt(offered, found.host_temp, returned, tuple(warnings))

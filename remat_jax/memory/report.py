@@ -53,6 +53,7 @@ class MemoryReport:
       devices, hosts: how many devices the step is divided among, and in how many hosts they are.
       collectives: what the devices send each other in one step, by kind and phase; None for one device, and the target `cpu`.
       host_warning: that the hosts have too little memory, in plain words; None where they have enough, or it is not known.
+      policy_warning: that the policy has no effect, because the model has checkpoints of its own around the blocks; else None.
       compiler_warning: that the compiler could not do without a GPU what it does on one, and what that changes; else None.
 
     >>> import jax, jax.numpy as jnp
@@ -89,12 +90,13 @@ class MemoryReport:
     host_warning: str | None = None
     collectives: tuple[Collective, ...] | None = None
     compiler_warning: str | None = None
+    policy_warning: str | None = None
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """All that is to be known before the figures are used: of the offload, the hosts' memory and the compiler."""
+        """All that is to be known before the figures are used: of policy, offload, the hosts' memory and the compiler."""
         offload = self.receipt.warnings if self.receipt else ()
-        return tuple(filter(None, (*offload, self.host_warning, self.compiler_warning)))
+        return tuple(filter(None, (self.policy_warning, *offload, self.host_warning, self.compiler_warning)))
 
     @property
     def host_bytes_per_host(self) -> int:

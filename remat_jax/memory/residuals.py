@@ -12,6 +12,7 @@ import jax
 from remat_jax import compat
 from remat_jax.errors import UnsupportedError
 from remat_jax.graph.origins import Origin, is_on_host, origin
+from remat_jax.graph.walk import block_under_checkpoint
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy, is_off
 from remat_jax.report.tables import format_bytes, render, table
 from remat_jax.workload import Workload
@@ -57,10 +58,12 @@ class ResidualTable:
       policy: the policy's text.
       device_bytes, host_bytes: what is kept between the passes, in device and in host memory.
       recompute_bytes: what the backward pass makes again.
+      warning: that the policy cannot keep anything, because the blocks stand inside checkpoints of the model's own.
     """
 
     rows: tuple[Residual, ...]
     policy: str
+    warning: str | None = None
 
     def _total(self, action: Action) -> int:
         return sum(row.bytes for row in self.rows if row.action == action.value)
@@ -93,6 +96,7 @@ class ResidualTable:
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,
             "recompute_bytes": self.recompute_bytes,
+            "warning": self.warning,
             "rows": [asdict(row) for row in self.rows],
         }
 
@@ -115,8 +119,9 @@ class ResidualTable:
         ]
         columns = ("residual", *(("layers",) if by_layer else ()), "shape", "dtype", "size", "action", "source")
         rest = f"and {len(hidden)} more, {format_bytes(sum(row.bytes for row in hidden))}" if hidden else None
+        caption = "\n".join(filter(None, (rest, f"warning: {self.warning}" if self.warning else None)))
         formats = {"size": format_bytes}
-        return table(f"residuals under {self.policy}: {title}", columns, rows, formats=formats, caption=rest)
+        return table(f"residuals under {self.policy}: {title}", columns, rows, formats=formats, caption=caption or None)
 
     def __str__(self) -> str:
         return render(self)
@@ -151,17 +156,31 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
             f"workload={workload.name!r} was made from a finished step, which takes its gradient inside: what it keeps between "
             "the passes cannot be read from outside. Make a Workload of the loss instead."
         )
-    rows, aliases = _kept(workload, policy)
+    (rows, aliases), warning = _kept(workload, policy), None
     if not is_off(checked):
         kept = {(row.name, row.layers) for row in rows} | aliases
         given = dict.fromkeys(workload.blocks, checked) if checked is not None else policy
         everything = {block: _every_name(as_block_policy(one)) for block, one in given.items()}
         named, _ = _kept(workload, everything, only_named=True)
-        rows += [replace(row, action="recompute") for row in named if (row.name, row.layers) not in kept]
+        again = [replace(row, action="recompute") for row in named if (row.name, row.layers) not in kept]
+        rows += again
+        # A policy that computes something again has an effect; looking costs another trace.
+        warning = None if again else _overruled(workload, everything)
     order = [action.value for action in Action]
     rows.sort(key=lambda row: (order.index(row.action), -row.bytes, row.name))
     text = str(checked) if checked is not None else "; ".join(f"{block}: {one}" for block, one in policy.items())
-    return ResidualTable(tuple(rows), text)
+    return ResidualTable(tuple(rows), text, warning)
+
+
+def _overruled(workload: Workload, everything: dict[Any, Policy | LayerPolicies]) -> str | None:
+    """Why no policy computes anything again that another keeps; None where this one keeps everything."""
+    loss, trained, frozen = workload.split_loss(everything)
+    if not block_under_checkpoint(jax.make_jaxpr(loss)(trained, frozen, *workload.batch)):
+        return None
+    return (
+        "the blocks stand inside checkpoints of the model's own (nn.remat, jax.checkpoint), which throw away what a policy "
+        "keeps: take them out of the model, or ask about remat_jax.replan(loss, 'off') in place of loss, and train with it"
+    )
 
 
 def _every_name(policy: Any) -> Policy | LayerPolicies:
