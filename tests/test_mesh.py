@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import ClassVar
 
 import flax.linen as nn
@@ -58,6 +55,19 @@ def mlp(**options):
         ),
         (ArgumentError, "shardings for params are no pytree prefix of it", {"data": 8}, ({"weights": P()},)),
         (ArgumentError, r"for batch\[0\] names an axis twice", {"data": 2}, (P(), P("data", "data"))),
+        (
+            ArgumentError,
+            r"'data'}\) for batch\[0\] has axes that are unreduced",
+            {"data": 2},
+            (P(), P(None, unreduced={"data"})),
+        ),
+        (ArgumentError, r"'data'}\) for batch\[0\] has axes that are unreduced", {"data": 2}, (P(), P(None, reduced={"data"}))),
+        (
+            ArgumentError,
+            r"P\(None, UNCONSTRAINED\) for batch\[0\] leaves dimension 1 unconstrained.*or None for none",
+            {"data": 2},
+            (P(), P(None, P.UNCONSTRAINED)),
+        ),
         (
             UnsupportedError,
             "axes data are not of type Auto",
@@ -234,17 +244,8 @@ def test_a_block_that_nothing_trains_is_divided_as_the_others_are(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, in_a_hurry):
-    path = tmp_path_factory.mktemp("mesh") / "results.npz"
-    environment = in_a_hurry | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_X64": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
-    command = [sys.executable, "-m", "tests.mesh_models", str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480, cwd=Path(__file__).parents[1])
-    assert done.returncode == 0, done.stderr
-    return dict(np.load(path))
+def results(on_eight_devices):
+    return dict(np.load(on_eight_devices("tests.mesh_models", "results.npz", JAX_ENABLE_X64="1")))
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, *(f"sequence {policy}" for policy in OF_SEQUENCE)])

@@ -27,6 +27,7 @@ from remat_jax.hardware import target
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning import make
 from remat_jax.planning.plan import NOT_MAXIMAL
+from remat_jax.planning.search import MORE_COMPILED, MOST_COMPILED
 from remat_jax.policy import NAMED
 from tests.plan_models import LAYERS, WIDTH, MlpLayer, MlpStack, job
 from tests.small_models import assert_same
@@ -60,7 +61,9 @@ def test_no_named_policy_that_fits_is_faster(made):
     reports = measure_many(job(scanned=True), [one.name for one in named], "cpu")
     fits = [one for one, report in zip(named, reports, strict=True) if report.device_bytes <= BUDGET]
     assert "full" in {one.name for one in fits} and all(plan.seconds <= one.seconds for one in fits)
-    assert plan.best_named.name == "full" and plan.seconds < plan.best_named.seconds
+    full = next(one for one in fits if one.name == "full")
+    # What was not compiled fits by its prediction: on JAX 0.11.2 `dots` does so.
+    assert plan.seconds < plan.best_named.seconds <= full.seconds
     assert plan.base_seconds == next(one.seconds for one in plan.named if one.name == "everything")
 
 
@@ -133,7 +136,7 @@ def test_it_says_why_in_words(made):
     plan, _ = made
     said = plan.explain()
     assert "MlpLayer 0" in said and "computing it again takes" in said and "The next GiB would buy" in said
-    assert "The best named policy that fits, full" in said and str(plan)
+    assert f"The best named policy that fits, {plan.best_named.name}" in said and str(plan)
 
 
 @pytest.mark.versions
@@ -222,7 +225,7 @@ def test_for_a_gpu_offload_is_planned_where_layers_are_unrolled():
     """Three layers compiled for an H200: within the budget, with host memory where that is faster than computing again."""
     work = job(rows=65536, layers=3)
     plan = rj.plan(work, "150 MiB", "h200")
-    assert plan.device_bytes <= 150 * MIB and len(plan.tried) <= 6
+    assert plan.device_bytes <= 150 * MIB and len(plan.tried) <= MOST_COMPILED + MORE_COMPILED
     assert plan.best_named is None or plan.seconds <= plan.best_named.seconds
     none = rj.plan(work, "150 MiB", "h200", host_budget=0)
     assert none.host_bytes == 0 and none.device_bytes <= 150 * MIB and none.seconds >= plan.seconds * 0.999

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.errors import PlanningError, RematError
+from remat_jax.planning import files
 from remat_jax.planning.model import Model, find_block
 from tests.plan_by_hand import PlannedLayer, plan
 
@@ -44,6 +46,32 @@ def test_a_part_of_before_has_its_layers_one_after_the_other(tmp_path):
     data = plan().to_dict()
     assert all(one.pop("every") == 1 for one in data["parts"])
     assert rj.Plan.load(write(tmp_path, data)) == plan()
+
+
+def test_a_short_file_of_many_layers_is_read_without_a_list_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_BYTES", 2**18)  # the room for reading it
+    data = plan().to_dict()
+    policy = data["policies"][0]["runs"][0][1]
+    runs = [[99_000, policy], [1_000, policy]]
+    data["policies"] = [{"block": ["glob", f"layers_{i}", ""], "runs": runs} for i in range(2)]
+    path = write(tmp_path, data)
+    tracemalloc.start()
+    try:
+        found = rj.Plan.load(path)
+        # A list of so many runs of one layer is 6 MB.
+        assert tracemalloc.get_traced_memory()[1] < 2**21
+    finally:
+        tracemalloc.stop()
+    assert found.policies["layers_1"] == rj.LayerPolicies(((10**5, rj.Policy.from_dict(policy)),), (99_000,))
+    assert found.to_dict()["policies"] == data["policies"]
+
+
+def test_more_runs_than_any_model_has_are_refused(tmp_path):
+    data = plan().to_dict()
+    policy = data["policies"][0]["runs"][0][1]
+    data["policies"][0]["runs"] = [[1, policy]] * 10_001
+    with pytest.raises(PlanningError, match="malformed: runs has 10001 items, expected at most 10000"):
+        rj.Plan.load(write(tmp_path, data))
 
 
 def test_two_may_save_a_plan_beside_each_other(tmp_path, monkeypatch):

@@ -7,18 +7,23 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
-from remat_jax.errors import CompileError
+from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning import make
 from remat_jax.planning.explain import named_table
 from remat_jax.planning.model import Model as PlannedModel
 from remat_jax.planning.point import Point
+from remat_jax.planning.problem import describe
 from remat_jax.report.tables import render
 from remat_jax.workload import Workload
+from tests import shard_map_models
 from tests.plan_by_hand import MIB, plan
 from tests.plan_models import WIDTH, MlpLayer, job
+from tests.planning_models import RATES, Layer, mlp
 
 BUDGET = 9 * MIB
 
@@ -100,3 +105,37 @@ def test_a_plan_is_applied_to_the_nnx_model_that_it_was_made_for(is_pytree):
     made = plan(policies={nnx.Linear: rj.Policy.parse("off")}, model=PlannedModel.of(found))
     loss = made.apply(lambda model, x: model.up(x).sum())
     assert float(loss(Model(), jnp.ones((2, 4)))) == pytest.approx(float(Model().up(jnp.ones((2, 4))).sum()))
+
+
+def test_blocks_inside_a_checkpoint_of_the_models_own_are_refused():
+    alone = mlp()
+    with pytest.raises(UnsupportedError, match=r"inside a checkpoint of the model's own .*replan\(loss, 'off'\)"):
+        describe(rj.Workload(jax.checkpoint(alone.loss), alone.params, alone.batch, Layer), "h200")
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_blocks_in_a_shard_map_are_those_of_one_device(check):
+    alone = mlp()
+
+    def of_part(params, x):
+        return jax.lax.psum(alone.loss(params, x), "data")
+
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    loss = jax.shard_map(of_part, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check)
+    job = rj.Workload(loss, alone.params, alone.batch, Layer, mesh={"data": 4}, shardings=(None, P("data")))
+    (whole,), (part,) = (describe(one, target, rates=RATES).stack.blocks for one, target in ((alone, "h200"), (job, "4xh200")))
+    assert [(one.name, 4 * one.bytes) for one in part.residuals] == [(one.name, one.bytes) for one in whole.residuals]
+
+
+def test_blocks_that_exchange_in_a_shard_map_are_planned():
+    mesh = AbstractMesh((2, 2, 2), shard_map_models.AXES, axis_types=(AxisType.Auto,) * 3)
+    params, block, _, loss = shard_map_models.losses("linen", mesh)
+    x = jax.ShapeDtypeStruct((shard_map_models.BATCH, shard_map_models.LENGTH, shard_map_models.WIDTH), jnp.float32)
+    shardings = (jax.tree.map_with_path(shard_map_models.spec, params), P("fsdp", "sequence"))
+    job = rj.Workload(loss, params, (x,), block, mesh=mesh, shardings=shardings)
+    kept = {row.name: row.bytes for row in rj.residuals(job, "everything")}
+    described = describe(job, "8xh200")
+    assert sum(len(kind.layers) for kind in described.kinds) == shard_map_models.LAYERS
+    found = {one.name: one.bytes for block in described.stack.blocks for one in block.residuals}
+    both = found.keys() & kept.keys()
+    assert len(both) > 5 and {name: kept[name] / found[name] for name in both} == dict.fromkeys(both, 8.0)

@@ -211,7 +211,8 @@ def test_a_search_over_all_schedules_is_at_least_as_good_as_the_persistent_one(c
     if chain.link is not None:
         return
     persistent = solve_chain(chain)
-    budget = max(1e-6, (ChainSolver(chain).least_bytes + persistent.peak_bytes) / 2)
+    # The two add up the same bytes in another order.
+    budget = max(1e-6, (ChainSolver(chain).least_bytes + persistent.peak_bytes) / 2 * (1 + 1e-9))
     free = solve_graph(chain_program(chain), budget)
     assert verify(free).peak_bytes <= budget * (1 + 1e-9)
     assert free.seconds <= solve_chain(chain, budget).seconds + 1e-9

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,17 +15,8 @@ MODES = [(case, policy) for case in CASES for policy in (POLICIES if case == "sc
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, in_a_hurry):
-    path = tmp_path_factory.mktemp("shard_map") / "results.npz"
-    environment = in_a_hurry | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_X64": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
-    command = [sys.executable, "-m", "tests.shard_map_models", str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480, cwd=Path(__file__).parents[1])
-    assert done.returncode == 0, done.stderr
-    return dict(np.load(path))
+def results(on_eight_devices):
+    return dict(np.load(on_eight_devices("tests.shard_map_models", "results.npz", JAX_ENABLE_X64="1")))
 
 
 @pytest.mark.parametrize(("case", "policy"), [*MODES, ("linen", "inside")])

@@ -40,6 +40,15 @@ class Shares:
         """The share of the residual `name`; the mean where it is not known."""
         return self.by_name.get(name, self.mean)
 
+    def of_parts(self, parts: int) -> Shares:
+        """The shares of arrays of which each is one of `parts` parts already, as inside a `shard_map`.
+
+        >>> Shares({"x": 0.25, "y": 1.0}, 0.4).of_parts(2)
+        Shares(by_name={'x': 0.5, 'y': 1.0}, mean=0.8)
+        """
+        scaled = {name: min(1.0, share * parts) for name, share in self.by_name.items()}
+        return Shares(scaled, min(1.0, self.mean * parts)) if parts > 1 else self
+
 
 def residual_shares(workload: Workload, target: Target, *, timeout: float = DEFAULT_TIMEOUT) -> Shares:
     """The share of each residual that one device of the workload's mesh has; one step is compiled for `target`.

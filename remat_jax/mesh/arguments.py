@@ -84,12 +84,22 @@ def _checked(mesh: AbstractMesh, given: Any, shape: tuple[int, ...], where: str)
             f"shardings: {given} for {where} is over another mesh than mesh={dict(mesh.shape)}; give its PartitionSpec"
         )
     spec = PartitionSpec() if given is None else given.spec if isinstance(given, NamedSharding) else given
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        raise ArgumentError(
+            f"shardings: {spec} for {where} has axes that are unreduced or reduced; an argument is no sum that is still to be "
+            "taken: give the spec without them"
+        )
     if len(spec) > len(shape):
         raise ArgumentError(
             f"shardings: {spec} for {where} has {len(spec)} entries, and its shape {list(shape)} {len(shape)} dimensions"
         )
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     for dimension, entry in enumerate(spec):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            raise ArgumentError(
+                f"shardings: {spec} for {where} leaves dimension {dimension} unconstrained; an argument lies in one way: give "
+                "the axes that divide it, or None for none"
+            )
         axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         lacking = [axis for axis in axes if axis not in sizes]
         if lacking:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from remat_jax.errors import BlockError, UnsupportedError
 from remat_jax.graph import PlannedBlock, is_smooth
 from remat_jax.graph.flat import called
 from remat_jax.graph.flow import flagged, has, inner_flags
+from remat_jax.graph.walk import holds_block
 from remat_jax.policy import Policy
 from remat_jax.workload import Workload
 
@@ -37,6 +39,7 @@ class Call:
       rounds: how often it runs: the length of the scan around it.
       scanned: whether there is one.
       nested: whether there are several, one in another, so that its calls cannot have policies of their own.
+      within: each `shard_map` that it stands in, whose devices run it on a part of their own.
       position: where it comes first among all calls of its key; `stride` further for each round.
     """
 
@@ -51,6 +54,12 @@ class Call:
     position: int = 0
     stride: int = 1
     nested: bool = False
+    within: tuple[Any, ...] = ()
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts each of its arrays is divided already, where a `shard_map` divides them."""
+        return math.prod(map(compat.manual_devices, self.within))
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -68,7 +77,8 @@ def calls(workload: Workload) -> tuple[list[Call], Any]:
     """The calls of the workload's blocks in forward order, and the loss as a closed jaxpr.
 
     Raises:
-      UnsupportedError: the workload was made by `Workload.from_step`, blocks stand inside each other or in a `while` loop.
+      UnsupportedError: the workload was made by `Workload.from_step`; blocks stand inside each other, in a `while` loop, or
+        in a checkpoint of the model's own.
       BlockError: a block is never called.
     """
     if not workload.has_loss:
@@ -133,6 +143,7 @@ class _Source:
 class _Place:
     rounds: int = 1
     loops: tuple[int, ...] = ()
+    within: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -163,7 +174,7 @@ def _walk(jaxpr: Any, known: Sequence[bool], sources: Sequence[_Source], place: 
             for source in inputs:
                 source.readers += 1
             yield found
-        elif _holds_block(eqn):
+        elif holds_block(eqn):
             yield from _inside(eqn, flags, inputs, place)
         view = eqn.primitive.name in _VIEWS and inputs and inputs[0].argument
         where.update((var, inputs[0] if view else _Source()) for var in eqn.outvars)
@@ -181,7 +192,7 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
         rows = [_Source(argument=one.argument) for one in inputs[consts + carry :]]
         same = [_Source(argument=one.argument, shared=True) for one in inputs[:consts]]
         length = eqn.params["length"]
-        deeper = _Place(place.rounds * length, (*place.loops, id(eqn)))
+        deeper = replace(place, rounds=place.rounds * length, loops=(*place.loops, id(eqn)))
         known = inner_flags(eqn, "jaxpr", body, flags, _is_known)
         yield from _walk(body, known, [*same, *(_Source() for _ in range(carry)), *rows], deeper)
     elif name == "cond":
@@ -190,21 +201,16 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
         yield from max(inner, key=len)
     elif name == "while":
         raise UnsupportedError("a block in a while loop: the number of its rounds is not known before it runs; use lax.scan")
+    elif compat.is_checkpoint(eqn):
+        raise UnsupportedError(
+            "a block inside a checkpoint of the model's own (nn.remat, jax.checkpoint), which throws away what a plan would "
+            "keep: take it out of the model, or plan and train remat_jax.replan(loss, 'off') in place of loss"
+        )
     else:
         body = called(eqn)
         if body is None:
             raise UnsupportedError(f"a block inside {name!r}, which is no call, scan or cond, cannot be planned for")
-        yield from _walk(body, flags, inputs, place)
-
-
-def _holds_block(eqn: Any) -> bool:
-    return any(
-        compat.is_block(one) or _holds_block(one)
-        for value in eqn.params.values()
-        for inner in (value if isinstance(value, tuple) else (value,))
-        if compat.is_jaxpr(inner)
-        for one in compat.closed(inner).jaxpr.eqns
-    )
+        yield from _walk(body, flags, inputs, replace(place, within=(*place.within, eqn)) if name == "shard_map" else place)
 
 
 def _matched(found: Sequence[_Found], seen: Sequence[tuple[type | str, str, PlannedBlock]]) -> list[Call]:
@@ -220,7 +226,7 @@ def _matched(found: Sequence[_Found], seen: Sequence[tuple[type | str, str, Plan
     result = []
     for one in found:
         body = compat.closed(one.eqn.params["call_jaxpr"])
-        if any(compat.is_block(inner) or _holds_block(inner) for inner in body.jaxpr.eqns):
+        if any(compat.is_block(inner) or holds_block(inner) for inner in body.jaxpr.eqns):
             raise UnsupportedError(
                 "blocks inside blocks: a plan is made for blocks that follow each other; name the outer or the inner"
             )
@@ -239,7 +245,7 @@ def _matched(found: Sequence[_Found], seen: Sequence[tuple[type | str, str, Plan
         free = tuple(source.free for source in one.sources)
         same = tuple(source.shared for source in one.sources)
         call = Call(key, path, block, smooth, free, same, one.place.rounds, bool(one.place.loops))
-        call = replace(call, nested=len(one.place.loops) > 1)
+        call = replace(call, nested=len(one.place.loops) > 1, within=one.place.within)
         result.append((call, one.place.loops))
     return _strided(result)
 

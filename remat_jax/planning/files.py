@@ -14,6 +14,7 @@ from remat_jax.errors import ArgumentError, PlanningError, RematError
 from remat_jax.planning.model import Model, block_key, find_block
 from remat_jax.planning.point import Part, Point, Row
 from remat_jax.policy import LayerPolicies, Policy
+from remat_jax.reading import read_limited
 from remat_jax.report.document import write_whole
 from remat_jax.workload import Workload
 
@@ -25,6 +26,9 @@ READ = (1, 2)
 """The versions that are read. Runs of one policy side by side are scans of their own from 2 on; in 1 there are none."""
 MOST_BYTES = 64 * 2**20
 """A file of more is none of ours."""
+
+MOST_RUNS = 10_000
+"""Of one block: no model has so many layers, and reading takes the square of it."""
 
 _ACTIONS = ("save", "offload", "recompute")
 
@@ -67,11 +71,7 @@ def read(path: str | os.PathLike[str], workload: Workload | None) -> dict[str, A
     if workload is not None and not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload, or nothing")
     try:
-        with Path(path).open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise PlanningError(f"{told} has more than {MOST_BYTES} bytes; give what Plan.save wrote")
-        data = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+        data = json.loads(read_limited(path, MOST_BYTES).decode("utf-8"), parse_constant=_refuse_constant)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise PlanningError(f"{told} cannot be read ({error}); give what Plan.save wrote") from None
     try:
@@ -146,7 +146,9 @@ def _policies(data: list[Any], workload: Workload | None, told: str) -> dict[typ
 def _policy(data: dict[str, Any]) -> Any:
     """A policy, or one for each layer, from its runs."""
     runs = []
-    for run in _list(data["runs"], "runs"):
+    if len(_list(data["runs"], "runs")) > MOST_RUNS:
+        raise _Malformed(f"runs has {len(data['runs'])} items, expected at most {MOST_RUNS}")
+    for run in data["runs"]:
         count, policy = _items(run, 2, "runs")
         try:
             runs.append((None if count is None else _count(count, "runs", least=1), Policy.from_dict(policy)))
@@ -158,7 +160,7 @@ def _policy(data: dict[str, Any]) -> Any:
     if not runs or any(count is None for count, _ in runs) or ends[-1] > 10**6:
         raise _Malformed("runs: expected pairs of a number of layers and a policy")
     try:
-        return LayerPolicies.of([policy for count, policy in runs for _ in range(count or 0)], ends[:-1])
+        return LayerPolicies(tuple((count or 0, policy) for count, policy in runs), tuple(ends[:-1]))
     except RematError as error:
         raise _Malformed(f"policies: {error}") from None
 

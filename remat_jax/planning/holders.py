@@ -15,7 +15,7 @@ from remat_jax.memory.compiler import Sizes
 from remat_jax.planning.search import Search
 from remat_jax.report.stacked import merged_layers, without_common_root
 from remat_jax.report.tables import format_bytes
-from remat_jax.train import OffloadedOptimizer
+from remat_jax.train.structs import device_bytes
 from remat_jax.workload import Workload
 
 _SHOWN = 5
@@ -50,8 +50,7 @@ def _arguments(workload: Workload) -> Counter[str]:
     step = workload.step("off")
     sizes: Counter[str] = Counter()
     for name, argument in zip(step.names, step.local_arguments, strict=True):
-        if name != "optimizer state" or not isinstance(workload.optimizer, OffloadedOptimizer):
-            sizes[_argument(name) or name] += compat.tree_bytes(argument)
+        sizes[_argument(name) or name] += device_bytes(argument)
     return sizes
 
 
@@ -110,7 +109,10 @@ def remedy(held: dict[str, int], *, on_mesh: bool = False) -> str:
         "gradients and updated parameters": "Ask for more, train fewer parameters, or take a smaller dtype for them",
     }
     if on_mesh:
-        advice["optimizer state"] = "Ask for more, or divide the parameters over more devices: their state lies as they do"
+        advice["optimizer state"] = (
+            "Ask for more, keep the state in host memory (rj.offload_optimizer(optimizer)), or divide the parameters over more "
+            "devices: their state lies as they do"
+        )
     fallback = "Ask for more, or take a smaller batch: rj.accumulate_gradients adds up the gradients of several"
     return f"{advice.get(largest, fallback)}."
 
@@ -119,8 +121,10 @@ def _without_text(workload: Workload, sizes: Sizes) -> dict[str, int]:
     """The same where the compiler tells of no single buffers: what the step is given, and all the rest together."""
     step = workload.step("off")
     found: Counter[str] = Counter()
+    # Where there is one memory, an array of the host's is on the device too.
+    taken = device_bytes if sizes.host_argument else compat.tree_bytes
     for name, argument in zip(step.names, step.local_arguments, strict=True):
-        found[_argument(name) or name] += compat.tree_bytes(argument)
+        found[_argument(name) or name] += taken(argument)
     found["working set and what is kept between the passes"] = sizes.temp
     found["outputs: gradients, or what is updated"] = max(0, sizes.output - sizes.alias)
     return {name: size for name, size in found.most_common() if size}

@@ -13,14 +13,14 @@ from remat_jax.graph.cost import is_pass
 from remat_jax.graph.flat import Array, Flat, FlatEqn, flatten
 from remat_jax.graph.walk import bodies, equations
 
-_CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
 _DROPS = (None, jax.checkpoint_policies.nothing_saveable)
 """The policies of checkpoints that keep nothing but what they are given."""
 
 
 def inner_names(jaxpr: Any) -> frozenset[str]:
     """The names given inside the checkpoints of the closed `jaxpr` that keep nothing, but for those of their results."""
-    dropping = (e for e in equations(jaxpr) if e.primitive.name in _CHECKPOINTS and e.params.get("policy") in _DROPS)
+    regions = filter(compat.is_checkpoint, equations(jaxpr))
+    dropping = (eqn for eqn in regions if compat.checkpoint_parts(eqn)[1].get("policy") in _DROPS)
     inside = [body for eqn in dropping for body in bodies(eqn)]
     found = {compat.given_name(eqn) for body in inside for eqn in equations(body)}
     results = {name for body in inside for array in flatten(body).outputs for name in array.names}

@@ -241,7 +241,7 @@ class _Making:
         self._no_offload = f"JAX {jax.__version__} miscompiles offload inside scan"
         self.notes.append(
             f"JAX {jax.__version__} miscompiles offload inside scan for GPUs (openxla/xla#46231), so that layers that are "
-            "scanned offload nothing here; use JAX 0.11.1 or later, unroll the layers, or set "
+            "scanned offload nothing here; use JAX 0.11.1 or later, unroll the layers, or start with "
             "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
         )
         blocks = tuple(

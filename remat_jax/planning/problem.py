@@ -24,6 +24,7 @@ from remat_jax.planning.program import Price, Program, block_program
 from remat_jax.planning.selectors import selectors
 from remat_jax.planning.working_set import working_bytes
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy
+from remat_jax.train.structs import device_bytes
 from remat_jax.workload import Step, Workload
 
 
@@ -113,12 +114,9 @@ def describe(
     >>> [(kind.layers, kind.residuals) for kind in describe(job, "cpu").kinds]
     [(range(0, 2), ('layers_0:input#0', 'layers_0/up:add#0', 'layers_0:sin#0'))]
     """
+    target = target if isinstance(target, Target) else target_named(target)
     rates = Rates.of(target) if rates is None else rates
-    shares = (
-        residual_shares(workload, target if isinstance(target, Target) else target_named(target), timeout=timeout)
-        if workload.mesh is not None
-        else None
-    )
+    shares = residual_shares(workload, target, timeout=timeout) if workload.mesh is not None else None
     found, _ = calls(workload)
     kinds, blocks, alone = [], [], 0.0
     for number, (_, alike) in enumerate(groupby(found, key=lambda call: call.signature)):
@@ -127,7 +125,7 @@ def describe(
         count = sum(len(call.layers()) for call in same)
         alone += count * (program.forward.seconds(rates) + program.backward.seconds(rates))
         if shares is not None:
-            program = divided(program, shares)
+            program = divided(program, shares.of_parts(same[0].parts))
         chosen = nodes(program)
         kind = _kind(number, same, program, chosen)
         kinds.append(kind)
@@ -140,7 +138,7 @@ def describe(
     # Without a policy, checkpoints of the blocks' own would be counted in.
     step = workload.step("everything" if any(kind.program.dropped for kind in kinds) else "off")
     whole = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(rates)
-    stack = planner.Stack(tuple(blocks), link, _fixed_bytes(workload, step, kinds, shares))
+    stack = planner.Stack(tuple(blocks), link, _fixed_bytes(workload, step, kinds, shares, target))
     # What runs outside of the blocks is divided as these are.
     outside = max(0.0, whole - alone) * (inside / alone if alone else 1.0)
     return Described(stack, tuple(kinds), outside, rates)
@@ -181,7 +179,7 @@ def _block(
     )
 
 
-def _fixed_bytes(workload: Workload, step: Step, kinds: Sequence[Kind], shares: Shares | None) -> float:
+def _fixed_bytes(workload: Workload, step: Step, kinds: Sequence[Kind], shares: Shares | None, target: Target) -> float:
     """Arguments, gradients, and what is kept outside of the blocks: all that is kept, less what the blocks keep."""
     inside = 0
     for kind in kinds:
@@ -191,8 +189,10 @@ def _fixed_bytes(workload: Workload, step: Step, kinds: Sequence[Kind], shares: 
     named = shares is not None or any(kind.program.dropped for kind in kinds)
     rows = [row for row in residuals(workload, "everything" if named else "off") if row.action == Action.SAVE.value]
     kept = sum(row.bytes * (shares.of(row.name) if shares else 1.0) for row in rows)
+    # A processor has one memory: an array of the host's is on the device too.
+    taken = compat.tree_bytes if target.kind == "cpu" else device_bytes
     # The first argument is what is trained, and its gradients are as large.
-    return float(compat.tree_bytes((step.local_arguments, step.local_arguments[0])) + max(0, kept - inside))
+    return float(taken((step.local_arguments, step.local_arguments[0])) + max(0, kept - inside))
 
 
 def policy_of(kind: Kind, choice: planner.BlockPolicy) -> Policy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -204,12 +205,16 @@ def block_program(call: Call) -> Program:
         only_inputs = Flat(tuple(Array(aval) for aval in call.block.jaxpr.in_avals), (), ())
         return Program(call, only_inputs, jaxpr_cost(call.block.jaxpr), Cost(), {}, Flat((), (), ()))
     block = replace(call.block, policy=_EVERYTHING)
-    forward, backward = _passes(block, call.live)
-    names = [array.names for array in flatten(block.linearised.jaxpr).inputs[: len(call.live)]]
+    with contextlib.ExitStack() as stack:
+        for around in call.within:
+            stack.enter_context(compat.inner_context(around))
+        # Kept with the call's block: who asks again is not inside.
+        (forward, backward), linearised = _passes(block, call.live), call.block.linearised.jaxpr
+    names = [array.names for array in flatten(linearised).inputs[: len(call.live)]]
     flat = flatten(compat.dce(forward))
     for array, given in zip(flat.inputs, names, strict=True):
         array.names[:] = dict.fromkeys((*given, *array.names))
-    dropped = inner_names(block.linearised.jaxpr)
+    dropped = inner_names(linearised)
     flat, own = apart(flat, dropped)
     inputs = {
         name: array

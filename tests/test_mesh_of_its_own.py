@@ -1,0 +1,40 @@
+"""A step that names a mesh with devices, or stands under one, and is asked about for another number of devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def told(on_eight_devices: Callable[..., Path]) -> dict[str, list[str]]:
+    return dict(json.loads(on_eight_devices("tests.meshes_of_their_own", "told.json").read_text()))
+
+
+@pytest.mark.parametrize(("case", "devices"), [("alone", "1 device,"), ("on another", "2 devices,")])
+def test_a_mesh_of_its_own_is_refused_with_the_remedy(told: dict[str, list[str]], case: str, devices: str) -> None:
+    kind, said = told[case]
+    assert kind == "UnsupportedError"
+    assert said.startswith(f"the step is asked about for {devices} and names a mesh of its own of another size")
+    assert "write constraints as bare PartitionSpecs, and give Workload(…, mesh=…, shardings=…)" in said
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    ("case", "what"), [("alone", "a step for 1 device"), ("on another", "a workload on a mesh of 2 devices ({'data': 2})")]
+)
+def test_a_mesh_of_another_size_around_the_call_is_to_be_left(
+    told: dict[str, list[str]], kind: str, case: str, what: str
+) -> None:
+    error, said = told[f"under {kind}, {case}"]
+    assert error == "ArgumentError"
+    assert said.startswith("jax.set_mesh: this call stands under a mesh of 4 devices ({'data': 4})")
+    assert f"and {what} cannot be traced there: leave the jax.set_mesh" in said
+
+
+def test_a_mesh_of_the_same_size_and_bare_specs_are_served(told: dict[str, list[str]]) -> None:
+    assert told["on the same"] == told["under Auto, on the same"] == told["under Explicit, on the same"] == ["", "{'data': 4}"]
+    assert told["by a spec"] == ["", "{'data': 2}"]

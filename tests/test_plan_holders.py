@@ -1,0 +1,71 @@
+"""What a step is given before it computes anything: on the device, and not on the host; and what to do where it is too much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.errors import InfeasibleBudget
+from remat_jax.memory.compiler import Sizes
+from remat_jax.planning.holders import argument_bytes, check_arguments_fit, held_by, remedy
+from remat_jax.planning.problem import describe
+from tests.planning_models import RATES, ROWS, WIDTH, mlp
+
+ADAM = optax.adam(1e-3)
+PARAMETERS = compat.tree_bytes(mlp().params)
+BATCH = 4 * ROWS * WIDTH
+COUNT = 4  # Adam's number of the step
+BIASES = compat.tree_bytes([leaf for leaf in jax.tree.leaves(mlp().params) if leaf.ndim == 1])
+
+
+def offloaded(kind: str) -> Any:
+    """Adam's state on the host, bare or inside another optimizer."""
+    on_host = rj.offload_optimizer(ADAM)
+    labels = lambda tree: jax.tree.map(lambda leaf: "there" if leaf.ndim > 1 else "here", tree)  # noqa: E731
+    return {
+        "bare": on_host,
+        "chain": optax.chain(optax.clip_by_global_norm(1.0), on_host),
+        "groups": optax.multi_transform({"there": on_host, "here": ADAM}, labels),
+    }[kind]
+
+
+@pytest.mark.parametrize(("kind", "counts", "moments"), [("bare", 1, 0), ("chain", 1, 0), ("groups", 2, 2 * BIASES)])
+def test_a_state_on_the_host_is_left_out_array_by_array(kind: str, counts: int, moments: int) -> None:
+    left = counts * COUNT + moments
+    job, here = mlp(optimizer=offloaded(kind)), mlp(optimizer=ADAM)
+    assert argument_bytes(here) == 3 * PARAMETERS + COUNT + BATCH
+    assert argument_bytes(job) == PARAMETERS + BATCH + left
+    check_arguments_fit(job, PARAMETERS + BATCH + left)
+    with pytest.raises(InfeasibleBudget):
+        check_arguments_fit(job, PARAMETERS + BATCH + left - 1)
+    fixed = {name: describe(one, "h200", rates=RATES).stack.fixed_bytes for name, one in (("job", job), ("here", here))}
+    assert fixed["here"] - fixed["job"] == 2 * PARAMETERS + COUNT - left
+    # A processor has one memory.
+    assert describe(job, "cpu", rates=RATES).stack.fixed_bytes == fixed["here"] + (counts - 1) * COUNT
+
+
+@pytest.mark.parametrize("kind", ["bare", "chain"])
+def test_a_state_on_the_host_holds_nothing_up_but_where_there_is_one_memory(kind: str) -> None:
+    job = mlp(optimizer=offloaded(kind))
+    sizes = {"temp": 7, "argument": 0, "output": 0, "alias": 0, "host_temp": 0, "host_output": 0, "host_alias": 0}
+    there = held_by(job, Sizes(**sizes, host_argument=2 * PARAMETERS))
+    assert there["optimizer state"] == COUNT and there["parameters"] == PARAMETERS
+    assert held_by(job, Sizes(**sizes, host_argument=0))["optimizer state"] == 2 * PARAMETERS + COUNT
+
+
+def test_a_state_that_is_too_large_may_go_to_the_host_on_a_mesh_too() -> None:
+    job = mlp(optimizer=ADAM, mesh={"data": 2}, shardings=(None, P("data")))
+    with pytest.raises(InfeasibleBudget) as caught:
+        check_arguments_fit(job, 1000)
+    assert next(iter(caught.value.held_by)) == "optimizer state"
+    advice = (
+        "Ask for more, keep the state in host memory (rj.offload_optimizer(optimizer)), or divide the parameters over more "
+    )
+    assert str(caught.value).endswith(f"{advice}devices: their state lies as they do.")
+    assert remedy({"optimizer state": 1}) == "Ask for more, or keep the state in host memory: rj.offload_optimizer(optimizer)."
