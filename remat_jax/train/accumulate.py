@@ -6,6 +6,7 @@ up in their own dtype, and does not tell the function which micro-batch it is gi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +22,12 @@ def accumulate_gradients(
     """A function `(params, *batch)` that gives the mean loss over all targets of the batch, and its gradient, as
     `jax.value_and_grad` of the whole batch would, with the memory of one micro-batch and one more tree of gradients.
 
-    The batch's leading axis is cut into `n` equal micro-batches that run one after the other. What each contributes is a sum
-    over its targets; the division by the number of targets comes once, at the end. The mean of the micro-batches' means is not
-    the mean: it weighs the targets of a micro-batch with few of them more.
+    The batch's leading axis is cut into `n` equal micro-batches that run one after the other; number i has every n-th row from
+    row i on, `x[i::n]`. What each contributes is a sum over its targets; the division by the number of targets comes once, at
+    the end. The mean of the micro-batches' means is not the mean: it weighs the targets of a micro-batch with few of them more.
+
+    On a mesh every device keeps its own rows, and has 1/n of them in each micro-batch: the rows of one micro-batch must divide
+    over the devices that the batch is divided over.
 
     Args:
       loss: `loss(params, *micro_batch)` gives `(sum of the losses over the targets, number of targets)`, two scalars, or
@@ -37,7 +41,8 @@ def accumulate_gradients(
     A batch without any target gives a loss and gradients of 0 where `loss` sums nothing: nothing is divided by 0.
 
     Raises:
-      ArgumentError: `n` is no positive integer or does not divide an array of the batch, or `loss` gives something else.
+      ArgumentError: `n` is no positive integer or does not divide an array of the batch, `loss` gives something else, or on
+        mesh axes of type Explicit the rows of a micro-batch do not divide over the devices.
 
     >>> import jax.numpy as jnp
     >>> def loss(w, x, mask):
@@ -63,28 +68,30 @@ def accumulate_gradients(
         leaves, treedef = jax.tree.flatten(batch)
         keys = [index for index, leaf in enumerate(leaves) if _is_key(leaf)]
         _check_sizes(batch, n)
+        _check_devices(batch, n)
         cut = [leaf if index in keys else _cut(leaf, n) for index, leaf in enumerate(leaves)]
 
-        def micro_batch(index: Any, rows: list[Any]) -> Any:
-            filled = [jax.random.fold_in(one, index) if place in keys else one for place, one in enumerate(rows)]
-            return jax.tree.unflatten(treedef, filled)
+        def micro_batch(index: Any) -> Any:
+            rows = [
+                jax.random.fold_in(leaf, index)
+                if place in keys
+                else jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False)
+                for place, leaf in enumerate(cut)
+            ]
+            return jax.tree.unflatten(treedef, rows)
 
-        def body(sums: Any, step: tuple[Any, list[Any]]) -> tuple[Any, Any]:
-            index, rows = step
-            rows = [leaf if place in keys else rows[place] for place, leaf in enumerate(cut)]
-            (total, (count, aux)), gradients = jax.value_and_grad(summed, has_aux=True)(params, *micro_batch(index, rows))
+        def body(sums: Any, index: Any) -> tuple[Any, Any]:
+            (total, (count, aux)), gradients = jax.value_and_grad(summed, has_aux=True)(params, *micro_batch(index))
             added = jax.tree.map(lambda s, one: s + one.astype(s.dtype), sums, (total, count, gradients))
             return added, aux
 
-        rows = [None if index in keys else leaf for index, leaf in enumerate(cut)]
-        first = [leaf if index in keys else leaf[0] for index, leaf in enumerate(cut)]
-        total, (count, _) = jax.eval_shape(lambda: summed(params, *micro_batch(0, first)))
+        total, (count, _) = jax.eval_shape(lambda: summed(params, *micro_batch(0)))
         zeros = (
             jnp.zeros((), _wide(total.dtype, None)),
             jnp.zeros((), count.dtype),
             jax.tree.map(lambda p: jnp.zeros_like(p, _wide(p.dtype, dtype)), params),
         )
-        (total, count, gradients), aux = jax.lax.scan(body, zeros, (jnp.arange(n), rows))
+        (total, count, gradients), aux = jax.lax.scan(body, zeros, jnp.arange(n))
         count = jnp.where(count == 0, 1, count)
         mean = total / count.astype(total.dtype)
         gradients = jax.tree.map(lambda g, p: (g / count.astype(g.dtype)).astype(dtype or p.dtype), gradients, params)
@@ -103,8 +110,13 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _cut(leaf: Any, n: int) -> Any:
-    leaf = jnp.asarray(leaf) if not hasattr(leaf, "reshape") else leaf
-    return leaf.reshape(n, leaf.shape[0] // n, *leaf.shape[1:])
+    """`leaf` with an axis of the micro-batches behind that of their rows.
+
+    In front of it that axis would take the sharding of the rows: each device would have whole micro-batches, and all of them
+    would compute every one.
+    """
+    leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    return leaf.reshape(leaf.shape[0] // n, n, *leaf.shape[1:])
 
 
 def _check_sizes(batch: tuple[Any, ...], n: int) -> None:
@@ -134,6 +146,24 @@ def _check_sizes(batch: tuple[Any, ...], n: int) -> None:
             f"n={n} does not divide the leading axis of {name}, which has {size} rows; the nearest that do: "
             f"{' and '.join(map(str, near))}"
         )
+
+
+def _check_devices(batch: tuple[Any, ...], n: int) -> None:
+    """On axes of type Explicit JAX refuses rows that do not divide, in words about a reshape; on others it knows no devices."""
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        sharding = getattr(jax.typeof(leaf), "sharding", None)
+        if _is_key(leaf) or sharding is None:
+            continue
+        entry = next(iter(sharding.spec), None)
+        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        devices = math.prod(sharding.mesh.shape[axis] for axis in axes)
+        rows = leaf.shape[0]
+        if rows // n % devices:
+            fitting = [one for one in range(1, rows + 1) if rows % (one * devices) == 0]
+            raise ArgumentError(
+                f"n={n}: a micro-batch of batch{jax.tree_util.keystr(path)} has {rows // n} rows, which do not divide over the "
+                f"{devices} devices of {entry!r}; n can be {', '.join(map(str, fitting))}, or take a larger batch"
+            )
 
 
 def _parts(result: Any, has_aux: bool) -> Any:

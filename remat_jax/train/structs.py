@@ -22,3 +22,8 @@ def result_structs(function: Callable[..., Any], *args: Any) -> Any:
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     leaves, treedef = jax.tree.flatten(shapes)
     return jax.tree.unflatten(treedef, [struct(aval, leaf.dtype) for aval, leaf in zip(jaxpr.out_avals, leaves, strict=True)])
+
+
+def device_bytes(tree: Any) -> int:
+    """What the arrays of `tree` take of device memory: those in host memory take nothing of it."""
+    return compat.tree_bytes([leaf for leaf in jax.tree.leaves(tree) if not compat.is_on_host(leaf)])
