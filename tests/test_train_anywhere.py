@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -181,10 +182,10 @@ def truncate(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "why"),
-    [(flip, "are not what was saved"), (truncate, "Exception: "), (Path.unlink, "Exception: ")],
+    [(flip, "are not what was saved|Exception: "), (truncate, "Exception: "), (Path.unlink, "Exception: ")],
 )
 def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path: Path, damage: Callable[[Path], None], why: str) -> None:
-    """Orbax reads a flipped bit back without a word."""
+    """Orbax may read a flipped bit back without a word, or find that what it read cannot be decoded."""
     folder = Folder(tmp_path).saved()
     damage(folder.largest(20))
     step, state = folder.restored()
@@ -192,7 +193,7 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path: Path, damage: Call
     assert (
         len(folder.told) == 1
         and folder.told[0].startswith("the checkpoint of step 20 cannot be read")
-        and why in folder.told[0]
+        and re.search(why, folder.told[0])
     )
     # Its step comes again, and what is damaged stays where somebody can look at it.
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["10", "20.damaged"]
@@ -341,11 +342,11 @@ def test_a_plan_is_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         command.chosen_policy("banana", job)
 
 
-def plan_of(job: rj.Workload, policy: rj.Policy) -> rj.Plan:
+def plan_of(job: rj.Workload, policy: rj.Policy, target: str = "8xh100") -> rj.Plan:
     sizes = {"device_bytes": 10_000_000, "predicted_bytes": 10_000_000, "host_bytes": 4_000_000, "budget": 2**24}
     empty = dict.fromkeys(("frontier", "named", "parts", "tried", "notes"), ())
     rest = {"recompute_flops": 1, "seconds": 1.0, "base_seconds": 1.0, "next_gib_seconds": None, "host_budget": None}
-    told = {"workload": job.name, "target": "8xh100", "model": Model.of(job)}
+    told = {"workload": job.name, "target": target, "model": Model.of(job)}
     return rj.Plan(policies=dict.fromkeys(job.blocks, policy), **sizes, **empty, **rest, **told)
 
 

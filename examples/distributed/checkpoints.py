@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from orbax.checkpoint.options import MultiprocessingOptions
 
+from remat_jax.compat import is_on_host
 from remat_jax.errors import ArgumentError, RematError
 
 from .processes import all_agree
 from .setting import differences
 
 Tell = Callable[[str], None]
+_LATE = (0.1, 0.5, 1.0, 2.0, 4.0)
+"""Seconds between looks for a file that another host has written."""
 
 
 class CheckpointError(RematError, RuntimeError):
@@ -41,7 +48,7 @@ class Checkpoints:
       wait: whether `save` comes back only when the checkpoint is written, and not already when it is copied to host memory.
 
     Raises:
-      ArgumentError: the folder cannot be made.
+      ArgumentError: the folder cannot be made, or is not the same one in all processes.
     """
 
     def __init__(self, folder: Path, setting: Mapping[str, Any], keep: int, wait: bool) -> None:
@@ -49,10 +56,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=not wait, cleanup_tmp_directories=True
         )
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ArgumentError(f"--checkpoint {folder}: {error.strerror}; give a folder that can be written to") from error
+        _check_folder(folder)
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def save(self, step: int, state: Any) -> None:
@@ -118,6 +122,34 @@ class Checkpoints:
             self._manager.reload()
 
 
+def _check_folder(folder: Path) -> None:
+    """Make the folder, and refuse one that is not the same in all processes: each would wait for files that are elsewhere."""
+    token = int(multihost_utils.broadcast_one_to_all(np.array(secrets.randbits(31), np.int32)))
+    file, why = folder.absolute() / f".process-0-was-here-{token}", ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() == 0:
+            file.touch()
+    except OSError as error:
+        why = f"{error.strerror}; give a folder that can be written to"
+    if not all_agree(not why):
+        raise ArgumentError(f"--checkpoint {folder}: {why or 'another process cannot write to it'}")
+    # All have come this far, so the file is there; a network's file system may be late.
+    for wait in _LATE:
+        if file.exists():
+            break
+        time.sleep(wait)
+    found = multihost_utils.process_allgather(np.array([file.exists()])).ravel()
+    if jax.process_index() == 0:
+        file.unlink()
+    if not found.all():
+        others = ", ".join(str(index) for index, one in enumerate(found) if not one)
+        raise ArgumentError(
+            f"--checkpoint {folder}: in processes {others} it is another folder than in process 0 (here it is "
+            f"{folder.absolute()}): give the full path of one that all hosts share"
+        )
+
+
 def _attempt(path: Path, **item: Any) -> tuple[str, Any]:
     """Read one item of a checkpoint: why that fails in some process, or nothing, and the item."""
     # Each process for itself: where orbax makes them wait for each other, one that fails leaves the others waiting.
@@ -176,6 +208,8 @@ def checksums(state: Any) -> dict[str, int]:
 
 
 def _checksum(array: jax.Array) -> jax.Array:
+    if is_on_host(array):  # as rj.offload_optimizer keeps a state: nothing is computed there
+        array = jax.device_put(array, jax.memory.Space.Device)
     width = array.dtype.itemsize
     # Of eight bytes two numbers are made, in a dimension of their own.
     bits = jax.lax.bitcast_convert_type(array, jnp.uint32 if width >= 4 else f"uint{8 * width}").astype(jnp.uint32)

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +15,7 @@ import jax
 import remat_jax as rj
 from remat_jax.compat import keep_to_cpu_without_gpu
 from remat_jax.errors import ArgumentError, RematError
+from remat_jax.hardware import target
 from remat_jax.report.tables import format_bytes
 
 from . import console, processes
@@ -140,12 +142,14 @@ def train(setting: Setting, options: argparse.Namespace) -> State:
         console.tell({"done": f"the newest checkpoint is of step {restored[0]}, and --steps is {options.steps}"})
         saving.close()
         return restored[1]
+    ending = processes.Ending(restored[0] if restored else 0)
     needed = [format_bytes(size) for size in trainer.compile()]
     first, state = restored or (0, trainer.initial())
     begins = f"at step {first}" + (f", from {options.checkpoint}" if restored else "")
     console.tell({"compiled": f"{needed[0]} on each device, {needed[1]} on its host", "begins": begins})
     try:
-        return _run(trainer, state, first, setting, options, saving)
+        with ending:
+            return _run(trainer, state, first, setting, options, saving, ending.is_due)
     except Exception as error:  # what a lost process becomes in a step, in a collective of orbax, in its thread that writes
         if jax.process_count() == 1 or isinstance(error, RematError):
             raise
@@ -171,19 +175,41 @@ def chosen_policy(given: str, job: rj.Workload) -> tuple[Any, dict[str, str]]:
         job.with_policy(job.loss, given)  # refuses a text that is none
         return given, {}
     plan = rj.Plan.load(given, job)
+    wanted = _devices_of(plan.target)
+    if wanted is not None and wanted != job.mesh.size:
+        console.warn(
+            f"--policy {given} was made for {plan.target}, {wanted} devices, and the mesh has {job.mesh.size}: its figures are "
+            "not those of this run; make one for this mesh (remat-jax plan)"
+        )
     said = f"{format_bytes(plan.device_bytes)} on each device of {plan.target}, {format_bytes(plan.host_bytes)} on its host"
     return ("off" if plan.is_off else dict(plan.policies)), {"planned": said}
 
 
+def _devices_of(name: str) -> int | None:
+    """How many devices a plan's target has; None where that is not known here, as of a target of a file that is gone."""
+    try:
+        return target(name).devices
+    except RematError:
+        return None
+
+
 def _run(
-    trainer: Trainer, state: State, first: int, setting: Setting, options: argparse.Namespace, saving: Checkpoints | None
+    trainer: Trainer,
+    state: State,
+    first: int,
+    setting: Setting,
+    options: argparse.Namespace,
+    saving: Checkpoints | None,
+    ends_after: Callable[[int], bool] = lambda step: False,
 ) -> State:
     tokens = setting.batch * setting.length
     with console.Metrics(first, options.steps, options.log_every, tokens, options.metrics) as metrics:
         for number in range(first, options.steps):
             state, loss = trainer.step(state, number)
             shown = metrics.add(number, loss)
-            is_due = (number + 1) % options.save_every == 0 or number + 1 == options.steps
+            is_last = number + 1 == options.steps
+            is_asked = ends_after(number + 1) and not is_last
+            is_due = (number + 1) % options.save_every == 0 or is_last or is_asked
             if saving and is_due and shown is None:
                 shown = metrics.flush()
             if shown is not None and not math.isfinite(shown):
@@ -194,9 +220,21 @@ def _run(
                 raise TrainingError(f"the loss of step {number} is {shown}: {remedy}")
             if saving and is_due:
                 saving.save(number + 1, state)
+            if is_asked:
+                _end_as_asked(number + 1, saving)
     if saving:
         saving.close()
     return state
+
+
+def _end_as_asked(step: int, saving: Checkpoints | None) -> NoReturn:
+    """End in all processes together, with what was saved written."""
+    if saving:
+        saving.close()
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+    remedy = "the same command goes on from there" if saving else "nothing is saved without --checkpoint"
+    raise TrainingError(f"asked to end (SIGTERM) after {step} steps; {remedy}")
 
 
 def _end_alone(error: Exception) -> NoReturn:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import signal
 from typing import Any
 
 import jax
@@ -50,6 +51,40 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
         jax.distributed.initialize(coordinator, num_processes, process_id, **limits)
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"--distributed: JAX found no other processes ({error}); give {', '.join(given)}") from error
+
+
+class Ending:
+    """Whether somebody asks the run to end (SIGTERM), as schedulers do before they kill: the same answer in every process.
+
+    Joined processes hear of it through JAX, which takes the signal; one on its own hears it inside the `with`.
+
+    Args:
+      step: the number of steps done before.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._heard = False
+        # JAX takes the step after those that it was last told of; a run that goes on does not begin with the first.
+        self.is_due(step)
+
+    def __enter__(self) -> Ending:
+        if not jax.distributed.is_initialized():
+            self._before = signal.signal(signal.SIGTERM, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if hasattr(self, "_before"):
+            signal.signal(signal.SIGTERM, self._before)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to end after `step` steps; every process asks after each step."""
+        try:
+            return self._heard or multihost_utils.reached_preemption_sync_point(step)
+        except RuntimeError:  # jax_enable_preemption_service is off: the signal ends the process
+            return False
+
+    def _hear(self, *_: object) -> None:
+        self._heard = True
 
 
 def parsed_mesh(written: str) -> dict[str, int]:

@@ -107,7 +107,7 @@ class Trainer:
     def __init__(self, setting: Setting, mesh: Mesh, job: rj.Workload, policy: Any) -> None:
         self._setting, self._job = setting, job
         step = job.step(policy)
-        places = jax.tree.map(lambda one: NamedSharding(mesh, one.spec), step.shardings)
+        places = jax.tree.map(lambda one: NamedSharding(mesh, one.spec, memory_kind=one.memory_kind), step.shardings)
         self._arguments = jax.tree.map(
             lambda one, at: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=at), step.arguments, places
         )

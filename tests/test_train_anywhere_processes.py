@@ -1,0 +1,100 @@
+"""`examples/train_anywhere.py` in several processes: a folder that they do not share, and a scheduler that asks them to end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import jax
+import pytest
+
+import remat_jax as rj
+from examples import train_anywhere
+from examples.distributed import command, training
+from tests.test_train_anywhere import ROOT, SETTING, SMALL, as_it_was, free_port, losses, plan_of, started, wait_for
+
+__all__ = ["as_it_was"]  # a fixture for every test
+
+
+def together(rank: int, port: int) -> tuple[str, ...]:
+    address = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--heartbeat", "10")
+    return (*address, "--process-id", str(rank))
+
+
+def test_a_folder_that_is_not_shared_is_refused_by_all(tmp_path: Path, in_a_hurry: dict[str, str]) -> None:
+    """A relative path, and another folder to start from on each host: orbax would wait for files that are elsewhere."""
+    environment = in_a_hurry | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
+    port = free_port()
+    with contextlib.ExitStack() as running:
+        children = []
+        for rank in range(2):
+            (tmp_path / f"host_{rank}").mkdir()
+            with contextlib.chdir(tmp_path / f"host_{rank}"):
+                line = ("--checkpoint", "run", "--steps", "4", *together(rank, port))
+                children.append(running.enter_context(started(tmp_path / f"{rank}.log", environment, *line)))
+        codes = [child.wait(240) for child in children]
+    told = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    refusal = "error: --checkpoint run: in processes 1 it is another folder than in process 0"
+    # Who ends first may take the other one with it.
+    assert command.BAD_USAGE in codes, told
+    for code, log in zip(codes, told, strict=True):
+        assert {command.BAD_USAGE: refusal, -signal.SIGABRT: "another task died"}[code] in log
+    assert [path.name for path in tmp_path.glob("host_*/run/*")] == []
+
+
+def test_processes_that_are_asked_to_end_save_first(tmp_path: Path, in_a_hurry: dict[str, str]) -> None:
+    """One of them is told; both end after the same step, and what they saved is of that step."""
+    environment = in_a_hurry | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
+    metrics, port = tmp_path / "metrics.jsonl", free_port()
+    line = ("--checkpoint", str(tmp_path / "run"), "--save-every", "1000000", "--steps", "1000000", "--metrics", str(metrics))
+    with (
+        started(tmp_path / "0.log", environment, *line, *together(0, port)) as first,
+        started(tmp_path / "1.log", environment, *line, *together(1, port)) as second,
+    ):
+        wait_for(lambda: metrics.exists() and len(losses(metrics)) >= 3, [first, second], 240)
+        second.send_signal(signal.SIGTERM)
+        codes = [child.wait(120) for child in (first, second)]
+    (saved,) = (int(path.name) for path in (tmp_path / "run").iterdir() if path.is_dir())
+    assert saved == 1 + max(losses(metrics)) >= 4
+    for rank, code in enumerate(codes):
+        log = (tmp_path / f"{rank}.log").read_text()
+        assert code == command.FAILED, log
+        assert f"error: asked to end (SIGTERM) after {saved} steps; the same command goes on from there" in log
+
+
+def test_one_process_that_is_asked_to_end_saves_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, before = training.Trainer.step, signal.getsignal(signal.SIGTERM)
+
+    def told_in_step_2(self: training.Trainer, state: training.State, number: int) -> tuple[training.State, jax.Array]:
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, state, number)
+
+    monkeypatch.setattr(training.Trainer, "step", told_in_step_2)
+    line = [*SMALL, "--steps", "6", "--save-every", "2"]
+    assert train_anywhere.main([*line, "--checkpoint", str(tmp_path)]) == command.FAILED
+    assert "asked to end (SIGTERM) after 3 steps; the same command goes on from there" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["2", "3"]
+    assert train_anywhere.main(line) == command.FAILED
+    assert "after 3 steps; nothing is saved without --checkpoint" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("target", "warns"), [("8xh100", True), ("2xh100", True), ("h100", False), ("cpu", False), ("gone.toml:8xours", False)]
+)
+def test_a_plan_for_another_number_of_devices_is_taken_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str, warns: bool
+) -> None:
+    job = training.workload(SETTING, {"fsdp": 1})
+    plan = plan_of(job, rj.Policy.parse("dots"), target)
+    path = plan.save(tmp_path / "plan.json")
+    assert command.chosen_policy(str(path), job)[0] == plan.policies
+    told = capsys.readouterr().err
+    devices = target.partition("x")[0]
+    expected = f"plan.json was made for {target}, {devices} devices, and the mesh has 1: its figures are not those of this run"
+    assert expected in told if warns else told == ""
