@@ -245,30 +245,74 @@ def _dispatching(original: Call) -> Call:
     return dispatch
 
 
-_patch_lock = threading.RLock()
+# Held for no longer than a class is changed: what runs meanwhile is the user's, and may wait for other threads.
+_patch_lock = threading.Lock()
+_patches: dict[type, _Patch] = {}
+# class → its call as it is wrapped here: another thread has a context of its own, with its own wraps.
+_wrapped: ContextVar[dict[type, Call]] = ContextVar("wrapped", default={})  # noqa: B039 - never mutated, only replaced
 
 
 @contextmanager
 def patched(classes: Iterable[type], wrap: Callable[[Call], Call]) -> Iterator[None]:
     """Replace each class's `__call__` by `wrap` of it; NNX has no hook of its own around a call.
 
-    Other threads are held back from patching meanwhile, so that every class gets back the method that it had.
+    Other threads may do the same meanwhile: each sees what it has wrapped itself, and the last one that leaves a class gives
+    it back the method that it had.
     """
-    with _patch_lock, ExitStack() as stack:
+    with ExitStack() as stack:
+        found = dict(_wrapped.get())
         for cls in classes:
             if any("__call__" in vars(base) for base in cls.__mro__):
-                stack.enter_context(_one_patched(cls, wrap))
-        yield
+                original = stack.enter_context(_one_patched(cls))
+                found[cls] = wrap(found.get(cls, original))
+        token = _wrapped.set(found)
+        try:
+            yield
+        finally:
+            _wrapped.reset(token)
+
+
+class _Patch:
+    """A class whose `__call__` is replaced by what looks up how it is wrapped where it is called.
+
+    Attributes:
+      own: what the class itself had; None where it inherits its call.
+      original: what is called where it is not wrapped.
+      users: how many contexts have wrapped it.
+    """
+
+    def __init__(self, cls: Any) -> None:
+        before, self.own, self.users = cls.__call__, vars(cls).get("__call__"), 0
+
+        @functools.wraps(before)
+        def inherited(module: Any, *args: Any, **kwargs: Any) -> Any:
+            # Looked up when it is called: the base may be patched, or no longer.
+            return super(cls, module).__call__(*args, **kwargs)  # type: ignore[misc]
+
+        self.original = original = inherited if self.own is None else before
+
+        @functools.wraps(before)
+        def look_up(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return _wrapped.get().get(cls, original)(module, *args, **kwargs)
+
+        cls.__call__ = look_up
 
 
 @contextmanager
-def _one_patched(cls: type, wrap: Callable[[Call], Call]) -> Iterator[None]:
-    own = vars(cls).get("__call__")
-    cls.__call__ = wrap(cls.__call__)  # type: ignore[method-assign]
+def _one_patched(cls: Any) -> Iterator[Call]:
+    with _patch_lock:
+        if cls not in _patches:
+            _patches[cls] = _Patch(cls)
+        patch = _patches[cls]
+        patch.users += 1
     try:
-        yield
+        yield patch.original
     finally:
-        if own is None:
-            del cls.__call__
-        else:
-            cls.__call__ = own  # type: ignore[method-assign]
+        with _patch_lock:
+            patch.users -= 1
+            if not patch.users:
+                del _patches[cls]
+                if patch.own is None:
+                    del cls.__call__
+                else:
+                    cls.__call__ = patch.own

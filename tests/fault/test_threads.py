@@ -82,6 +82,45 @@ def test_each_thread_traces_under_its_own_policy(make: Callable[..., Any]) -> No
     assert len({products for products, _, _ in found}) > 2 and any(moved for _, moved, _ in found)
 
 
+def test_a_function_may_wait_for_a_thread_that_has_blocks_of_the_same_class() -> None:
+    """And whichever of the two ends last, the class has its own call afterwards."""
+    loss, state, x, block = nnx_loss()
+    own, inside, results = NnxMlp.__call__, threading.Event(), []
+    step = jax.grad(rj.checkpoint_blocks(loss, {block: "full"}))
+    expected, products = step(state, x), matmuls(step, state, x)
+
+    def longer() -> None:
+        def waiting(state: Any, x: Any) -> Any:
+            begun.set()
+            assert inside.wait(60)
+            return loss(state, x)
+
+        results.append(jax.grad(rj.checkpoint_blocks(waiting, {block: "dots"}))(state, x))
+
+    begun, threads = threading.Event(), [threading.Thread(target=longer, daemon=True)]
+
+    def here() -> None:
+        results.append(step(state, x))
+
+    def outer(state: Any, x: Any) -> Any:
+        threads[0].start()
+        assert begun.wait(60)
+        joined = threading.Thread(target=here, daemon=True)
+        joined.start()
+        joined.join(60)
+        assert not joined.is_alive() and len(results) == 1
+        return loss(state, x)
+
+    assert matmuls(jax.grad(rj.checkpoint_blocks(outer, {block: "full"})), state, x) == products
+    assert NnxMlp.__call__ is not own, "the other thread is inside"
+    inside.set()
+    threads[0].join(60)
+    assert NnxMlp.__call__ is own and len(results) == 2
+    for found in results:
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
 def test_residuals_of_different_workloads_at_once_are_those_of_each() -> None:
     def job(layers: int) -> rj.Workload:
         loss, params, x = make_loss(layers=layers)

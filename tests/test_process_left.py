@@ -1,0 +1,103 @@
+"""A process that works for a caller ends when the caller does, however that ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_jax.hardware import target
+from remat_jax.memory import attached, compiler
+from remat_jax.memory.compiler import export_step
+from remat_jax.workload import Step
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def endless(x: Any) -> Any:
+    return jax.lax.while_loop(lambda c: c[0] > -1, lambda c: (c[0] * 0 + 1, jnp.sin(c[1])), (0, x))[1]
+
+
+def slow_to_compile(x: Any) -> Any:
+    for layer in range(400):
+        x = jnp.sin(x @ x.T @ x) * (layer + 1.0) + x
+    return x
+
+
+@pytest.mark.parametrize("child", [attached.CHILD, compiler.CHILD], ids=["run", "compile"])
+def test_a_caller_that_is_gone_when_the_child_has_started_is_seen(tmp_path: pathlib.Path, child: pathlib.Path) -> None:
+    step = endless if child == attached.CHILD else slow_to_compile
+    path = tmp_path / "program"
+    path.write_bytes(export_step("k", Step(step, (jax.ShapeDtypeStruct((64, 32), jnp.float32),), ()), target("cpu")).blob)
+    program = {"key": "k", "path": str(path), "donated": [], "mesh": None, "compiler_options": {}}
+    request = {"key": "k", "platform": "cpu", "program": program, "programs": [program], "compiler_description": None}
+    none_such = {"parent": 0}  # as where the parent has died: the child's is another one then
+    done = subprocess.run(
+        [sys.executable, "-P", str(child)],
+        input=json.dumps(request | none_such),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+CALLER = """
+import jax, jax.numpy as jnp
+from remat_jax.memory import attached
+from tests.test_process_left import endless, export_step, Step, target
+
+attached.PLATFORM = "cpu"
+program = export_step("k", Step(endless, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
+attached.measured_peak(program, 600.0)
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def seconds_of_work(pid: int) -> float:
+    words = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/task").exists(), reason="looks for the child in /proc")
+def test_what_runs_on_a_device_ends_with_a_caller_that_is_killed() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    caller = subprocess.Popen([sys.executable, "-c", CALLER], env=environment)
+    found: list[int] = []
+    try:
+        while not found and caller.poll() is None:
+            time.sleep(0.05)
+            lists = pathlib.Path(f"/proc/{caller.pid}/task").glob("*/children")
+            found = [int(pid) for one in lists for pid in one.read_text().split()]
+        (child,) = found
+        while seconds_of_work(child) < 4 and is_running(child):  # JAX is imported, and the step runs
+            time.sleep(0.1)
+        assert is_running(child)
+        caller.kill()
+        caller.wait()
+        deadline = time.monotonic() + 30
+        while is_running(child) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not is_running(child)
+    finally:
+        caller.kill()
+        caller.wait()
+        for pid in filter(is_running, found):
+            os.kill(pid, signal.SIGKILL)
