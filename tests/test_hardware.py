@@ -117,6 +117,9 @@ def test_a_target_of_a_file(tmp_path: Path) -> None:
     assert (toy.name, toy.memory_bytes) == ("toy", 10**9)
     for line in ("core_count: 7", "device_memory_size: 1000000000", "memory_bandwidth: 2000000000", "{ major: 9 minor: 1 }"):
         assert line in str(toy.compiler_description)
+    several = target(f"{path}:2x8xToy")
+    assert (several.name, several.devices, several.hosts) == ("2x8xtoy", 16, 2)
+    assert dataclasses.replace(several, name="toy", devices=1, hosts=1) == toy
     with pytest.raises(TargetError, match=r"target=.*gpus.toml:tory' is not a known target of .*the names are toy. Did you"):
         target(f"{path}:tory")
     with pytest.raises(TargetError, match=r"target file 'none.toml' cannot be read.*Give a TOML file in the form of targets"):
@@ -159,6 +162,53 @@ def test_what_the_compiler_needs_is_read_strictly(old: str, new: str, message: s
 def test_figures_are_positive_numbers(key: str, value: str, message: str) -> None:
     with pytest.raises(TargetError, match=re.escape(message)):
         read_table(re.sub(rf"(?m)^{key} = [0-9].*$", f"{key} = {value}", GPU))
+
+
+def test_host_memory_is_a_whole_number_of_bytes_too() -> None:
+    text = (
+        ENTRY.replace("memory_bytes = 8", "memory_bytes = 8\nhost_memory_bytes = 2_000_000") + 'host_memory_bytes = "made up"\n'
+    )
+    assert read_table(text)["toy"].host_memory_bytes == 2_000_000
+    with pytest.raises(TargetError, match=r"{'host_memory_bytes': 2000000.0}; sizes are .* written as integers"):
+        read_table(text.replace("2_000_000", "2e6"))
+
+
+@pytest.mark.parametrize(("devices", "hosts"), [(0, 1), (-8, 1), (8, 0), (12, 5), (2, 4), (8, -2)])
+def test_every_host_has_as_many_devices(devices: int, hosts: int) -> None:
+    with pytest.raises(TargetError, match=f"target 'h200': {devices} devices in {hosts} hosts; expected as many in each"):
+        dataclasses.replace(target("h200"), devices=devices, hosts=hosts)
+    assert dataclasses.replace(target("h200"), devices=12, hosts=4).devices == 12
+
+
+def test_a_file_that_takes_long_to_read_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "gpus.toml"
+    for content, message in (
+        ("a." * 20_000 + "a = 1", "a line has 40005 letters, and may have 2000; give a TOML file"),
+        ("#\n" * 2**15 + "#", "it has more than 65536 bytes; give a TOML file"),
+    ):
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(TargetError, match=message):
+            target(f"{path}:toy")
+    # The longest that is read.
+    keys = "a." * 997 + "a = 1"
+    assert len(keys) <= 2_000
+    with pytest.raises(TargetError, match=r"target table \[a\]: unknown keys \['a'\]"):
+        read_table(keys)
+
+
+def test_messages_do_not_repeat_a_whole_file() -> None:
+    many = "".join(f"key{i} = 1\n" for i in range(3_000))
+    long = "x = [\n" + "'abc',\n" * 3_000 + "]\n"
+    for text in (
+        long,
+        ENTRY.replace("memory_bytes = 8", many),
+        ENTRY + many,
+        ENTRY.replace('kind = "gpu"', long.replace("x =", "kind =")),
+        ENTRY.replace("memory_bytes = 8", "memory_bytes = 8\n" + long.replace("x =", "device_kinds =")[:-2] + "1]"),
+    ):
+        with pytest.raises(TargetError) as caught:
+            read_table(text)
+        assert len(str(caught.value)) < 1_000
 
 
 def test_device_kinds_are_a_list() -> None:

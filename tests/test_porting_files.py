@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -94,3 +99,78 @@ def test_what_is_no_file_of_weights_is_refused(tmp_path: Path) -> None:
         porting.save(tmp_path / "a.safetensors", {"a": np.zeros(1, ml_dtypes.float8_e5m2)})
     with pytest.raises(PortingError, match="a .pt file has no place for it"):
         porting.save(tmp_path / "a.pt", {}, metadata={"a": "b"})
+
+
+X = np.zeros(2, np.float32)
+KEY = "these cannot be written: a \\(.*; give arrays of numbers, of a key jax.random.key_data"
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+@pytest.mark.parametrize(
+    ("name", "state", "message"),
+    [
+        (
+            "no/x",
+            {"a": X},
+            "path='.*no/x.*' cannot be written .there is no such folder.; give a file in a folder that is there",
+        ),
+        ("folder", {"a": X}, "path='.*folder.*' cannot be written .it is a folder."),
+        ("a\0b", {"a": X}, r"path='.*a\\x00b.*' cannot be written .embedded null byte."),
+        ("x" * 300, {"a": X}, "path='.*' cannot be written .*File name too long"),
+        ("a", [X], "state_dict is a list; give name → array, as to_torch returns it"),
+        ("a", {"a": jax.random.key(0)}, KEY),
+        ("a", {"a": np.array([object()])}, r"cannot be written.*(object|numpy.object_)"),
+        ("a", {3: [1]}, "no arrays or tensors: 3; give what to_torch returns"),
+    ],
+)
+def test_what_cannot_be_written_is_named(tmp_path: Path, suffix: str, name: str, state: Any, message: str) -> None:
+    if suffix == ".pt":
+        pytest.importorskip("torch")
+    (tmp_path / f"folder{suffix}").mkdir()
+    with pytest.raises(PortingError, match=message):
+        porting.save(tmp_path / f"{name}{suffix}", state)
+    assert [one.name for one in tmp_path.iterdir()] == [f"folder{suffix}"]
+
+
+def test_safetensors_hold_texts_alone_beside_the_arrays(tmp_path: Path) -> None:
+    for metadata in ({"epoch": 3}, {3: "a"}, "epoch", [("a", "b")]):
+        with pytest.raises(PortingError, match=r"metadata=.*a safetensors file has texts alone; give text → text"):
+            porting.save(tmp_path / "a.safetensors", {"a": X}, metadata=metadata)  # type: ignore[arg-type]
+    with pytest.raises(PortingError, match=r"names that are no text: 1, \('b',\); .* give str\(name\)"):
+        porting.save(tmp_path / "a.safetensors", {1: X, ("b",): X, "c": X})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("path", [None, 3])
+def test_a_path_that_is_none_is_named(path: Any) -> None:
+    for call in (porting.load, lambda path: porting.save(path, {"a": X})):
+        with pytest.raises(PortingError, match=f"path={path}: expected the path of a file"):
+            call(path)
+
+
+@pytest.mark.parametrize(("kind", "shape", "size"), [("F4", [4], 2), ("F8_E4M3", [4], 4), ("F8_E8M0", [4], 4)])
+def test_floats_that_numpys_reader_has_not_are_named(tmp_path: Path, kind: str, shape: list[int], size: int) -> None:
+    header = json.dumps({"a": {"dtype": kind, "shape": shape, "data_offsets": [0, size]}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    with pytest.raises(PortingError, match=rf"no such float: a \({kind}\); cast them in PyTorch"):
+        porting.load(tmp_path)
+
+
+def test_a_pipe_in_a_folder_is_no_model(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.pt")
+    with pytest.raises(PortingError, match="path='.*model.pt': no such file, or no regular one"):
+        _within(5, lambda: porting.load(tmp_path))
+
+
+def _within(seconds: int, call: Callable[[], Any]) -> Any:
+    """A pipe that is opened waits for a writer; the alarm ends that."""
+
+    def hangs(*_: Any) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(seconds)
+    try:
+        return call()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -8,26 +8,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from remat_jax.errors import TargetError, nearest
 from remat_jax.hardware.describe import describe
+from remat_jax.reading import read_limited
 
 TABLE = "targets.toml"
 FACTS = ("memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s", "peak_flops", "compiler")
 OPTIONAL_FACTS = ("host_memory_bytes",)
 OPTIONAL = ("device_kinds", "measured", *OPTIONAL_FACTS)
 SIZES_AND_RATES = ("memory_bytes", "host_memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s")
+WHOLE = ("memory_bytes", "host_memory_bytes")
 MEASURED = ("flops", "hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", "hidden_share", "source")
 ATTACHED = "attached"
 ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "a100-80": "a100", "a100-sxm": "a100", "4090": "rtx4090"}
 _find_attached: list[Callable[[], str]] = []
 # "8xh100": GPUs; "8x8xh200": hosts, and GPUs in each.
 _SEVERAL = re.compile(r"(?:(?P<hosts>\d{1,6})x)?(?P<each>\d{1,6})x(?P<one>(?!\d+x).+)", re.DOTALL)
-MOST_BYTES = 2**20
+MOST_BYTES = 2**16
 """A table of more is none."""
+MOST_LETTERS = 2_000
+"""In a line: the time of reading a key of many parts grows with the square of their number."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,9 @@ class Target:
         source: where each of these figures comes from, by attribute name.
         measured: what programs reached on such a device, in the terms of ``Rates``, with its own ``source``; empty where nobody
             measured. ``remat-jax calibrate`` writes it.
+
+    Raises:
+        TargetError: no device or host, or not as many devices in each host.
     """
 
     name: str
@@ -73,6 +79,10 @@ class Target:
     measured: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        if not 1 <= self.hosts <= self.devices or self.devices % self.hosts:
+            raise TargetError(
+                f"target {self.name[:200]!r}: {self.devices} devices in {self.hosts} hosts; expected as many in each"
+            )
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
         object.__setattr__(self, "source", MappingProxyType(dict(self.source)))
         object.__setattr__(self, "measured", MappingProxyType(dict(self.measured)))
@@ -97,8 +107,8 @@ def target(name: str) -> Target:
     """The target called ``name``; case does not count.
 
     ``8xh100`` are eight of them in one host, ``8x8xh200`` eight hosts with eight each. ``path/to/file.toml:name`` is a
-    target of a file of one's own, in the form of this package's ``targets.toml``. ``attached`` is the GPU of this machine, and
-    what JAX or the driver calls a device, such as ``NVIDIA H200``, is a name too.
+    target of a file of one's own, in the form of this package's ``targets.toml``, ``path/to/file.toml:8xname`` eight of it.
+    ``attached`` is the GPU of this machine, and what JAX or the driver calls a device, such as ``NVIDIA H200``, is a name too.
 
     Raises:
         TargetError: there is none of that name (the message lists the names and the nearest), the file is wrong, or no GPU is
@@ -108,19 +118,19 @@ def target(name: str) -> Target:
     (140.4, 16)
     """
     wanted = name.strip() if isinstance(name, str) else ""
-    several = _SEVERAL.fullmatch(wanted.lower()) if ":" not in wanted else None
+    path, colon, inside = wanted.rpartition(":")
+    several = _SEVERAL.fullmatch(inside.lower())
     if several is not None and int(several["each"]) and int(several["hosts"] or 1):
-        hosts = int(several["hosts"] or 1)
-        return replace(target(several["one"]), name=wanted.lower(), devices=hosts * int(several["each"]), hosts=hosts)
+        hosts, one = int(several["hosts"] or 1), target(f"{path}{colon}{several['one']}")
+        return replace(one, name=inside.lower(), devices=hosts * int(several["each"]), hosts=hosts)
     if wanted.lower() == ATTACHED:
         return _attached()
-    path, colon, inside = wanted.rpartition(":")
     known = _read_file(path) if colon else _table()
     found = known.get(inside.lower() if colon else ALIASES.get(inside.lower(), inside.lower())) or _called(inside, known)
     if found is None:
         where = f" of {path}" if colon else ""
         hint = nearest(inside, known) if inside else ""
-        raise TargetError(f"target={name!r} is not a known target{where}; the names are {', '.join(known)}.{hint}")
+        raise TargetError(f"target={name!r} is not a known target{where}; the names are {', '.join(known):.2000}.{hint}")
     return found
 
 
@@ -162,14 +172,7 @@ def targets() -> tuple[str, ...]:
 
 def _read_file(path: str) -> dict[str, Target]:
     try:
-        # A device or a pipe could go on for ever.
-        if Path(path).exists() and not Path(path).is_file():
-            raise TargetError(f"it is no file; give a TOML file in the form of {TABLE}.")
-        with Path(path).open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise TargetError(f"it has more than {MOST_BYTES} bytes; give a TOML file in the form of {TABLE}.")
-        return read_table(content.decode("utf-8"))
+        return read_table(read_limited(path, MOST_BYTES).decode("utf-8"))
     except TargetError as error:
         raise TargetError(f"target file {path!r}: {error}") from error
     except (OSError, ValueError) as error:  # a null byte in the path among them
@@ -185,9 +188,14 @@ def read_table(text: str) -> dict[str, Target]:
     """The targets that a TOML text describes, by name.
 
     Raises:
-        TargetError: the text is no TOML, a key or kind is unknown, one is missing, a figure has no source or a source no
-            figure, or what should be a table is none.
+        TargetError: the text is no TOML, a line is very long, a key or kind is unknown, one is missing, a figure has no source
+            or a source no figure, or what should be a table is none.
     """
+    longest = max(map(len, text.splitlines()), default=0)
+    if longest > MOST_LETTERS:
+        raise TargetError(
+            f"a line has {longest} letters, and may have {MOST_LETTERS}; give a TOML file in the form of {TABLE}."
+        )
     try:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError of its own
@@ -202,23 +210,23 @@ def _read_target(name: str, given: object) -> Target:
     missing = sorted(set(required) - set(entry))
     if unknown or missing or name != name.lower():
         raise TargetError(
-            f"target table [{name}]: unknown keys {unknown}, missing keys {missing}; the keys are "
+            f"target table [{name}]: unknown keys {unknown!s:.400}, missing keys {missing}; the keys are "
             f"{', '.join((*required, *FACTS, *OPTIONAL))}, and names are in lower case."
         )
     for key in ("source", "peak_flops", "compiler"):
         _as_table(f"{name}.{key}", entry.get(key, {}))
     if entry["kind"] not in ("cpu", "gpu"):
-        raise TargetError(f'target table [{name}]: kind={entry["kind"]!r}; write "cpu" or "gpu".')
+        raise TargetError(f'target table [{name}]: kind={entry["kind"]!r:.200}; write "cpu" or "gpu".')
     texts = {"description": entry["description"], **{f"source.{key}": one for key, one in entry["source"].items()}}
     # The description goes into a text that XLA reads.
     wrong = [key for key, one in texts.items() if not isinstance(one, str) or not one.isprintable() or set(one) & {'"', "\\"}]
     if wrong:
-        raise TargetError(f"target table [{name}]: {', '.join(wrong)}: write a text of one line, without quotation marks.")
+        raise TargetError(f"target table [{name}]: {', '.join(wrong):.400}: write a text of one line, without quotation marks.")
     stated, sourced = set(entry) & {*FACTS, *OPTIONAL_FACTS}, set(entry["source"])
     if stated != sourced:
         raise TargetError(
             f"target table [{name}]: without a source: {sorted(stated - sourced)}; a source without a "
-            f"figure: {sorted(sourced - stated)}. Say under [{name}.source] where each figure is from."
+            f"figure: {sorted(sourced - stated)!s:.400}. Say under [{name}.source] where each figure is from."
         )
     _check_measured(name, entry.get("measured", {}))
     _check_figures(name, entry)
@@ -231,7 +239,7 @@ def _read_target(name: str, given: object) -> Target:
 def _as_table(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TargetError(
-            f"target table [{name}]: {value!r} is no table; write its keys below a line [{name}], in the form of {TABLE}."
+            f"target table [{name}]: {value!r:.200} is no table; write its keys below a line [{name}], in the form of {TABLE}."
         )
     return value
 
@@ -242,11 +250,12 @@ def _check_figures(name: str, entry: dict[str, Any]) -> None:
     wrong = _not_positive(figures)
     if wrong:
         raise TargetError(
-            f"target table [{name}]: {wrong}; sizes are positive numbers of bytes, rates positive numbers per second."
+            f"target table [{name}]: {wrong!s:.400}; sizes are positive numbers of bytes, written as integers, rates positive "
+            "numbers per second."
         )
     kinds = entry.get("device_kinds", [])
     if not isinstance(kinds, list) or not all(isinstance(one, str) for one in kinds):
-        raise TargetError(f"target table [{name}]: device_kinds={kinds!r}; write a list of texts.")
+        raise TargetError(f"target table [{name}]: device_kinds={kinds!r:.200}; write a list of texts.")
 
 
 def _check_measured(name: str, given: object) -> None:
@@ -256,8 +265,8 @@ def _check_measured(name: str, given: object) -> None:
     flops = measured.get("flops", {})
     if unknown or not isinstance(flops, dict) or (measured and not isinstance(measured.get("source"), str)):
         raise TargetError(
-            f"target table [{name}.measured]: unknown keys {unknown}; the keys are {', '.join(MEASURED)}, where flops is a "
-            "table of rates by dtype and source a text that says who measured what."
+            f"target table [{name}.measured]: unknown keys {unknown!s:.400}; the keys are {', '.join(MEASURED)}, where flops "
+            "is a table of rates by dtype and source a text that says who measured what."
         )
     rates = {f"flops.{dtype}": rate for dtype, rate in flops.items()}
     rates |= {key: rate for key, rate in measured.items() if key not in ("flops", "source", "hidden_share")}
@@ -267,13 +276,14 @@ def _check_measured(name: str, given: object) -> None:
         wrong["hidden_share"] = share
     if wrong:
         raise TargetError(
-            f"target table [{name}.measured]: {wrong}; rates are positive numbers per second, hidden_share is from 0 to 1."
+            f"target table [{name}.measured]: {wrong!s:.400}; rates are positive numbers per second, hidden_share is from 0 "
+            "to 1."
         )
 
 
 def _not_positive(figures: dict[str, Any]) -> dict[str, Any]:
     wrong = {key: one for key, one in figures.items() if not _is_figure(one) or not 0 < one < 1e30}
-    wrong |= {key: one for key, one in figures.items() if key == "memory_bytes" and isinstance(one, float)}
+    wrong |= {key: one for key, one in figures.items() if key in WHOLE and isinstance(one, float)}
     return {key: "an integer of many digits" if isinstance(one, int) and one >= 1e30 else one for key, one in wrong.items()}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from remat_jax.errors import PortingError
 from remat_jax.porting.tensors import as_numpy, as_torch, is_torch
+from remat_jax.reading import read_limited
 from remat_jax.report.document import written_whole
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
@@ -36,7 +38,7 @@ def load(path: str | Path, *, key: str | None = None) -> dict[str, Any]:
     dtype('float32')
     """
     try:
-        return _load(_one_file(Path(path)), key)
+        return _load(_one_file(_path(path)), key)
     except OSError as error:
         raise PortingError(f"path={str(path)[:400]!r} cannot be read ({error.strerror or error}); give another file.") from None
 
@@ -57,7 +59,8 @@ def save(path: str | Path, state_dict: Mapping[str, Any], *, metadata: Mapping[s
     `metadata` is text for the header of a safetensors file; `format: pt` is always there, which Hugging Face's loaders ask for.
 
     Raises:
-        PortingError: the suffix is none of these, a value is no array, or the file format has no such dtype.
+        PortingError: the suffix is none of these, a value is no array, the file format has no such dtype, metadata is no text,
+            or the file cannot be written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -65,34 +68,83 @@ def save(path: str | Path, state_dict: Mapping[str, Any], *, metadata: Mapping[s
     ...     load(f"{folder}/model.safetensors")
     {'scale': array([1., 1., 1.], dtype=float32)}
     """
-    path = Path(path)
+    path = _path(path)
     if path.suffix not in (".safetensors", *_TORCH):
         raise PortingError(f"path={str(path)!r}: give a name that ends in .safetensors or one of {', '.join(_TORCH)}.")
-    wrong = [name for name, value in state_dict.items() if not (is_torch(value) or hasattr(value, "__array__"))]
+    if not isinstance(state_dict, Mapping):
+        raise PortingError(f"state_dict is a {type(state_dict).__name__}; give name → array, as to_torch returns it.")
+    wrong = [str(name) for name, value in state_dict.items() if not (is_torch(value) or hasattr(value, "__array__"))]
     if wrong:
         raise PortingError(f"no arrays or tensors: {', '.join(wrong)}; give what to_torch returns.")
-    if path.suffix == ".safetensors":
-        _save_safetensors(path, {name: as_numpy(value) for name, value in state_dict.items()}, {**(metadata or {})})
-    elif metadata:
-        raise PortingError(f"metadata={metadata!r}: a {path.suffix} file has no place for it; write .safetensors.")
-    else:
-        _save_torch(path, {name: value if is_torch(value) else as_torch(value) for name, value in state_dict.items()})
+    if path.suffix != ".safetensors":
+        if metadata:
+            raise PortingError(f"metadata={metadata!r}: a {path.suffix} file has no place for it; write .safetensors.")
+        _save_torch(path, _converted(state_dict, lambda value: value if is_torch(value) else as_torch(value)))
+        return
+    unnamed = [repr(name) for name in state_dict if not isinstance(name, str)]
+    if unnamed:
+        raise PortingError(f"names that are no text: {', '.join(unnamed)}; a safetensors file has texts alone, give str(name).")
+    header = {**metadata} if isinstance(metadata, Mapping) else metadata or {}
+    if not isinstance(header, dict) or not all(isinstance(one, str) for pair in header.items() for one in pair):
+        raise PortingError(
+            f"metadata={metadata!r:.400}: a safetensors file has texts alone; give text → text, such as str(value)."
+        )
+    _save_safetensors(path, _converted(state_dict, as_numpy), header)
+
+
+def _converted(state_dict: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    found, wrong = {}, []
+    for name, value in state_dict.items():
+        try:
+            found[name] = convert(value)
+        except (PortingError, TypeError, AttributeError, KeyError) as error:  # the last two: a dtype that PyTorch has not
+            wrong.append(f"{name} ({error})")
+    if wrong:
+        raise PortingError(
+            f"these cannot be written: {', '.join(wrong)}; give arrays of numbers, of a key jax.random.key_data."
+        )
+    return found
+
+
+def _path(path: Any) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise PortingError(f"path={path!r:.400}: expected the path of a file; give {_KINDS}.") from None
+
+
+@contextlib.contextmanager
+def _writing(path: Path, refused: type[Exception]) -> Iterator[Path]:
+    """Where a library is to write the file; what it or the system refuses is an error that names the path."""
+    try:
+        if path.is_dir() or not path.parent.is_dir():
+            raise OSError("it is a folder" if path.is_dir() else "there is no such folder")
+        with written_whole(path) as new:
+            yield new
+    except (refused, OSError, ValueError, TypeError) as error:  # a null byte in the path is a ValueError
+        raise PortingError(
+            f"path={str(path)[:400]!r} cannot be written ({error}); give a file in a folder that is there and what it can hold."
+        ) from None
 
 
 def _one_file(path: Path) -> Path:
-    if path.is_dir():
-        for ending in (".safetensors.index.json", ".safetensors", ".bin.index.json", *_TORCH):
-            found = sorted(path.glob(f"*{ending}"))
-            if len(found) == 1:
-                return found[0]
-            if found:
-                raise PortingError(f"path={str(path)!r}: several models: {', '.join(x.name for x in found)}; name one of them.")
-        raise PortingError(f"path={str(path)!r}: a folder without a model; give {_KINDS}.")
+    path = _in_folder(path) if path.is_dir() else path
+    # A pipe or a device could go on for ever.
     if not _is_file(path):
-        raise PortingError(f"path={str(path)[:400]!r}: no such file; give {_KINDS}.")
+        raise PortingError(f"path={str(path)[:400]!r}: no such file, or no regular one; give {_KINDS}.")
     if not path.name.endswith((".index.json", ".safetensors", *_TORCH)):
         raise PortingError(f"path={str(path)!r}: not a name of a model's; give {_KINDS}.")
     return path
+
+
+def _in_folder(folder: Path) -> Path:
+    for ending in (".safetensors.index.json", ".safetensors", ".bin.index.json", *_TORCH):
+        found = sorted(folder.glob(f"*{ending}"))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise PortingError(f"path={str(folder)!r}: several models: {', '.join(x.name for x in found)}; name one of them.")
+    raise PortingError(f"path={str(folder)!r}: a folder without a model; give {_KINDS}.")
 
 
 def _is_file(path: Path) -> bool:
@@ -103,11 +155,10 @@ def _is_file(path: Path) -> bool:
 
 
 def _content(path: Path, most: int) -> bytes:
-    with path.open("rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise PortingError(f"{path.name} has more than {most} bytes; give an index as it is written with the shards.")
-    return content
+    try:
+        return read_limited(path, most)
+    except ValueError as error:
+        raise PortingError(f"{path.name}: {error}; give an index as it is written with the shards.") from None
 
 
 def _load_shards(index: Path, key: str | None) -> dict[str, Any]:
@@ -147,9 +198,11 @@ def _load_safetensors(path: Path) -> dict[str, np.ndarray]:
     try:
         with safetensors.safe_open(path, framework="np") as file:
             kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # it is no mapping
-            strange = [f"{name} ({kind})" for name, kind in kinds.items() if kind.startswith("F8")]
+            strange = [f"{name} ({kind})" for name, kind in kinds.items() if kind.startswith(("F8_", "F6_", "F4"))]
             if strange:
-                raise PortingError(f"{path.name}: NumPy's reader has no float8: {', '.join(strange)}; cast them in PyTorch.")
+                raise PortingError(
+                    f"{path.name}: NumPy's reader has no such float: {', '.join(strange)}; cast them in PyTorch."
+                )
             # Copies: what it returns may be a view of the file.
             return {name: np.array(file.get_tensor(name)) for name in kinds}
     except safetensors.SafetensorError as error:
@@ -163,11 +216,8 @@ def _save_safetensors(path: Path, arrays: dict[str, np.ndarray], metadata: dict[
     safetensors = _safetensors()
     # It writes the memory as it lies: a transposed view would come back with its numbers in another order.
     laid_out = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
-    try:
-        with written_whole(path) as new:
-            safetensors.numpy.save_file(laid_out, new, metadata={"format": "pt", **metadata})
-    except safetensors.SafetensorError as error:
-        raise PortingError(f"{path.name}: safetensors cannot write this ({error}).") from None
+    with _writing(path, safetensors.SafetensorError) as new:
+        safetensors.numpy.save_file(laid_out, new, metadata={"format": "pt", **metadata})
 
 
 def _load_torch(path: Path) -> Any:
@@ -187,7 +237,7 @@ def _load_torch(path: Path) -> Any:
 
 def _save_torch(path: Path, tensors: dict[str, Any]) -> None:
     torch = _torch(path)
-    with written_whole(path) as new:
+    with _writing(path, RuntimeError) as new:
         torch.save(tensors, new)
 
 
