@@ -15,8 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venvs" / "smoke"
 TOP = re.compile(r"(remat_jax|torch_ref|remat_jax-[^/]+\.dist-info)/")
 FORBIDDEN = re.compile(r"(^|/)(tests?|parity_tests|benchmarks|docs|__pycache__|conftest\.py|test_[^/]*|\.[^/]*)(/|$)|\.pyc$")
-WANTED = ("remat_jax/py.typed", "torch_ref/py.typed", "remat_jax/examples/__init__.py", "remat_jax/hardware/targets.toml")
-# A user's first file: a model's gradient under a policy, and what the policy does to memory, on the CPU.
+PAGE = ("page.css", "overview_page.css", "plan_page.css", "plan_page.html", "plan_page.js", "tables.js", "theme.js")
+WANTED = (
+    *("remat_jax/py.typed", "torch_ref/py.typed", "remat_jax/examples/__init__.py", "remat_jax/hardware/targets.toml"),
+    *(f"remat_jax/report/{name}" for name in PAGE),
+)
+# A user's first file: a model's gradient under a policy, what the policy does to memory, and a page of it, on the CPU.
 USE = """
 import flax.linen as nn, jax, jax.numpy as jnp, numpy as np
 import remat_jax as rj
@@ -40,6 +44,7 @@ if __name__ == "__main__":
         assert float(jnp.abs(a).max()) > 0
     off, full = (rj.residuals(job(), policy).device_bytes for policy in ("off", "full"))
     assert full < off, (full, off)
+    rj.save_report("page.html", job(), ["off", "full"], "cpu", plan="1 GiB")
     print(rj.__version__, rj.__file__)
 """
 
@@ -64,6 +69,16 @@ def check_contents(names: list[str]) -> None:
     missing += [] if any(name.endswith("/licenses/LICENSE") for name in names) else ["LICENSE"]
     if missing:
         raise ValueError(f"the wheel lacks: {', '.join(missing)}")
+
+
+def check_page(page: str, assets: Path) -> None:
+    """Raise where a page lacks a style, a script or the form that were installed for it."""
+    for name in PAGE:
+        text = (assets / name).read_text(encoding="utf-8")
+        # A form's headings, and what stands in it, are the page's.
+        parts = re.findall(r'<\w+ [^>]*id="[^"]+"[^>]*>', text) if name.endswith(".html") else [text]
+        if not parts or any(part not in page for part in parts):
+            raise ValueError(f"the page that the wheel makes lacks {name}")
 
 
 def output(*command: str | Path, cwd: str) -> str:
@@ -97,6 +112,7 @@ def main(wheel: str) -> None:
         Path(folder, "train.py").write_text(USE)
         said, where = output(python, "train.py", cwd=folder).split()
         assert said == version and Path(where).is_relative_to(VENV), (said, where, version)
+        check_page(Path(folder, "page.html").read_text(encoding="utf-8"), Path(where).parent / "report")
         assert output(command, "--version", cwd=folder) == f"remat-jax {version}\n"
         assert "doctor" in output(command, "--help", cwd=folder)
         told = json.loads(output(command, "doctor", "--json", cwd=folder))

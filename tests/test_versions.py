@@ -12,6 +12,7 @@ import jax
 import pytest
 
 import remat_jax as rj
+from remat_jax.compat import versions as compat_versions
 from remat_jax.policy import NAMED
 from tests import versions
 from tests.small_models import Mlp, assert_same, make_loss
@@ -29,6 +30,14 @@ def test_gradients_under_every_named_policy_are_the_plain_ones(x64: None, scanne
     for policy in NAMED:
         found = jax.jit(jax.grad(rj.checkpoint_blocks(plain, {Mlp: policy}), (0, 1)))(params, x)
         assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [("0.10.2", (0, 10, 2)), ("0.13.0rc1", (0, 13, 0)), ("0.13.0.dev20261122", (0, 13, 0)), ("0.12.0+local", (0, 12, 0))],
+)
+def test_a_candidate_and_a_nightly_build_have_the_numbers_of_their_release(version: str, numbers: tuple[int, ...]) -> None:
+    assert compat_versions._numbers(version) == numbers
 
 
 def test_the_table_has_the_oldest_a_middle_and_the_newest_jax() -> None:
@@ -72,6 +81,7 @@ def test_each_version_runs_the_tests_with_its_own_flag(
 
     monkeypatch.setattr(versions, "interpreter", lambda python: f"python{python}")
     monkeypatch.setattr(versions, "install", lambda version, python: version.folder / python)
+    monkeypatch.setattr(versions, "installed", lambda python: "0.12.3")
     monkeypatch.setattr(versions.subprocess, "run", pretend)
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     assert versions.main(["--jax", "newest", *given]) == 1
@@ -79,11 +89,34 @@ def test_each_version_runs_the_tests_with_its_own_flag(
     for command, _, _ in told:
         assert command[0] == versions.VENVS / "py3.12-jax-newest" / "python3.12"
         assert command[-len(given) :] == list(given) and [one for one in command if one in ("tests", "remat_jax")] == paths
-    said = capsys.readouterr().out.splitlines()
-    assert said[-2:] == [
+    assert capsys.readouterr().out.splitlines() == [
+        "== Python 3.12, JAX newest, jax_remat3 off: JAX 0.12.3",
+        "== Python 3.12, JAX newest, jax_remat3 on: JAX 0.12.3",
         "Python 3.12, JAX newest, jax_remat3 off: passed",
         "Python 3.12, JAX newest, jax_remat3 on: FAILED, pytest exits 1",
     ]
+
+
+def test_an_environment_with_another_jax_fails_before_its_tests(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[versions.Version] = []
+    monkeypatch.setattr(versions, "interpreter", lambda python: f"python{python}")
+    monkeypatch.setattr(versions, "install", lambda version, python: version.folder / python)
+    monkeypatch.setattr(versions, "installed", lambda python: "0.11.2")
+    monkeypatch.setattr(versions, "run", lambda version, python, rest: ran.append(version) or 0)
+    assert versions.main(["--remat3", "on"]) == 1
+    assert [one.jax for one in ran] == ["0.11.2", versions.NEWEST]
+    folder = versions.VENVS / "py3.11-jax-0.10.2"
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        f"Python 3.11, JAX 0.10.2, jax_remat3 on: FAILED, {folder} has JAX 0.11.2; delete it to have it made again",
+        "Python 3.12, JAX 0.11.2, jax_remat3 on: passed",
+        "Python 3.12, JAX newest, jax_remat3 on: passed",
+    ]
+
+
+def test_the_jax_of_an_environment_is_the_one_that_it_imports() -> None:
+    assert versions.installed(Path(sys.executable)) == jax.__version__
 
 
 def test_an_environment_is_made_once_and_the_newest_asked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

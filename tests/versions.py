@@ -80,6 +80,12 @@ def install(version: Version, python: str) -> Path:
     return inside
 
 
+def installed(python: Path) -> str:
+    """The JAX that an environment really has."""
+    code = "import importlib.metadata; print(importlib.metadata.version('jax'))"
+    return subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def run(version: Version, python: Path, arguments: list[str]) -> int:
     """The tests' exit status. What is no option or value of pytest's own is left to it; without paths all tests run."""
     environment = {**os.environ, **ONE_THREAD, "JAX_REMAT3": str(int(version.remat3))}
@@ -91,7 +97,7 @@ def run(version: Version, python: Path, arguments: list[str]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what is asked for; 1 where a test fails, or where an interpreter is missing that must be there."""
+    """Run what is asked for; 1 where a test fails, an interpreter is missing that must be there, or a JAX is another one."""
     parser = argparse.ArgumentParser(prog="make test-versions", description=__doc__, allow_abbrev=False)
     parser.add_argument("--jax", action="append", help="only this JAX of the table; may be repeated")
     parser.add_argument("--remat3", choices=("off", "on"), help="only with jax_remat3 off, or on")
@@ -108,8 +114,14 @@ def main(arguments: list[str] | None = None) -> int:
             said.append(f"{version}: left out, no python{version.python} on the path or among pyenv's")
             failed |= not options.if_there
             continue
-        print(f"== {version}", flush=True)
-        status = run(version, install(version, python), rest)
+        inside = install(version, python)
+        there = installed(inside)
+        print(f"== {version}: JAX {there}", flush=True)
+        if version.jax not in (NEWEST, there):
+            said.append(f"{version}: FAILED, {version.folder} has JAX {there}; delete it to have it made again")
+            failed = True
+            continue
+        status = run(version, inside, rest)
         said.append(f"{version}: {'passed' if status == 0 else f'FAILED, pytest exits {status}'}")
         failed |= status != 0
     print("\n".join(said), flush=True)

@@ -22,7 +22,7 @@ SLICE = 25
 
 
 def main() -> int:
-    """Check, and tell; 1 where anything was wrong."""
+    """Check, and tell; 1 where anything was wrong, or fewer than a third of the programs could be compared."""
     parser = argparse.ArgumentParser(prog="python -m tests.fault", description=__doc__)
     parser.add_argument("--programs", type=int, default=0, help="random programs under random policies")
     parser.add_argument("--texts", type=int, default=0, help="malformed texts: policies, budgets, targets, meshes")
@@ -45,7 +45,7 @@ def say(line: str) -> None:
 
 
 def check_programs(asked: argparse.Namespace) -> int:
-    """How many slices had a program that was wrong."""
+    """How many slices had a program that was wrong, and one more where most programs were refused instead of compared."""
     tally, wrong, start, drawn = Tally.empty(), 0, time.monotonic(), 0
     for number, size in enumerate(_slices(asked.programs)):
         if time.monotonic() - start > asked.seconds:
@@ -59,6 +59,9 @@ def check_programs(asked: argparse.Namespace) -> int:
         say(f"{drawn} programs drawn, {tally.checked} compared, {tally.bit_equal} of these bit for bit, {wrong} slices wrong")
     if drawn:
         say(f"refused: {dict(tally.refused)}\nof these kinds: {dict(sorted(tally.kinds.items()))}")
+    if drawn >= SLICE and 3 * tally.checked < drawn:
+        say(f"TOO FEW: {tally.checked} of {drawn} programs were compared")
+        return wrong + 1
     return wrong
 
 

@@ -1,10 +1,11 @@
-"""Malformed files: plans, tables of targets, weights; each is refused in words by our own error, or read as it says."""
+"""Malformed files: plans, targets, weights, mappings; each is refused in words by our own error, or read as it says."""
 
 from __future__ import annotations
 
 import copy
 import json
 import random
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import remat_jax as rj
 from remat_jax import porting
 from remat_jax.hardware import target
+from remat_jax.parity.match import Module, read_mapping
 from remat_jax.policy import LayerPolicies, Policy
 from tests.fault.texts import _RULES, _TABLE, fault_of
 from tests.plan_by_hand import plan
@@ -34,8 +36,8 @@ def places(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(value, (*at, key))
 
 
-def changed_data(data: Any, draw: random.Random) -> str:
-    """JSON of `data` with one to three places changed: other values, a key left out, added or given twice, deep nesting."""
+def changed_data(data: Any, draw: random.Random) -> Any:
+    """`data` with one to three places changed: other values, near ones too, a key left out or added, deep nesting."""
     data = copy.deepcopy(data)
     for _ in range(draw.choice((1, 1, 2, 3))):
         inside_places = [place for place in places(data) if place]
@@ -46,7 +48,9 @@ def changed_data(data: Any, draw: random.Random) -> str:
         for key in path:
             inside = inside[key]
         change = draw.randint(0, 9)
-        if change < 6:
+        if change < 2:
+            inside[last] = near(inside[last], draw)
+        elif change < 6:
             # A copy: a later change may be made inside of it.
             inside[last] = copy.deepcopy(draw.choice(_STRANGE))
         elif change < 7 and isinstance(inside, dict):
@@ -57,7 +61,21 @@ def changed_data(data: Any, draw: random.Random) -> str:
             inside.append(copy.deepcopy(draw.choice(inside)))
         else:
             inside[last] = json.loads("[" * 200 + "]" * 200)
-    text = _any_json(data)
+    return data
+
+
+def near(value: Any, draw: random.Random) -> Any:
+    """Another value of the same sort, which may be as good."""
+    if isinstance(value, str):
+        return draw.choice((f"{value}x", value[::-1], value.upper(), "x"))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return draw.choice((value + 1, value * 2, value / 2, -value))
+    return draw.choice((None, not value)) if isinstance(value, bool | None) else type(value)()
+
+
+def changed_json(data: Any, draw: random.Random) -> str:
+    """JSON of `data`, changed; now and then with a key twice."""
+    text = _any_json(changed_data(data, draw))
     if draw.random() < 0.05:
         # The same key twice: the last one holds.
         text = text.replace("{", '{"version": 7, "version": 1, ', 1)
@@ -73,9 +91,38 @@ def _any_json(data: Any) -> str:
     return json.dumps(data)
 
 
+def _any_toml(data: Any) -> str:
+    """TOML in one line, as JSON where both write alike; it has no null."""
+    if isinstance(data, dict):
+        return "{" + ", ".join(f"{json.dumps(str(key))} = {_any_toml(value)}" for key, value in data.items()) + "}"
+    if isinstance(data, list):
+        return "[" + ", ".join(map(_any_toml, data)) + "]"
+    if isinstance(data, float):
+        return repr(data)
+    return "[]" if data is None else json.dumps(data)
+
+
+def changed(filename: str, valid: bytes, draw: random.Random) -> bytes:
+    """A valid file's content, changed: most often inside its values, so that it can be read, else anywhere."""
+    if draw.random() < 0.3 or not filename.endswith((".json", ".toml", ".safetensors")):
+        return changed_bytes(valid, draw)
+    if filename.endswith(".toml"):
+        table = changed_data(tomllib.loads(valid.decode()), draw)
+        return "\n".join(f"{json.dumps(key)} = {_any_toml(value)}" for key, value in table.items()).encode()
+    if filename.endswith(".json"):
+        return changed_json(json.loads(valid), draw).encode("utf-8", "surrogatepass")
+    # Eight bytes for the header's length, the header, the numbers.
+    end = 8 + int.from_bytes(valid[:8], "little")
+    header = changed_json(json.loads(valid[8:end]), draw).encode("utf-8", "surrogatepass")
+    return len(header).to_bytes(8, "little") + header + valid[end:]
+
+
 def changed_bytes(content: bytes, draw: random.Random) -> bytes:
-    """`content` with a few bytes changed, cut off, doubled or put in."""
+    """`content` with a few bytes changed, cut off, doubled or put in; or one of the last, which are numbers of a tensor's."""
     found = bytearray(content)
+    if draw.random() < 0.2:
+        found[-draw.randint(1, min(len(found), 20))] ^= 1
+        return bytes(found)
     for _ in range(draw.choice((1, 2, 5))):
         at = draw.randint(0, max(0, len(found) - 1))
         change = draw.randint(0, 4)
@@ -113,6 +160,15 @@ def _weights(path: Path) -> None:
         assert isinstance(name, str) and one.shape is not None
 
 
+_MODULES = [Module(path, "Block", 4, bool(path)) for path in ("h/0", "h/1", "h/2", "")]
+
+
+def _mapping(path: Path) -> None:
+    names = {one.path for one in _MODULES}
+    for key, value in read_mapping(path, _MODULES, _MODULES).items():
+        assert key in names and (value is None or value in names)
+
+
 def _read(read: Callable[[str], Any]) -> Callable[[Path], None]:
     def of_file(path: Path) -> None:
         found = read(path.read_text(encoding="utf-8", errors="surrogateescape"))
@@ -141,6 +197,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
         "rules": (_read(porting.Rules.from_json), "rules.json", porting.Rules.parse(_RULES).to_json().encode()),
         "safetensors": (_weights, "one.safetensors", (folder / "shard.safetensors").read_bytes()),
         "index": (_weights, "model.safetensors.index.json", json.dumps(index).encode()),
+        "mapping": (_mapping, "mapping.json", b'{"h/0": "h/1", "h/1": "h/0", "h/2": null}'),
     }
     return found
 
@@ -162,22 +219,20 @@ def check_files(number: int, seed: int, folder: Path, say: Callable[[str], None]
     """Try so many files; tell each that anything but RematError came of, and give back how many."""
     if not number:
         return 0
-    draw, taken, wrong = random.Random(seed), Counter[str](), 0
+    draw, taken, refused, wrong = random.Random(seed), Counter[str](), Counter[str](), 0
     every = kinds(folder) | (torch_kinds(folder) if torch else {})
     names = list(every)
     for count in range(number):
         name = names[count % len(names)]
         read, filename, valid = every[name]
         path = folder / filename
-        if valid[:1] == b"{" and draw.random() < 0.7:
-            content = changed_data(json.loads(valid), draw).encode("utf-8", "surrogatepass")
-        else:
-            content = changed_bytes(valid, draw)
+        content = changed(filename, valid, draw)
         path.write_bytes(content)
         fault = fault_of(read, path)
         taken[name] += fault is None
+        refused[name] += fault == ""
         if fault:
             wrong += 1
             say(f"WRONG {name}: {fault}\n  {content[:300]!r}")
-    say(f"{number} files, {wrong} wrong; taken as they are: {dict(taken)}")
+    say(f"{number} files, {wrong} wrong; taken as they are: {dict(taken)}; refused: {dict(refused)}")
     return wrong

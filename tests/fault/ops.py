@@ -4,7 +4,7 @@
 | --- | --- |
 | f | float64 of the shape (ROWS, WIDTH): what flows through |
 | s | a float64 scalar |
-| l | float32 (float64 where the reference is computed), as f |
+| l | float32, bfloat16 or float16 (float64 where the reference is computed), as f |
 | c | complex128, as f |
 | e | float64 of no rows |
 | i | int32 of the shape (ROWS,) |
@@ -29,8 +29,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 ROWS, WIDTH = 3, 4
 
-low_precision: ContextVar[Any] = ContextVar("low_precision", default=jnp.float32)
-"""What kind `l` is computed in."""
+LOW = (jnp.float32, jnp.bfloat16, jnp.float16)
+low_precision: ContextVar[Any] = ContextVar("low_precision", default=None)
+"""What kind `l` is computed in; None for the one of `LOW` that a step's number says."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ OPS: dict[str, Op] = {
     "scalar_sin": Op("ss", "s", lambda n, a, b: jnp.sin(a) * b),
     "empty": Op("f", "e", lambda n, x: jnp.cos(x[:0])),
     "empty_product": Op("ew", "e", lambda n, e, w: e @ w),
-    "narrow": Op("f", "l", lambda n, x: x.astype(low_precision.get())),
+    "narrow": Op("f", "l", lambda n, x: x.astype(low_precision.get() or LOW[n % 3])),
     "low_sin": Op("l", "l", lambda n, x: jnp.sin(x) * 2),
     "widen": Op("fl", "f", lambda n, x, low: x + low.astype(x.dtype)),
     "complex": Op("ff", "c", lambda n, x, y: lax.complex(x, jnp.sin(y))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,14 +33,21 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """Steps in order, and what is given out besides the result: `x` (an input as it is), `again`, or a kind."""
+    """Steps in order, and what is given out besides the result: `x` (an input as it is), `again`, `none`, `unit`, or a kind."""
 
     steps: tuple[Step, ...]
     outputs: tuple[str, ...] = ()
 
+    def every(self) -> Iterator[Step]:
+        """Its steps, at any depth."""
+        for step in self.steps:
+            yield step
+            for one in step.inner:
+                yield from one.every()
+
     def has(self, *names: str) -> bool:
         """Whether an operation of one of these names is in it, at any depth."""
-        return any(step.op in names or any(one.has(*names) for one in step.inner) for step in self.steps)
+        return any(step.op in names for step in self.every())
 
 
 # --- programs inside programs -----------------------------------------------------------------------------------------
@@ -83,6 +90,11 @@ def _switch(n: int, functions: Functions, x: Any, y: Any, ids: Any) -> Any:
 
 def _jit(n: int, functions: Functions, x: Any, y: Any) -> Any:
     return jax.jit(functions[0], inline=n % 3 == 2)(x, y)
+
+
+def _donated(n: int, functions: Functions, x: Any, y: Any) -> Any:
+    # Arrays of its own: a caller's `x` may be read again.
+    return jax.jit(functions[0], donate_argnums=(0, 1) if n % 2 else 0)(x * 1.25, y - 0.25)
 
 
 def _vmap(n: int, functions: Functions, x: Any, y: Any) -> Any:
@@ -152,6 +164,7 @@ NESTINGS: dict[str, Nesting] = {
     "cond": Nesting("ff", 2, _cond),
     "switch": Nesting("ffi", 2, _switch),
     "jit": Nesting("ff", 1, _jit),
+    "donated": Nesting("ff", 1, _donated),
     "vmap": Nesting("ff", 1, _vmap),
     "map": Nesting("ff", 1, _map),
     "checkpoint": Nesting("ff", 1, _checkpoint),
@@ -169,7 +182,7 @@ def run(program: Program, weights: Any, x: Any, y: Any, ids: Any, key: Any) -> t
     """The result of a program, of the shape of `x`, and what it gives out besides.
 
     Args:
-      weights: `w` and `z`.
+      weights: `w` and `z`, and what has no leaves.
       x, y: of kind `f`; a program that stands in another one is given both.
     """
     values: Values = {"f": [y, x], "w": [weights["w"]], "z": [weights["z"]], "i": [ids], "k": [key]}
@@ -226,13 +239,19 @@ _PARTS: dict[str, Function] = {
 }
 
 
+_NO_LEAVES: dict[str, Any] = {"none": None, "unit": ()}
+
+
 def _output(name: str, values: Values, x: Any, result: Any) -> Any:
+    if name in _NO_LEAVES:
+        return _NO_LEAVES[name]
     if name == "x":
         return x
     if name == "again" or not values.get(name):
         return result
     last = values[name][-1]
-    return jax.random.key_data(last) if name == "k" else last
+    new = name == "k" and jnp.issubdtype(last.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(last) if new else last
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
@@ -247,20 +266,25 @@ def programs(draw: st.DrawFn, depth: int = 2, most: int = 5) -> Program:
     for _ in range(draw(st.integers(1, most))):
         nested = depth > 0 and draw(st.integers(0, 3)) == 0
         table: dict[str, Any] = NESTINGS if nested else OPS
-        name = draw(st.sampled_from([one for one, op in table.items() if set(op.takes) <= present]))
+        names = [one for one, op in table.items() if set(op.takes) <= present]
+        # What makes another kind, and then what reads it, would else be drawn together hardly ever.
+        making = [one for one in names if set(getattr(table[one], "gives", "f")) - _STARTS]
+        reading = [one for one in names if set(table[one].takes) - _STARTS]
+        name = draw(st.sampled_from(draw(st.sampled_from([few for few in (names, making, reading) if few]))))
         op = table[name]
         reads = tuple(draw(st.integers(0, 3)) for _ in op.takes)
         inner = tuple(draw(programs(depth - 1, 2)) for _ in range(op.programs)) if nested else ()
         steps.append(Step(name, reads, draw(st.integers(0, 5)), inner))
         present.add(op.gives if isinstance(op, Op) else "f")
-    names = st.lists(st.sampled_from(["x", "again", *sorted(present - {"w", "z"})]), unique=True, max_size=3)
-    return Program(tuple(steps), tuple(sorted(draw(names))) if depth == 2 else ())
+    outputs = st.lists(st.sampled_from(["x", "again", *_NO_LEAVES, *sorted(present - {"w", "z"})]), unique=True, max_size=3)
+    return Program(tuple(steps), tuple(sorted(draw(outputs))) if depth == 2 else ())
 
 
-def arguments(layers: int, seed: int = 0) -> tuple[dict[str, Any], Any, Any, Any]:
-    """Parameters of so many layers, stacked; the input; integers; and a key for each layer."""
+def arguments(layers: int, seed: int = 0, old_keys: bool = False) -> tuple[dict[str, Any], Any, Any, Any]:
+    """Parameters of so many layers, stacked, among them what has no leaves; the input; integers; and a key for each layer."""
     random = np.random.default_rng(seed)
     z = random.normal(size=(layers, WIDTH)) + 1j * random.normal(size=(layers, WIDTH))
-    params = {"w": jnp.asarray(random.normal(size=(layers, WIDTH, WIDTH)) / 2), "z": jnp.asarray(z / 2)}
+    params = {"w": jnp.asarray(random.normal(size=(layers, WIDTH, WIDTH)) / 2), "z": jnp.asarray(z / 2), **_NO_LEAVES}
     ids = jnp.asarray(random.integers(0, 7, ROWS), jnp.int32)
-    return params, jnp.asarray(random.normal(size=(ROWS, WIDTH))), ids, jax.random.split(jax.random.key(seed), layers)
+    key = jax.random.PRNGKey(seed) if old_keys else jax.random.key(seed)
+    return params, jnp.asarray(random.normal(size=(ROWS, WIDTH))), ids, jax.random.split(key, layers)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import remat_jax as rj
+from remat_jax.errors import NoEffectError
+from tests.fault import __main__ as command
 from tests.fault.checks import Case, Tally, cases, check
-from tests.fault.programs import Program, Step
+from tests.fault.ops import OPS
+from tests.fault.programs import NESTINGS, Program, Step, programs
 from tests.fault.stacks import WAYS, Stack
 
 TALLY = Tally.empty()
@@ -35,7 +39,46 @@ def test_most_of_them_were_compared() -> None:
     assert TALLY.checked >= 8 and len(set(WAYS) & set(TALLY.kinds)) >= 4, TALLY
 
 
+def test_every_operation_is_drawn() -> None:
+    drawn: Counter[str] = Counter()
+    # In slices with a seed each, as the command draws: Hypothesis repeats itself within one.
+    for number in range(40):
+
+        @seed(number)
+        @settings(
+            max_examples=25, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        )
+        @given(programs())
+        def count(program: Program) -> None:
+            drawn.update({step.op for step in program.every()})
+
+        count()
+    assert drawn.keys() == OPS.keys() | NESTINGS.keys(), (OPS.keys() | NESTINGS.keys()) - drawn.keys()
+
+
 SMALL = Program((Step("dense", (0, 0), 0), Step("tanh", (0,), 0)))
+
+
+@pytest.mark.parametrize(
+    ("run", "number"), [("eager", 0), ("traced", 1), ("jit", 2)], ids=["eager-float32", "traced-bfloat16", "jit-float16"]
+)
+def test_what_is_in_low_precision_and_has_integers_and_old_keys_is_right(run: str, number: int) -> None:
+    steps = (
+        Step("narrow", (0,), number),
+        Step("dense_low", (0, 0), 0),
+        Step("low_sin", (0,), 0),
+        Step("widen", (0, 0), 0),
+        Step("donated", (0, 1), 1, (Program((Step("dropout", (0, 0), 1),)),)),
+    )
+    stack, tally = Stack(Program(steps, ("k", "l", "none", "unit")), 2, "remat", "scan"), Tally.empty()
+    check(Case(stack, ("full",), "grad of integers", run, 0, old_keys=True), tally)
+    assert tally.checked == 1
+
+
+def test_a_program_may_donate_more_than_it_gives_back() -> None:
+    donated, tally = Step("donated", (0, 1), 1, (Program((Step("add", (0, 1), 0),)),)), Tally.empty()
+    check(Case(Stack(Program((donated,)), 1, "remat", "none"), ("full",), "grad", "eager", 0), tally)
+    assert tally.checked == 1
 
 
 @pytest.mark.parametrize(("run", "factor"), [("traced", 1 + 1e-9), ("eager", 1 - 1e-9), ("traced", -1.0)])
@@ -55,20 +98,55 @@ def test_a_gradient_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, run: 
         check(case)
 
 
-def test_what_is_no_longer_there_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda leaf: leaf + 1, "Mismatched elements: 3 / 3"),
+        (lambda leaf: leaf.astype(jnp.int64), "int64.*not.*int32"),
+        (lambda leaf: leaf.astype(jnp.float64), "float64.*not.*int32"),
+    ],
+    ids=["value", "int64", "float64"],
+)
+def test_an_output_of_another_value_or_dtype_is_seen(monkeypatch: pytest.MonkeyPatch, change: Any, message: str) -> None:
     case = Case(Stack(Program(SMALL.steps, ("i", "x")), 1, "remat", "none"), ("dots",), "grad", "eager", 0)
     under = Stack.under
 
     def wrong(stack: Stack, policy: Any) -> Any:
         def loss(*args: Any) -> Any:
             value, given = under(stack, policy)(*args)
-            return value, jax.tree.map(lambda leaf: leaf + 1 if leaf.dtype == jnp.int32 else leaf, given)
+            return value, jax.tree.map(lambda leaf: change(leaf) if leaf.dtype == jnp.int32 else leaf, given)
 
         return loss
 
     monkeypatch.setattr(Stack, "under", wrong)
-    with pytest.raises(AssertionError, match="Mismatched elements: 3 / 3"):
+    with pytest.raises(AssertionError, match=message):
         check(case)
+
+
+@pytest.mark.parametrize("policies", [("off",), ("full",), ("everything", "full")])
+def test_a_refusal_that_cannot_be_right_is_seen(monkeypatch: pytest.MonkeyPatch, policies: tuple[str, ...]) -> None:
+    def refuse(stack: Stack, policy: Any) -> Any:
+        raise NoEffectError("refused")
+
+    monkeypatch.setattr(Stack, "under", refuse)
+    stack, tally = Stack(SMALL, 2, "linen", "scan"), Tally.empty()
+    with pytest.raises(NoEffectError, match="refused"):
+        check(Case(stack, policies, "grad", "eager", 0), tally)
+    check(Case(stack, (*policies, "offload: @dots"), "grad", "eager", 0), tally)
+    assert tally.refused == {"no effect": 1} and tally.checked == 0
+
+
+@pytest.mark.parametrize(("compared", "status"), [(8, 1), (9, 0)])
+def test_a_run_that_compares_fewer_than_a_third_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], compared: int, status: int
+) -> None:
+    def some(case: Case, tally: Tally) -> None:
+        tally.checked += tally.checked < compared
+
+    monkeypatch.setattr(command, "check", some)
+    monkeypatch.setattr(command.sys, "argv", ["fault", "--programs", "25"])
+    assert command.main() == status
+    assert capsys.readouterr().out.count("TOO FEW: 8 of 25 programs were compared\n") == status
 
 
 # --- what was found ---------------------------------------------------------------------------------------------------

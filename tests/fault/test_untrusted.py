@@ -6,6 +6,9 @@ import ast
 import json
 import os
 import pickle
+import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,10 @@ import pytest
 
 import remat_jax as rj
 from remat_jax import porting
-from remat_jax.errors import PortingError, RematError
+from remat_jax.errors import ArgumentError, PortingError, RematError
 from remat_jax.hardware import target
-from remat_jax.parity.match import read_mapping
+from remat_jax.parity import match
+from remat_jax.parity.match import Module, read_mapping
 from tests.plan_by_hand import plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +67,40 @@ def test_a_pickle_under_any_other_name_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RematError):
             read(path)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", ['{"a": 3}', '{"a": [1]}', '{"a": {"b": 1}}', '{"a": true}', '{"a": "zz"}'])
+def test_what_is_no_path_in_a_mapping_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "m.json").write_text(content)
+    given = json.loads(content)["a"]
+    with pytest.raises(ArgumentError, match=re.escape(f"mapping: {given!r} is no module of the Flax model that was called.")):
+        read_mapping(tmp_path / "m.json", [Module("a", "", None, True)], [Module("b", "", None, True)])
+
+
+def test_a_mapping_has_a_size_that_it_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(match, "MOST_BYTES", 100)
+    (tmp_path / "m.json").write_text("{}" + " " * 98)
+    assert read_mapping(tmp_path / "m.json", [], []) == {}
+    (tmp_path / "m.json").write_text("{}" + " " * 99)
+    with pytest.raises(ArgumentError, match="cannot be read .it has more than 100 bytes"):
+        read_mapping(tmp_path / "m.json", [], [])
+
+
+@pytest.mark.parametrize("read", [rj.Plan.load, lambda path: read_mapping(path, [], [])], ids=["plan", "mapping"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    os.mkfifo(tmp_path / "file")
+    found: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            read(tmp_path / "file")
+        except RematError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert "cannot be read (it is no regular file)" in str(*found)
 
 
 def test_nothing_that_is_shipped_reads_pickles_or_runs_texts() -> None:
