@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import importlib.util
 import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +43,9 @@ if WITHOUT_TORCH:
         *(f"remat_jax/parity/{name}.py" for name in names),
     ]
     collect_ignore += TESTS_OF_BOTH
+if os.environ.get("JAX_REMAT3") == "1" and tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 12):
+    # Its example is what such a JAX cannot do, and is refused (tests/test_jax_policy.py).
+    collect_ignore.append("remat_jax/apply/jax_policies.py")
 
 
 def pytest_configure() -> None:
@@ -65,10 +71,48 @@ def garbage_of_this_file_alone() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def search_path_of_this_test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take back what loading a user's file adds to `sys.path`: a `types.py` of one test is no module of the next one's."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
 @pytest.fixture(scope="session")
 def in_a_hurry() -> dict[str, str]:
     """The environment of a command that compiles for the CPU what it runs a few times, as this process does."""
     return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+@pytest.fixture(scope="session")
+def on_eight_devices(tmp_path_factory: pytest.TempPathFactory, in_a_hurry: dict[str, str]) -> Callable[..., Path]:
+    """Run a module of the tests as a script on eight devices of a processor, with the path of the file that it is to write.
+
+    How many devices there are is settled when JAX starts, so that it takes a process of its own.
+    """
+
+    def run(module: str, name: str, **environment: str) -> Path:
+        path = tmp_path_factory.mktemp("on_eight_devices") / name
+        eight = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+        command = [sys.executable, "-m", module, str(path)]
+        root = Path(__file__).parent
+        done = subprocess.run(
+            command, env=in_a_hurry | eight | environment, capture_output=True, text=True, timeout=480, cwd=root, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return path
+
+    return run
+
+
+@pytest.fixture
+def remat3() -> Iterator[None]:
+    """Run the test with JAX's new rematerialisation."""
+    import jax
+
+    before = jax.config.jax_remat3
+    jax.config.update("jax_remat3", True)
+    yield
+    jax.config.update("jax_remat3", before)
 
 
 @pytest.fixture

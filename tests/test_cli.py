@@ -211,7 +211,6 @@ def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
 )
 def test_wrong_use_ends_with_2_and_a_message(folder, monkeypatch, arguments, message):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     found = run("measure", *arguments)
     assert found.exit_code == 2 and "Traceback" not in found.output
     assert found.stdout.replace("a line of the user's own\n", "") == ""
@@ -237,7 +236,6 @@ def test_a_compiler_that_does_not_end_ends_the_command_with_1(folder):
 
 
 def test_a_file_in_a_package_may_import_relatively_and_a_module_is_found_from_here(folder, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
     assert workloads.load_workload(f"{folder}/team/jobs/inner.py:job").name == "three blocks"
     monkeypatch.chdir(folder)
     assert workloads.load_workload("team.models:train_job").name == "three blocks"
