@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import smoke
+
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
@@ -152,6 +154,21 @@ def test_a_wheel_carries_the_examples_inside_the_package():
         if name.split(".")[0] == "examples"
     ]
     assert through_the_top == [], "import relatively: from .models import …"
+
+
+def test_the_smoke_test_wants_every_file_that_is_no_module():
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()]
+    others = {path.relative_to(ROOT).as_posix() for path in files if path.suffix not in (".py", ".pyc")}
+    assert set(smoke.WANTED) == others | {"remat_jax/examples/__init__.py"} and len(others) == 10
+
+
+def test_the_smoke_test_sees_a_page_without_one_of_its_files():
+    assets = ROOT / "remat_jax" / "report"
+    page = "".join((assets / name).read_text(encoding="utf-8") for name in smoke.PAGE)
+    smoke.check_page(page, assets)
+    for name in smoke.PAGE:
+        with pytest.raises(ValueError, match=f"the page that the wheel makes lacks {name}"):
+            smoke.check_page(page.replace((assets / name).read_text(encoding="utf-8"), ""), assets)
 
 
 TARGETS = ["setup", "demo", "test", "test-browser", "test-versions", "test-newest", "wheel", "smoke", "lint", "format"]

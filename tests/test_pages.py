@@ -105,7 +105,7 @@ def test_every_target_and_every_policy_has_its_row() -> None:
 
 def test_extras_that_pages_install_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = re.findall(r"remat[-_]jax\[([\w,-]+)\]", "".join(page.read_text() for page in PAGES))
+    named = re.findall(r"(?:remat[-_]jax|'\.)\[([\w,-]+)\]", "".join(page.read_text() for page in PAGES))
     assert len(named) >= 3
     assert {extra for one in named for extra in one.split(",")} <= set(project["optional-dependencies"])
 
