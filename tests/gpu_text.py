@@ -51,7 +51,7 @@ def compile_for_h200(folder: pathlib.Path, script: str) -> dict[str, Compiled]:
     """What `script` compiled with `keep(name, function, *structs)`, by name."""
     (folder / "script.py").write_text("import pathlib\n" + _HEAD + script)
     (folder / "h200.txt").write_text(target("h200").compiler_description or "")
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {compat.GPU_COMPILER_FLAGS}".strip()
+    flags = compat.xla_flags(compat.GPU_COMPILER_FLAGS)
     environment: dict[str, Any] = {**os.environ, **compat.GPU_COMPILER_ENVIRONMENT, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join((str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
     command = [sys.executable, str(folder / "script.py"), str(folder / "h200.txt"), str(folder)]

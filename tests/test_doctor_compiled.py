@@ -129,6 +129,10 @@ def test_xlas_own_rematerialization_is_told_and_switched_off(monkeypatch):
     found = rj.doctor(workload, "off", target=small)
     assert traps(found) == ["xla_rematerialization"]
     assert rj.measure(workload, "off", target=small).device_bytes < 0.99 * needed
+    # What is left out already stays left out.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes='dynamic-slice-annotator,other' --xla_disable_hlo_passes=third")
+    (told,) = rj.doctor(workload, "off", target=small).findings
+    assert "--xla_disable_hlo_passes=dynamic-slice-annotator,other,third,rematerialization, so" in told.remedy
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=rematerialization")
     assert rj.doctor(workload, "off", target=small).ok
     assert rj.measure(workload, "off", target=small).device_bytes == needed

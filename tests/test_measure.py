@@ -271,6 +271,12 @@ def test_wrong_arguments_are_named_before_anything_is_compiled():
         rj.measure(job, "save: *attention*")
 
 
+def test_a_gpu_that_nothing_describes_to_the_compiler_is_told_before_anything_is_compiled():
+    unknown = dataclasses.replace(target("h200"), name="h200-like", compiler_description=None)
+    with pytest.raises(TargetError, match=r"^target='h200-like' has no compiler description.*\[h200-like\.compiler\]"):
+        rj.measure(workload(rows=64), "full", unknown)
+
+
 def test_progress_is_told_policy_by_policy():
     told: list[str] = []
     reports = measure_many(workload(rows=64), ["full", "offload_inputs"], "cpu", on_done=told.append)

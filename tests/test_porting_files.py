@@ -91,6 +91,8 @@ def test_what_is_no_file_of_weights_is_refused(tmp_path: Path) -> None:
             porting.load(tmp_path / name)
     with pytest.raises(PortingError, match=r"key='model': bad.safetensors holds tensors alone"):
         porting.load(tmp_path / "bad.safetensors", key="model")
+    with pytest.raises(PortingError, match=r"key=\['model'\]: expected the name of an entry"):
+        porting.load(tmp_path / "bad.safetensors", key=["model"])
     with pytest.raises(PortingError, match=r"give a name that ends in \.safetensors or one of"):
         porting.save(tmp_path / "a.npz", {})
     with pytest.raises(PortingError, match="no arrays or tensors: a"):

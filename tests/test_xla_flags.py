@@ -39,6 +39,20 @@ def test_flags_are_joined(monkeypatch: pytest.MonkeyPatch, given: str, joined: s
     assert (compat.xla_flags(), compat.xla_flags("--more")) == ("", "--more")
 
 
+@pytest.mark.parametrize(
+    ("given", "passes"),
+    [
+        ("", ()),
+        ("--xla_disable_hlo_passes=", ()),
+        ("--xla_disable_hlo_passes=a,b --xla_dump_to= --xla_disable_hlo_passes='c'", ("a", "b", "c")),
+        ('--other=--xla_disable_hlo_passes=a --xla_disable_hlo_passes="b"', ("b",)),
+    ],
+)
+def test_the_passes_that_are_left_out(monkeypatch: pytest.MonkeyPatch, given: str, passes: tuple[str, ...]) -> None:
+    monkeypatch.setenv("XLA_FLAGS", given)
+    assert compat.disabled_passes() == passes
+
+
 def test_flags_of_a_file_are_read_before_others_are_joined(monkeypatch: pytest.MonkeyPatch, file: pathlib.Path) -> None:
     own = "--xla_a=1\n  --xla_b=2"
     assert compat.xla_flags() == own

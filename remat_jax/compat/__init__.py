@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from remat_jax.compat import mapped as mapped
 from remat_jax.compat.capture import not_captured
-from remat_jax.compat.flags import xla_flags
+from remat_jax.compat.flags import disabled_passes, xla_flags
 from remat_jax.compat.gpu_compiler import (
     CUDNN_CHECK,
     CUDNN_REMEDY,
@@ -100,6 +100,7 @@ __all__ = [
     "CUDNN_CHECK",
     "cudnn_explained",
     "dce",
+    "disabled_passes",
     "eqn_context",
     "eqn_outputs",
     "hidden_body",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 
 from remat_jax.errors import CompileError
 from remat_jax.reading import read_limited
 
 MOST_BYTES = 2**16
 """An environment variable may hold little more."""
+
+_DISABLED_PASSES = re.compile(r"(?<!\S)--xla_disable_hlo_passes=(\S*)")
 
 
 def xla_flags(*more: str) -> str:
@@ -24,6 +27,16 @@ def xla_flags(*more: str) -> str:
     if given and not given.lstrip(" \t\r\n").startswith("-"):
         given = _content(given)
     return " ".join(one for one in (given.strip(), *more) if one)
+
+
+def disabled_passes() -> tuple[str, ...]:
+    """The passes that XLA leaves out in a process that starts now; where the flag is given twice, those of both.
+
+    Raises:
+      CompileError: as `xla_flags` raises it.
+    """
+    given = _DISABLED_PASSES.findall(xla_flags())
+    return tuple(one for names in given for one in names.strip("'\"").split(",") if one)
 
 
 def _content(path: str) -> str:

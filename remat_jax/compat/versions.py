@@ -6,7 +6,7 @@ import re
 
 import jax
 
-from remat_jax.compat.flags import xla_flags
+from remat_jax.compat.flags import disabled_passes
 from remat_jax.errors import UnsupportedError
 
 
@@ -24,7 +24,6 @@ JAX_VERSION: tuple[int, ...] = _numbers(jax.__version__)
 SCANNED_OFFLOAD_MISCOMPILED: frozenset[tuple[int, ...]] = frozenset({(0, 10, 2), (0, 11, 0)})
 
 
-_DISABLED_PASSES = re.compile(r"(?<!\S)--xla_disable_hlo_passes=(\S*)")
 _PASS = "dynamic-slice-annotator"
 # An entry of `xla_disable_hlo_passes` (field 30 of XLA's DebugOptions) in a serialised message: tag, length, text.
 _ENTRY = b"\xf2\x01" + bytes([len(_PASS)]) + _PASS.encode()
@@ -32,7 +31,7 @@ _ENTRY = b"\xf2\x01" + bytes([len(_PASS)]) + _PASS.encode()
 
 def miscompiles_scanned_offload() -> bool:
     """Whether this JAX compiles offload inside a scan wrongly for GPUs, in a process that starts with the flags as they are."""
-    return JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and not _cured()
+    return JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and _PASS not in disabled_passes()
 
 
 def miscompiles_scanned_offload_here() -> bool:
@@ -40,7 +39,7 @@ def miscompiles_scanned_offload_here() -> bool:
     if JAX_VERSION not in SCANNED_OFFLOAD_MISCOMPILED:
         return False
     cured = _cured_here()
-    return not (_cured() if cured is None else cured)
+    return _PASS not in disabled_passes() if cured is None else not cured
 
 
 def refuse_miscompiled_offload() -> None:
@@ -55,12 +54,6 @@ def refuse_miscompiled_offload() -> None:
             "and gradients are silently wrong (openxla/xla#46231). Use JAX 0.11.1 or later, unroll the layers, or start with "
             "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator, which XLA reads once, when it starts"
         )
-
-
-def _cured() -> bool:
-    """Whether the environment tells XLA to leave the pass out; where the flag is given twice, XLA takes the passes of both."""
-    given = _DISABLED_PASSES.findall(xla_flags())
-    return any(_PASS in one.strip("'\"").split(",") for one in given)
 
 
 def _cured_here() -> bool | None:

@@ -27,7 +27,6 @@ ALIKE = 0.01
 LARGE = 0.1
 """What a flag may cost in memory or give in time, as a share of the step, before it is said."""
 
-_DISABLED = re.compile(r"--xla_disable_hlo_passes=(\S*)")
 SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler"
 _SCHEDULER = re.compile(SCHEDULER + r"(?:=(\S+))?(?=\s|$)")
 
@@ -132,7 +131,7 @@ def xla_rematerialization(observed: Observed, report: MemoryReport, target: Targ
     # Far below the device's memory the pass does not begin, and a compilation would be for nothing.
     if target.memory_bytes is None or max(asked, report.device_bytes) < target.memory_bytes / 2:
         return
-    passes = ",".join(filter(None, [*_DISABLED.findall(compat.xla_flags()), "rematerialization"]))
+    passes = ",".join((*compat.disabled_passes(), "rematerialization"))
     plain = _compiled(observed, target, timeout, {"xla_disable_hlo_passes": passes}).device
     if abs(plain - report.device_bytes) > ALIKE * plain:
         yield Finding(

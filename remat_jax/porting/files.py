@@ -29,7 +29,7 @@ def load(path: str | Path, *, key: str | None = None) -> dict[str, Any]:
     it holds more. An index of shards (`model.safetensors.index.json`) gives all of them; a folder, the one model in it.
 
     Raises:
-        PortingError: the path is no such file, a shard lacks a tensor, or the file holds something else.
+        PortingError: the path is no such file, a shard lacks a tensor, the file holds something else, or `key` is no text.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
@@ -37,6 +37,8 @@ def load(path: str | Path, *, key: str | None = None) -> dict[str, Any]:
     >>> load(path)["head.bias"].dtype
     dtype('float32')
     """
+    if not (key is None or isinstance(key, str)):
+        raise PortingError(f"key={key!r}: expected the name of an entry of the file, a text.")
     try:
         return _load(_one_file(_path(path)), key)
     except OSError as error:
