@@ -114,12 +114,13 @@ def test_layers_inside_a_checkpoint_of_the_models_own_are_counted_under_remat3(r
         def block(w: Any, x: Any) -> Any:
             return jnp.sin(jnp.sin(x @ w) @ w)
 
-        return lambda w, x: jnp.sum(wrap(rj.remat(block, "full"))(w, x))
+        layer = rj.remat(block, "full")
+        return lambda w, x: jnp.sum(wrap(lambda w, x: layer(w, layer(w, x)))(w, x))
 
     w, x = jnp.eye(3), jnp.ones((2, 3))
     plain, inside = (jax.value_and_grad(layers(wrap), (0, 1)) for wrap in (lambda fn: fn, jax.checkpoint))
-    # Two products, four of the gradient, and both again; inside another checkpoint once more.
-    assert (matmuls(plain, w, x), matmuls(inside, w, x)) == (8, 10)
+    # Four products, eight of the gradient, and the four again; inside another checkpoint those of the first layer once more.
+    assert (matmuls(plain, w, x), matmuls(inside, w, x)) == (16, 18)
 
 
 @pytest.mark.versions
