@@ -109,21 +109,6 @@ def test_a_policy_object_finds_the_models_names_under_remat3_too(remat3: None, a
 
 
 @pytest.mark.versions
-def test_layers_inside_a_checkpoint_of_the_models_own_are_counted_under_remat3(remat3: None) -> None:
-    def layers(wrap: Any) -> Any:
-        def block(w: Any, x: Any) -> Any:
-            return jnp.sin(jnp.sin(x @ w) @ w)
-
-        layer = rj.remat(block, "full")
-        return lambda w, x: jnp.sum(wrap(lambda w, x: layer(w, layer(w, x)))(w, x))
-
-    w, x = jnp.eye(3), jnp.ones((2, 3))
-    plain, inside = (jax.value_and_grad(layers(wrap), (0, 1)) for wrap in (lambda fn: fn, jax.checkpoint))
-    # Four products, eight of the gradient, and the four again; inside another checkpoint those of the first layer once more.
-    assert (matmuls(plain, w, x), matmuls(inside, w, x)) == (16, 18)
-
-
-@pytest.mark.versions
 def test_doctor_knows_the_models_names_under_remat3(remat3: None) -> None:
     """An output that is offloaded by name stays on the device as the next round's input."""
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(

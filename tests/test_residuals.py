@@ -205,3 +205,10 @@ def test_a_checkpoint_of_the_models_own_around_the_blocks_is_told(scan):
     assert totals(freed, "everything")[0] > totals(freed, "full")[0] == kept["full"][0]
     assert rj.residuals(freed, "full").warning is rj.residuals(freed, "everything").warning is None
     assert rj.measure(freed, "full").warnings == ()
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("scan", [False, True])
+def test_it_is_told_under_remat3_too(remat3, scan):
+    job = workload(scan, block=nn.remat(Block))
+    assert [rj.residuals(job, policy).warning is None for policy in ("off", "full", "dots")] == [True, False, False]

@@ -100,12 +100,9 @@ def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
     """The primitives (or names) of `jaxpr`, at any depth, whose outputs JAX's own `policy` would offload."""
     found = []
     for eqn in jaxpr.jaxpr.eqns:
-        name = given_name(eqn)
-        # A name of `jax_remat3` is another primitive, which no policy knows.
-        asked = (eqn.primitive, eqn.params) if name is None else (_ad_checkpoint.name_p, {"name": name})
-        verdict = policy(asked[0], *(atom.aval for atom in eqn.invars), **asked[1])
+        verdict = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
         if type(verdict).__name__ == "Offloadable":
-            found.append(name or eqn.primitive.name)
+            found.append(given_name(eqn) or eqn.primitive.name)
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
                 if is_jaxpr(inner):
