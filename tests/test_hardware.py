@@ -184,7 +184,7 @@ def test_a_file_that_takes_long_to_read_is_refused_at_once(tmp_path: Path) -> No
     path = tmp_path / "gpus.toml"
     for content, message in (
         ("a." * 20_000 + "a = 1", "a line has 40005 letters, and may have 2000; give a TOML file"),
-        ("#\n" * 2**15 + "#", "it has more than 65536 bytes; give a TOML file"),
+        ("#\n" * 2**15 + "#", "it has more than 65536 bytes. Give a TOML file"),
     ):
         path.write_text(content, encoding="utf-8")
         with pytest.raises(TargetError, match=message):

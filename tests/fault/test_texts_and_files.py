@@ -60,7 +60,7 @@ def test_valid_texts_are_taken() -> None:
         (target, "8x8x8xh200", TargetError, "is not a known target"),
         (target, "1x" * 3000 + "h200", TargetError, "is not a known target"),
         (target, "a\0b.toml:mine", TargetError, "cannot be read: embedded null byte"),
-        (target, "/dev/zero:mine", TargetError, "it is no file"),
+        (target, "/dev/zero:mine", TargetError, "it is no regular file"),
         (read_table, "x = " + DEEP.replace("[", "[\n"), TargetError, "the TOML cannot be read"),
         (read_table, f"x = {LONG}", TargetError, "a line has 5004 letters"),
         (read_table, "x = ", TargetError, "the TOML cannot be read: Invalid value"),
