@@ -11,7 +11,7 @@ from remat_jax.errors import InfeasibleBudget
 from remat_jax.planner import HostLink, Residual, stack_plan
 from remat_jax.planning.candidate import Compiled
 from remat_jax.planning.choices import block_policies, one_residual_more, together
-from remat_jax.planning.fitting import Seen, fitted, predicted
+from remat_jax.planning.fitting import Load, Seen, fitted, predicted
 from remat_jax.planning.search import Search
 from tests.test_plan_search import AGAIN, LAYER, NAMED, OFFLOAD, SAVE, STACK, TRUTH, X, own, searched
 
@@ -32,6 +32,33 @@ def test_more_host_memory_is_never_slower(rate, budget):
         except InfeasibleBudget:
             found.append(math.inf)
     assert found[2] <= found[1] + 0.018 and found[1] <= found[0] + 0.018 and found[2] < 3
+
+
+def test_beside_a_plan_that_offloads_the_fastest_without_the_host_is_asked_for():
+    """Priced as a whole, an offload takes longer than the solver knows, which adds up residuals."""
+    stack = with_link(1000.0, TRUTH)
+    search, _ = searched(3500, stack, stack=stack)
+    priced = search.own
+    assert search.solve(stack, 3500).host_bytes > 0
+    search.own = lambda done: replace(found := priced(done), seconds=found.seconds + (3 if found.host_bytes else 0))
+    assert search.solve(stack, 3500) == searched(3500, stack, stack=stack, host=0.0)[0].solve(stack, 3500)
+
+
+@pytest.mark.parametrize("spares", [-300, 0, 300])
+def test_a_plan_offloads_only_what_does_not_fit_without(spares):
+    """Every step that offloads needs so much less, however much it moves: only one that moves nothing shows it."""
+    stack = with_link(2000.0, TRUTH, fetched_share=1.0)
+
+    def needs(one):
+        left = tuple(Load(load.saved + load.away, load.again, 0) for load in one.loads)
+        return round(predicted(stack, left) - (spares if one.host_bytes else 0))
+
+    search, _ = searched(4500, TRUTH, stack=stack)
+    search._compile_them = lambda asked: [Compiled(needs(one), one.host_bytes) for one in asked]
+    best = search.run()
+    here = search.without_host(best.candidate)
+    assert here is None or (spares > 0 and search.known(here).compiled.device_bytes > 4500)
+    assert best.candidate.seconds < 1.85 and any(one.candidate.host_bytes for one in search.tried)
 
 
 def test_a_fit_finds_a_share_that_its_first_guess_hides():

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from itertools import islice
 
-from remat_jax.planner import Stack
+from remat_jax.planner import Choice, Stack
 from remat_jax.planning.candidate import FAILED, Candidate, Own, Recut, Tried
 from remat_jax.planning.choices import Cuts, borders, one_residual_more
-from remat_jax.planning.fitting import Seen, fitted, predicted
+from remat_jax.planning.fitting import Seen, fitted, predicted, singles
 
 _OFF = 0.5
 """The share of what `off` keeps that it may really need: 0.55 were seen."""
@@ -62,12 +62,12 @@ class Known:
 
     @property
     def best(self) -> Tried | None:
-        """The fastest that was compiled and fits; of equal ones that with less memory."""
+        """The fastest that was compiled and fits; of equal ones that which moves nothing, and then that with less memory."""
         fits = [one for one in self.tried if self._fits(one)]
 
         # Of equal estimates, the step without any checkpoint is surely no slower.
-        def rank(one: Tried) -> tuple[float, bool, int]:
-            return one.candidate.seconds, one.candidate.name != "off", one.compiled.device_bytes
+        def rank(one: Tried) -> tuple[float, bool, bool, int]:
+            return one.candidate.seconds, one.candidate.name != "off", one.candidate.host_bytes > 0, one.compiled.device_bytes
 
         return min(fits, key=rank, default=None)
 
@@ -131,6 +131,21 @@ class Known:
         kept = borders(self.guess, found.done, found.cuts)
         options = [self.cut(self.own(one), kept) for one in one_residual_more(self.guess, found.done, found.cuts)]
         return [one for one in options if one.seconds < found.seconds]
+
+    def without_host(self, found: Candidate) -> Candidate | None:
+        """The candidate with what it offloads saved on the device; None where it offloads nothing, or what may not be saved."""
+        if not found.host_bytes or found.done is None:
+            return None
+        moved = zip(singles(self.guess), found.done, strict=True)
+        if not all(
+            one.may_save
+            for block, done in moved
+            for one, choice in zip(block.residuals, done, strict=True)
+            if choice is Choice.OFFLOAD
+        ):
+            return None
+        saved = tuple(tuple(Choice.SAVE if one is Choice.OFFLOAD else one for one in done) for done in found.done)
+        return self.cut(self.own(saved), found.cuts)
 
     def cut(self, candidate: Candidate, cuts: Cuts) -> Candidate:
         """The candidate with its scans cut at `cuts`, where there are any."""

@@ -212,6 +212,8 @@ class _Making:
         unknown = [one.name for one in self.search.unknown(best)]
         if unknown:
             self.notes.append(f"Not shown: whether {' and '.join(unknown)}, faster by the estimate, would fit{why}")
+        if self.search.unmoved(best):
+            self.notes.append(f"Not shown: whether what is offloaded has to be, or would fit on the device{why}")
         if not self.search.is_maximal(best):
             self.notes.append(f"{NOT_MAXIMAL}{why}")
         if (short := host_shortage(best.compiled.host_bytes, self.target)) is not None:

@@ -88,11 +88,26 @@ class Search(Solver):
         return min(len(self.tried) + 1, self._most + MORE_COMPILED)
 
     def _is_open(self, best: Tried) -> bool:
-        """Whether it is still to be shown that no residual more fits; where no choices say what it does, if much is left."""
+        """Whether it is still to be shown that no residual more fits; where no choices say what it does, if much is left.
+
+        And whether what it offloads has to be.
+        """
+        if self.unmoved(best):
+            return True
         return not self.is_maximal(best) and (best.candidate.done is not None or self._much_is_left(best))
 
     def _much_is_left(self, best: Tried) -> bool:
         return self.budget - best.compiled.device_bytes > _MUCH * self.budget
+
+    def unmoved(self, best: Tried | None) -> list[Candidate]:
+        """The best with what it offloads left on the device, where that may fit and was not compiled.
+
+        What the compiler needs for copies can be more than they spare, and no step that makes them all shows it.
+        """
+        found = None if best is None else self.without_host(best.candidate)
+        if found is None or self.known(found) is not None or self.expected(found) > _HOPE * self.budget:
+            return []
+        return [found]
 
     def probe(self) -> bool:
         """Whether anything fits, by the leanest named policy, and by the planner's leanest where that does not."""
@@ -118,7 +133,7 @@ class Search(Solver):
         stack, best = self.stack, self.best
         if best is not None and best.candidate.seconds <= 0:
             return []
-        found = self._better(stack, best) if self.tried else self._first(stack)
+        found = [*self.unmoved(best), *self._better(stack, best)] if self.tried else self._first(stack)
         if best is None and self.tried:
             found = self._with_leanest(stack, found)
         elif best is not None and not found:

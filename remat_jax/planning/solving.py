@@ -58,15 +58,15 @@ class Solver(Known):
         self, stack: Stack, budget: float, host_budget: float, most_runs: int | None, limits: Mapping[str, Any]
     ) -> tuple[Candidate | None, bool]:
         least = self._least(stack)
-        fits = predicted(stack, least.loads) <= budget
+        fits = predicted(stack, least.loads) <= budget and least.host_bytes <= host_budget
         # With a limit on the host, the leanest may be one that offloads a part of what it could: the solver knows.
-        if not fits and (stack.link is None or math.isinf(self.host_budget)):
+        if not fits and (stack.link is None or math.isinf(host_budget)):
             return None, False
         try:
             plan = solve_counts(
                 stack,
                 budget,
-                self.host_left,
+                host_budget,
                 most_policies=most_runs,
                 time_limit=_TIME_LIMIT,
                 say_least=False,
