@@ -15,6 +15,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import remat_jax as rj
+from remat_jax import compat
 from remat_jax.errors import NoEffectError
 from remat_jax.graph import plan_block
 from remat_jax.parity.rule import float64_errors, global_norm
@@ -34,6 +35,8 @@ _OF_DOTS = (
 )
 _OF_NAMES = ("save: user_*", "offload: user_*", "recompute: user_*; save: *")
 _BY_HAND = ("full", "everything", "dots", "dots_with_no_batch_dims", "offload: @dots", "save: user_1, user_2; offload: @dots")
+_ABLE = tuple(way for way in WAYS if way != "by_hand" or not compat.remat3() or compat.JAX_VERSION >= (0, 12, 0))
+"""Before JAX 0.12 `jax_remat3` knows no policy by hand, and that is refused (tests/test_jax_policy.py)."""
 _ALWAYS_EFFECTIVE = frozenset({"off", "full", "everything"})
 """They select no residual by name and offload none."""
 
@@ -79,7 +82,7 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     """A program, how it becomes layers, the policies on them, and what is done with the loss."""
     program = draw(programs())
-    stack = Stack(program, draw(st.sampled_from([1, 2, 2, 3])), draw(st.sampled_from(WAYS)), draw(st.sampled_from(LOOPS)))
+    stack = Stack(program, draw(st.sampled_from([1, 2, 2, 3])), draw(st.sampled_from(_ABLE)), draw(st.sampled_from(LOOPS)))
     if stack.way == "forward":
         choices: Any = st.sampled_from(["full", "offload_inputs"])
     elif stack.way == "by_hand":
@@ -123,9 +126,10 @@ def transformed(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
     return lambda p, x, ids, keys: jax.jvp(lambda p, x: gradient(p, x, ids, keys), (p, x), directions(p, x))
 
 
-def computed(loss: Callable[..., Any], case: Case) -> dict[str, np.ndarray]:
-    """What the transformed loss gives, by path."""
+def computed(loss: Callable[..., Any], case: Case, *, nudge: float = 0.0) -> dict[str, np.ndarray]:
+    """What the transformed loss gives, by path; with `nudge` for parameters and input larger by that part."""
     params, x, ids, keys = case.arguments()
+    params, x = jax.tree.map(lambda leaf: leaf + nudge * leaf if nudge else leaf, (params, x))
     fn = transformed(loss, case.transform)
     with warnings.catch_warnings():
         # Right: a program may donate more than it gives back.
@@ -210,6 +214,12 @@ def check(case: Case, tally: Tally | None = None) -> None:
                 raise
             tally.refused["a choice along a vmap"] += 1
             return
+        except TypeError as error:
+            # JAX's own checkpoint cannot keep a complex number: it rounds what it keeps, and its rounding knows real ones only.
+            if "reduce_precision does not accept dtype complex" not in str(error) or case.stack.way != "by_hand":
+                raise
+            tally.refused["complex, kept by hand"] += 1
+            return
         tally.checked += 1
         tally.kinds.update([case.stack.way, case.stack.loop, case.transform, case.run])
         # Of equal values another dtype is wrong too.
@@ -235,9 +245,13 @@ def _compare(case: Case, plain: dict[str, np.ndarray], found: dict[str, np.ndarr
             low_precision.reset(token)
         _judge_low(*map(_floats, (reference, plain, found)), _lowest(case.stack.program))
         return
-    errors = float64_errors(_floats(plain), _floats(found))
-    worst = max(errors, key=lambda name: errors[name])
-    assert errors[worst] <= TOLERANCES["float64"].value, f"{worst} is off by {errors[worst]:.3g}"
+    errors, most = float64_errors(_floats(plain), _floats(found)), TOLERANCES["float64"].value
+    if max(errors.values()) <= most:
+        return
+    # A program may magnify rounding: no result is nearer than what one unit in the last place of its arguments changes.
+    nudged = float64_errors(_floats(plain), _floats(computed(case.stack.plain(), case, nudge=epsilon(np.dtype(np.float64)))))
+    for name, error in errors.items():
+        assert error <= max(most, nudged[name]), f"{name} is off by {error:.3g}, rounding alone by {nudged[name]:.3g}"
 
 
 def _lowest(program: Program) -> float:

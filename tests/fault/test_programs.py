@@ -88,14 +88,47 @@ def test_a_gradient_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, run: 
     under = Stack.under
 
     def wrong(stack: Stack, policy: Any) -> Any:
-        loss = under(stack, policy)
-        # The same value, and the gradient along the parameters times the factor.
-        still = jax.lax.stop_gradient
-        return lambda p, *rest: loss(jax.tree.map(lambda leaf: still(leaf) + factor * (leaf - still(leaf)), p), *rest)
+        return scaled(under(stack, policy), factor)
 
     monkeypatch.setattr(Stack, "under", wrong)
     with pytest.raises(AssertionError, match="is off by"):
         check(case)
+
+
+def scaled(loss: Any, factor: float) -> Any:
+    """The same value, and the gradient along parameters and input times the factor."""
+    still = jax.lax.stop_gradient
+
+    def changed(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: still(leaf) + factor * (leaf - still(leaf)), tree)
+
+    return lambda p, x, *rest: loss(changed(p), changed(x), *rest)
+
+
+def test_a_program_that_magnifies_rounding_is_judged_by_how_much_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sine of a number of 1e9 turns its last digit into the seventh of the loss."""
+    squared = Program((Step("scaled", (0, 0), 0), *[Step("transposed", (0, 0), 0)] * 5))
+    case = Case(Stack(squared, 2, "remat", "none"), ("full",), "grad", "eager", 1)
+    under, tally = Stack.under, Tally.empty()
+    for factor, right in ((1.0, True), (1 + 1e-9, True), (1.001, False)):
+        monkeypatch.setattr(Stack, "under", lambda stack, policy, factor=factor: scaled(under(stack, policy), factor))
+        if right:
+            check(case, tally)
+            continue
+        with pytest.raises(AssertionError, match=r"is off by 0\.00\d+, rounding alone by \d"):
+            check(case, tally)
+    assert (tally.checked, tally.bit_equal) == (3, 1)
+
+
+def test_jax_cannot_keep_a_complex_number_by_hand() -> None:
+    rotated = Program((Step("complex", (0, 0), 0), Step("complex_exp", (0,), 0), Step("modulus", (0,), 0)))
+    tally = Tally.empty()
+    for way in ("by_hand", "remat"):
+        check(Case(Stack(rotated, 1, way, "none"), ("everything",), "grad", "eager", 0), tally)
+    assert tally.refused == {"complex, kept by hand": 1} and tally.checked == 1
+    with pytest.raises(TypeError, match="reduce_precision does not accept dtype complex"):
+        kept = jax.checkpoint(lambda x: jnp.exp(1j * x).real.sum(), policy=jax.checkpoint_policies.everything_saveable)
+        jax.grad(kept)(jnp.ones(2))
 
 
 @pytest.mark.parametrize(
