@@ -73,21 +73,21 @@ def classic_rematerialisation() -> Iterator[None]:
 
     Only there can every residual of a block be kept by its name. The new one keeps what was named before differentiation, so
     that a derivative rule's own arrays, and those that a rule reads back (exp, tanh, softmax), are made again; and before
-    JAX 0.12 it ignores named policies altogether.
+    JAX 0.12 it asks no policy that is a function, or asks it about names alone (0.11.2).
     """
     with _config.remat3(False):
         yield
 
 
 def require_named_policies() -> None:
-    """Refuse where this JAX would silently recompute everything instead of honouring a policy of names.
+    """Refuse where this JAX would silently recompute what a policy made of a function would keep.
 
     Raises:
       UnsupportedError: with `jax_remat3` on before JAX 0.12.
     """
     if remat3() and JAX_VERSION < (0, 12, 0):
         raise UnsupportedError(
-            f"jax_remat3=True with JAX {jax.__version__}: this JAX turns policies of names silently into full recomputation; "
+            f"jax_remat3=True with JAX {jax.__version__}: this JAX silently recomputes what such a policy would keep; "
             'switch it off with jax.config.update("jax_remat3", False), or use JAX 0.12 or later'
         )
 
