@@ -52,6 +52,29 @@ def test_the_plan_is_printed_written_and_drawn(file, tmp_path):
     assert data["device_bytes"] <= 9 * 2**20 and data["policies"] == json.loads(saved.read_text())["policies"]
 
 
+def test_the_file_of_a_plan_is_a_policy(file, tmp_path):
+    saved, other = tmp_path / "plan.json", tmp_path / "other.py"
+    assert run(f"{file}:job", "-b", "9 MiB", "--target", "cpu", "--save", saved).exit_code == 0
+    made = rj.Plan.load(saved)
+
+    def asked(*arguments):
+        return CliRunner().invoke(app, [*map(str, arguments)])
+
+    found = asked("measure", f"{file}:job", "-p", saved, "-p", "full", "--diff", "full", saved, "--residuals", "--json")
+    data = json.loads(found.stdout)
+    assert found.exit_code == 0 and [one["policy"] for one in data["reports"]] == [str(saved), "full"]
+    assert data["reports"][0]["device_bytes"] == made.device_bytes > data["reports"][1]["device_bytes"]
+    assert data["residuals"][0]["policy"] == data["diff"]["after"] == str(saved)
+    assert data["diff"]["device_bytes"] == made.device_bytes - data["reports"][1]["device_bytes"]
+    assert asked("doctor", f"{file}:job", "-p", saved).exit_code == 0
+    other.write_text(file.read_text().replace("scanned=True", "scanned=False"))
+    for command in ("measure", "doctor"):
+        gone = asked(command, f"{file}:job", "-p", tmp_path / "none.json")
+        assert gone.exit_code == 2 and "there is no such file; write one with remat-jax plan --save" in gone.stderr
+        wrong = asked(command, f"{other}:job", "-p", saved)
+        assert wrong.exit_code == 2 and "Traceback" not in wrong.stderr and "another" in wrong.stderr, wrong.stderr
+
+
 def test_what_does_not_fit_exits_3_and_says_the_least(file):
     done = run(f"{file}:job", "--budget", "3 MiB", "--target", "cpu", "--json")
     assert done.exit_code == 3

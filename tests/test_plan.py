@@ -27,7 +27,7 @@ from remat_jax.hardware import target
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning import make
 from remat_jax.planning.plan import NOT_MAXIMAL
-from remat_jax.planning.search import MORE_COMPILED, MOST_COMPILED
+from remat_jax.planning.search import MORE_COMPILED, MOST_COMPILED, UNMOVED_COMPILED
 from remat_jax.policy import NAMED
 from tests.plan_models import LAYERS, WIDTH, MlpLayer, MlpStack, job
 from tests.small_models import assert_same
@@ -225,7 +225,7 @@ def test_for_a_gpu_offload_is_planned_where_layers_are_unrolled():
     """Three layers compiled for an H200: within the budget, with host memory where that is faster than computing again."""
     work = job(rows=65536, layers=3)
     plan = rj.plan(work, "150 MiB", "h200")
-    assert plan.device_bytes <= 150 * MIB and len(plan.tried) <= MOST_COMPILED + MORE_COMPILED
+    assert plan.device_bytes <= 150 * MIB and len(plan.tried) <= MOST_COMPILED + MORE_COMPILED + UNMOVED_COMPILED
     assert plan.best_named is None or plan.seconds <= plan.best_named.seconds
     none = rj.plan(work, "150 MiB", "h200", host_budget=0)
     assert none.host_bytes == 0 and none.device_bytes <= 150 * MIB and none.seconds >= plan.seconds * 0.999

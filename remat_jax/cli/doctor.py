@@ -9,12 +9,12 @@ import typer
 from remat_jax import compat
 from remat_jax.cli.meshes import MeshOption, checked_mesh, load_on_mesh
 from remat_jax.cli.output import FAILED, Json, answering, progress
+from remat_jax.cli.policies import TAKEN, check_policy, read_policy
 from remat_jax.diagnosis import doctor as diagnose
 from remat_jax.diagnosis import environment
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
-from remat_jax.policy import as_block_policy
 
 
 def doctor(
@@ -25,7 +25,7 @@ def doctor(
             metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.", show_default=False
         ),
     ] = None,
-    policy: Annotated[str, typer.Option("--policy", "-p", help="A name or a text; off looks at the model as it is.")] = "off",
+    policy: Annotated[str, typer.Option("--policy", "-p", help=f"{TAKEN}; off looks at the model as it is.")] = "off",
     target: Annotated[
         str | None, typer.Option(help="A GPU to compile for as well; see remat-jax targets. Only tracing unless given.")
     ] = None,
@@ -44,7 +44,7 @@ def doctor(
         return
     with answering(as_json) as answer:
         # What can be wrong in the arguments is said before the user's file runs, which may take long.
-        as_block_policy(policy)
+        check_policy(policy)
         check_timeout(timeout)
         described = target_named(target) if target is not None else None
         divided = checked_mesh(mesh, described)
@@ -52,7 +52,7 @@ def doctor(
         job = load_on_mesh(workload, divided)
         with progress() as steps:
             steps.tell(f"{job.name}: tracing" + (f", then compiling for {described.name}" if described else ""), 0, 1)
-            found = diagnose(job, policy, described, timeout)
+            found = diagnose(job, read_policy(policy, job), described, timeout)
         answer.show(found)
         answer.data(found.to_dict())
     if not found.ok:

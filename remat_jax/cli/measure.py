@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,19 +13,22 @@ import typer
 from remat_jax import compat
 from remat_jax.cli.meshes import MeshOption, checked_mesh, load_on_mesh
 from remat_jax.cli.output import Answer, Json, answering, progress
+from remat_jax.cli.policies import TAKEN, check_policy, is_plan, read_policy
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport, residuals
 from remat_jax.memory.collectives import executed
-from remat_jax.memory.diff import compare_policies
+from remat_jax.memory.diff import PolicyDiff, compare_policies
 from remat_jax.memory.hlo import COLLECTIVES
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
-from remat_jax.policy import as_block_policy
 from remat_jax.report import format_bytes, table
 from remat_jax.report.stacked import FORMATS, module_memory_figure, save_picture
+from remat_jax.workload import Workload
 
 PLAIN_AND_FULL = ("off", "full")
+MOST_LETTERS = 60
+"""Of a policy in a line that says what was done."""
 
 
 def measure(
@@ -33,7 +37,7 @@ def measure(
     ],
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help="A name or a text; once for each of several. off and full unless given."),
+        typer.Option("--policy", "-p", help=f"{TAKEN}; once for each of several. off and full unless given."),
     ] = None,
     target: Annotated[str, typer.Option(help="What to compile for; see remat-jax targets.")] = "cpu",
     mesh: MeshOption = None,
@@ -71,15 +75,17 @@ def measure(
         job = load_on_mesh(workload, divided)
         with progress() as steps:
             steps.tell(f"{job.name}: tracing, then compiling for {described.name}", 0, len(asked))
-            tables = [residuals(job, one) for one in asked] if show_residuals else []
+            policies = {name: read_policy(name, job) for name in asked}
+            tables = [_called(name, residuals(job, policy)) for name, policy in policies.items()] if show_residuals else []
             done: list[str] = []
 
             def compiled(name: str) -> None:
                 done.append(name)
-                steps.tell(f"compiled {name} for {described.name}", min(len(done), len(asked)), len(asked))
+                steps.tell(f"compiled {name[:MOST_LETTERS]} for {described.name}", min(len(done), len(asked)), len(asked))
 
-            reports = measure_many(job, asked, described, timeout, on_done=compiled)
-            change = compare_policies(job, *diff, described, timeout) if diff else None
+            found = measure_many(job, list(policies.values()), described, timeout, on_done=compiled)
+            reports = [_called(name, report) for name, report in zip(policies, found, strict=True)]
+            change = _difference(job, diff, described, timeout) if diff else None
         _show(answer, described, reports, [*tables, *(report.live_table() for report in reports if show_live)])
         answer.show(*(change.tables() if change else ()))
         picture = _draw(plot, reports, answer) if plot else None
@@ -99,8 +105,19 @@ def _asked(policies: Sequence[str] | None, diff: tuple[str, str] | None) -> list
     """The policies to measure, those of `--diff` too, each once; checked before the user's file runs, which may take long."""
     asked: dict[Any, str] = {}
     for one in [*(policies or (() if diff else PLAIN_AND_FULL)), *(diff or ())]:
-        asked.setdefault(as_block_policy(one), one)
+        asked.setdefault(check_policy(one), one)
     return list(asked.values())
+
+
+def _difference(job: Workload, diff: tuple[str, str], target: Target, timeout: float) -> PolicyDiff:
+    before, after = (read_policy(name, job) for name in diff)
+    found = compare_policies(job, before, after, target, timeout)
+    return replace(found, before=_called(diff[0], found.before), after=_called(diff[1], found.after))
+
+
+def _called(name: str, found: Any) -> Any:
+    """What was found of a policy; a plan goes by the name of its file, as what its policies say is many lines."""
+    return replace(found, policy=name) if is_plan(name) else found
 
 
 def _check_picture(plot: Path | None, target: Target) -> None:

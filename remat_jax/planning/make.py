@@ -67,10 +67,10 @@ def plan(
     """The fastest policy of `workload` whose training step, compiled for `target`, fits a budget of memory.
 
     The residuals of each block, their bytes and what computing them again takes make a problem, whose exact solution is
-    compiled; what the compiler says corrects the problem, which is solved again, six compilations, or up to ten where it takes
-    these to show that no residual more fits. The answer was compiled and fits, and by the estimate no named policy that was
-    compiled and fits is faster; named policies are compiled where the estimate says that they might be. What exactly is
-    promised, and the mathematics, is in `docs/how/planner.md`.
+    compiled; what the compiler says corrects the problem, which is solved again, six compilations, or up to twelve where it
+    takes these to show that no residual more fits, and that what is offloaded has to be. The answer was compiled and fits,
+    and by the estimate no named policy that was compiled and fits is faster; named policies are compiled where the estimate
+    says that they might be. What exactly is promised, and the mathematics, is in `docs/how/planner.md`.
 
     Args:
       workload: with a loss; a finished step has taken its gradient already.

@@ -18,6 +18,8 @@ from remat_jax.planning.solving import Solver
 MOST_COMPILED = 6
 MORE_COMPILED = 4
 """So many more, one after another, until it is shown that no residual more fits into the plan."""
+UNMOVED_COMPILED = 2
+"""So many more, where plans offload, to see whether they have to."""
 SIDE_BY_SIDE = 2
 MOST_RUNS = 3
 """Runs of layers of one kind: layers that are scanned become as many scans, each compiled by itself."""
@@ -38,7 +40,7 @@ class Search(Solver):
     Args:
       stack, named, budget, host_budget, own, arguments, recut: as for `Known`.
       compile_them: compiles candidates side by side; an empty list ends the search.
-      most_compiled: how many steps may be compiled in all.
+      most_compiled: how many steps may be compiled, but for `MORE_COMPILED` and `UNMOVED_COMPILED`.
       most_runs: see `MOST_RUNS`.
       scanned: whether different policies in a kind cut a scan, which costs what no prediction knows.
     """
@@ -61,6 +63,7 @@ class Search(Solver):
         may_cut = recut if most_runs != 1 else None
         super().__init__(stack, named, budget, host_budget, own, arguments, may_cut, most_runs=most_runs)
         self._compile_them, self._most = compile_them, most_compiled
+        self._most_in_all = most_compiled + UNMOVED_COMPILED
         self._scanned = scanned and most_runs != 1
         self.ended = False
         self._worth = _WORTH * stack.base_seconds
@@ -133,7 +136,9 @@ class Search(Solver):
         stack, best = self.stack, self.best
         if best is not None and best.candidate.seconds <= 0:
             return []
-        found = [*self.unmoved(best), *self._better(stack, best)] if self.tried else self._first(stack)
+        if unmoved := self.unmoved(best):
+            self._most = min(self._most + 1, self._most_in_all)
+        found = [*unmoved, *self._better(stack, best)] if self.tried else self._first(stack)
         if best is None and self.tried:
             found = self._with_leanest(stack, found)
         elif best is not None and not found:
