@@ -61,6 +61,19 @@ def test_a_plan_offloads_only_what_does_not_fit_without(spares):
     assert best.candidate.seconds < 1.85 and any(one.candidate.host_bytes for one in search.tried)
 
 
+def test_what_was_not_compiled_is_shown_by_the_compiled_step_of_the_nearest_size():
+    """This compiler needs 5000 bytes at most: exact where everything is kept, a prediction is far off where little is."""
+    search, _ = searched(6000, TRUTH)
+    search._compile_them = lambda asked: [Compiled(round(min(5000, predicted(TRUTH, one.loads))), 0) for one in asked]
+    full = own((NAMED["full"],) * 6, name="full")
+    search._compile([full, own((NAMED["everything"],) * 6)])
+    near = own((*[NAMED["full"]] * 5, NAMED["dots"]))
+    assert search.shown(full) == search.known(full).compiled.device_bytes
+    assert (
+        abs(search.shown(near) - predicted(TRUTH, near.loads)) < abs(search.expected(near) - predicted(TRUTH, near.loads)) / 2
+    )
+
+
 def test_a_fit_finds_a_share_that_its_first_guess_hides():
     """By the guess the peak of the second step is its last block, which offloads nothing; in truth it is the one before."""
     stack, truth = (with_link(1000.0, one, **shares) for one, shares in ((STACK, {"fetched_share": 0.3}), (TRUTH, {})))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from jax.sharding import AbstractMesh
 
 from remat_jax.errors import ArgumentError, UnsupportedError
@@ -41,9 +43,10 @@ def check_size(mesh: AbstractMesh, target: Target, called: str) -> None:
       ArgumentError: it is of another size.
     """
     if mesh.size != target.devices:
+        one = re.sub(r"^(\d+x){1,2}", "", target.name)
         raise ArgumentError(
             f"target={target.name!r} is {target.devices} device{'s' * (target.devices > 1)}, and {called} has {mesh.size}: ask "
-            f"for as many, such as '{mesh.size}xh200' in one host ('8x8xh200' are 64 in eight hosts), or change the mesh"
+            f"for as many, such as '{mesh.size}x{one}' in one host ('8x8x{one}' are 64 in eight hosts), or change the mesh"
         )
 
 

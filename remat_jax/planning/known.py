@@ -164,6 +164,10 @@ class Known:
                 return one.compiled.device_bytes
         return round(predicted(stack or self.stack, candidate.loads))
 
+    def shown(self, candidate: Candidate) -> int:
+        """The same to be shown beside others: predicted as exactly as the compiled step of the nearest size allows."""
+        return self.expected(candidate, self._fitted(predicted(self.stack, candidate.loads)))
+
     def known(self, candidate: Candidate) -> Tried | None:
         """What the compiler said of a candidate, if it was asked."""
         return next((one for one in self.tried if one.candidate.is_same(candidate)), None)

@@ -27,7 +27,7 @@ def outcome(described: Described, search: Search, best: Tried, remarks: Sequence
         known = search.known(candidate)
         return Point(
             candidate.name,
-            None if known and known.compiled.device_bytes == FAILED else search.expected(candidate, stack),
+            None if known and known.compiled.device_bytes == FAILED else search.shown(candidate),
             known.compiled.host_bytes if known else round(candidate.host_bytes),
             base + candidate.seconds,
             known is not None,
