@@ -186,7 +186,14 @@ def check(case: Case, tally: Tally | None = None) -> None:
     """Raise AssertionError unless value and gradients are those of the plain program."""
     tally = tally or Tally.empty()
     with jax.enable_x64(True):
-        plain = computed(case.stack.plain(), case)
+        try:
+            plain = computed(case.stack.plain(), case)
+        except NotImplementedError as error:
+            # JAX 0.10.2 with `jax_remat3` on maps no name that the model gives.
+            if "CheckpointName" not in str(error) or not case.stack.program.has("named"):
+                raise
+            tally.refused["a name under a vmap"] += 1
+            return
         if not all(np.isfinite(leaf).all() for leaf in _floats(plain).values()):
             tally.refused["not finite"] += 1
             return

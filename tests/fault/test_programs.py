@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import remat_jax as rj
+from remat_jax import compat
 from remat_jax.errors import NoEffectError
 from tests.fault import __main__ as command
 from tests.fault.checks import Case, Tally, cases, check
@@ -120,6 +121,7 @@ def test_a_program_that_magnifies_rounding_is_judged_by_how_much_it_does(monkeyp
     assert (tally.checked, tally.bit_equal) == (3, 1)
 
 
+@pytest.mark.skipif(compat.remat3(), reason="JAX's new rematerialisation keeps one, or takes no policy by hand")
 def test_jax_cannot_keep_a_complex_number_by_hand() -> None:
     rotated = Program((Step("complex", (0, 0), 0), Step("complex_exp", (0,), 0), Step("modulus", (0,), 0)))
     tally = Tally.empty()
