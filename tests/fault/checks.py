@@ -182,22 +182,48 @@ class Tally:
         return cls(Counter(), Counter())
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """What JAX refuses by itself: its error, and the programs that may meet it.
+
+    Attributes:
+      ops: operations of which the program has one; empty where any program may meet it.
+      way: the only way in which it is met; empty for every one.
+    """
+
+    name: str
+    error: type[Exception]
+    words: str
+    ops: tuple[str, ...] = ()
+    way: str = ""
+
+    def is_of(self, error: Exception, case: Case) -> bool:
+        """Whether `error` is this refusal, of a program that may meet it."""
+        met = (not self.ops or case.stack.program.has(*self.ops)) and self.way in ("", case.stack.way)
+        return met and isinstance(error, self.error) and self.words in str(error)
+
+
+_BY_JAX = (
+    # It cannot choose between arrays on the host: a `vmap` over the choice of a branch that offloads, also by hand.
+    Refusal("select on the host", ValueError, "inputs passed to `select_n`", ("cond", "switch")),
+    # Nor transpose what its own rule for a `cond` under `vmap` makes of tangents.
+    Refusal("a choice along a vmap", NotImplementedError, "'stop_gradient'", ("cond", "switch")),
+    # Its own checkpoint rounds what it keeps, and its rounding knows real numbers only.
+    Refusal("complex, kept by hand", TypeError, "reduce_precision does not accept dtype complex", way="by_hand"),
+    # Version 0.10.2 with `jax_remat3` on.
+    Refusal("a name under a vmap", NotImplementedError, "CheckpointName", ("named",)),
+)
+
+
 def check(case: Case, tally: Tally | None = None) -> None:
     """Raise AssertionError unless value and gradients are those of the plain program."""
     tally = tally or Tally.empty()
     with jax.enable_x64(True):
         try:
             plain = computed(case.stack.plain(), case)
-        except NotImplementedError as error:
-            # JAX 0.10.2 with `jax_remat3` on maps no name that the model gives.
-            if "CheckpointName" not in str(error) or not case.stack.program.has("named"):
-                raise
-            tally.refused["a name under a vmap"] += 1
-            return
-        if not all(np.isfinite(leaf).all() for leaf in _floats(plain).values()):
-            tally.refused["not finite"] += 1
-            return
-        try:
+            if not all(np.isfinite(leaf).all() for leaf in _floats(plain).values()):
+                tally.refused["not finite"] += 1
+                return
             policy = policy_of(case)
             if policy is None:
                 tally.refused["no residual"] += 1
@@ -209,23 +235,11 @@ def check(case: Case, tally: Tally | None = None) -> None:
                 raise
             tally.refused["no effect"] += 1
             return
-        except ValueError as error:
-            # JAX cannot choose between arrays on the host: a `vmap` over the choice of a branch that offloads, also by hand.
-            if "inputs passed to `select_n`" not in str(error) or not case.stack.program.has("cond", "switch"):
+        except (ValueError, TypeError, NotImplementedError) as error:
+            named = [one.name for one in _BY_JAX if one.is_of(error, case)]
+            if not named:
                 raise
-            tally.refused["select on the host"] += 1
-            return
-        except NotImplementedError as error:
-            # JAX cannot transpose what its own rule for a `cond` under `vmap` makes of tangents.
-            if "'stop_gradient'" not in str(error) or not case.stack.program.has("cond", "switch"):
-                raise
-            tally.refused["a choice along a vmap"] += 1
-            return
-        except TypeError as error:
-            # JAX's own checkpoint cannot keep a complex number: it rounds what it keeps, and its rounding knows real ones only.
-            if "reduce_precision does not accept dtype complex" not in str(error) or case.stack.way != "by_hand":
-                raise
-            tally.refused["complex, kept by hand"] += 1
+            tally.refused.update(named)
             return
         tally.checked += 1
         tally.kinds.update([case.stack.way, case.stack.loop, case.transform, case.run])
