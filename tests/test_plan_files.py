@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import remat_jax as rj
-from remat_jax.errors import PlanningError, RematError
+from remat_jax.errors import NoEffectError, PlanningError, RematError
 from remat_jax.planning import files
 from remat_jax.planning.model import Model, find_block
 from tests.plan_by_hand import PlannedLayer, plan
@@ -269,3 +269,15 @@ def test_another_model_is_refused_when_it_is_applied():
         loss({"kernel": jnp.ones((4, 8))}, jnp.ones((2, 4)))
     with pytest.raises(rj.RematError, match="fn=3: expected a function"):
         made.apply(3)
+
+
+def test_a_plan_whose_residuals_are_not_there_is_to_be_made_again():
+    model = PlannedLayer()
+    made = plan(policies={PlannedLayer: rj.Policy.parse("save: *none_such#3")}, jax_version="0.9.9")
+    params = model.init(jax.random.key(0), jnp.ones((2, 4)))
+    planned = made.apply(lambda params, x: jnp.sum(model.apply(params, x)))
+    with pytest.raises(
+        NoEffectError,
+        match=r"^the plan for 'by hand' is not .* made with JAX 0\.9\.9, .* Plan again\. \(policy=.*matches no res",
+    ):
+        jax.grad(planned)(params, jnp.ones((2, 4)))

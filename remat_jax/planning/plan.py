@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from remat_jax.apply.blocks import checkpoint_blocks
-from remat_jax.errors import ArgumentError
+from remat_jax.errors import ArgumentError, NoEffectError
 from remat_jax.planning import files
 from remat_jax.planning.explain import explanation, plan_table
 from remat_jax.planning.model import Model, block_name
@@ -108,7 +108,13 @@ class Plan:
         @functools.wraps(fn)
         def with_plan(*args: P.args, **kwargs: P.kwargs) -> R:
             self.model.check_arguments((args, kwargs), self._told)
-            return planned(*args, **kwargs)
+            try:
+                return planned(*args, **kwargs)
+            except NoEffectError as error:
+                raise NoEffectError(
+                    f"{self._told} is not for this function: it was made with JAX {self.jax_version}, and the model's code or "
+                    f"dtypes, or JAX, are others here, so that it has other residuals. Plan again. ({error})"
+                ) from None
 
         return with_plan
 
