@@ -69,7 +69,8 @@ def near(value: Any, draw: random.Random) -> Any:
     if isinstance(value, str):
         return draw.choice((f"{value}x", value[::-1], value.upper(), "x"))
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return draw.choice((value + 1, value * 2, value / 2, -value))
+        half = value // 2 if abs(value) > 2**1000 else value / 2  # larger than any float
+        return draw.choice((value + 1, value * 2, half, -value))
     return draw.choice((None, not value)) if isinstance(value, bool | None) else type(value)()
 
 
