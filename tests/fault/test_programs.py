@@ -118,7 +118,7 @@ def test_a_program_that_magnifies_rounding_is_judged_by_how_much_it_does(monkeyp
             continue
         with pytest.raises(AssertionError, match=r"is off by 0\.00\d+, rounding alone by \d"):
             check(case, tally)
-    assert (tally.checked, tally.bit_equal) == (3, 1)
+    assert tally.checked == 3
 
 
 @pytest.mark.skipif(compat.remat3(), reason="JAX's new rematerialisation keeps one, or takes no policy by hand")
