@@ -61,6 +61,32 @@ def test_a_plan_offloads_only_what_does_not_fit_without(spares):
     assert best.candidate.seconds < 1.85 and any(one.candidate.host_bytes for one in search.tried)
 
 
+@pytest.mark.parametrize(("over", "asked"), [(1.05, True), (1.2, False)])
+def test_whether_an_offload_has_to_be_is_asked_where_it_may_not(over, asked, monkeypatch):
+    stack = with_link(2000.0, TRUTH, fetched_share=1.0)
+    away, left = (own((*[(SAVE, what, AGAIN)] * 5, NAMED["dots"]), stack) for what in (OFFLOAD, SAVE))
+    search, _ = searched(predicted(stack, left.loads) / over, stack, stack=stack, most_compiled=1)
+    search._compile([away])
+    (best,) = search.tried
+    assert [one.loads for one in search.unmoved(best)] == [left.loads] * asked
+    # It is asked even where no residual more fits, and beside the compilations that there are for the rest.
+    monkeypatch.setattr(search, "is_maximal", lambda best: True)
+    assert search._limit == 1 + asked
+    search._wanted()
+    assert search._most == 1 + asked
+    search._compile([left])
+    assert search.unmoved(best) == []
+
+
+def test_what_may_not_be_saved_has_no_plan_without_the_host():
+    search, _ = searched(4500, STACK, stack=with_link(2000.0, STACK))
+    found = search.own((*[(SAVE, OFFLOAD, AGAIN)] * 5, NAMED["dots"]))
+    assert search.without_host(found) is not None and search.without_host(search.without_host(found)) is None
+    kept = replace(search.guess.blocks[0], residuals=(X, replace(LAYER.residuals[1], may_save=False), LAYER.residuals[2]))
+    search.guess = replace(search.guess, blocks=(kept,))
+    assert search.without_host(found) is None
+
+
 def test_what_was_not_compiled_is_shown_by_the_compiled_step_of_the_nearest_size():
     """This compiler needs 5000 bytes at most: exact where everything is kept, a prediction is far off where little is."""
     search, _ = searched(6000, TRUTH)

@@ -166,7 +166,10 @@ class Known:
 
     def shown(self, candidate: Candidate) -> int:
         """The same to be shown beside others: predicted as exactly as the compiled step of the nearest size allows."""
-        return self.expected(candidate, self._fitted(predicted(self.stack, candidate.loads)))
+        known = self.known(candidate)
+        if known is not None:
+            return known.compiled.device_bytes
+        return round(predicted(self._fitted(predicted(self.stack, candidate.loads)), candidate.loads))
 
     def known(self, candidate: Candidate) -> Tried | None:
         """What the compiler said of a candidate, if it was asked."""
