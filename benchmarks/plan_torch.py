@@ -25,7 +25,7 @@ import remat_jax as rj
 from benchmarks.record import ROOT, provenance, text_table, write_json
 from examples.demo.setting import Setting
 from examples.models import linen
-from remat_jax import compat, planner
+from remat_jax import compat, solver
 from remat_jax.graph.count import flops
 from remat_jax.hardware.rates import Rates
 from remat_jax.planning.problem import describe, policy_of
@@ -100,7 +100,7 @@ class Plans:
         """Bytes kept and FLOPs computed again of the best plan that keeps no more; None where there is no such plan."""
         try:
             # A budget is positive; no residual is as small as a byte.
-            plan = planner.solve_counts(self.stack, max(1.0, float(saved_bytes)))
+            plan = solver.solve_counts(self.stack, max(1.0, float(saved_bytes)))
         except rj.errors.InfeasibleBudget:
             return None
         policy = self._policy(plan)
@@ -108,7 +108,7 @@ class Plans:
             self._seen[policy] = rj.residuals(self.job, policy).device_bytes, self._flops(policy) - self.step_flops
         return self._seen[policy]
 
-    def _policy(self, plan: planner.StackPlan) -> Any:
+    def _policy(self, plan: solver.StackPlan) -> Any:
         chosen = iter([one.policy for one in plan.ranges for _ in range(one.count)])
         found = []
         for kind, block in zip(self.described.kinds, self.described.stack.blocks, strict=True):

@@ -52,7 +52,7 @@ def pins():
 
 
 @pytest.mark.parametrize(
-    "module", ["remat_jax", "remat_jax.report", "remat_jax.policy", "remat_jax.hardware", "remat_jax.planner"]
+    "module", ["remat_jax", "remat_jax.report", "remat_jax.policy", "remat_jax.hardware", "remat_jax.solver"]
 )
 def test_importing_loads_no_torch_and_no_plotting(module):
     loaded = loaded_after(f"import {module}")

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.planner import Block, Choice, HostLink, Residual, Stack, stack_plan
 from remat_jax.planning.candidate import FAILED, Candidate, Compiled
 from remat_jax.planning.choices import block_policies, one_residual_more, runs
 from remat_jax.planning.fitting import Load, Seen, fitted, predicted
 from remat_jax.planning.search import MORE_COMPILED, MOST_COMPILED, Search
+from remat_jax.solver import Block, Choice, HostLink, Residual, Stack, stack_plan
 
 SAVE, OFFLOAD, AGAIN = Choice.SAVE, Choice.OFFLOAD, Choice.RECOMPUTE
 X, UP, ACT = Residual("x", 100.0), Residual("up", 400.0, 0.5, ("x",)), Residual("act", 300.0, 0.05, ("up",))

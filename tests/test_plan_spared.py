@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.planner import HostLink, Residual, stack_plan
 from remat_jax.planning.candidate import Compiled
 from remat_jax.planning.choices import block_policies, one_residual_more, together
 from remat_jax.planning.fitting import Load, Seen, fitted, predicted
 from remat_jax.planning.search import Search
+from remat_jax.solver import HostLink, Residual, stack_plan
 from tests.test_plan_search import AGAIN, LAYER, NAMED, OFFLOAD, SAVE, STACK, TRUTH, X, own, searched
 
 

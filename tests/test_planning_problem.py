@@ -12,12 +12,12 @@ import pytest
 from flax import nnx
 
 import remat_jax as rj
-from remat_jax import planner
+from remat_jax import solver
 from remat_jax.errors import BlockError, PlanningError, UnsupportedError
-from remat_jax.planner.policies import peak_bytes
 from remat_jax.planning.outcome import parts_of
 from remat_jax.planning.problem import Described, describe, extra_seconds, kept_bytes, policy_of, recompute_flops
 from remat_jax.planning.translate import named_candidate
+from remat_jax.solver.policies import peak_bytes
 from tests.planning_models import RATES, ROWS, WIDTH, Layer, decoder, mlp, step_flops
 
 
@@ -35,7 +35,7 @@ def test_the_residuals_of_a_layer_by_hand():
     assert (both.bytes, both.parents, both.needed) == (8 * size, (up.name,), True)
     assert both.seconds == pytest.approx((2 * 2 * 4 * size) / 1e8)
     assert (block.repeats, kind.layers, kind.paths) == (3, range(3), ("layers_0", "layers_1", "layers_2"))
-    assert found.stack.link == planner.HostLink(1e6, 2e6, 0.5)
+    assert found.stack.link == solver.HostLink(1e6, 2e6, 0.5)
 
 
 def test_seconds_of_the_passes_by_hand():
@@ -68,7 +68,7 @@ def test_a_scan_and_its_unrolled_twin_are_the_same_problem():
         assert set(scanned.kinds[0].paths) == {"layers"}
 
 
-def choices(block: planner.Block, seed: int) -> planner.BlockPolicy:
+def choices(block: solver.Block, seed: int) -> solver.BlockPolicy:
     """A random legal choice."""
     draw, chosen = random.Random(seed), {}
     for index in block.order:
@@ -77,7 +77,7 @@ def choices(block: planner.Block, seed: int) -> planner.BlockPolicy:
         if one.seconds is not None and all(chosen[parent] != "unused" for parent in one.parents):
             allowed += ["recompute"] * 2
         chosen[one.name] = draw.choice(allowed)
-    return planner.BlockPolicy(block, tuple(chosen[one.name] for one in block.residuals))
+    return solver.BlockPolicy(block, tuple(chosen[one.name] for one in block.residuals))
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -110,16 +110,16 @@ def test_a_plan_s_policies_can_be_traced_and_cost_what_the_plan_says(scan):
     job = decoder(scan=scan)
     found = describe(job, "h200", working=0.0)
     (kind,) = found.kinds
-    most = peak_bytes(found.stack, [planner.BlockPolicy(one, _saved(one)) for one in found.stack.positions()])
-    stack = planner.Stack(found.stack.blocks, None, found.stack.fixed_bytes)
-    plan = planner.solve_counts(stack, found.stack.fixed_bytes + 0.8 * (most - found.stack.fixed_bytes))
+    most = peak_bytes(found.stack, [solver.BlockPolicy(one, _saved(one)) for one in found.stack.positions()])
+    stack = solver.Stack(found.stack.blocks, None, found.stack.fixed_bytes)
+    plan = solver.solve_counts(stack, found.stack.fixed_bytes + 0.8 * (most - found.stack.fixed_bytes))
     policies = [policy_of(kind, part.policy) for part in plan.ranges for _ in range(part.count)]
     assert extra_seconds(found, policies) == pytest.approx(plan.extra_seconds)
     for policy in dict.fromkeys(policies):
         assert step_flops(job, policy) - step_flops(job, "everything") == recompute_flops(found, policy)
 
 
-def _saved(block: planner.Block) -> tuple[str, ...]:
+def _saved(block: solver.Block) -> tuple[str, ...]:
     return tuple("save" if one.may_save and one.needed else "recompute" if one.needed else "unused" for one in block.residuals)
 
 
@@ -318,9 +318,9 @@ def test_what_cannot_be_priced():
         extra_seconds(found, {Attending: "full"})
     with pytest.raises(PlanningError, match="JAX policy object"):
         extra_seconds(found, jax.checkpoint_policies.dots_saveable)
-    other = planner.Block("other", (planner.Residual("x", 1.0),), 1.0, 1.0)
+    other = solver.Block("other", (solver.Residual("x", 1.0),), 1.0, 1.0)
     with pytest.raises(PlanningError, match="the choice is for a block of"):
-        policy_of(found.kinds[0], planner.BlockPolicy(other, ("save",)))
+        policy_of(found.kinds[0], solver.BlockPolicy(other, ("save",)))
 
 
 class Named(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from remat_jax.planner import BlockPolicy, Choice, Stack, StackPlan, stack_plan
 from remat_jax.planning.fitting import singles
+from remat_jax.solver import BlockPolicy, Choice, Stack, StackPlan, stack_plan
 
 Choices = tuple[tuple[Choice, ...], ...]
 """Of every single block in forward order, what it does with its residuals."""

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from itertools import islice
 
-from remat_jax.planner import Choice, Stack
 from remat_jax.planning.candidate import FAILED, Candidate, Own, Recut, Tried
 from remat_jax.planning.choices import Cuts, borders, one_residual_more
 from remat_jax.planning.fitting import Seen, fitted, predicted, singles
+from remat_jax.solver import Choice, Stack
 
 _OFF = 0.5
 """The share of what `off` keeps that it may really need: 0.55 were seen."""

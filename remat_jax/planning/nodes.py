@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat_jax import planner
+from remat_jax import solver
 from remat_jax.graph.cost import HasSeconds, is_pass
 from remat_jax.graph.flat import Array, FlatEqn, region
 from remat_jax.planning.program import Program
@@ -266,7 +266,7 @@ def _leads_by_way(start: Node, end: Node, found: Sequence[Node]) -> bool:
     return False
 
 
-def residual(program: Program, node: Node, found: Sequence[Node], rates: HasSeconds) -> planner.Residual:
+def residual(program: Program, node: Node, found: Sequence[Node], rates: HasSeconds) -> solver.Residual:
     """`node` as a solver sees it: what computing it again takes once its parents are there."""
     seconds = None
     if not node.is_input:
@@ -275,7 +275,7 @@ def residual(program: Program, node: Node, found: Sequence[Node], rates: HasSeco
     # and where the layers are scanned XLA refuses to compile its copies: "Expected instruction to have shape equal to".
     movable = any(getattr(array.aval, "shape", ()) and array.bytes for array in node.members)
     movable &= program.own.isdisjoint(node.members)
-    return planner.Residual(
+    return solver.Residual(
         node.name,
         float(node.bytes),
         seconds,

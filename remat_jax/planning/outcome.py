@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from remat_jax.planner import Stack
 from remat_jax.planning.candidate import FAILED, Candidate, Tried
 from remat_jax.planning.choices import runs
 from remat_jax.planning.fitting import singles
@@ -13,6 +12,7 @@ from remat_jax.planning.point import Part, Point, unbeaten
 from remat_jax.planning.problem import Described, copy_seconds
 from remat_jax.planning.search import Search
 from remat_jax.planning.translate import name_of, recompute_seconds, rows_of, text_of
+from remat_jax.solver import Stack
 
 POINTS = 12
 _GIB = 2**30

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from remat_jax import compat, planner
+from remat_jax import compat, solver
 from remat_jax.errors import PlanningError
 from remat_jax.graph.cost import jaxpr_cost
 from remat_jax.hardware.rates import Rates
@@ -63,7 +63,7 @@ class Described:
       rates: by which everything was priced.
     """
 
-    stack: planner.Stack
+    stack: solver.Stack
     kinds: tuple[Kind, ...]
     outside_seconds: float
     rates: Rates
@@ -133,12 +133,12 @@ def describe(
         blocks.append(_block(kind, program, chosen, rates, working, gathered))
     link = None
     if rates.out_bytes_per_s is not None and rates.in_bytes_per_s is not None:
-        link = planner.HostLink(rates.out_bytes_per_s, rates.in_bytes_per_s, rates.hidden_share)
+        link = solver.HostLink(rates.out_bytes_per_s, rates.in_bytes_per_s, rates.hidden_share)
     inside = sum(block.repeats * (block.forward_seconds + block.backward_seconds) for block in blocks)
     # Without a policy, checkpoints of the blocks' own would be counted in.
     step = workload.step("everything" if any(kind.program.dropped for kind in kinds) else "off")
     whole = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(rates)
-    stack = planner.Stack(tuple(blocks), link, _fixed_bytes(workload, step, kinds, shares, target))
+    stack = solver.Stack(tuple(blocks), link, _fixed_bytes(workload, step, kinds, shares, target))
     # What runs outside of the blocks is divided as these are.
     outside = max(0.0, whole - alone) * (inside / alone if alone else 1.0)
     return Described(stack, tuple(kinds), outside, rates)
@@ -163,13 +163,13 @@ def _kind(number: int, same: Sequence[Call], program: Program, chosen: Sequence[
 
 def _block(
     kind: Kind, program: Program, chosen: Sequence[Node], rates: Rates, working: Working | None, gathered: int
-) -> planner.Block:
+) -> solver.Block:
     needs = working_bytes(program) + gathered if working is None else working
     if callable(needs):
         needs = needs(kind)
     elif isinstance(needs, Mapping):
         needs = needs[kind.name]
-    return planner.Block(
+    return solver.Block(
         kind.name,
         tuple(residual(program, node, chosen, rates) for node in chosen),
         program.forward.seconds(rates),
@@ -195,7 +195,7 @@ def _fixed_bytes(workload: Workload, step: Step, kinds: Sequence[Kind], shares: 
     return float(taken((step.local_arguments, step.local_arguments[0])) + max(0, kept - inside))
 
 
-def policy_of(kind: Kind, choice: planner.BlockPolicy) -> Policy:
+def policy_of(kind: Kind, choice: solver.BlockPolicy) -> Policy:
     """What a solver chose for a block of `kind`, as a policy: what is kept, by name; the rest is recomputed.
 
     The names hold in every block of the kind: where these have paths of their own, the selectors leave the path open.
@@ -213,7 +213,7 @@ def policy_of(kind: Kind, choice: planner.BlockPolicy) -> Policy:
     >>> found = describe(Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Layer), "h200")
     >>> found.kinds[1].residuals
     ('layers_1:input#0', 'layers_1:cos#0')
-    >>> policy_of(found.kinds[1], planner.BlockPolicy(found.stack.blocks[1], ("save", "offload")))
+    >>> policy_of(found.kinds[1], solver.BlockPolicy(found.stack.blocks[1], ("save", "offload")))
     Policy.parse('offload: layers_1:cos#0')
     """
     if tuple(one.name for one in choice.block.residuals) != kind.residuals:
@@ -244,7 +244,7 @@ def extra_seconds(described: Described, policy: Any) -> float:
     )
 
 
-def copy_seconds(link: planner.HostLink | None, block: planner.Block, away: float, again: float, *, last: bool) -> float:
+def copy_seconds(link: solver.HostLink | None, block: solver.Block, away: float, again: float, *, last: bool) -> float:
     """What the compute of one block does not hide of its copies to the host and back: of `away` bytes, with `again` seconds.
 
     The very last block's backward pass follows at once: nothing runs beside its copies back.
@@ -269,7 +269,7 @@ def kept_bytes(described: Described, policy: Any) -> tuple[int, int]:
     return sum(price.saved_bytes for price in prices), sum(price.host_bytes for price in prices)
 
 
-def _priced(described: Described, policy: Any) -> list[tuple[planner.Block, int, Price, bool]]:
+def _priced(described: Described, policy: Any) -> list[tuple[solver.Block, int, Price, bool]]:
     """For each layer its block, its position, the price of its policy, and whether it is the very last."""
     result = []
     for block, kind in zip(described.stack.blocks, described.kinds, strict=True):

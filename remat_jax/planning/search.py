@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.planner import Stack
 from remat_jax.planning.candidate import FAILED, Candidate, Compile, Own, Recut, Tried
 from remat_jax.planning.fitting import predicted
 from remat_jax.planning.solving import Solver
+from remat_jax.solver import Stack
 
 MOST_COMPILED = 6
 MORE_COMPILED = 4

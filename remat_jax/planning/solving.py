@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from remat_jax.errors import InfeasibleBudget, SolverError
-from remat_jax.planner import Choice, Stack, cheapest_policy, solve_counts
-from remat_jax.planner.block import Prices
-from remat_jax.planner.milp import is_out_of_time
 from remat_jax.planning.candidate import Candidate
 from remat_jax.planning.choices import together
 from remat_jax.planning.fitting import predicted, singles
 from remat_jax.planning.known import Known
+from remat_jax.solver import Choice, Stack, cheapest_policy, solve_counts
+from remat_jax.solver.block import Prices
+from remat_jax.solver.milp import is_out_of_time
 
 _EXACTLY = {"gap": 1e-3, "node_limit": 2000, "most_rounds": 60}
 _ROUGHLY = {"gap": 1e-2, "node_limit": 200, "most_rounds": 8}

@@ -8,7 +8,6 @@ from typing import Any
 
 from remat_jax.apply.audit import Audit
 from remat_jax.errors import PlanningError
-from remat_jax.planner import Block, BlockPolicy, Choice
 from remat_jax.planning.candidate import Candidate
 from remat_jax.planning.choices import Choices, Cuts, block_policies
 from remat_jax.planning.fitting import Load
@@ -16,6 +15,7 @@ from remat_jax.planning.model import block_name
 from remat_jax.planning.point import Row
 from remat_jax.planning.problem import Described, Kind, extra_seconds, policy_of
 from remat_jax.policy import LayerPolicies, Policy
+from remat_jax.solver import Block, BlockPolicy, Choice
 
 Policies = dict[type | str, Any]
 

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat_jax.planner.checks import check_count, check_number
-from remat_jax.planner.program import Action, Compute, Free, Operation, Plan, Program, Value
+from remat_jax.solver.checks import check_count, check_number
+from remat_jax.solver.program import Action, Compute, Free, Operation, Plan, Program, Value
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.planner.chain import ChainSolver
-from remat_jax.planner.checks import check_count
-from remat_jax.planner.counts import solve_counts
-from remat_jax.planner.problem import Chain, Stack
-from remat_jax.planner.program import Plan
+from remat_jax.solver.chain import ChainSolver
+from remat_jax.solver.checks import check_count
+from remat_jax.solver.counts import solve_counts
+from remat_jax.solver.problem import Chain, Stack
+from remat_jax.solver.program import Plan
 
 POINTS = 32
 
@@ -28,7 +28,7 @@ def stack_frontier(stack: Stack, host_budget: float = math.inf, *, points: int =
         InfeasibleBudget: the host budget alone cannot be met.
         PlanningError: an argument is wrong.
 
-    >>> from remat_jax.planner.problem import Block, Residual
+    >>> from remat_jax.solver.problem import Block, Residual
     >>> residuals = (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",)))
     >>> plans = stack_frontier(Stack((Block("layer", residuals, 1.0, 2.0, repeats=3),)))
     >>> [(one.peak_bytes, one.seconds) for one in plans]
@@ -44,7 +44,7 @@ def chain_frontier(chain: Chain, host_budget: float = math.inf, *, points: int =
         InfeasibleBudget: the host budget alone cannot be met.
         PlanningError: an argument is wrong.
 
-    >>> from remat_jax.planner.problem import Option, Stage
+    >>> from remat_jax.solver.problem import Option, Stage
     >>> stages = tuple(Stage(f"s{i}", 1.0, 1.0, (Option("all", 3.0, 1.0, 2.0),)) for i in range(4))
     >>> [(one.peak_bytes, one.seconds) for one in chain_frontier(Chain(stages, 1.0))]
     [(6.0, 18.0), (7.0, 16.0), (8.0, 15.0), (9.0, 14.0), (12.0, 13.0), (14.0, 12.0)]

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from remat_jax.errors import InfeasibleBudget, PlanningError
-from remat_jax.planner import (
+from remat_jax.solver import (
     Block,
     BlockPolicy,
     Chain,

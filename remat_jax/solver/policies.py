@@ -9,10 +9,10 @@ from enum import StrEnum
 from functools import cached_property
 
 from remat_jax.errors import PlanningError
-from remat_jax.planner.checks import all_of
-from remat_jax.planner.lowering import labels, stack_program
-from remat_jax.planner.problem import Block, HostLink, Stack
-from remat_jax.planner.program import Action, Compute, Fetch, Free, Plan, Wait
+from remat_jax.solver.checks import all_of
+from remat_jax.solver.lowering import labels, stack_program
+from remat_jax.solver.problem import Block, HostLink, Stack
+from remat_jax.solver.program import Action, Compute, Fetch, Free, Plan, Wait
 
 
 class Choice(StrEnum):
@@ -35,7 +35,7 @@ class BlockPolicy:
     Raises:
         PlanningError: a choice is not allowed for its residual, or needs a parent that is not there.
 
-    >>> from remat_jax.planner.problem import Residual
+    >>> from remat_jax.solver.problem import Residual
     >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
     >>> policy = BlockPolicy(block, ("offload", "recompute"))
     >>> policy.saved_bytes, policy.host_bytes, policy.transient_bytes, policy.recompute_seconds
@@ -138,7 +138,7 @@ class StackPlan(Plan):
 def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy]) -> float:
     """The most that a stack needs on the device: what is kept up to a block, and what that block needs besides.
 
-    >>> from remat_jax.planner.problem import Residual
+    >>> from remat_jax.solver.problem import Residual
     >>> stack = Stack((Block("layer", (Residual("x", 8.0),), 1.0, 2.0, working_bytes=5.0, repeats=3),), fixed_bytes=100.0)
     >>> peak_bytes(stack, [BlockPolicy(one, ("save",)) for one in stack.positions()])
     129.0

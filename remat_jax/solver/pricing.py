@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from remat_jax.planner.block import Prices, cheapest_policy
-from remat_jax.planner.candidates import measures
-from remat_jax.planner.columns import Programme, Run
-from remat_jax.planner.milp import ROUNDING, Relaxation
-from remat_jax.planner.policies import BlockPolicy
-from remat_jax.planner.problem import Stack
+from remat_jax.solver.block import Prices, cheapest_policy
+from remat_jax.solver.candidates import measures
+from remat_jax.solver.columns import Programme, Run
+from remat_jax.solver.milp import ROUNDING, Relaxation
+from remat_jax.solver.policies import BlockPolicy
+from remat_jax.solver.problem import Stack
 
 ROUNDS = 40
 """How often prices are asked anew, at most."""
@@ -28,7 +28,7 @@ _SAME = 1e-6
 def with_priced(stack: Stack, runs: Sequence[Run], budget: float, host_budget: float) -> tuple[list[Run], float]:
     """The runs with the policies that were missing, and the least extra time of any plan; minus infinity where none is known.
 
-    >>> from remat_jax.planner.problem import Block, Residual
+    >>> from remat_jax.solver.problem import Block, Residual
     >>> stack = Stack((Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0, repeats=8),))
     >>> little = [Run.with_policies(block, None, [BlockPolicy(block, ("save", "recompute"))], False) for block in stack.runs()]
     >>> runs, bound = with_priced(stack, little, 200.0, math.inf)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.planner import (
+from remat_jax.solver import (
     Block,
     Chain,
     ChainSolver,

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from remat_jax.errors import PlanningError
-from remat_jax.planner import (
+from remat_jax.solver import (
     Block,
     BlockPolicy,
     Chain,

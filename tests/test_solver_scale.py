@@ -9,7 +9,7 @@ import random
 import pytest
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.planner import (
+from remat_jax.solver import (
     Block,
     HostLink,
     Option,
@@ -23,11 +23,11 @@ from remat_jax.planner import (
     solve_counts,
     verify,
 )
-from remat_jax.planner.candidates import MOST
-from remat_jax.planner.columns import Programme, Run
-from remat_jax.planner.milp import Model
-from remat_jax.planner.pricing import with_priced
-from remat_jax.planner.problem import Chain
+from remat_jax.solver.candidates import MOST
+from remat_jax.solver.columns import Programme, Run
+from remat_jax.solver.milp import Model
+from remat_jax.solver.pricing import with_priced
+from remat_jax.solver.problem import Chain
 
 LAYERS = 80
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from remat_jax.errors import InfeasibleBudget, SolverError
-from remat_jax.planner.checks import check_budget
-from remat_jax.planner.milp import GAP, ROUNDING, TIME_LIMIT, Model, Solution, unit_beside
-from remat_jax.planner.policies import BlockPolicy, Choice, StackPlan, peak_bytes, stack_plan
-from remat_jax.planner.problem import Block, HostLink, Stack
+from remat_jax.solver.checks import check_budget
+from remat_jax.solver.milp import GAP, ROUNDING, TIME_LIMIT, Model, Solution, unit_beside
+from remat_jax.solver.policies import BlockPolicy, Choice, StackPlan, peak_bytes, stack_plan
+from remat_jax.solver.problem import Block, HostLink, Stack
 
 _ATTEMPTS = 8
 
@@ -42,7 +42,7 @@ def solve_blocks(
         PlanningError: an argument is wrong.
         SolverError: nothing was found within the time limit.
 
-    >>> from remat_jax.planner.problem import Residual
+    >>> from remat_jax.solver.problem import Residual
     >>> residuals = (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",)))
     >>> plan = solve_blocks(Stack((Block("layer", residuals, 1.0, 2.0, repeats=3),)), 100.0)
     >>> sum(one.count for one in plan.ranges if one.policy.of["up"] == "save"), plan.extra_seconds, plan.peak_bytes
@@ -93,7 +93,7 @@ class Prices:
 def cheapest_policy(block: Block, link: HostLink | None, prices: Prices) -> BlockPolicy:
     """The policy of one block for which extra seconds + prices × bytes is least.
 
-    >>> from remat_jax.planner.problem import Residual
+    >>> from remat_jax.solver.problem import Residual
     >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
     >>> [cheapest_policy(block, None, Prices(price)).choices[1].value for price in (0.01, 0.1)]
     ['save', 'recompute']

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from remat_jax.planner.block import Prices, cheapest_policy
-from remat_jax.planner.policies import BlockPolicy, Choice
-from remat_jax.planner.problem import Block, HostLink, Residual
+from remat_jax.solver.block import Prices, cheapest_policy
+from remat_jax.solver.policies import BlockPolicy, Choice
+from remat_jax.solver.problem import Block, HostLink, Residual
 
 MOST = 3000
 """How many partial policies are carried along; a block with more is answered by a sweep over prices."""

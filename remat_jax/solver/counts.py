@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from remat_jax.errors import InfeasibleBudget, SolverError
-from remat_jax.planner.block import infeasible, solve_blocks
-from remat_jax.planner.checks import check_budget, check_count
-from remat_jax.planner.columns import Column, Programme, Run
-from remat_jax.planner.milp import GAP, ROUNDING, TIME_LIMIT
-from remat_jax.planner.policies import BlockPolicy, StackPlan, peak_bytes, stack_plan
-from remat_jax.planner.pricing import with_priced
-from remat_jax.planner.problem import Stack
+from remat_jax.solver.block import infeasible, solve_blocks
+from remat_jax.solver.checks import check_budget, check_count
+from remat_jax.solver.columns import Column, Programme, Run
+from remat_jax.solver.milp import GAP, ROUNDING, TIME_LIMIT
+from remat_jax.solver.policies import BlockPolicy, StackPlan, peak_bytes, stack_plan
+from remat_jax.solver.pricing import with_priced
+from remat_jax.solver.problem import Stack
 
 _FIRST_COLUMNS = 150
 
@@ -58,7 +58,7 @@ def solve_counts(
         PlanningError: an argument is wrong.
         SolverError: nothing was found within the time limit.
 
-    >>> from remat_jax.planner.problem import Block, Residual
+    >>> from remat_jax.solver.problem import Block, Residual
     >>> residuals = (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",)))
     >>> plan = solve_counts(Stack((Block("layer", residuals, 1.0, 2.0, repeats=30),)), 700.0)
     >>> [(one.first, one.count, one.policy.choices[1].value) for one in plan.ranges], plan.peak_bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 
 from remat_jax.errors import PlanningError, nearest
-from remat_jax.planner.checks import all_of, check_count, check_names, check_number, check_share
+from remat_jax.solver.checks import all_of, check_count, check_names, check_number, check_share
 
 
 @dataclass(frozen=True)

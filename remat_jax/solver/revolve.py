@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import cache
 from math import comb
 
-from remat_jax.planner.checks import check_count, check_number
-from remat_jax.planner.program import Action, Compute, Free, Operation, Plan, Program, Value
+from remat_jax.solver.checks import check_count, check_number
+from remat_jax.solver.program import Action, Compute, Free, Operation, Plan, Program, Value
 
 
 def forward_steps(steps: int, slots: int) -> int:

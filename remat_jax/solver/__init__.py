@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from remat_jax.planner.block import cheapest_policy, solve_blocks
-from remat_jax.planner.candidates import candidates
-from remat_jax.planner.chain import ChainSolver, solve_chain
-from remat_jax.planner.counts import solve_counts
-from remat_jax.planner.frontier import chain_frontier, frontier, stack_frontier, unbeaten_plans
-from remat_jax.planner.graph import solve_graph
-from remat_jax.planner.lowering import chain_program, stack_program
-from remat_jax.planner.policies import BlockPolicy, Choice, Range, StackPlan, stack_plan
-from remat_jax.planner.problem import Block, Chain, HostLink, Option, Residual, Stack, Stage
-from remat_jax.planner.program import Action, Compute, Fetch, Free, Operation, Plan, Program, Value, Wait
-from remat_jax.planner.revolve import forward_steps, revolve
-from remat_jax.planner.segments import (
+from remat_jax.solver.block import cheapest_policy, solve_blocks
+from remat_jax.solver.candidates import candidates
+from remat_jax.solver.chain import ChainSolver, solve_chain
+from remat_jax.solver.counts import solve_counts
+from remat_jax.solver.frontier import chain_frontier, frontier, stack_frontier, unbeaten_plans
+from remat_jax.solver.graph import solve_graph
+from remat_jax.solver.lowering import chain_program, stack_program
+from remat_jax.solver.policies import BlockPolicy, Choice, Range, StackPlan, stack_plan
+from remat_jax.solver.problem import Block, Chain, HostLink, Option, Residual, Stack, Stage
+from remat_jax.solver.program import Action, Compute, Fetch, Free, Operation, Plan, Program, Value, Wait
+from remat_jax.solver.revolve import forward_steps, revolve
+from remat_jax.solver.segments import (
     SegmentPlan,
     segments_of_length,
     shortening_segments,
     sqrt_segments,
     uniform_segments,
 )
-from remat_jax.planner.simulator import Outcome, simulate, verify
+from remat_jax.solver.simulator import Outcome, simulate, verify
 
 __all__ = [
     "Action",

@@ -11,7 +11,7 @@ from checkpoint_schedules.hrevolve_sequences.revolve import get_opt_0_table
 from checkpoint_schedules.multistage import optimal_steps_binomial
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.planner import (
+from remat_jax.solver import (
     Block,
     Chain,
     ChainSolver,

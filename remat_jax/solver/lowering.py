@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from remat_jax.planner.problem import Block, Chain, Stack, Stage
-from remat_jax.planner.program import Operation, Program, Value
+from remat_jax.solver.problem import Block, Chain, Stack, Stage
+from remat_jax.solver.program import Operation, Program, Value
 
 
 def labels(stack: Stack) -> list[str]:
