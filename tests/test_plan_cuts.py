@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import flax.linen as nn
@@ -15,16 +14,15 @@ import remat_jax as rj
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning.candidate import Compiled, Tried
 from remat_jax.planning.choices import runs
+from remat_jax.planning.fit import Fit
 from remat_jax.planning.fitting import predicted
-from remat_jax.planning.known import Known
 from remat_jax.planning.outcome import parts_of
 from remat_jax.planning.problem import describe
-from remat_jax.planning.search import Search
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
 from tests import plan_models
 from tests.plan_by_hand import PlannedLayer, part
 from tests.plan_by_hand import plan as planned
-from tests.test_plan_search import LAYER, NAMED, SAVE, STACK, own
+from tests.test_plan_search import LAYER, NAMED, SAVE, STACK, Searched, own
 
 
 def cut(candidate, cuts):
@@ -37,7 +35,7 @@ def searched(budget, size, **options):
     """A search in a scanned stack; `size` says what a candidate needs."""
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     given = {"scanned": True, "most_runs": 3, "recut": cut, **options}
-    return Search(STACK, able, budget, math.inf, own, lambda some: [Compiled(size(one), 0) for one in some], **given)
+    return Searched(budget, able, lambda some: [Compiled(size(one), 0) for one in some], **given)
 
 
 TRUTH = replace(STACK, fixed_bytes=1700.0)
@@ -98,9 +96,9 @@ def test_no_residual_more_fits_with_the_runs_as_they_are(budget):
     """One that makes a run do what its neighbour does leaves the two apart: together they would need more."""
     search = searched(budget, alone_is_cheap)
     best = search.run()
-    assert best.compiled.device_bytes <= budget and search.is_maximal(best)
+    assert best.compiled.device_bytes <= budget and search.proposals.is_maximal(best)
     if best.candidate.done is not None and best.candidate.seconds > 0:
-        more = search._one_residual_more(best.candidate)
+        more = search.proposals.one_more(best.candidate)
         fewest = min((sum(load.saved for load in one.loads) for one in more), default=None)
         smallest = [one for one in more if sum(load.saved for load in one.loads) == fewest]
         assert all(alone_is_cheap(one) > budget for one in smallest[:1])
@@ -112,9 +110,9 @@ def test_a_plan_for_all_layers_alike_is_compiled_before_a_cut_one_is_the_last_wo
     full, everything, dots = (own((NAMED[name],) * 6) for name in ("full", "everything", "dots"))
     mixed = own((NAMED["full"],) * 4 + (NAMED["everything"],) * 2)
     sizes = {full: 3300, everything: 6800, mixed: 5390}
-    search.tried = [Tried(one, Compiled(size, 0), size) for one, size in sizes.items()]
-    assert search.best is not None and search.best.candidate is mixed and dots.seconds < mixed.seconds
-    assert search._last(search.best)[0].is_same(dots)
+    search.fit.tried = [Tried(one, Compiled(size, 0), size) for one, size in sizes.items()]
+    assert search.fit.best is not None and search.fit.best.candidate is mixed and dots.seconds < mixed.seconds
+    assert search.search._last(search.fit.best)[0].is_same(dots)
 
 
 def test_of_a_named_policy_too_one_residual_more_is_compiled():
@@ -126,9 +124,9 @@ def test_of_a_named_policy_too_one_residual_more_is_compiled():
         asked.extend(some)
         return [Compiled(4000 if one.name else 9000, 0) for one in some]
 
-    search = Search(STACK, [named], 4030, math.inf, own, compile_them)
+    search = Searched(4030, [named], compile_them)
     best = search.run()
-    assert best.candidate is named and search.is_maximal(best)
+    assert best.candidate is named and search.proposals.is_maximal(best)
     fewest = min((sum(load.saved for load in one.loads) for one in asked if not one.name), default=None)
     assert fewest == 6 * 400, "the activations of all layers"
 
@@ -154,9 +152,9 @@ def test_a_file_carries_the_cuts_and_one_without_is_read(tmp_path):
 
 
 def test_steps_that_are_cut_say_nothing_of_those_that_are_not():
-    known = Known(STACK, (), 5000.0, math.inf, own, 0.0, cut)
+    fit = Fit(STACK, 5000.0)
     one = own((NAMED["full"],) * 6)
-    assert not known._is_cut(one) and known._is_cut(cut(one, (3,)))
+    assert not fit.is_cut(one) and fit.is_cut(cut(one, (3,)))
     assert LAYER.repeats == 6
 
 

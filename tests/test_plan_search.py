@@ -10,7 +10,9 @@ import pytest
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.planning.candidate import FAILED, Candidate, Compiled
 from remat_jax.planning.choices import block_policies, one_residual_more, runs
+from remat_jax.planning.fit import Fit
 from remat_jax.planning.fitting import Load, Seen, fitted, predicted
+from remat_jax.planning.proposals import Proposals
 from remat_jax.planning.search import MORE_COMPILED, MOST_COMPILED, Search
 from remat_jax.solver import Block, Choice, HostLink, Residual, Stack, stack_plan
 
@@ -30,6 +32,26 @@ def own(choices, stack=STACK, name=""):
     return Candidate(name, loads, stack_plan(stack, policies).extra_seconds, None if name else choices)
 
 
+class Searched:
+    """A search with its compiler."""
+
+    def __init__(
+        self, budget, named, compile_them, *, host=math.inf, stack=STACK, own=None, recut=None, arguments=0.0, **options
+    ):
+        self.fit = Fit(stack, budget, host, arguments)
+        self.proposals = Proposals(
+            self.fit, named, own or (lambda one: _own(one, stack)), recut, options.pop("most_runs", None)
+        )
+        self.search = Search(self.fit, self.proposals, **options)
+        self.compile_them = compile_them
+
+    def learn(self, candidates):
+        self.fit.learn(candidates, self.compile_them(candidates))
+
+    def run(self):
+        return self.search.run(lambda candidates, best: self.compile_them(candidates))
+
+
 def searched(budget, truth, *, host=math.inf, stack=STACK, named=NAMED, sound=lambda one: True, **options):
     """A search, and all that was compiled: `truth` is the stack by which the compiler lays memory out."""
     asked = []
@@ -39,10 +61,11 @@ def searched(budget, truth, *, host=math.inf, stack=STACK, named=NAMED, sound=la
         return [Compiled(round(predicted(truth, one.loads)), one.host_bytes, sound(one)) for one in candidates]
 
     able = [own((choices,) * 6, stack, name) for name, choices in named.items()]
-    search = Search(stack, able, budget, host, lambda choices: own(choices, stack), compile_them, **options)
+    search = Searched(budget, able, compile_them, host=host, stack=stack, **options)
     return search, asked
 
 
+_own = own
 TRUTH = replace(STACK, fixed_bytes=1700.0, blocks=(replace(LAYER, recomputed_share=0.4, fetched_share=2.0),))
 
 
@@ -66,7 +89,7 @@ def test_the_plan_fits_and_no_named_policy_that_fits_is_faster_and_six_are_compi
     search, asked = searched(budget, TRUTH)
     best = search.run()
     assert best.compiled.device_bytes <= budget
-    assert sum(map(len, asked)) == len(search.tried) <= 6 and max(map(len, asked)) <= 2
+    assert sum(map(len, asked)) == len(search.fit.tried) <= 6 and max(map(len, asked)) <= 2
     for name, choices in NAMED.items():
         other = own((choices,) * 6, name=name)
         if predicted(TRUTH, other.loads) <= budget:
@@ -103,7 +126,7 @@ def test_nothing_fits():
     search, asked = searched(2000, TRUTH)
     with pytest.raises(InfeasibleBudget, match="nothing fits in 2000"):
         search.run()
-    assert search.smallest.compiled.device_bytes == 1700 + 600 + 500 + 280
+    assert search.fit.smallest.compiled.device_bytes == 1700 + 600 + 500 + 280
     assert any(one.name == "full" for batch in asked for one in batch)
 
 
@@ -130,7 +153,7 @@ def test_a_compiler_that_jumps_is_survived():
         return found
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
-    search = Search(STACK, able, budget, math.inf, own, compile_them)
+    search = Searched(budget, able, compile_them)
     assert search.run().compiled.device_bytes <= budget
 
 
@@ -142,7 +165,7 @@ def test_a_named_policy_that_needs_less_than_predicted_is_not_passed_over():
         return [Compiled(round(predicted(TRUTH, one.loads) * (0.93 if one.name == "dots" else 1)), 0) for one in candidates]
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
-    search = Search(STACK, able, 0.95 * needs, math.inf, own, compile_them)
+    search = Searched(0.95 * needs, able, compile_them)
     assert search.run().candidate.seconds <= dots.seconds
 
 
@@ -157,26 +180,26 @@ def test_a_named_policy_that_might_fit_is_compiled_however_large_it_is_predicted
         return [Compiled(round(predicted(TRUTH, one.loads) * (shrinks if one.name == "dots" else 1)), 0) for one in candidates]
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
-    search = Search(STACK, able, budget, math.inf, own, compile_them, most_compiled=8)
+    search = Searched(budget, able, compile_them, most_compiled=8)
     assert search.run().candidate.name == returned
-    assert search.known(dots) is not None and search.unknown(search.best) == []
+    assert search.fit.known(dots) is not None and search.proposals.unknown(search.fit.best) == []
 
 
 def test_what_cannot_fit_by_what_it_keeps_is_not_compiled():
     search, _ = searched(3200, TRUTH, arguments=900.0)
     best = search.run()
-    assert {one.candidate.name for one in search.tried}.isdisjoint({"off", "everything", "dots"})
-    assert search.unknown(best) == []
+    assert {one.candidate.name for one in search.fit.tried}.isdisjoint({"off", "everything", "dots"})
+    assert search.proposals.unknown(best) == []
 
 
 def test_what_was_not_shown_is_known(monkeypatch):
     search, _ = searched(4700, TRUTH)
     best = search.run()
-    assert search.is_maximal(best)
+    assert search.proposals.is_maximal(best)
     monkeypatch.setattr("remat_jax.planning.search.MORE_COMPILED", 0)
     short, _ = searched(4700, TRUTH, most_compiled=2)
     best = short.run()
-    assert not short.is_maximal(best) and [one.name for one in short.unknown(best)] == ["dots", "off"]
+    assert not short.proposals.is_maximal(best) and [one.name for one in short.proposals.unknown(best)] == ["dots"]
 
 
 def test_an_optimizers_state_on_the_host_counts_against_its_budget():
@@ -187,9 +210,9 @@ def test_an_optimizers_state_on_the_host_counts_against_its_budget():
     def compile_them(candidates):
         return [Compiled(round(predicted(stack, one.loads)), one.host_bytes + 500) for one in candidates]
 
-    search = Search(stack, [own((NAMED["full"],) * 6, stack, "full")], 3000, 1400.0, lambda one: own(one, stack), compile_them)
+    search = Searched(3000, [own((NAMED["full"],) * 6, stack, "full")], compile_them, host=1400.0, stack=stack)
     best = search.run()
-    assert best.compiled.host_bytes <= 1400 and search.host_left == 900 and 0 < best.candidate.host_bytes <= 900
+    assert best.compiled.host_bytes <= 1400 and search.fit.host_left == 900 and 0 < best.candidate.host_bytes <= 900
     alone = searched(3000, stack, stack=stack, named={"full": NAMED["full"]}, host=900.0)[0].run()
     assert best.candidate.seconds == alone.candidate.seconds
 
@@ -206,7 +229,7 @@ def test_the_least_is_no_more_than_any_named_policy_needs():
     stack = Stack(blocks, fixed_bytes=1000.0)
     search, _ = searched(4000, stack, stack=stack)
     full = predicted(stack, own((NAMED["full"],) * 6, stack).loads)
-    assert predicted(stack, search.solve(stack, full).loads) <= full
+    assert predicted(stack, search.proposals.solve(stack, full).loads) <= full
     assert search.run().compiled.device_bytes <= 4000
 
 
@@ -233,8 +256,8 @@ def test_the_leanest_is_compiled_before_nothing_is_said_to_fit():
         ]
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
-    search = Search(STACK, able, 6000, math.inf, own, compile_them)
-    assert search.run().candidate.loads == full.loads and len(search.tried) <= MOST_COMPILED + MORE_COMPILED
+    search = Searched(6000, able, compile_them)
+    assert search.run().candidate.loads == full.loads and len(search.fit.tried) <= MOST_COMPILED + MORE_COMPILED
 
 
 def test_a_plan_that_cannot_be_compiled_is_not_the_last_one():
@@ -250,7 +273,7 @@ def test_a_plan_that_cannot_be_compiled_is_not_the_last_one():
         return found
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
-    best = Search(TRUTH, able, 4700, math.inf, lambda choices: own(choices, TRUTH), compile_them).run()
+    best = Searched(4700, able, compile_them, stack=TRUTH).run()
     assert failed and best.candidate.name == "" and best.candidate.seconds < able[3].seconds
 
 
@@ -258,7 +281,7 @@ def test_where_layers_must_do_the_same_the_leanest_plan_does_too():
     """Keeping all in the last layer would take no more, and saves time: nothing is behind it."""
     for most_runs, policies in ((None, 2), (1, 1)):
         search, _ = searched(4000, STACK, most_runs=most_runs)
-        assert len(set(search.frontier(STACK, 1)[0].choices)) == policies
+        assert len(set(search.proposals.frontier(STACK, 1)[0].choices)) == policies
 
 
 def test_while_much_is_left_more_is_compiled_until_no_residual_more_fits():
@@ -268,10 +291,10 @@ def test_while_much_is_left_more_is_compiled_until_no_residual_more_fits():
     search, asked = searched(4900, truth, stack=stack, most_compiled=2)
     best = search.run()
     assert len(asked[0]) == 2 and all(len(one) == 1 for one in asked[1:])
-    first = max(one.compiled.device_bytes for one in search.tried[:2])
+    first = max(one.compiled.device_bytes for one in search.fit.tried[:2])
     assert first < 0.99 * 4900 and first < best.compiled.device_bytes <= 4900
-    enough = search.is_maximal(best) or best.compiled.device_bytes >= 0.99 * 4900
-    assert 2 < len(search.tried) <= 2 + MORE_COMPILED and (enough or len(search.tried) == 2 + MORE_COMPILED)
+    enough = search.proposals.is_maximal(best) or best.compiled.device_bytes >= 0.99 * 4900
+    assert 2 < len(search.fit.tried) <= 2 + MORE_COMPILED and (enough or len(search.fit.tried) == 2 + MORE_COMPILED)
 
 
 def test_where_cutting_a_scan_costs_memory_a_plan_for_all_layers_is_found():
@@ -284,7 +307,7 @@ def test_where_cutting_a_scan_costs_memory_a_plan_for_all_layers_is_found():
     able = [own((NAMED[name],) * 6, name=name) for name in ("off", "full")]
     found = {}
     for scanned in (True, False):
-        search = Search(STACK, able, 5600, math.inf, own, compile_them, scanned=scanned)
+        search = Searched(5600, able, compile_them, scanned=scanned)
         found[scanned] = search.run().candidate
     assert runs(found[True]) == 0 and found[True].choices == ((SAVE, SAVE, AGAIN),) * 6
     assert found[True].seconds == pytest.approx(0.3) and found[True].seconds < found[False].seconds
@@ -301,9 +324,9 @@ def test_what_could_not_be_compiled_shows_nothing():
         return [Compiled(FAILED, 0, sound=False) if no else Compiled(size, 0) for size, no in zip(sizes, late, strict=True)]
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
-    search = Search(STACK, able, 4000, math.inf, own, compile_them)
+    search = Searched(4000, able, compile_them)
     best = search.run()
-    assert len(asked) > 5 and best.compiled.device_bytes <= 4000 and not search.is_maximal(best)
+    assert len(asked) > 5 and best.compiled.device_bytes <= 4000 and not search.proposals.is_maximal(best)
 
 
 def test_where_a_named_policy_is_best_the_last_compilation_is_not_kept():
@@ -312,7 +335,7 @@ def test_where_a_named_policy_is_best_the_last_compilation_is_not_kept():
     best = search.run()
     dots = own((NAMED["dots"],) * 6)
     assert best.candidate.choices is not None and best.candidate.seconds < dots.seconds
-    assert best.compiled.device_bytes <= 7700 and search.is_maximal(best)
+    assert best.compiled.device_bytes <= 7700 and search.proposals.is_maximal(best)
 
 
 def test_a_host_budget_below_what_is_there_anyway_is_infeasible():
@@ -320,10 +343,10 @@ def test_a_host_budget_below_what_is_there_anyway_is_infeasible():
         return [Compiled(round(predicted(STACK, one.loads)), 32 + one.host_bytes) for one in candidates]
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
-    search = Search(STACK, able, 10_000, 10, own, compile_them)
+    search = Searched(10_000, able, compile_them, host=10)
     with pytest.raises(InfeasibleBudget):
         search.run()
-    assert search.host_left == 0
+    assert search.fit.host_left == 0
 
 
 def test_an_empty_answer_ends_the_search():
@@ -334,5 +357,5 @@ def test_an_empty_answer_ends_the_search():
         return [Compiled(round(predicted(TRUTH, one.loads)), 0) for one in candidates] if len(asked) == 1 else []
 
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
-    search = Search(STACK, able, 4700, math.inf, own, compile_them)
-    assert search.run() is search.best and len(asked) == 2 and len(search.tried) == len(asked[0])
+    search = Searched(4700, able, compile_them)
+    assert search.run() is search.fit.best and len(asked) == 2 and len(search.fit.tried) == len(asked[0])

@@ -11,9 +11,8 @@ from remat_jax.errors import InfeasibleBudget
 from remat_jax.planning.candidate import Compiled
 from remat_jax.planning.choices import block_policies, one_residual_more, together
 from remat_jax.planning.fitting import Load, Seen, fitted, predicted
-from remat_jax.planning.search import Search
 from remat_jax.solver import HostLink, Residual, stack_plan
-from tests.test_plan_search import AGAIN, LAYER, NAMED, OFFLOAD, SAVE, STACK, TRUTH, X, own, searched
+from tests.test_plan_search import AGAIN, LAYER, NAMED, OFFLOAD, SAVE, STACK, TRUTH, Searched, X, own, searched
 
 
 def with_link(rate, stack, **shares):
@@ -38,10 +37,10 @@ def test_beside_a_plan_that_offloads_the_fastest_without_the_host_is_asked_for()
     """Priced as a whole, an offload takes longer than the solver knows, which adds up residuals."""
     stack = with_link(1000.0, TRUTH)
     search, _ = searched(3500, stack, stack=stack)
-    priced = search.own
-    assert search.solve(stack, 3500).host_bytes > 0
-    search.own = lambda done: replace(found := priced(done), seconds=found.seconds + (3 if found.host_bytes else 0))
-    assert search.solve(stack, 3500) == searched(3500, stack, stack=stack, host=0.0)[0].solve(stack, 3500)
+    priced = search.proposals.own
+    assert search.proposals.solve(stack, 3500).host_bytes > 0
+    search.proposals.own = lambda done: replace(found := priced(done), seconds=found.seconds + (3 if found.host_bytes else 0))
+    assert search.proposals.solve(stack, 3500) == searched(3500, stack, stack=stack, host=0.0)[0].proposals.solve(stack, 3500)
 
 
 @pytest.mark.parametrize("spares", [-300, 0, 300])
@@ -54,49 +53,52 @@ def test_a_plan_offloads_only_what_does_not_fit_without(spares):
         return round(predicted(stack, left) - (spares if one.host_bytes else 0))
 
     search, _ = searched(4500, TRUTH, stack=stack)
-    search._compile_them = lambda asked: [Compiled(needs(one), one.host_bytes) for one in asked]
+    search.compile_them = lambda asked: [Compiled(needs(one), one.host_bytes) for one in asked]
     best = search.run()
-    here = search.without_host(best.candidate)
-    assert here is None or (spares > 0 and search.known(here).compiled.device_bytes > 4500)
-    assert best.candidate.seconds < 1.85 and any(one.candidate.host_bytes for one in search.tried)
+    here = search.proposals.without_host(best.candidate)
+    assert here is None or (spares > 0 and search.fit.known(here).compiled.device_bytes > 4500)
+    assert best.candidate.seconds < 1.85 and any(one.candidate.host_bytes for one in search.fit.tried)
 
 
 @pytest.mark.parametrize(("over", "asked"), [(1.05, True), (1.2, False)])
 def test_whether_an_offload_has_to_be_is_asked_where_it_may_not(over, asked, monkeypatch):
     stack = with_link(2000.0, TRUTH, fetched_share=1.0)
     away, left = (own((*[(SAVE, what, AGAIN)] * 5, NAMED["dots"]), stack) for what in (OFFLOAD, SAVE))
-    search, _ = searched(predicted(stack, left.loads) / over, stack, stack=stack, most_compiled=1)
-    search._compile([away])
-    (best,) = search.tried
-    assert [one.loads for one in search.unmoved(best)] == [left.loads] * asked
+    budget, named = predicted(stack, left.loads) / over, {"full": NAMED["full"]}
+    search, _ = searched(budget, stack, stack=stack, named=named, most_compiled=1)
+    search.learn([away])
+    (best,) = search.fit.tried
+    assert [one.loads for one in search.search.unmoved(best)] == [left.loads] * asked
     # It is asked even where no residual more fits, and beside the compilations that there are for the rest.
-    monkeypatch.setattr(search, "is_maximal", lambda best: True)
-    assert search._limit == 1 + asked
-    search._wanted()
-    assert search._most == 1 + asked
-    search._compile([left])
-    assert search.unmoved(best) == []
+    monkeypatch.setattr(search.proposals, "is_maximal", lambda best: True)
+    assert search.search._limit == 1 + asked
+    search.search._wanted()
+    assert search.search._most == 1 + asked
+    search.learn([left])
+    assert search.search.unmoved(best) == []
 
 
 def test_what_may_not_be_saved_has_no_plan_without_the_host():
     search, _ = searched(4500, STACK, stack=with_link(2000.0, STACK))
-    found = search.own((*[(SAVE, OFFLOAD, AGAIN)] * 5, NAMED["dots"]))
-    assert search.without_host(found) is not None and search.without_host(search.without_host(found)) is None
-    kept = replace(search.guess.blocks[0], residuals=(X, replace(LAYER.residuals[1], may_save=False), LAYER.residuals[2]))
-    search.guess = replace(search.guess, blocks=(kept,))
-    assert search.without_host(found) is None
+    found = search.proposals.own((*[(SAVE, OFFLOAD, AGAIN)] * 5, NAMED["dots"]))
+    here = search.proposals.without_host(found)
+    assert here is not None and search.proposals.without_host(here) is None
+    kept = replace(search.fit.guess.blocks[0], residuals=(X, replace(LAYER.residuals[1], may_save=False), LAYER.residuals[2]))
+    search.fit.guess = replace(search.fit.guess, blocks=(kept,))
+    assert search.proposals.without_host(found) is None
 
 
 def test_what_was_not_compiled_is_shown_by_the_compiled_step_of_the_nearest_size():
     """This compiler needs 5000 bytes at most: exact where everything is kept, a prediction is far off where little is."""
     search, _ = searched(6000, TRUTH)
-    search._compile_them = lambda asked: [Compiled(round(min(5000, predicted(TRUTH, one.loads))), 0) for one in asked]
+    search.compile_them = lambda asked: [Compiled(round(min(5000, predicted(TRUTH, one.loads))), 0) for one in asked]
     full = own((NAMED["full"],) * 6, name="full")
-    search._compile([full, own((NAMED["everything"],) * 6)])
+    search.learn([full, own((NAMED["everything"],) * 6)])
     near = own((*[NAMED["full"]] * 5, NAMED["dots"]))
-    assert search.shown(full) == search.known(full).compiled.device_bytes
+    assert search.fit.shown(full) == search.fit.known(full).compiled.device_bytes
     assert (
-        abs(search.shown(near) - predicted(TRUTH, near.loads)) < abs(search.expected(near) - predicted(TRUTH, near.loads)) / 2
+        abs(search.fit.shown(near) - predicted(TRUTH, near.loads))
+        < abs(search.fit.expected(near) - predicted(TRUTH, near.loads)) / 2
     )
 
 
@@ -139,7 +141,7 @@ def test_a_step_that_needed_less_than_was_predicted_lets_the_next_one_dare_more(
         return [Compiled(round(size), 0) for size in sizes]
 
     full = own(((SAVE, *[AGAIN] * 16),) * 3, stack, "full")
-    search = Search(stack, [full], budget, math.inf, lambda choices: own(choices, stack), compile_them)
+    search = Searched(budget, [full], compile_them, stack=stack)
     assert search.run().candidate.seconds == 0
 
 
@@ -152,5 +154,5 @@ def test_what_keeps_everything_may_fit_though_its_kept_bytes_alone_do_not():
     able = [own((choices,) * 6, name=name) for name, choices in NAMED.items()]
     off = able[0]
     assert predicted(TRUTH, off.loads) * 0.6 < 4700 < sum(load.saved for load in off.loads)
-    search = Search(STACK, able, 4700, math.inf, own, compile_them)
+    search = Searched(4700, able, compile_them)
     assert search.run().candidate.name == "off"

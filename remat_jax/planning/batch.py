@@ -12,7 +12,8 @@ from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.measure import DEFAULT_TIMEOUT
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
-from remat_jax.planning.make import Progress, leanest, plan
+from remat_jax.planning.compiling import Progress
+from remat_jax.planning.make import leanest, plan
 from remat_jax.planning.plan import Plan
 from remat_jax.report.tables import format_bytes, render, table
 from remat_jax.workload import Workload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +70,6 @@ class Tried:
     predicted_bytes: int
 
 
-Compile = Callable[[Sequence[Candidate]], list[Compiled]]
 Own = Callable[[Choices], Candidate]
 Recut = Callable[[Candidate, Cuts], Candidate]
 """The same candidate with its scans cut at these places, as far as there is a scan, and nowhere else between equal blocks."""

@@ -57,8 +57,8 @@ def _needs(stack: Stack, loads: Loads) -> Iterator[tuple[float, float, float, Lo
 
 
 def singles(stack: Stack) -> list[Block]:
-    """Every single block of a stack."""
-    return [replace(block, repeats=1) for block in stack.blocks for _ in range(block.repeats)]
+    """The block of every single layer."""
+    return [block for block in stack.blocks for _ in range(block.repeats)]
 
 
 def fitted(stack: Stack, seen: Sequence[Seen], budget: float) -> Stack:

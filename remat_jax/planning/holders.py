@@ -12,7 +12,7 @@ from remat_jax import compat
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.hardware import Target
 from remat_jax.memory.compiler import Sizes
-from remat_jax.planning.search import Search
+from remat_jax.planning.candidate import Tried
 from remat_jax.report.stacked import merged_layers, without_common_root
 from remat_jax.report.tables import format_bytes
 from remat_jax.train.structs import device_bytes
@@ -54,9 +54,8 @@ def _arguments(workload: Workload) -> Counter[str]:
     return sizes
 
 
-def infeasible(workload: Workload, search: Search, budget: int, host_budget: int | None, target: Target) -> InfeasibleBudget:
-    """The error that says the least that was reached, and what takes it."""
-    least = search.smallest
+def infeasible(workload: Workload, least: Tried, budget: int, host_budget: int | None, target: Target) -> InfeasibleBudget:
+    """The error that says the least that was reached, by the compiled step `least`, and what takes it."""
     if host_budget is not None and least.compiled.host_bytes > host_budget:
         return InfeasibleBudget(
             f"host_budget={host_budget} ({format_bytes(host_budget)}): no policy of {workload.name!r} keeps within it; "

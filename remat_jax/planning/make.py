@@ -4,55 +4,36 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from remat_jax import compat
-from remat_jax.errors import (
-    ArgumentError,
-    BlockError,
-    CompileError,
-    InfeasibleBudget,
-    PolicyError,
-    UnsupportedError,
-)
+from remat_jax.errors import ArgumentError, InfeasibleBudget, PolicyError, UnsupportedError
 from remat_jax.graph.count import flops
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
-from remat_jax.memory.compiler import Sizes, compile_programs
 from remat_jax.memory.devices import check_devices, host_shortage
-from remat_jax.memory.exporting import Program, export_step
 from remat_jax.memory.kernels import Kernels
-from remat_jax.memory.measure import DEFAULT_TIMEOUT, UNTILED, check_timeout, is_miscompiled
-from remat_jax.memory.process import Children
+from remat_jax.memory.measure import DEFAULT_TIMEOUT, UNTILED, check_timeout
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
-from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Tried
-from remat_jax.planning.choices import Choices
+from remat_jax.planning.candidate import Candidate, Tried
+from remat_jax.planning.compiling import Compiler, Progress, first_sentence, one_line
+from remat_jax.planning.fit import Fit
 from remat_jax.planning.holders import argument_bytes, check_arguments_fit, infeasible
 from remat_jax.planning.model import Model
 from remat_jax.planning.outcome import outcome
 from remat_jax.planning.plan import NOT_MAXIMAL, Plan
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import Described, describe, recompute_flops
-from remat_jax.planning.search import MOST_COMPILED, MOST_RUNS, SIDE_BY_SIDE, Search
+from remat_jax.planning.proposals import Proposals
+from remat_jax.planning.search import MOST_COMPILED, MOST_RUNS, Search
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
 from remat_jax.policy import NAMED
 from remat_jax.workload import Workload
-
-# What keeps one step from being compiled, and says nothing of another: layers in nested scans cannot differ, say.
-_OF_ONE_STEP = (CompileError, PolicyError, BlockError, UnsupportedError)
-
-_LONGEST = 300
-"""Characters of an error in a note."""
-
-Progress = Callable[[str, int, int], None]
-"""What is being done, how many parts are behind, of how many."""
 
 
 def plan(
@@ -164,39 +145,35 @@ class _Making:
         named, self.remarks = self._named()
         host = math.inf if self.host_budget is None else float(self.host_budget)
         most_runs = 1 if any(kind.program.call.nested for kind in self.described.kinds) else MOST_RUNS
-        self.search = Search(
-            self.described.stack,
-            named,
-            float(self.budget),
-            host,
-            self._own,
-            self._compile,
-            arguments=argument_bytes(self.workload),
-            most_runs=most_runs,
-            scanned=any(kind.scanned for kind in self.described.kinds),
-            recut=functools.partial(recut, self.described),
+        self.fit = Fit(self.described.stack, float(self.budget), host, argument_bytes(self.workload))
+        own, cut = (functools.partial(make, self.described) for make in (own_candidate, recut))
+        self.proposals = Proposals(self.fit, named, own, cut, most_runs)
+        scanned = most_runs != 1 and any(kind.scanned for kind in self.described.kinds)
+        self.search = Search(self.fit, self.proposals, scanned=scanned)
+        self.compiler = Compiler(
+            self.workload, self.described, self.target, self.deadline, self.kernels, self.progress, self.notes
         )
 
     def leanest(self) -> tuple[int, InfeasibleBudget | None]:
-        fits = self.search.probe()
-        return self.search.smallest.compiled.device_bytes, None if fits else self._infeasible()
+        fits = self.search.probe(self.compiler.compile)
+        return self.fit.smallest.compiled.device_bytes, None if fits else self._infeasible()
 
     def _infeasible(self) -> InfeasibleBudget:
-        return infeasible(self.workload, self.search, self.budget, self.host_budget, self.target)
+        return infeasible(self.workload, self.fit.smallest, self.budget, self.host_budget, self.target)
 
     def plan(self) -> Plan:
         try:
-            best = self.search.run()
+            best = self.search.run(self.compiler.compile)
         except InfeasibleBudget:
             raise self._infeasible() from None
-        self.progress("reading the frontier", len(self.search.tried), len(self.search.tried))
+        self.progress("reading the frontier", len(self.fit.tried), len(self.fit.tried))
         policies = policies_of(self.described, best.candidate)
-        found = outcome(self.described, self.search, best, self.remarks)
+        found = outcome(self.described, self.fit, self.proposals, best, self.remarks)
         self._note(best)
         return Plan(
             policies=policies,
             recompute_flops=self._recompute_flops(policies),
-            workload=_one_line(self.workload.name),
+            workload=one_line(self.workload.name),
             target=self.target.name,
             budget=self.budget,
             host_budget=self.host_budget,
@@ -208,20 +185,18 @@ class _Making:
 
     def _note(self, best: Tried) -> None:
         """What could not be shown."""
-        why = "; the compilations were used up" if len(self.search.tried) >= MOST_COMPILED else ""
-        unknown = [one.name for one in self.search.unknown(best)]
+        why = "; the compilations were used up" if len(self.fit.tried) >= MOST_COMPILED else ""
+        unknown = [one.name for one in self.proposals.unknown(best)]
         if unknown:
             self.notes.append(f"Not shown: whether {' and '.join(unknown)}, faster by the estimate, would fit{why}")
         if self.search.unmoved(best):
             self.notes.append(f"Not shown: whether what is offloaded has to be, or would fit on the device{why}")
-        if not self.search.is_maximal(best):
+        if not self.proposals.is_maximal(best):
             self.notes.append(f"{NOT_MAXIMAL}{why}")
         if (short := host_shortage(best.compiled.host_bytes, self.target)) is not None:
             self.notes.append(f"Host memory: {short}, or plan with a host_budget")
         if best.compiled.sizes.untiled:
             self.notes.append(f"{UNTILED[0].upper()}{UNTILED[1:]}")
-        if self.search.timed_out:
-            self.notes.append("The solver's time limit was met: on another run the plan may be another one")
 
     def _described(self) -> Described:
         """The problem; where offload cannot be run, nothing may be offloaded."""
@@ -261,71 +236,8 @@ class _Making:
             try:
                 able.append(named_candidate(self.described, name))
             except (PolicyError, UnsupportedError) as error:
-                remarks.append(Point(name, None, 0, None, False, remark=_first_sentence(error)))
+                remarks.append(Point(name, None, 0, None, False, remark=first_sentence(error)))
         return able, remarks
-
-    def _own(self, choices: Choices) -> Candidate:
-        return own_candidate(self.described, choices)
-
-    # --- compiling ----------------------------------------------------------------------------------------------------
-
-    def _compile(self, candidates: Sequence[Candidate]) -> list[Compiled]:
-        done = len(self.search.tried)
-        if self.search.best and time.monotonic() > self.deadline:
-            self.notes.append(f"The search ended after timeout={self.timeout:g} s; with a longer one a plan may be faster")
-            return []
-        keys = [one.name or f"plan {done + index + 1}" for index, one in enumerate(candidates)]
-        self._tell(keys, done)
-        with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool, Children() as children:
-            # Each by itself, so that one that cannot be compiled does not take the other with it; and while the first is
-            # compiled the next is traced.
-            asked = [self._asked(pool, children, key, one) for key, one in zip(keys, candidates, strict=True)]
-            wait(asked)
-        errors = {key: error for key, one in zip(keys, asked, strict=True) if (error := one.exception()) is not None}
-        self._judge(list(errors.values()), all_failed=len(errors) == len(keys))
-        for key, error in errors.items():
-            self.notes.append(f"Left out: {key} could not be compiled: {_first_sentence(error)}")
-        return [
-            Compiled(FAILED, 0, sound=False) if key in errors else self._seen(one, told.result())
-            for key, one, told in zip(keys, candidates, asked, strict=True)
-        ]
-
-    def _judge(self, errors: Sequence[BaseException], *, all_failed: bool) -> None:
-        """Raise the first error where it ends the search: nothing else is known, no time is left, or it is none of one step."""
-        fatal = [error for error in errors if not isinstance(error, _OF_ONE_STEP)]
-        if all_failed and (not self.search.tried or (time.monotonic() > self.deadline and not self.search.best)):
-            fatal += errors
-        if fatal:
-            raise fatal[0]
-
-    def _asked(self, pool: ThreadPoolExecutor, children: Children, key: str, candidate: Candidate) -> Future[Sizes]:
-        """The sizes of a candidate's step, once it is compiled; it is traced here."""
-        try:
-            program = export_step(key, self._step(candidate), self.target)
-        except _OF_ONE_STEP as error:
-            refused: Future[Sizes] = Future()
-            refused.set_exception(error)
-            return refused
-        return pool.submit(self._sizes, program, children)
-
-    def _sizes(self, program: Program, children: Children) -> Sizes:
-        left = max(1.0, self.deadline - time.monotonic())
-        given: dict[str, Any] = {"kernels": self.kernels, "children": children}
-        return compile_programs([program], self.target, timeout=left, **given)[program.key]
-
-    def _step(self, candidate: Candidate) -> Any:
-        return self.workload.step("off" if candidate.name == "off" else policies_of(self.described, candidate))
-
-    @staticmethod
-    def _seen(candidate: Candidate, sizes: Sizes) -> Compiled:
-        wrong = candidate.host_bytes > 0 and is_miscompiled(sizes)
-        return Compiled(sizes.device, sizes.host, sound=not wrong, sizes=sizes)
-
-    def _tell(self, keys: Sequence[str], done: int) -> None:
-        best = self.search.best
-        so_far = f"; so far {_mib(best.compiled.device_bytes)} fits" if best else ""
-        most = max(MOST_COMPILED, done + len(keys))
-        self.progress(f"compiling {' and '.join(keys)} for {self.target.name}{so_far}", done, most)
 
     def _recompute_flops(self, policies: Mapping[Any, Any]) -> int:
         """Counted, not estimated: the step under the plan against the step that computes nothing again."""
@@ -338,22 +250,3 @@ class _Making:
                 # A loop of unknown length, in a kernel of Pallas's for one: what is computed again is known block by block.
                 return recompute_flops(self.described, dict(policies))
         return max(0, counted[0] - counted[1])
-
-
-def _first_sentence(error: BaseException) -> str:
-    """XLA's sentences can be of thousands of characters, with the types of all that a loop carries.
-
-    >>> len(_first_sentence(ValueError("expected " + "f32[39,1,75600,5120] " * 99)))
-    300
-    """
-    text = _one_line(str(error).split("\n")[0].split("; ")[0])
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 2]} …"
-
-
-def _one_line(text: str) -> str:
-    """What a plan's file takes: nothing that a terminal would not print as it is."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB"

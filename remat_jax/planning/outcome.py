@@ -7,10 +7,11 @@ from typing import Any
 
 from remat_jax.planning.candidate import FAILED, Candidate, Tried
 from remat_jax.planning.choices import runs
+from remat_jax.planning.fit import Fit
 from remat_jax.planning.fitting import singles
 from remat_jax.planning.point import Part, Point, unbeaten
 from remat_jax.planning.problem import Described, copy_seconds
-from remat_jax.planning.search import Search
+from remat_jax.planning.proposals import Proposals
 from remat_jax.planning.translate import name_of, recompute_seconds, rows_of, text_of
 from remat_jax.solver import Stack
 
@@ -18,16 +19,16 @@ POINTS = 12
 _GIB = 2**30
 
 
-def outcome(described: Described, search: Search, best: Tried, remarks: Sequence[Point]) -> dict[str, Any]:
+def outcome(described: Described, fit: Fit, proposals: Proposals, best: Tried, remarks: Sequence[Point]) -> dict[str, Any]:
     """The fields of a `Plan` that a search decides."""
-    stack = search.stack
+    stack = fit.stack
     base = stack.base_seconds + described.outside_seconds
 
     def point(candidate: Candidate) -> Point:
-        known = search.known(candidate)
+        known = fit.known(candidate)
         return Point(
             candidate.name,
-            None if known and known.compiled.device_bytes == FAILED else search.shown(candidate),
+            None if known and known.compiled.device_bytes == FAILED else fit.shown(candidate, stack),
             known.compiled.host_bytes if known else round(candidate.host_bytes),
             base + candidate.seconds,
             known is not None,
@@ -35,10 +36,10 @@ def outcome(described: Described, search: Search, best: Tried, remarks: Sequence
             "" if known is None or known.compiled.sound else "what is compiled of it must not be run",
         )
 
-    failed = [one for one in search.tried if one.compiled.device_bytes == FAILED]
-    tried = [point(one.candidate) for one in search.tried]
-    named = [point(one) for one in search.named]
-    predicted = search.frontier(stack, POINTS)
+    failed = [one for one in fit.tried if one.compiled.device_bytes == FAILED]
+    tried = [point(one.candidate) for one in fit.tried]
+    named = [point(one) for one in proposals.named]
+    predicted = proposals.frontier(stack, POINTS)
     beside = [one for one in (*tried, *named, *map(point, predicted)) if not one.remark]
     return {
         "device_bytes": best.compiled.device_bytes,
@@ -49,10 +50,8 @@ def outcome(described: Described, search: Search, best: Tried, remarks: Sequence
         "frontier": unbeaten(beside),
         "named": (*named, *remarks),
         "parts": parts_of(described, stack, best.candidate),
-        "next_gib_seconds": _next_gib(search, stack, best),
-        "tried": tuple(
-            (one.candidate.name or "a plan", one.compiled.device_bytes) for one in search.tried if one not in failed
-        ),
+        "next_gib_seconds": _next_gib(proposals, stack, best),
+        "tried": tuple((one.candidate.name or "a plan", one.compiled.device_bytes) for one in fit.tried if one not in failed),
     }
 
 
@@ -88,8 +87,8 @@ def parts_of(described: Described, stack: Stack, candidate: Candidate) -> tuple[
     return tuple(found)
 
 
-def _next_gib(search: Search, stack: Stack, best: Tried) -> float | None:
+def _next_gib(proposals: Proposals, stack: Stack, best: Tried) -> float | None:
     if best.candidate.seconds <= 0:
         return None
-    found = search.solve(stack, search.budget + _GIB)
+    found = proposals.solve(stack, proposals.fit.budget + _GIB)
     return max(0.0, best.candidate.seconds - found.seconds) if found else 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat_jax.solver.block import cheapest_policy, solve_blocks
+from remat_jax.solver.block import solve_blocks
 from remat_jax.solver.candidates import candidates
 from remat_jax.solver.chain import ChainSolver, solve_chain
 from remat_jax.solver.counts import solve_counts
@@ -21,6 +21,8 @@ from remat_jax.solver.segments import (
     uniform_segments,
 )
 from remat_jax.solver.simulator import Outcome, simulate, verify
+from remat_jax.solver.solve import Solver, solve
+from remat_jax.solver.table import Prices, cheapest_policy
 
 __all__ = [
     "Action",
@@ -37,10 +39,12 @@ __all__ = [
     "Option",
     "Outcome",
     "Plan",
+    "Prices",
     "Program",
     "Range",
     "Residual",
     "SegmentPlan",
+    "Solver",
     "Stack",
     "StackPlan",
     "Stage",
@@ -56,6 +60,7 @@ __all__ = [
     "segments_of_length",
     "shortening_segments",
     "simulate",
+    "solve",
     "solve_blocks",
     "solve_chain",
     "solve_counts",

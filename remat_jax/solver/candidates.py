@@ -37,7 +37,7 @@ def candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, 
 @lru_cache(maxsize=64)
 def _candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, ...], bool]:
     # Kept: a frontier asks for the same blocks at every budget.
-    found = _grow(block, link is not None)
+    found = grow(block, link is not None)
     if found is None:
         return _sweep(block, link), False
     policies = [BlockPolicy(block, tuple(_CHOICES[code] for code in codes)) for codes in found]
@@ -75,8 +75,8 @@ def unbeaten(points: Any) -> list[int]:
     return found
 
 
-def _grow(block: Block, offloads: bool) -> list[tuple[int, ...]] | None:
-    """The choices of all unbeaten policies, as indices into `Choice`; None where there are too many."""
+def grow(block: Block, offloads: bool, most: int = MOST) -> list[tuple[int, ...]] | None:
+    """The choices of all unbeaten policies, as indices into `Choice`; None where more than ``most`` are carried along."""
     import numpy as np
 
     open_until = _last_uses(block)
@@ -88,7 +88,7 @@ def _grow(block: Block, offloads: bool) -> list[tuple[int, ...]] | None:
         codes, sums = (np.concatenate(parts) for parts in zip(*grown, strict=True))
         visible = [one for one in block.order[: step + 1] if open_until[one] > step]
         kept = _unbeaten_in_groups(codes[:, visible] == _CHOICES.index(Choice.UNUSED), sums)
-        if len(kept) > MOST:
+        if len(kept) > most:
             return None
         codes, sums = codes[kept], sums[kept]
     return [tuple(int(code) for code in row) for row in codes]

@@ -216,7 +216,7 @@ class Stack:
 
     def positions(self) -> tuple[Block, ...]:
         """Every single block, in the order of the forward pass."""
-        return tuple(replace(one, repeats=1) for one in self.runs() for _ in range(one.repeats))
+        return tuple(one for run in self.runs() for one in [replace(run, repeats=1)] * run.repeats)
 
     @property
     def base_seconds(self) -> float:

@@ -1,0 +1,161 @@
+"""Candidates that a search can ask the compiler about: the solver's plans, the leanest, and variants of what is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from remat_jax.errors import InfeasibleBudget
+from remat_jax.planning.candidate import FAILED, Candidate, Own, Recut, Tried
+from remat_jax.planning.choices import Cuts, block_policies, borders, one_residual_more, together
+from remat_jax.planning.fit import Fit
+from remat_jax.planning.fitting import predicted, singles
+from remat_jax.solver import Choice, Prices, Stack, cheapest_policy
+from remat_jax.solver import Solver as StackSolver
+from remat_jax.solver.solve import MOST_POLICIES
+
+
+class Proposals:
+    """Ways to run the step, made from what a fit knows.
+
+    Args:
+      fit: what was compiled.
+      named: the named policies that are legal, `off` among them.
+      own: makes a candidate of choices, with its price.
+      recut: cuts the scans of a candidate elsewhere; None where nothing is scanned.
+      most_runs: different policies among the layers of one kind; None for as many as the solver mixes.
+    """
+
+    def __init__(
+        self, fit: Fit, named: Sequence[Candidate], own: Own, recut: Recut | None = None, most_runs: int | None = None
+    ) -> None:
+        self.fit, self.named, self.own = fit, tuple(named), own
+        self._recut = recut if most_runs != 1 else None
+        self._most_runs = min(most_runs or MOST_POLICIES, MOST_POLICIES)
+        self._solvers: dict[tuple[Stack, int], StackSolver] = {}
+
+    def solve(self, stack: Stack, budget: float, *, most_runs: int | None = None) -> Candidate | None:
+        """The planner's fastest within `budget`, of as many runs as the search may have or fewer; None where nothing fits.
+
+        Where it offloads, the fastest without the host is asked for too: the solver adds up what residuals cost one by one,
+        and priced as a whole, by its kernels, a plan without copies may turn out the faster one.
+        """
+        found = self._solved_within(stack, budget, self.fit.host_left, most_runs)
+        if found is None or not found.host_bytes:
+            return found
+        here = self._solved_within(stack, budget, 0.0, most_runs)
+        return found if here is None or found.seconds <= here.seconds else here
+
+    def _solved_within(self, stack: Stack, budget: float, host_budget: float, most_runs: int | None) -> Candidate | None:
+        try:
+            plan = self._solver(stack, most_runs or self._most_runs).plan(budget, host_budget)
+        except InfeasibleBudget:
+            least = self.least(stack)
+            return least if predicted(stack, least.loads) <= budget and least.host_bytes <= host_budget else None
+        return self.own(together(stack, plan))
+
+    def _solver(self, stack: Stack, most_runs: int) -> StackSolver:
+        """One for each stack that the compiled steps show; it begins with what the one before has learned."""
+        if (stack, most_runs) not in self._solvers:
+            known = next(reversed(self._solvers.values()), None)
+            solver = self._solvers[stack, most_runs] = StackSolver(stack, most_runs, known)
+            for one in self.named:
+                if one.like is not None and known is None:
+                    solver.add(block_policies(stack, one.like))
+        return self._solvers[stack, most_runs]
+
+    def frontier(self, stack: Stack, points: int) -> list[Candidate]:
+        """The planner's plans at so many budgets, from the least to that of keeping everything."""
+        least = self.least(stack)
+        low = predicted(stack, least.loads)
+        high = max([low, *(predicted(stack, one.loads) for one in self.named if one.name in ("off", "everything"))])
+        budgets = [low + (high - low) * step / points for step in range(1, points + 1)]
+        return [least, *filter(None, (self.solve(stack, budget) for budget in budgets))]
+
+    def least(self, stack: Stack) -> Candidate:
+        """A plan that needs as little as can be told: what is kept counts in every block behind, the rest where it runs."""
+        count = len(singles(stack))
+        # A byte that is kept is there with the working sets of all blocks behind; how much that weighs depends on the shares.
+        offloads = (False,) if stack.link is None else (True,) if math.isinf(self.fit.host_budget) else (True, False)
+        weights = dict.fromkeys((1.0, math.sqrt(count), float(count)))
+        plans = [self._lean(stack, weight, offload=offload) for weight in weights for offload in offloads]
+        able = [one for one in plans if one.host_bytes <= self.fit.host_left] or plans
+        return min(able, key=lambda one: (predicted(stack, one.loads), one.seconds))
+
+    def _lean(self, stack: Stack, weight: float, *, offload: bool) -> Candidate:
+        choices: list[tuple[Choice, ...]] = []
+        for block in stack.blocks:
+            able = block if offload else block.without_offload()
+            prices = Prices(saved=weight, transient=1.0)
+            choices += [cheapest_policy(able, stack.link, prices).choices] * block.repeats
+        if not stack.offload_last and self._most_runs != 1:
+            last = stack.positions()[-1]
+            choices[-1] = cheapest_policy(last, stack.link, Prices(saved=1.0, transient=1.0)).choices
+        return self.own(tuple(choices))
+
+    # --- variants of what is known --------------------------------------------------------------------------------------
+
+    def unknown(self, best: Tried) -> list[Candidate]:
+        """Named policies that were not compiled, would be faster than `best`, and might fit.
+
+        What keeps too much by itself is not among them.
+        """
+        stack = self.fit.stack
+        able = [
+            one
+            for one in self.named
+            if one.seconds < best.candidate.seconds and not math.isclose(one.seconds, best.candidate.seconds)
+            if self.fit.known(one) is None and one.host_bytes <= self.fit.host_left
+            if self.fit.may_fit(one)
+        ]
+        return sorted(able, key=lambda one: predicted(stack, one.loads))
+
+    def is_maximal(self, best: Tried) -> bool:
+        """Whether it was shown that no single residual more can be saved in a run of its layers that would save time.
+
+        The one that takes least memory, as the compiled steps tell, and the one that keeps fewest bytes were compiled as well
+        and do not fit.
+        """
+        if best.candidate.seconds <= 0:
+            return True
+        if best.candidate.done is None:
+            return False
+        known = [self.fit.known(one) for one in self.least_more(best)]
+        return all(one is not None and one.compiled.device_bytes < FAILED and not self.fit.fits(one) for one in known)
+
+    def least_more(self, best: Tried) -> list[Candidate]:
+        """With one residual more that saves time: that which keeps fewest bytes, and that which is predicted to need least."""
+        faster = self.one_more(best.candidate)
+        stack = self.fit.around(best.compiled.device_bytes)
+        found: list[Candidate] = []
+        for key in (lambda one: sum(load.saved for load in one.loads), lambda one: predicted(stack, one.loads)):
+            least = min(faster, key=key, default=None)
+            if least is not None and not any(least.is_same(one) for one in found):
+                found.append(least)
+        return found
+
+    def one_more(self, found: Candidate) -> list[Candidate]:
+        """With one residual more in one of its runs, which stay cut as they are."""
+        assert found.done is not None, "choices say what it does"
+        kept = borders(self.fit.guess, found.done, found.cuts)
+        options = [self.cut(self.own(one), kept) for one in one_residual_more(self.fit.guess, found.done, found.cuts)]
+        return [one for one in options if one.seconds < found.seconds]
+
+    def without_host(self, found: Candidate) -> Candidate | None:
+        """The candidate with what it offloads saved on the device; None where it offloads nothing, or what may not be saved."""
+        if not found.host_bytes or found.done is None:
+            return None
+        moved = zip(singles(self.fit.guess), found.done, strict=True)
+        if not all(
+            one.may_save
+            for block, done in moved
+            for one, choice in zip(block.residuals, done, strict=True)
+            if choice is Choice.OFFLOAD
+        ):
+            return None
+        saved = tuple(tuple(Choice.SAVE if one is Choice.OFFLOAD else one for one in done) for done in found.done)
+        return self.cut(self.own(saved), found.cuts)
+
+    def cut(self, candidate: Candidate, cuts: Cuts) -> Candidate:
+        """The candidate with its scans cut at `cuts`, where there are any."""
+        return candidate if self._recut is None else self._recut(candidate, cuts)
