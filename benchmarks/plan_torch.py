@@ -100,7 +100,7 @@ class Plans:
         """Bytes kept and FLOPs computed again of the best plan that keeps no more; None where there is no such plan."""
         try:
             # A budget is positive; no residual is as small as a byte.
-            plan = solver.solve_counts(self.stack, max(1.0, float(saved_bytes)))
+            plan = solver.solve(self.stack, max(1.0, float(saved_bytes)))
         except rj.errors.InfeasibleBudget:
             return None
         policy = self._policy(plan)

@@ -7,20 +7,15 @@ import math
 import pytest
 
 from remat_jax.errors import InfeasibleBudget, PlanningError
-from remat_jax.solver import (
-    Block,
-    BlockPolicy,
+from remat_jax.solver import Block, BlockPolicy, HostLink, Residual, Stack
+from tests.solver_oracles import (
     Chain,
-    HostLink,
     Operation,
     Option,
     Program,
-    Residual,
-    Stack,
     Stage,
     Value,
     forward_steps,
-    frontier,
     revolve,
     segments_of_length,
     shortening_segments,
@@ -28,7 +23,6 @@ from remat_jax.solver import (
     solve_chain,
     solve_counts,
     solve_graph,
-    stack_frontier,
     uniform_segments,
 )
 
@@ -136,7 +130,6 @@ def test_budgets_of_stacks(solve, budgets, message):
         (lambda: uniform_segments(4, NAN, 1), "input_bytes=nan"),
         (lambda: shortening_segments(4, 1, -1), "full_bytes=-1"),
         (lambda: shortening_segments(True, 1, 1), "layers=True"),
-        (lambda: stack_frontier(Stack((LAYER,)), points=1), "points=1; expected an integer, at least 2"),
         (lambda: solve_graph(Program((), ())), r"goals \(\), expected one"),
     ],
 )
@@ -156,8 +149,6 @@ def test_the_least_memory_is_named_with_the_host_budget_that_it_is_for():
         with pytest.raises(InfeasibleBudget, match="host_budget=5: what can only be offloaded does not fit") as caught:
             solve(only, 100, 5)
         assert caught.value.least_bytes is None
-    with pytest.raises(InfeasibleBudget, match="host_budget=5"):
-        stack_frontier(only, 5)
     stages = (Stage("s", 1, 1, (Option("away", 1, 1, 1, 8),)),)
     with pytest.raises(InfeasibleBudget, match="host_budget=5"):
         solve_chain(Chain(stages, link=HostLink(1, 1)), 100, 5)
@@ -177,8 +168,3 @@ def test_arrays_of_any_size_are_planned_alike(solve, unit):
     plan = solve(stack, (100 + 6 * 8 + 64 + 16 + 3 * 32) * unit)
     assert plan.extra_seconds == pytest.approx(5 * 0.75 - 3 * 0.5)
     assert plan.peak_bytes == (100 + 6 * 8 + 64 + 16 + 3 * 32) * unit
-
-
-def test_a_frontier_of_any_solver():
-    stack = Stack((LAYER,))
-    assert [plan.peak_bytes for plan in frontier(lambda budget: solve_blocks(stack, budget), 9)] == [56, 88, 120]

@@ -9,16 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.solver import (
-    Block,
+from remat_jax.solver import Block, HostLink, Residual, Stack
+from tests.solver_oracles import (
     Chain,
     ChainSolver,
-    HostLink,
     Option,
-    Residual,
-    Stack,
     Stage,
-    chain_frontier,
     chain_program,
     forward_steps,
     revolve,
@@ -27,7 +23,6 @@ from remat_jax.solver import (
     solve_chain,
     solve_counts,
     solve_graph,
-    stack_frontier,
     uniform_segments,
     verify,
 )
@@ -216,27 +211,6 @@ def test_a_search_over_all_schedules_is_at_least_as_good_as_the_persistent_one(c
     free = solve_graph(chain_program(chain), budget)
     assert verify(free).peak_bytes <= budget * (1 + 1e-9)
     assert free.seconds <= solve_chain(chain, budget).seconds + 1e-9
-
-
-@few
-@given(stack=stacks(), points=st.integers(2, 6))
-def test_no_plan_of_a_frontier_is_beaten(stack, points):
-    plans = stack_frontier(stack, points=points)
-    assert 1 <= len(plans) <= points
-    for less, more in zip(plans, plans[1:], strict=False):
-        assert less.peak_bytes < more.peak_bytes
-        assert less.seconds > more.seconds
-    assert plans[-1].seconds == pytest.approx(solve_counts(stack).seconds, rel=1e-9)
-
-
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(chain=chains(), points=st.integers(2, 6))
-def test_no_plan_of_a_chain_s_frontier_is_beaten(chain, points):
-    plans = chain_frontier(chain, points=points)
-    assert 1 <= len(plans) <= points
-    assert plans[0].peak_bytes >= ChainSolver(chain).least_bytes * (1 - 1e-9)
-    for less, more in zip(plans, plans[1:], strict=False):
-        assert (less.peak_bytes, -less.seconds) < (more.peak_bytes, -more.seconds)
 
 
 @few

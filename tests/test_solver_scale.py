@@ -9,25 +9,12 @@ import random
 import pytest
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.solver import (
-    Block,
-    HostLink,
-    Option,
-    Residual,
-    Stack,
-    Stage,
-    candidates,
-    counts,
-    solve_blocks,
-    solve_chain,
-    solve_counts,
-    verify,
-)
+from remat_jax.solver import Block, HostLink, Residual, Stack
 from remat_jax.solver.candidates import MOST
-from remat_jax.solver.columns import Programme, Run
-from remat_jax.solver.milp import Model
-from remat_jax.solver.pricing import with_priced
-from remat_jax.solver.problem import Chain
+from tests.solver_oracles import Chain, Option, Stage, candidates, counts, solve_blocks, solve_chain, solve_counts, verify
+from tests.solver_oracles.columns import Programme, Run
+from tests.solver_oracles.milp import Model
+from tests.solver_oracles.pricing import with_priced
 
 LAYERS = 80
 

@@ -7,27 +7,23 @@ import dataclasses
 import pytest
 
 from remat_jax.errors import PlanningError
-from remat_jax.solver import (
-    Block,
-    BlockPolicy,
+from remat_jax.solver import Block, BlockPolicy, HostLink, Residual, Stack
+from tests.solver_oracles import (
     Chain,
     Compute,
     Fetch,
     Free,
-    HostLink,
     Operation,
     Option,
     Program,
-    Residual,
-    Stack,
     Stage,
     Value,
     Wait,
+    executable,
     revolve,
     simulate,
     solve_blocks,
     solve_chain,
-    stack_plan,
     uniform_segments,
     verify,
 )
@@ -137,7 +133,7 @@ STACK = Stack((LAYER,), HostLink(8, 4), 100, offload_last=True)
     ],
 )
 def test_a_stack_by_hand(choices, seconds, peak, host):
-    plan = stack_plan(STACK, [BlockPolicy(one, choices) for one in STACK.positions()])
+    plan = executable(STACK, [BlockPolicy(one, choices) for one in STACK.positions()])
     found = verify(plan)
     assert (found.seconds, found.peak_bytes, found.host_peak_bytes) == (seconds, peak, host)
     assert found.executions["recompute layer/0/up"] == (choices[1] == "recompute")

@@ -11,16 +11,13 @@ from checkpoint_schedules.hrevolve_sequences.revolve import get_opt_0_table
 from checkpoint_schedules.multistage import optimal_steps_binomial
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.solver import (
-    Block,
+from remat_jax.solver import Block, HostLink, Residual, Stack
+from tests.solver_oracles import (
     Chain,
     ChainSolver,
-    HostLink,
     Operation,
     Option,
     Program,
-    Residual,
-    Stack,
     Stage,
     Value,
     chain_program,

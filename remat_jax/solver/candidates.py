@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
-from remat_jax.solver.block import Prices, cheapest_policy
-from remat_jax.solver.policies import BlockPolicy, Choice
-from remat_jax.solver.problem import Block, HostLink, Residual
+from remat_jax.solver.policies import Choice
+from remat_jax.solver.problem import Block, Residual
 
 MOST = 3000
-"""How many partial policies are carried along; a block with more is answered by a sweep over prices."""
+"""How many partial policies are carried along, at most."""
 
-_PRICES = 8
 _CHOICES = tuple(Choice)
-
-
-def candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, ...], bool]:
-    """The policies of one block that no other beats, and whether these are all of them.
-
-    One policy beats another where it is no worse in all of: bytes saved, bytes that the block needs while its own backward
-    pass runs, bytes in host memory, extra seconds. All four only grow with the bytes saved, the bytes needed, the bytes
-    offloaded and the seconds recomputed, each a sum over the residuals; so a partial policy that is beaten in these sums by
-    another that leaves its children the same is beaten for good. Where more than `MOST` partial policies remain, only those
-    policies are given that are best at some price of a byte.
-
-    >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
-    >>> [one.choices[1].value for one in candidates(block, None)[0]]
-    ['recompute', 'save']
-    """
-    return _candidates(replace(block, repeats=1), link)
-
-
-@lru_cache(maxsize=64)
-def _candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, ...], bool]:
-    # Kept: a frontier asks for the same blocks at every budget.
-    found = grow(block, link is not None)
-    if found is None:
-        return _sweep(block, link), False
-    policies = [BlockPolicy(block, tuple(_CHOICES[code] for code in codes)) for codes in found]
-    return tuple(_unbeaten_policies(policies, link)), True
-
-
-def measures(policy: BlockPolicy, link: HostLink | None) -> tuple[float, float, float, float]:
-    """What policies are compared by: bytes saved, bytes needed in its own backward pass, bytes on the host, extra seconds."""
-    saved = policy.saved_bytes
-    return saved, saved + policy.transient_bytes, policy.host_bytes, policy.extra_seconds(link)
-
-
-def _unbeaten_policies(policies: Sequence[BlockPolicy], link: HostLink | None) -> list[BlockPolicy]:
-    import numpy as np
-
-    return [policies[index] for index in unbeaten(np.asarray([measures(one, link) for one in policies]))]
 
 
 def unbeaten(points: Any) -> list[int]:
@@ -76,7 +33,17 @@ def unbeaten(points: Any) -> list[int]:
 
 
 def grow(block: Block, offloads: bool, most: int = MOST) -> list[tuple[int, ...]] | None:
-    """The choices of all unbeaten policies, as indices into `Choice`; None where more than ``most`` are carried along."""
+    """The choices of all unbeaten policies, as indices into `Choice`; None where more than ``most`` are carried along.
+
+    One policy beats another where it is no worse in all of: bytes saved, bytes that the block needs while its own backward
+    pass runs, bytes in host memory, extra seconds. All four only grow with the bytes saved, the bytes needed, the bytes
+    offloaded and the seconds recomputed, each a sum over the residuals; so a partial policy that is beaten in these sums by
+    another that leaves its children the same is beaten for good.
+
+    >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
+    >>> sorted(grow(block, offloads=False))  # of x and up: 0 saved, 2 recomputed
+    [(0, 0), (0, 2)]
+    """
     import numpy as np
 
     open_until = _last_uses(block)
@@ -146,17 +113,3 @@ def _unbeaten_in_groups(flags: Any, sums: Any) -> list[int]:
         rows = np.flatnonzero(groups.ravel() == group)
         found += [int(rows[index]) for index in unbeaten(sums[rows])]
     return found
-
-
-def _sweep(block: Block, link: HostLink | None) -> tuple[BlockPolicy, ...]:
-    """Policies that are best at some price of a saved byte, in seconds, with host memory free, or as dear, or not used."""
-    import numpy as np
-
-    total = sum(one.bytes for one in block.residuals) or 1.0
-    seconds = block.forward_seconds + block.backward_seconds + sum(one.seconds or 0.0 for one in block.residuals)
-    found: dict[tuple[Choice, ...], BlockPolicy] = {}
-    for price in (0.0, *np.geomspace(1e-3, 1e3, _PRICES) * (seconds or 1.0) / total):
-        for host_price in (0.0, price / 4, price, 1e3 * (seconds or 1.0) / total) if link is not None else (0.0,):
-            policy = cheapest_policy(block, link, Prices(float(price), float(host_price)))
-            found[policy.choices] = policy
-    return tuple(_unbeaten_policies(list(found.values()), link))

@@ -10,9 +10,7 @@ from functools import cached_property
 
 from remat_jax.errors import PlanningError
 from remat_jax.solver.checks import all_of
-from remat_jax.solver.lowering import labels, stack_program
 from remat_jax.solver.problem import Block, HostLink, Stack
-from remat_jax.solver.program import Action, Compute, Fetch, Free, Plan, Wait
 
 
 class Choice(StrEnum):
@@ -119,20 +117,29 @@ class Range:
 
 
 @dataclass(frozen=True)
-class StackPlan(Plan):
+class StackPlan:
     """A plan for a stack.
 
     Attributes:
         ranges: what each block does, in the order of the forward pass.
-        extra_seconds: over saving everything; ``lower_bound`` is on ``seconds``, which has the rest too.
-        variables: how many integer variables the solver had.
-        timed_out: whether its time limit ended the search, so that another run may find another plan.
+        seconds: of the whole step.
+        peak_bytes: on the device, fixed bytes included.
+        host_bytes: in host memory.
+        extra_seconds: over saving everything.
+        lower_bound: the seconds that no plan is below, as far as the solver knows.
     """
 
-    ranges: tuple[Range, ...] = ()
-    extra_seconds: float = 0.0
-    variables: int = 0
-    timed_out: bool = False
+    ranges: tuple[Range, ...]
+    seconds: float
+    peak_bytes: float
+    host_bytes: float
+    extra_seconds: float
+    lower_bound: float = 0.0
+
+    @property
+    def policies(self) -> tuple[BlockPolicy, ...]:
+        """Of every single block, in the order of the forward pass."""
+        return tuple(one.policy for one in self.ranges for _ in range(one.count))
 
 
 def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy]) -> float:
@@ -150,27 +157,25 @@ def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy]) -> float:
     return peak
 
 
-def stack_plan(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 0.0, variables: int = 0) -> StackPlan:
+def stack_plan(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 0.0) -> StackPlan:
     """The plan in which each block, in the order of the forward pass, does what ``policies`` say.
 
-    ``bound`` is the least extra time that the solver left possible, ``variables`` how many it had.
+    ``bound`` is the least extra time that the solver left possible.
     """
     found = [BlockPolicy(block, one.choices) for block, one in zip(stack.positions(), policies, strict=True)]
     extra = sum(one.extra_seconds(stack.link) for one in found)
     return StackPlan(
-        stack_program(stack),
-        _actions(stack, found),
+        ranges=ranges(found),
         seconds=stack.base_seconds + extra,
         peak_bytes=peak_bytes(stack, found),
         host_bytes=math.fsum(one.host_bytes for one in found),
-        lower_bound=stack.base_seconds + min(bound, extra),
-        ranges=_ranges(found),
         extra_seconds=extra,
-        variables=variables,
+        lower_bound=stack.base_seconds + min(bound, extra),
     )
 
 
-def _ranges(policies: Sequence[BlockPolicy]) -> tuple[Range, ...]:
+def ranges(policies: Sequence[BlockPolicy]) -> tuple[Range, ...]:
+    """Blocks of one kind that follow each other and do the same, brought together."""
     found: list[Range] = []
     for policy in policies:
         name, last = policy.block.name, found[-1] if found else None
@@ -181,36 +186,3 @@ def _ranges(policies: Sequence[BlockPolicy]) -> tuple[Range, ...]:
         else:
             found.append(Range(name, last.first + last.count, 1, policy))
     return tuple(found)
-
-
-def _actions(stack: Stack, policies: Sequence[BlockPolicy]) -> tuple[Action, ...]:
-    names = labels(stack)
-    actions: list[Action] = []
-    before = "input"
-    for label, policy in zip(names, policies, strict=True):
-        kept = _named(label, policy, Choice.SAVE)
-        actions.append(
-            Compute(f"forward {label}", (f"{label}:output", f"{label}:input", *kept), _named(label, policy, Choice.OFFLOAD))
-        )
-        actions += [Free(before), Wait()]
-        before = f"{label}:output"
-    actions += [Compute("loss", (f"{names[-1]}:cotangent",)), Free(before)]
-    for index in reversed(range(len(names))):
-        after = f"{names[index - 1]}:cotangent" if index else "input cotangent"
-        actions += _backward(names[index], policies[index], after)
-    return tuple(actions)
-
-
-def _backward(label: str, policy: BlockPolicy, after: str) -> list[Action]:
-    order = [policy.block.residuals[index].name for index in policy.block.order]
-    again = [f"{label}/{name}" for name in order if policy.of[name] is Choice.RECOMPUTE]
-    offloaded = _named(label, policy, Choice.OFFLOAD)
-    actions: list[Action] = [Fetch(name) for name in offloaded]
-    actions += [Compute(f"recompute {name}", (name,)) for name in again]
-    actions.append(Compute(f"backward {label}", (after,)))
-    gone = (f"{label}:cotangent", f"{label}:input", *_named(label, policy, Choice.SAVE), *offloaded, *again)
-    return [*actions, *map(Free, gone), Wait()]
-
-
-def _named(label: str, policy: BlockPolicy, wanted: Choice) -> tuple[str, ...]:
-    return tuple(f"{label}/{name}" for name, choice in policy.of.items() if choice is wanted)

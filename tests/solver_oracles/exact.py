@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 from remat_jax.errors import InfeasibleBudget, SolverError
 from remat_jax.solver.checks import check_budget
-from remat_jax.solver.milp import GAP, ROUNDING, TIME_LIMIT, Model, Solution, unit_beside
-from remat_jax.solver.policies import BlockPolicy, Choice, StackPlan, peak_bytes, stack_plan
+from remat_jax.solver.policies import BlockPolicy, Choice, peak_bytes
 from remat_jax.solver.problem import Block, HostLink, Stack
+from remat_jax.solver.table import Prices
+from tests.solver_oracles.milp import GAP, ROUNDING, TIME_LIMIT, Model, Solution, unit_beside
+from tests.solver_oracles.stack_plans import ExecutablePlan, executable
 
 _ATTEMPTS = 8
 
@@ -26,7 +28,7 @@ def solve_blocks(
     *,
     gap: float = GAP,
     time_limit: float = TIME_LIMIT,
-) -> StackPlan:
+) -> ExecutablePlan:
     """The fastest plan within both budgets in which every single block decides on every single residual.
 
     Exact up to ``gap`` for any blocks, all different or not. It has up to three binaries for each residual of each block;
@@ -59,7 +61,7 @@ def solve_blocks(
         policies = model.policies(solution)
         over, host_over = peak_bytes(stack, policies) - budget, sum(one.host_bytes for one in policies) - host_budget
         if over <= budget * ROUNDING and host_over <= host_budget * ROUNDING:
-            return stack_plan(stack, policies, bound=solution.bound, variables=model.integers)
+            return executable(stack, policies, bound=solution.bound, variables=model.integers)
         # By HiGHS's tolerance: it is asked for that much less.
         allowed, allowed_host = allowed - 2 * max(0.0, over), allowed_host - 2 * max(0.0, host_over)
     raise SolverError(f"HiGHS stays over budget={budget!r} or host_budget={host_budget!r} by its tolerance; round them.")
@@ -79,15 +81,6 @@ def _least(stack: Stack, host_budget: float, time_limit: float) -> float | None:
     model = _StackModel(stack, None, host_budget)
     solution = model.solve(ROUNDING, time_limit)
     return None if solution is None else peak_bytes(stack, model.policies(solution))
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What memory costs, in seconds for each byte: saved, in host memory, and there while the block's backward pass runs."""
-
-    saved: float = 0.0
-    host: float = 0.0
-    transient: float = 0.0
 
 
 def cheapest_policy(block: Block, link: HostLink | None, prices: Prices) -> BlockPolicy:

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from remat_jax.solver.problem import Chain, Option
+from tests.solver_oracles.chain_problem import Chain, Option
 
 State = tuple[int, int]
 """Slots of host memory and of device memory that a part may use; `Least` has no use for the second."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from remat_jax.errors import PlanningError
-from remat_jax.solver.program import Action, Compute, Fetch, Free, Operation, Plan, Program, Value, Wait
+from tests.solver_oracles.program import Action, Compute, Fetch, Free, Operation, Plan, Program, Value, Wait
 
 TOLERANCE = 1e-9
 """How far a claim may be from what is simulated, relatively: sums of floating-point numbers in another order."""

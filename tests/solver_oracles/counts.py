@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from remat_jax.errors import InfeasibleBudget, SolverError
-from remat_jax.solver.block import infeasible, solve_blocks
 from remat_jax.solver.checks import check_budget, check_count
-from remat_jax.solver.columns import Column, Programme, Run
-from remat_jax.solver.milp import GAP, ROUNDING, TIME_LIMIT
-from remat_jax.solver.policies import BlockPolicy, StackPlan, peak_bytes, stack_plan
-from remat_jax.solver.pricing import with_priced
+from remat_jax.solver.policies import BlockPolicy, peak_bytes
 from remat_jax.solver.problem import Stack
+from tests.solver_oracles.columns import Column, Programme, Run
+from tests.solver_oracles.exact import infeasible, solve_blocks
+from tests.solver_oracles.milp import GAP, ROUNDING, TIME_LIMIT
+from tests.solver_oracles.pricing import with_priced
+from tests.solver_oracles.stack_plans import ExecutablePlan, executable
 
 _FIRST_COLUMNS = 150
 
@@ -36,7 +37,7 @@ def solve_counts(
     node_limit: int | None = None,
     most_rounds: float = math.inf,
     say_least: bool = True,
-) -> StackPlan:
+) -> ExecutablePlan:
     """The fastest plan within both budgets, as counts of policies for each kind of block.
 
     The same answer as `block.solve_blocks`, with a variable for each policy instead of three for each residual of each block:
@@ -78,7 +79,7 @@ def solve_counts(
     plan = None
     if found is not None:
         policies, bound, variables = found
-        plan = stack_plan(stack, policies, bound=bound if exact else max(0.0, least), variables=variables)
+        plan = executable(stack, policies, bound=bound if exact else max(0.0, least), variables=variables)
         plan = replace(plan, timed_out=solver.timed_out)
     if not exact and most_policies is None and _may_be_far(stack, plan):
         return _single(stack, plan, budget, host_budget, gap, time_limit)
@@ -89,15 +90,15 @@ def solve_counts(
     return plan
 
 
-def _may_be_far(stack: Stack, plan: StackPlan | None) -> bool:
+def _may_be_far(stack: Stack, plan: ExecutablePlan | None) -> bool:
     """Whether no plan was found, or one that may be improved on in a stack that is small enough to be solved as it is."""
     size = sum(block.repeats * len(block.residuals) for block in stack.blocks)
     return plan is None or (plan.seconds - plan.lower_bound > _FAR * plan.extra_seconds and size <= _SMALL)
 
 
 def _single(
-    stack: Stack, plan: StackPlan | None, budget: float, host_budget: float, gap: float, time_limit: float
-) -> StackPlan:
+    stack: Stack, plan: ExecutablePlan | None, budget: float, host_budget: float, gap: float, time_limit: float
+) -> ExecutablePlan:
     """The faster of a plan and of what the programme over single residuals finds, with the better of their bounds."""
     other = solve_blocks(stack, budget, host_budget, gap=gap, time_limit=time_limit)
     if plan is None:

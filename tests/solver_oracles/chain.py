@@ -12,12 +12,12 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from remat_jax.solver.block import infeasible
-from remat_jax.solver.chain_tables import Cut, Fastest, Keep, Least, Sizes, State
 from remat_jax.solver.checks import check_budget, check_count
-from remat_jax.solver.lowering import chain_program
-from remat_jax.solver.problem import Chain
-from remat_jax.solver.program import Action, Compute, Fetch, Free, Plan, Wait
+from tests.solver_oracles.chain_problem import Chain
+from tests.solver_oracles.chain_tables import Cut, Fastest, Keep, Least, Sizes, State
+from tests.solver_oracles.exact import infeasible
+from tests.solver_oracles.lowering import chain_program
+from tests.solver_oracles.program import Action, Compute, Fetch, Free, Plan, Wait
 
 SLOTS = 500
 """Into how many equal parts memory is divided, where sizes have no common measure that divides it into fewer."""
@@ -39,7 +39,7 @@ def solve_chain(chain: Chain, budget: float = math.inf, host_budget: float = mat
         InfeasibleBudget: nothing fits; the message says the least device memory that does.
         PlanningError: an argument is wrong.
 
-    >>> from remat_jax.solver.problem import Option, Stage
+    >>> from tests.solver_oracles.chain_problem import Option, Stage
     >>> stages = tuple(Stage(f"s{i}", 1.0, 1.0, (Option("all", 3.0, 1.0, 2.0),)) for i in range(4))
     >>> [solve_chain(Chain(stages, 1.0), budget).seconds for budget in (6, 8, 14)]
     [18.0, 15.0, 12.0]
@@ -53,7 +53,7 @@ class ChainSolver:
     Raises:
         PlanningError: an argument is wrong.
 
-    >>> from remat_jax.solver.problem import Option, Stage
+    >>> from tests.solver_oracles.chain_problem import Option, Stage
     >>> solver = ChainSolver(Chain((Stage("s", 1.0, 1.0, (Option("all", 3.0, 1.0, 2.0),)),), 1.0))
     >>> solver.least_bytes, solver.plan(5).seconds
     (5.0, 3.0)

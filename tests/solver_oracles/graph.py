@@ -14,9 +14,9 @@ from functools import cache
 from itertools import combinations
 
 from remat_jax.errors import PlanningError, SolverError
-from remat_jax.solver.block import infeasible
 from remat_jax.solver.checks import check_budget, check_count
-from remat_jax.solver.program import Action, Compute, Free, Operation, Plan, Program
+from tests.solver_oracles.exact import infeasible
+from tests.solver_oracles.program import Action, Compute, Free, Operation, Plan, Program
 
 STATES = 500_000
 """How many sets of values are looked at, at most."""
@@ -31,7 +31,7 @@ def solve_graph(program: Program, budget: float = math.inf, *, states: int = STA
             may not be saved or take another size when computed again, which this solver does not know.
         SolverError: more than ``states`` sets were looked at.
 
-    >>> from remat_jax.solver.program import Value
+    >>> from tests.solver_oracles.program import Value
     >>> values = tuple(Value(name, 1.0) for name in "abcd")
     >>> chain = (("b", "a"), ("c", "b"), ("d", "ca"))
     >>> program = Program(values, tuple(Operation(w, 1.0, tuple(r), (w,)) for w, r in chain), ("a",), ("d",))

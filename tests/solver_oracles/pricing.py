@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from remat_jax.solver.block import Prices, cheapest_policy
-from remat_jax.solver.candidates import measures
-from remat_jax.solver.columns import Programme, Run
-from remat_jax.solver.milp import ROUNDING, Relaxation
 from remat_jax.solver.policies import BlockPolicy
 from remat_jax.solver.problem import Stack
+from remat_jax.solver.table import Prices
+from tests.solver_oracles.candidates import measures
+from tests.solver_oracles.columns import Programme, Run
+from tests.solver_oracles.exact import cheapest_policy
+from tests.solver_oracles.milp import ROUNDING, Relaxation
 
 ROUNDS = 40
 """How often prices are asked anew, at most."""

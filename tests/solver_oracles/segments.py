@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from remat_jax.solver.checks import check_count, check_number
-from remat_jax.solver.program import Action, Compute, Free, Operation, Plan, Program, Value
+from tests.solver_oracles.program import Action, Compute, Free, Operation, Plan, Program, Value
 
 
 @dataclass(frozen=True)

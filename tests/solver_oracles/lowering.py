@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from remat_jax.solver.problem import Block, Chain, Stack, Stage
-from remat_jax.solver.program import Operation, Program, Value
+from remat_jax.solver.problem import Block, Stack
+from tests.solver_oracles.chain_problem import Chain, Stage
+from tests.solver_oracles.program import Operation, Program, Value
 
 
 def labels(stack: Stack) -> list[str]:

@@ -10,7 +10,7 @@ from functools import cache
 from math import comb
 
 from remat_jax.solver.checks import check_count, check_number
-from remat_jax.solver.program import Action, Compute, Free, Operation, Plan, Program, Value
+from tests.solver_oracles.program import Action, Compute, Free, Operation, Plan, Program, Value
 
 
 def forward_steps(steps: int, slots: int) -> int:

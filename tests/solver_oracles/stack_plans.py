@@ -1,0 +1,79 @@
+"""Plans of a stack as actions, which the simulator can run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from remat_jax.solver import BlockPolicy, Choice, Range, Stack, stack_plan
+from tests.solver_oracles.lowering import labels, stack_program
+from tests.solver_oracles.program import Action, Compute, Fetch, Free, Plan, Wait
+
+
+@dataclass(frozen=True)
+class ExecutablePlan(Plan):
+    """A plan for a stack.
+
+    Attributes:
+        ranges: what each block does, in the order of the forward pass.
+        extra_seconds: over saving everything; ``lower_bound`` is on ``seconds``, which has the rest too.
+        variables: how many integer variables the solver had.
+        timed_out: whether its time limit ended the search, so that another run may find another plan.
+    """
+
+    ranges: tuple[Range, ...] = ()
+    extra_seconds: float = 0.0
+    variables: int = 0
+    timed_out: bool = False
+
+
+def executable(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 0.0, variables: int = 0) -> ExecutablePlan:
+    """The plan in which each block does what ``policies`` say, with its actions.
+
+    ``bound`` is the least extra time that the solver left possible, ``variables`` how many it had.
+    """
+    found = stack_plan(stack, policies, bound=bound)
+    return ExecutablePlan(
+        stack_program(stack),
+        _actions(stack, found.policies),
+        seconds=found.seconds,
+        peak_bytes=found.peak_bytes,
+        host_bytes=found.host_bytes,
+        lower_bound=found.lower_bound,
+        ranges=found.ranges,
+        extra_seconds=found.extra_seconds,
+        variables=variables,
+    )
+
+
+def _actions(stack: Stack, policies: Sequence[BlockPolicy]) -> tuple[Action, ...]:
+    names = labels(stack)
+    actions: list[Action] = []
+    before = "input"
+    for label, policy in zip(names, policies, strict=True):
+        kept = _named(label, policy, Choice.SAVE)
+        actions.append(
+            Compute(f"forward {label}", (f"{label}:output", f"{label}:input", *kept), _named(label, policy, Choice.OFFLOAD))
+        )
+        actions += [Free(before), Wait()]
+        before = f"{label}:output"
+    actions += [Compute("loss", (f"{names[-1]}:cotangent",)), Free(before)]
+    for index in reversed(range(len(names))):
+        after = f"{names[index - 1]}:cotangent" if index else "input cotangent"
+        actions += _backward(names[index], policies[index], after)
+    return tuple(actions)
+
+
+def _backward(label: str, policy: BlockPolicy, after: str) -> list[Action]:
+    order = [policy.block.residuals[index].name for index in policy.block.order]
+    again = [f"{label}/{name}" for name in order if policy.of[name] is Choice.RECOMPUTE]
+    offloaded = _named(label, policy, Choice.OFFLOAD)
+    actions: list[Action] = [Fetch(name) for name in offloaded]
+    actions += [Compute(f"recompute {name}", (name,)) for name in again]
+    actions.append(Compute(f"backward {label}", (after,)))
+    gone = (f"{label}:cotangent", f"{label}:input", *_named(label, policy, Choice.SAVE), *offloaded, *again)
+    return [*actions, *map(Free, gone), Wait()]
+
+
+def _named(label: str, policy: BlockPolicy, wanted: Choice) -> tuple[str, ...]:
+    return tuple(f"{label}/{name}" for name, choice in policy.of.items() if choice is wanted)

@@ -1,0 +1,169 @@
+"""The solver that plans: against the exact programme, and on a layer of a third-party model."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from remat_jax.errors import InfeasibleBudget, PlanningError
+from remat_jax.solver import Block, BlockPolicy, HostLink, Prices, Residual, Solver, Stack, cheapest_policy, solve
+from remat_jax.solver.table import BlockTable
+from tests.solver_oracles import executable, solve_counts, verify
+
+LLAMA = json.loads((Path(__file__).parent / "vectors" / "llama8b_layer.json").read_text())
+
+
+def llama(**changed):
+    """32 layers of 25 residuals, as they were traced."""
+    residuals = tuple(Residual(**{**one, "parents": tuple(one["parents"])}) for one in LLAMA["residuals"])
+    layer = Block("layer", residuals, repeats=LLAMA["repeats"], **LLAMA["block"])
+    return Stack((replace(layer, **changed),), None, LLAMA["fixed_bytes"])
+
+
+def drawn(draw):
+    """A random stack of up to three kinds, and a host budget."""
+    blocks = []
+    for kind in range(draw.randint(1, 3)):
+        count, residuals = draw.randint(1, 6), []
+        for index in range(count):
+            parents = tuple(f"r{other}" for other in range(index) if draw.random() < 0.35)
+            seconds = draw.choice([0.1, 0.5, 1.0, 3.0]) * draw.uniform(0.5, 1.5) if index else None
+            size = draw.choice([1.0, 2.0, 8.0, 30.0]) * draw.uniform(0.5, 1.5)
+            needed = index == 0 or draw.random() < 0.8
+            residuals.append(Residual(f"r{index}", size, seconds, parents, True, draw.random() < 0.7, needed))
+        shares = {"recomputed_share": draw.choice([0.0, 0.5, 1.0]), "fetched_share": draw.choice([0.0, 1.0, 2.0])}
+        times = draw.uniform(0.1, 2), draw.uniform(0.1, 3)
+        repeats = draw.choice([1, 2, 4, 8, 12])
+        blocks.append(
+            Block(f"kind{kind}", tuple(residuals), *times, working_bytes=draw.uniform(0, 20), repeats=repeats, **shares)
+        )
+    link = HostLink(draw.choice([5.0, 20.0]), draw.choice([5.0, 30.0]), draw.choice([0.0, 0.5, 1.0]))
+    host = draw.uniform(0, 60) if draw.random() < 0.4 else math.inf
+    return Stack(tuple(blocks), draw.choice([None, link]), draw.uniform(0, 100)), host
+
+
+@pytest.fixture(scope="module")
+def beside_the_exact():
+    """Of 500 random stacks, each at one budget: the plan, the exact programme's, and the stack."""
+    found = []
+    for seed in range(500):
+        draw = random.Random(seed)
+        stack, host = drawn(draw)
+        solver = Solver(stack)
+        most = solver.plan(math.inf, host).peak_bytes
+        with pytest.raises(InfeasibleBudget) as caught:
+            solve_counts(stack, 1e-9, host, most_policies=3)
+        least = caught.value.least_bytes
+        budget = least + draw.uniform(0.1, 1) * (most - least)
+        if budget > 0:
+            plan = solver.plan(budget, host)
+            assert verify(executable(stack, plan.policies)).peak_bytes <= budget * (1 + 1e-9)
+            assert plan.host_bytes <= host * (1 + 1e-9)
+            found.append((plan, solve_counts(stack, budget, host, most_policies=3), stack))
+    return found
+
+
+def test_500_random_stacks_are_planned_as_the_exact_programme_plans_them(beside_the_exact):
+    slower = [max(0.0, plan.seconds - exact.seconds) / exact.seconds for plan, exact, _ in beside_the_exact]
+    assert len(slower) >= 490
+    assert np.mean(np.array(slower) > 1e-6) <= 0.06 and np.quantile(slower, 0.99) <= 0.02 and max(slower) <= 0.25
+
+
+def test_no_exact_plan_is_below_the_bound(beside_the_exact):
+    assert all(plan.lower_bound <= exact.seconds * (1 + 1e-6) for plan, exact, _ in beside_the_exact)
+    # And the bound is worth something: half of the plans are within a hundredth of the step of it.
+    distance = [(plan.seconds - plan.lower_bound) / plan.seconds for plan, _, _ in beside_the_exact]
+    assert np.median(distance) <= 1e-2
+
+
+def test_no_kind_follows_more_policies_than_may_be():
+    stack = llama()
+    for most in (1, 2, 3):
+        plan = solve(stack, 200e9, most_policies=most)
+        assert len({one.policy.choices for one in plan.ranges}) <= most and len(plan.ranges) <= most
+    with pytest.raises(PlanningError, match="most_policies=4; expected an integer, from 1 to 3"):
+        solve(stack, 200e9, most_policies=4)
+
+
+@pytest.mark.parametrize("known", LLAMA["known"], ids=lambda known: f"{known['budget_bytes']:.0f}")
+def test_a_llama_layer_is_planned_at_least_as_well_as_by_a_mix_of_hull_policies(known):
+    plan = solve(llama(), known["budget_bytes"])
+    assert plan.peak_bytes <= known["budget_bytes"] and len(plan.ranges) <= 3
+    assert plan.extra_seconds <= known["mix_of_hull_policies"]["extra_seconds"] * (1 + 1e-4)
+    assert plan.lower_bound <= plan.seconds <= plan.lower_bound * 1.01
+
+
+def test_a_llama_layer_at_twenty_budgets():
+    """Within a hundredth of the step of the bound everywhere, within a hundredth of the extra time at most budgets."""
+    stack = llama()
+    solver = Solver(stack)
+    plans = [solver.plan(budget) for budget in np.linspace(112e9, 375e9, 20)]
+    for smaller, larger in zip(plans, plans[1:], strict=False):
+        assert larger.extra_seconds <= smaller.extra_seconds * (1 + 1e-9)
+    assert max(one.seconds / one.lower_bound for one in plans) <= 1.01
+    bounds = [one.lower_bound - stack.base_seconds for one in plans]
+    near = [one.extra_seconds <= 1.013 * bound + 1e-5 for one, bound in zip(plans, bounds, strict=True)]
+    assert sum(near) >= 18
+
+
+def test_one_layer_and_two_hundred():
+    one, many = (solve(llama(repeats=count), 1e15) for count in (1, 200))
+    assert one.extra_seconds == many.extra_seconds == 0 and sum(each.count for each in many.ranges) == 200
+    with pytest.raises(InfeasibleBudget, match="the least that was reached is") as caught:
+        solve(llama(repeats=200), 90e9)
+    least = caught.value.least_bytes
+    assert solve(llama(repeats=200), least * 1.002).peak_bytes <= least * 1.002
+
+
+def test_ten_kinds_of_blocks_share_the_memory():
+    layer = llama().blocks[0]
+    kinds = []
+    for at in range(10):
+        larger = tuple(replace(one, bytes=one.bytes * (1 + at / 10)) for one in layer.residuals)
+        kinds.append(replace(layer, name=f"kind{at}", repeats=4 + at, residuals=larger))
+    stack = Stack(tuple(kinds), None, 85e9)
+    solver = Solver(stack)
+    most = solver.plan().peak_bytes
+    for share in (0.5, 0.7, 0.9):
+        plan = solver.plan(share * most)
+        assert plan.peak_bytes <= share * most and plan.seconds <= 1.01 * plan.lower_bound
+
+
+def test_a_policy_that_is_made_known_is_not_beaten_by_the_plan():
+    """What the solver would not find by itself at any price."""
+    block = Block("b", tuple(Residual(f"r{at}", 10.0 + at, 1.0 + at / 7) for at in range(14)), 1.0, 1.0, repeats=3)
+    stack = Stack((block,))
+    policy = BlockPolicy(block, tuple("save" if at % 2 else "recompute" for at in range(14)))
+    solver = Solver(stack)
+    solver.add([policy] * 3)
+    kept = 3 * policy.saved_bytes + policy.transient_bytes
+    assert solver.plan(kept).extra_seconds <= 3 * policy.recompute_seconds
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_the_cheapest_policy_of_a_block_is_the_cheapest_of_all(linked):
+    link = HostLink(20.0, 30.0, 0.5) if linked else None
+    for seed in range(60):
+        draw = random.Random(seed)
+        block = drawn(draw)[0].blocks[0]
+        table = BlockTable(block, link)
+        every = np.indices((4,) * len(block.residuals), np.int8).reshape(len(block.residuals), -1).T
+        every = every[table.legal(every)]
+        prices = Prices(draw.choice([0.0, 0.01, 0.1, 1.0]), draw.choice([0.0, 0.01]), draw.choice([0.0, 0.01, 0.1]))
+        least = table.cost(every, prices).min()
+        codes, bound = table.cheapest(prices)
+        assert table.cost(codes[None], prices)[0] == pytest.approx(least, rel=1e-6) and bound <= least * (1 + 1e-9) + 1e-12
+        policy = cheapest_policy(block, link, prices)
+        measured = (
+            policy.saved_bytes,
+            policy.saved_bytes + policy.transient_bytes,
+            policy.host_bytes,
+            policy.extra_seconds(link),
+        )
+        assert table.measures(codes[None])[0] == pytest.approx(measured)
