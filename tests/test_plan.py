@@ -25,7 +25,7 @@ from remat_jax.errors import (
 from remat_jax.graph.count import flops
 from remat_jax.hardware import target
 from remat_jax.memory.measure import measure_many
-from remat_jax.planning import make
+from remat_jax.planning import compiling, make
 from remat_jax.planning.plan import NOT_MAXIMAL
 from remat_jax.planning.search import MORE_COMPILED, MOST_COMPILED, UNMOVED_COMPILED
 from remat_jax.policy import NAMED
@@ -172,14 +172,14 @@ def test_less_than_the_parameters_is_said_without_compiling(monkeypatch):
 
 
 def test_what_cannot_be_compiled_is_left_out_and_told(monkeypatch, tmp_path):
-    compile_programs = make.compile_programs
+    compile_programs = compiling.compile_programs
 
     def failing(programs, *rest, **options):
         if any(one.key.startswith("plan") for one in programs):
             raise CompileError("the compiler crashed; it said nothing")
         return compile_programs(programs, *rest, **options)
 
-    monkeypatch.setattr(make, "compile_programs", failing)
+    monkeypatch.setattr(compiling, "compile_programs", failing)
     plan = rj.plan(job(scanned=True), BUDGET, "cpu")
     assert plan.device_bytes <= BUDGET and [name for name, _ in plan.tried if name == "a plan"] == []
     assert any("plan 2 could not be compiled: the compiler crashed" in note for note in plan.notes)

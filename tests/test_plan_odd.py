@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import remat_jax as rj
 from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.memory.measure import measure_many
-from remat_jax.planning import make
+from remat_jax.planning import compiling
 from remat_jax.planning.explain import named_table
 from remat_jax.planning.model import Model as PlannedModel
 from remat_jax.planning.point import Point
@@ -64,20 +64,20 @@ def test_a_compiler_that_compiles_nothing_is_no_lack_of_memory(monkeypatch):
     def failing(programs, *rest, **options):
         raise CompileError(f"the compiler crashed at {programs[0].key}")
 
-    monkeypatch.setattr(make, "compile_programs", failing)
+    monkeypatch.setattr(compiling, "compile_programs", failing)
     with pytest.raises(CompileError, match="crashed at full"):
         rj.plan(job(scanned=True), BUDGET, "cpu")
 
 
 def test_a_plan_that_fits_is_kept_when_time_is_up(monkeypatch):
-    compile_programs, now = make.compile_programs, [0.0]
+    compile_programs, now = compiling.compile_programs, [0.0]
 
     def slow(programs, *rest, **options):
         now[0] += 40.0
         return compile_programs(programs, *rest, **options)
 
-    monkeypatch.setattr(make, "compile_programs", slow)
-    monkeypatch.setattr(make.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(compiling, "compile_programs", slow)
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: now[0])
     found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30)
     assert found.device_bytes <= BUDGET and now[0] == 80.0  # one pair
     assert any("The search ended after timeout=30 s" in note for note in found.notes)
@@ -139,3 +139,7 @@ def test_blocks_that_exchange_in_a_shard_map_are_planned():
     found = {one.name: one.bytes for block in described.stack.blocks for one in block.residuals}
     both = found.keys() & kept.keys()
     assert len(both) > 5 and {name: kept[name] / found[name] for name in both} == dict.fromkeys(both, 8.0)
+
+
+def test_a_printed_plan_shows_its_notes():
+    assert "Not shown: whether [dots] would fit" in str(plan(notes=("Not shown: whether [dots] would fit",)))

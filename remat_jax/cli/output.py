@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import sys
+import time
 from collections.abc import Iterator
 from typing import Annotated, Any, NoReturn
 
@@ -88,14 +89,14 @@ class _Steps:
     """Tells what is being done, and how much of it is behind."""
 
     def __init__(self, bar: Progress, screen: Console, total: int | None) -> None:
-        self._bar, self._screen, self._said = bar, screen, ""
+        self._bar, self._screen, self._said, self._began = bar, screen, "", time.monotonic()
         self._task = bar.add_task("", total=total)
 
     def tell(self, what: str, done: int, total: int) -> None:
         """`what` is being done, and `done` of `total` parts are behind."""
         self._bar.update(self._task, description=what, completed=done, total=total)
         if self._bar.disable and what != self._said:
-            self._screen.print(f"[{done}/{total}] {what}", markup=False)
+            self._screen.print(f"[{done}/{total}, {time.monotonic() - self._began:.0f} s] {what}", markup=False)
         self._said = what
 
 

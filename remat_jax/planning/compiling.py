@@ -38,7 +38,7 @@ class Compiler:
     """Compiles the steps of candidates until a deadline, and notes which it could not compile.
 
     Attributes:
-      deadline: by the monotonic clock.
+      timeout: seconds, in all; `deadline` is its end by the monotonic clock.
       progress: told what is being compiled, and the best so far.
       notes: what it leaves out is added to these.
       count: how many steps were asked for.
@@ -47,6 +47,7 @@ class Compiler:
     workload: Workload
     described: Described
     target: Target
+    timeout: float
     deadline: float
     kernels: Kernels
     progress: Progress
@@ -60,7 +61,7 @@ class Compiler:
           CompileError, PolicyError, BlockError, UnsupportedError: of the first step, where no step could be compiled so far.
         """
         if best is not None and time.monotonic() > self.deadline:
-            self.notes.append("The search ended at its timeout; with a longer one a plan may be faster")
+            self.notes.append(f"The search ended after timeout={self.timeout:g} s; with a longer one a plan may be faster")
             return []
         keys = [one.name or f"plan {self.count + index + 1}" for index, one in enumerate(candidates)]
         self._tell(keys, best)

@@ -151,7 +151,7 @@ class _Making:
         scanned = most_runs != 1 and any(kind.scanned for kind in self.described.kinds)
         self.search = Search(self.fit, self.proposals, scanned=scanned)
         self.compiler = Compiler(
-            self.workload, self.described, self.target, self.deadline, self.kernels, self.progress, self.notes
+            self.workload, self.described, self.target, self.timeout, self.deadline, self.kernels, self.progress, self.notes
         )
 
     def leanest(self) -> tuple[int, InfeasibleBudget | None]:

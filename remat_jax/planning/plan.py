@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from rich.console import Group
+from rich.text import Text
+
 from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.errors import ArgumentError, NoEffectError
 from remat_jax.planning import files
@@ -173,7 +176,7 @@ class Plan:
         return files.write(path, page(self), "path")
 
     def __rich__(self) -> Any:
-        return plan_table(self)
+        return Group(plan_table(self), *map(Text, self.notes))
 
     def __str__(self) -> str:
         return render(self)
