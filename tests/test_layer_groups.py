@@ -217,37 +217,43 @@ def test_nnx_models_with_state_that_every_call_writes(scanned: bool) -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_what_stands_between_the_layers_of_a_group() -> None:
-    """What one layer computes for the next is computed again with them; what only collects of them is not."""
+    """What is computed from one layer's result is computed again with the group, whether the next one reads it or not."""
 
     def loss(kernels: Any, x: Any, scale: Any) -> Any:
         seen, noise = jnp.zeros(()), jnp.zeros(())
         for index in range(4):
             x = block_by_hand(kernels[index], x)
             noise = noise + jnp.sum(jnp.exp(scale * index))
-            seen = seen + jnp.sum(x * x)
+            seen = seen + jnp.sum(x * (x @ jnp.eye(4)))
             x = jnp.tanh(x @ (jnp.eye(4) * scale))
-        return jnp.sum(jnp.sin(x)) + seen * noise
+        return jnp.sum(jnp.sin(x)) + jnp.sin(seen) * noise
 
     args = values(4, 4, 3), values(2, 4, seed=1), values(seed=2)
     expected = jax.value_and_grad(loss, argnums=(0, 1, 2))(*args)
     fn = rj.checkpoint_blocks(loss, {Mlp: "4 x full in groups of 2"})
     assert_same(jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2)))(*args), expected)
-    # Two products of the first layer of each group, and the one between: it is read by nothing behind the second.
-    assert products(loss, "4 x full in groups of 2", *args) - products(loss, "4 x full", *args) == 2 * 3
+    # The two products of the first layer of each group, and the two between. What reads the last layer is in no group.
+    assert products(loss, "4 x full in groups of 2", *args) - products(loss, "4 x full", *args) == 2 * 4
+    job = rj.Workload(loss, args[0], args[1:], Mlp)
+    grouped, full = (rj.residuals(job, policy).device_bytes for policy in ("4 x full in groups of 2", "4 x full"))
+    assert full - grouped == 2 * 4 * args[1].nbytes, "what the first layer of each group gives, and three arrays behind it"
 
 
 @pytest.mark.usefixtures("x64")
 def test_layers_inside_jit_and_several_in_a_round() -> None:
     @jax.jit
-    def layer(kernel: Any, x: Any) -> Any:
-        return block_by_hand(kernel, x)
+    def layer(kernels: Any, x: Any) -> Any:
+        return Mlp().apply({"params": {f"Linear_{nth}": {"kernel": kernel} for nth, kernel in enumerate(kernels)}}, x)
 
     def loss(kernels: Any, x: Any) -> Any:
-        for kernel in kernels[0]:
-            x = layer(kernel, x)
-        return jnp.sum(jnp.sin(jax.lax.scan(lambda x, row: (layer(row[1], layer(row[0], x)), None), x, kernels[1:3])[0]))
+        for one in kernels[:2]:
+            x = layer(one, x)
+        return jnp.sum(jnp.sin(jax.lax.scan(lambda x, row: (layer(row[1], layer(row[0], x)), None), x, kernels[2])[0]))
 
-    args = values(3, 2, 4, 3), values(2, 4, seed=1)
+    def pair(*rows: int, seed: int) -> Any:
+        return values(*rows, 3, 4, seed=seed), values(*rows, 4, 3, seed=seed + 1)
+
+    args = (pair(seed=1), pair(seed=3), (pair(2, seed=5), pair(2, seed=7))), values(2, 4, seed=1)
     expected = jax.jit(jax.grad(loss))(*args)
     # The unrolled pair and each round; both rounds together; all of it.
     for policy, groups in (
@@ -259,6 +265,8 @@ def test_layers_inside_jit_and_several_in_a_round() -> None:
         fn = rj.checkpoint_blocks(loss, {Mlp: policy})
         assert_same(jax.jit(jax.grad(fn))(*args), expected)
         assert scans(fn, *args) == groups
+        kept = [row for row in rj.residuals(rj.Workload(loss, args[0], args[1:], Mlp), policy) if row.action == "save"]
+        assert not [row for row in kept if set(row.shape[-2:]) == {4, 3}], "no parameter, and no row or slice of one"
     with pytest.raises(UnsupportedError, match="block=Mlp: the group of layers 0–2 begins or ends inside"):
         rj.checkpoint_blocks(loss, {Mlp: "6 x full in groups of 3"})(*args)
     with pytest.raises(UnsupportedError, match="block=Mlp: the group of layers 3–5 begins or ends inside"):

@@ -33,7 +33,7 @@ class EquationGroup:
     """A group of layers whose blocks stand in one jaxpr.
 
     Attributes:
-      eqns: the blocks, and what is computed from one for another.
+      eqns: the blocks, and what is computed from them up to the last of them.
       inputs, outputs: the variables that the group reads, and those of its own that are read outside.
       groups: the groups of the blocks, more than one where several classes alternate.
     """
@@ -53,9 +53,8 @@ def in_parts(
 ) -> list[list[Any] | EquationGroup]:
     """The equations of the closed `jaxpr` in an order in which each group is in one place.
 
-    An equation between two blocks of a group is in the group if it reads what a block computed and a later block reads its
-    result. Other equations there are moved before the group or behind it. A group within one equation that is no block (a scan,
-    a `jit`) is left to that equation.
+    An equation between two blocks of a group is in the group if it reads what a block computed, and is moved before the group
+    if it does not. A group within one equation that is no block (a scan, a `jit`) is left to that equation.
 
     Args:
       starts, counts: for each equation, the positions of its first blocks, and how many blocks it has.
@@ -79,9 +78,8 @@ def in_parts(
         if first < done:
             raise UnsupportedError(_overlapping([group for one in spans.values() for group in one]))
         members = {nth for nth in range(first, last + 1) if any(counts[nth][block] for block, _ in spans[first, last])}
-        before, inside, behind = _sorted_out(eqns, first, last, members)
-        rest = [*before, *behind, *eqns[:first], *eqns[last + 1 :]]
-        parts += [eqns[done:first] + before, _equation_group(jaxpr, inside, rest, frozenset(spans[first, last])), behind]
+        before, inside = _sorted_out(eqns, first, last, members)
+        parts += [eqns[done:first] + before, _equation_group(jaxpr, inside, eqns[last + 1 :], frozenset(spans[first, last]))]
         done = last + 1
     return [*parts, eqns[done:]]
 
@@ -147,32 +145,23 @@ def _span(
     return first, last
 
 
-def _sorted_out(eqns: Sequence[Any], first: int, last: int, members: set[int]) -> tuple[list[Any], list[Any], list[Any]]:
-    """The equations from `first` to `last`: what does not need the group, the group, and what it does not need."""
+def _sorted_out(eqns: Sequence[Any], first: int, last: int, members: set[int]) -> tuple[list[Any], list[Any]]:
+    """The equations from `first` to `last`: what reads nothing of the group, and the group."""
     made: set[Any] = set()
-    later: set[int] = set()
+    before, inside = [], []
     for nth in range(first, last + 1):
         if nth in members or any(atom in made for atom in _variables(eqns[nth])):
-            later.add(nth)
+            inside.append(eqns[nth])
             made.update(eqns[nth].outvars)
-    read: set[Any] = set()
-    inside: set[int] = set()
-    for nth in range(last, first - 1, -1):
-        if nth in members or (nth in later and any(var in read for var in eqns[nth].outvars)):
-            inside.add(nth)
-            read.update(_variables(eqns[nth]))
-    span = range(first, last + 1)
-    return (
-        [eqns[nth] for nth in span if nth not in later],
-        [eqns[nth] for nth in span if nth in inside],
-        [eqns[nth] for nth in span if nth in later - inside],
-    )
+        else:
+            before.append(eqns[nth])
+    return before, inside
 
 
-def _equation_group(jaxpr: Any, inside: Sequence[Any], rest: Sequence[Any], groups: Groups) -> EquationGroup:
+def _equation_group(jaxpr: Any, inside: Sequence[Any], behind: Sequence[Any], groups: Groups) -> EquationGroup:
     made = {var: None for eqn in inside for var in eqn.outvars}
     read = {atom: None for eqn in inside for atom in _variables(eqn) if atom not in made}
-    outside = {atom for eqn in rest for atom in _variables(eqn)}
+    outside = {atom for eqn in behind for atom in _variables(eqn)}
     outside |= {atom for atom in jaxpr.jaxpr.outvars if not hasattr(atom, "val")}
     return EquationGroup(tuple(inside), tuple(read), tuple(var for var in made if var in outside), groups)
 
