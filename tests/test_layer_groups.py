@@ -15,8 +15,10 @@ from flax import nnx
 
 import remat_jax as rj
 from remat_jax import compat
-from remat_jax.errors import BlockError, NoEffectError, UnsupportedError
+from remat_jax.errors import BlockError, NoEffectError, PlanningError, UnsupportedError
 from remat_jax.graph.count import matmuls
+from remat_jax.memory.predict import Predictor
+from remat_jax.planning.problem import describe, extra_seconds
 from tests.small_models import (
     Attention,
     Mlp,
@@ -315,6 +317,18 @@ def test_what_has_no_effect_is_an_error() -> None:
             rj.checkpoint_blocks(loss, {Mlp: policy})(params, x)
     with pytest.raises(BlockError, match="in groups of 2' is for 5 layers, and the block is called 4 times"):
         rj.checkpoint_blocks(loss, {Mlp: "5 x full in groups of 2"})(params, x)
+
+
+def test_no_figure_is_told_that_is_not_known() -> None:
+    loss, params, x = make_loss(layers=4)
+    job = rj.Workload(loss, params, (x,), Mlp)
+    predictor = Predictor(job, "cpu", calibration=["full", "everything"])
+    with pytest.raises(UnsupportedError, match="what a group of layers needs while its backward pass runs is no residual"):
+        predictor.predict("4 x full in groups of 2")
+    predictor.learn("4 x full in groups of 2", 12345)
+    assert predictor.predict("4 x full in groups of 2").temp_bytes == 12345
+    with pytest.raises(PlanningError, match="groups of layers are not priced"):
+        extra_seconds(describe(job, "h200"), "4 x full in groups of 2")
 
 
 # --- barriers, and what the compiler makes of it --------------------------------------------------------------------------
