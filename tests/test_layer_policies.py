@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
@@ -66,6 +67,82 @@ def test_cuts_stand_between_layers_under_one_policy() -> None:
         rj.LayerPolicies.of(["full"] * 4, 3)
     with pytest.raises(PolicyError, match="cuts=4: expected the positions"):
         rj.LayerPolicies(((2, FULL),), 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "groups", "written"),
+    [
+        ("8 x full in groups of 4", [(0, 4), (4, 8)], "8 × full in groups of 4"),
+        ("10 × full in groups of 4", [(0, 4), (4, 8), (8, 10)], "10 × full in groups of 4"),
+        ("3 × full in groups of 8", [(0, 3)], "3 × full in groups of 3"),
+        ("2 × save: a in  groups of 1", [(0, 1), (1, 2)], "2 × save: a in groups of 1"),
+        ("4 × full in groups of 2 | 2 × full", [(0, 2), (2, 4)], None),
+        ("3 × full in groups of 2 | 2 × full in groups of 2", [(0, 2), (2, 3), (3, 5)], None),
+        # The two are the same scans.
+        ("4 × off in groups of 4 || 2 × off in groups of 2", [(0, 4), (4, 6)], "6 × off in groups of 4"),
+        ("4 × off in groups of 2 || 4 × off in groups of 2", [(0, 2), (2, 4), (4, 6), (6, 8)], None),
+        ("1 × dots | 3 × full in groups of 2 || 1 × full in groups of 9", [(1, 3), (3, 4), (4, 5)], None),
+        ("2 × full in groups of 2 | 3 × full in groups of 3", [(0, 2), (2, 5)], None),
+    ],
+)
+def test_groups_are_read_and_written_back(text: str, groups: list[tuple[int, int]], written: str | None) -> None:
+    policies = rj.LayerPolicies.parse(text)
+    assert list(policies.groups) == groups
+    assert written is None or str(policies) == written
+    assert rj.LayerPolicies.parse(str(policies)) == policies == as_block_policy(text)
+    assert rj.LayerPolicies.from_json(policies.to_json()) == policies and policies.to_dict()["version"] == 3
+    assert policies.map(lambda one: one) == policies
+    assert rj.LayerPolicies(policies.runs, policies.cuts, tuple(groups[::-1])) == policies
+
+
+def test_a_group_is_a_part_of_its_run() -> None:
+    policies = rj.LayerPolicies.parse("7 × full in groups of 3 | 5 × full | 1 × dots")
+    assert policies.runs == ((12, FULL), (1, DOTS)) and policies.layers == 13
+    assert policies != rj.LayerPolicies.parse("12 × full | 1 × dots")
+    assert [policies.group_of(layer) for layer in (0, 5, 6, 7, 12)] == [range(3), range(3, 6), range(6, 7), None, None]
+    assert [layers for layers, _ in policies.ranges] == [range(6), range(6, 7), range(7, 12), range(12, 13)]
+    assert policies[6] == FULL and str(policies) == "7 × full in groups of 3 | 5 × full | 1 × dots"
+    assert hash(policies) == hash(rj.LayerPolicies(policies.runs, (), policies.groups))
+    assert rj.LayerPolicies.of(["full"] * 12 + ["dots"], groups=policies.groups) == policies
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: rj.LayerPolicies.parse("4 × full in groups of 0"), "'in groups of 0': a group needs 1 layer or more"),
+        (lambda: rj.LayerPolicies.parse("4 × full in groups of some"), "'in groups of some': a group needs 1 layer"),
+        (lambda: rj.LayerPolicies.parse("full in groups of 4"), "the run 'full in groups of 4' is not 'N × policy'"),
+        (lambda: as_policy("full in groups of 4"), "one policy is expected here"),
+        (lambda: rj.LayerPolicies.parse("4 × offload_inputs in groups of 2"), "layers 0 to 1 offloads inside a group"),
+        (lambda: rj.LayerPolicies(((4, FULL),), (), ((1, 3), (2, 4))), "layer 2 is in two groups"),
+        (lambda: rj.LayerPolicies(((4, FULL), (4, DOTS)), (), ((2, 6),)), "layers 2 to 5: expected layers of one run"),
+        (lambda: rj.LayerPolicies(((4, FULL),), (), ((2, 6),)), "layers 2 to 5: expected layers of one run"),
+        (lambda: rj.LayerPolicies(((4, FULL),), (2,), ((1, 3),)), "a cut before layer 2 inside the group of layers 1 to 2"),
+        (lambda: rj.LayerPolicies(((4, FULL),), (), ((True, 3),)), r"group=\(True, 3\): expected a pair"),
+        (lambda: rj.LayerPolicies(((4, FULL),), (), ((2, 2),)), r"group=\(2, 2\): expected a pair"),
+        (lambda: rj.LayerPolicies(((4, FULL),), (), "0 4"), "groups='0 4': expected pairs"),  # type: ignore[arg-type]
+        (lambda: rj.LayerPolicies.of(["full"], groups=4), "groups=4: expected pairs"),  # type: ignore[arg-type]
+        (lambda: rj.LayerPolicies.of(["save: a in groups of 2"]), "reads like groups of layers"),
+    ],
+)
+def test_what_are_no_groups_is_refused(make: Callable[[], rj.LayerPolicies], says: str) -> None:
+    with pytest.raises(PolicyError, match=says):
+        make()
+
+
+def test_json_of_groups_is_checked() -> None:
+    data = rj.LayerPolicies.parse("4 × full in groups of 2").to_dict()
+    assert data["groups"] == [[0, 2], [2, 4]] and "cuts" not in data
+    for wrong in (
+        {"version": 1},
+        {"version": 2},
+        {"groups": None},
+        {"groups": [[0]]},
+        {"groups": [[0, 9]]},
+        {"groups": ["02"]},
+    ):
+        with pytest.raises(PolicyError):
+            rj.LayerPolicies.from_dict(data | wrong)
 
 
 def test_json_goes_there_and_back() -> None:

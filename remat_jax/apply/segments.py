@@ -1,6 +1,7 @@
 """Cutting a scan over blocks into consecutive scans, one for each run of rounds that are under the same policies.
 
-It is cut where `LayerPolicies.cuts` says so, too.
+It is cut where `LayerPolicies.cuts` says so, too. Rounds in groups (`LayerPolicies.groups`) become a scan of groups
+(`scanned_groups`).
 
 Each hands its carry to the next; what was scanned is sliced, what comes out is joined. Compiled as it stands, the slices of the
 stacked parameters would be copies that live through the whole step. So a block reads its parameters from the whole stack, by
@@ -19,8 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from remat_jax import compat
+from remat_jax.apply.layer_groups import Groups
 from remat_jax.apply.layer_marks import Block, Positions, count, count_in, marks
 from remat_jax.apply.marking import mark_of
+from remat_jax.apply.scanned_groups import RoundGroups, scan_of_groups
 from remat_jax.graph import Row
 from remat_jax.graph.walk import bodies
 from remat_jax.policy import LayerPolicies, Policy, is_off
@@ -35,13 +38,18 @@ class Segment:
     Attributes:
       first, end: the first of them, and the one after the last.
       at: the positions of the blocks in the first.
-      is_loop: whether the compiler sees a loop. Of one round, or with all rounds unrolled into one, it takes the loop away.
+      is_loop: whether the compiler sees a loop around one round. Of one round, or with all rounds unrolled into one, it takes
+        the loop away.
+      group: how many rounds are in a group; None without groups.
+      groups: the groups of its layers.
     """
 
     first: int
     end: int
     at: Positions
     is_loop: bool
+    group: int | None = None
+    groups: Groups = frozenset()
 
 
 RunRound = Callable[[list[Any], Segment, Mapping[int, Row], Spans], list[Any]]
@@ -56,14 +64,15 @@ class Cut:
       segments: what it is cut into, in forward order; nothing where it has no rounds, or never runs (`at` is None).
     """
 
-    def __init__(self, eqn: Any, blocks: frozenset[Block], at: Positions | None) -> None:
+    def __init__(self, eqn: Any, blocks: frozenset[Block], at: Positions | None, groups: Groups) -> None:
         self.eqn, self.blocks = eqn, blocks
         self.body = compat.closed(eqn.params["jaxpr"])
         self.each = count(self.body, blocks)
-        self.segments = [] if at is None else self._segments(at)
+        self.segments = [] if at is None else self._segments(at, groups)
 
-    def _segments(self, at: Positions) -> list[Segment]:
+    def _segments(self, at: Positions, outer: Groups) -> list[Segment]:
         policies = {mark.marked.block: mark.marked.policy for mark in marks(self.body)}
+        grouped = RoundGroups(self.eqn.params["length"], at, self.each, policies, outer)
 
         def under(index: int) -> list[Any]:
             return [
@@ -79,9 +88,9 @@ class Cut:
         }
 
         def scan(index: int) -> Any:
-            """Equal for rounds in a row that stay together: under the same policies, and behind the same cuts."""
+            """Equal for rounds in a row that stay together: under the same policies, behind the same cuts, in like groups."""
             behind = [sum(cut <= index * self.each[block] for cut in found) for block, found in cuts.items()]
-            return under(index), behind
+            return under(index), behind, grouped.like(index)
 
         segments = []
         for _, alike in itertools.groupby(range(self.eqn.params["length"]), key=scan):
@@ -89,8 +98,9 @@ class Cut:
             start = {block: position + members[0] * self.each[block] for block, position in at.items()}
             unroll = self.eqn.params["unroll"]
             # 0 unrolls all; what does not divide the length is written out behind the loop.
-            is_loop = unroll > 0 and len(members) // unroll > 1
-            segments.append(Segment(members[0], members[-1] + 1, start, is_loop))
+            group, found = grouped.of(members[0], members[-1] + 1)
+            is_loop = unroll > 0 and (group or len(members)) // unroll > 1
+            segments.append(Segment(members[0], members[-1] + 1, start, is_loop, group, found))
         return segments
 
     def spans(self, segment: Segment, around: Spans) -> dict[Block, range]:
@@ -99,8 +109,8 @@ class Cut:
         own = {block: range(segment.at[block], segment.at[block] + number * rounds) for block, number in self.each.items()}
         return own | {block: layers for block, layers in around.items() if block in own}
 
-    def run(self, inputs: Sequence[Any], around: Spans, run_round: RunRound) -> list[Any]:
-        """The outputs of the scan, its segments run one after the other."""
+    def run(self, inputs: Sequence[Any], around: Spans, run_round: RunRound, *, apart: bool) -> list[Any]:
+        """The outputs of the scan, its segments run one after the other; `apart` is as for `bind_block`."""
         consts, carried = compat.scan_layout(self.eqn)
         fixed, carry, stacks = inputs[:consts], list(inputs[consts : consts + carried]), inputs[consts + carried :]
         read_again = only_in_blocks(self.body, self.blocks)[consts + carried :]
@@ -114,13 +124,13 @@ class Cut:
                 outputs = run_round([*fixed, *carry, *slices], one, rows, s)
                 return outputs[: len(carry)], outputs[len(carry) :]
 
-            carry, out = self._scan(segment, spans, step, carry, list(zip(stacks, read, strict=True)))
+            carry, out = self._scan(segment, spans, step, carry, list(zip(stacks, read, strict=True)), apart)
             results.append(out)
         ordered = results[::-1] if self.eqn.params["reverse"] else results
         return [*carry, *(jax.lax.concatenate(parts, 0) for parts in zip(*ordered, strict=True))]
 
     def _scan(
-        self, segment: Segment, spans: Spans, step: Any, carry: list[Any], stacks: list[tuple[Any, Any]]
+        self, segment: Segment, spans: Spans, step: Any, carry: list[Any], stacks: list[tuple[Any, Any]], apart: bool
     ) -> tuple[list[Any], list[Any]]:
         """One segment: its carry, and its stacked outputs.
 
@@ -137,17 +147,18 @@ class Cut:
             return result
 
         def cut(stack: Any) -> Any:
-            return jax.lax.slice_in_dim(stack, low, high)
+            # A slice of the whole is an array of its own to JAX, which would be kept between the passes.
+            return stack if (low, high) == (0, rounds) else jax.lax.slice_in_dim(stack, low, high)
 
         plain = [cut(stack) if read is None else None for stack, read in stacks]
         # A slice in this scope is one that nobody reads (`graph.origins`).
         with compat.layers_scope(next(iter(spans.values()))):
-            index = cut(jax.lax.iota(jnp.int32, rounds))
+            index = jax.lax.slice_in_dim(jax.lax.iota(jnp.int32, rounds), low, high)
             slices = [cut(stack) if one is None else one for (stack, _), one in zip(stacks, plain, strict=True)]
-            unroll = min(self.eqn.params["unroll"], high - low)
-            result: tuple[list[Any], list[Any]] = jax.lax.scan(
-                one_round, carry, (index, slices), length=high - low, reverse=reverse, unroll=unroll
-            )
+            options = {"reverse": reverse, "unroll": min(self.eqn.params["unroll"], segment.group or high - low)}
+            if segment.group:
+                return scan_of_groups(one_round, carry, [index, *slices], segment.group, apart, options)
+            result: tuple[list[Any], list[Any]] = jax.lax.scan(one_round, carry, (index, slices), length=high - low, **options)
         return result
 
     def _keeps_no_rows(self, segment: Segment) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,10 +55,13 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
         if name is not None:
             under = origin(jaxpr, eqn.invars[0], outer, layers)
             aliases = (under.name, *under.aliases) if under.kind == "named" else ()
+            if aliases and ":custom_jvp_call#" in name:
+                # What a checkpoint gives has its name inside: the one around it knows only that it is called.
+                return replace(under, key=atom, layers=under.layers or here, aliases=(name, *under.aliases))
             return Origin(atom, "named", name, _source(makers.get(eqn.invars[0]), eqn), layers=here, aliases=aliases)
         if _is_unread_slice(eqn):
             return Origin(("unread", id(atom)), "constant", "slice")
-        if eqn.primitive.name in _SAME:
+        if eqn.primitive.name in _SAME or _divides_a_stack(eqn):
             atom = eqn.invars[index]
         elif eqn.primitive.name in _CALLS:
             found = _through_call(eqn, index, outer + compat.scopes(eqn), here)
@@ -82,6 +86,14 @@ def _source(producer: Any, eqn: Any) -> str:
 def _is_unread_slice(eqn: Any) -> bool:
     """Whether an equation cuts a stack for a scan over some layers, whose rows are read in the stack (`rows`): dead code."""
     return eqn.primitive.name == "slice" and compat.layers_of(eqn) is not None
+
+
+def _divides_a_stack(eqn: Any) -> bool:
+    """Whether an equation divides a stack into groups of rounds, for a scan over some layers: the same array."""
+    if eqn.primitive.name != "reshape" or compat.layers_of(eqn) is None:
+        return False
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    return bool(before) and after[2:] == before[1:] and math.prod(after[:2]) == before[0]
 
 
 def _is_stacked(scan: Any, index: int) -> bool:

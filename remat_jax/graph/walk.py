@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,19 +14,31 @@ Visit = Callable[[Any, list[Any]], "list[Any] | None"]
 
 def interpret(jaxpr: Any, args: Sequence[Any], visit: Visit) -> list[Any]:
     """Evaluate the closed `jaxpr` on `args`; `visit(eqn, inputs)` gives an equation's outputs, or None to bind it as it is."""
+    env = values_of_inputs(jaxpr, args)
+    evaluate_equations(jaxpr.jaxpr.eqns, env, visit)
+    return [value_of(atom, env) for atom in jaxpr.jaxpr.outvars]
+
+
+def values_of_inputs(jaxpr: Any, args: Sequence[Any]) -> dict[Any, Any]:
+    """The values of the variables that the closed `jaxpr` begins with."""
     env: dict[Any, Any] = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     env.update(zip(jaxpr.jaxpr.invars, args, strict=True))
+    return env
 
-    def read(atom: Any) -> Any:
-        return atom.val if hasattr(atom, "val") else env[atom]
 
-    for eqn in jaxpr.jaxpr.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
+def value_of(atom: Any, env: Mapping[Any, Any]) -> Any:
+    """The value of a variable or a literal."""
+    return atom.val if hasattr(atom, "val") else env[atom]
+
+
+def evaluate_equations(eqns: Iterable[Any], env: dict[Any, Any], visit: Visit) -> None:
+    """Evaluate `eqns` in order as `interpret` does, with the values that `env` has, to which theirs are added."""
+    for eqn in eqns:
+        inputs = [value_of(atom, env) for atom in eqn.invars]
         outputs = visit(eqn, inputs)
         if outputs is None:
             outputs = compat.bind(eqn, inputs)
         env.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.jaxpr.outvars]
 
 
 def retrace(jaxpr: Any, function: Callable[..., Any]) -> Any:

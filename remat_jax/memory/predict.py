@@ -20,7 +20,7 @@ from remat_jax.hardware import target as target_named
 from remat_jax.memory.compiler import Sizes, compile_programs
 from remat_jax.memory.exporting import export_step
 from remat_jax.memory.residuals import Residual, ResidualTable, residuals
-from remat_jax.policy import Action, LayerPolicies, Policy
+from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy
 from remat_jax.workload import Workload
 
 NAMED = ("full", "everything", "dots")
@@ -106,8 +106,19 @@ class Predictor:
         self._fit()
 
     def predict(self, policy: Any) -> Prediction:
-        """What a step needs under `policy`; nothing is compiled, the workload is traced once or twice."""
-        return self.predict_from(residuals(self.workload, policy))
+        """What a step needs under `policy`; nothing is compiled, the workload is traced once or twice.
+
+        Raises:
+          UnsupportedError: `policy` has groups of layers, and the compiler has not been asked.
+        """
+        table = residuals(self.workload, policy)
+        by_layer = [as_block_policy(one) for one in (policy.values() if isinstance(policy, dict) else [policy])]
+        if _key(table) not in self._known and any(isinstance(one, LayerPolicies) and one.groups for one in by_layer):
+            raise UnsupportedError(
+                f"policy={table.policy!r}: what a group of layers needs while its backward pass runs is no residual. Ask "
+                "rj.measure, or tell the Predictor what that says (learn)"
+            )
+        return self.predict_from(table)
 
     def predict_from(self, table: ResidualTable) -> Prediction:
         """The same of a table of residuals, with no tracing either."""

@@ -236,7 +236,7 @@ def extra_seconds(described: Described, policy: Any) -> float:
         `LayerPolicies` or a text of theirs, or a sequence with one for each layer.
 
     Raises:
-      PlanningError: too few or too many layers, or a JAX policy object, of which nothing is known beforehand.
+      PlanningError: too few or too many layers, groups of layers, or a JAX policy object, of which nothing is known beforehand.
     """
     return sum(
         price.seconds + copy_seconds(described.stack.link, block, price.host_bytes, price.seconds, last=last)
@@ -299,6 +299,8 @@ def _at(policy: Any, layer: int, count: int) -> Policy:
     if isinstance(checked, LayerPolicies):
         if checked.layers != count:
             raise PlanningError(f"policy: it is for {checked.layers} layers, and there are {count}; give one for each")
+        if checked.groups:
+            raise PlanningError(f"policy={str(checked)!r}: groups of layers are not priced; ask remat_jax.measure")
         return checked[layer]
     if not isinstance(checked, Policy):
         raise PlanningError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import re
@@ -11,15 +12,19 @@ from typing import Any
 
 from remat_jax.errors import PolicyError
 from remat_jax.policy.form import Policy
+from remat_jax.policy.grouping import Group, checked_groups, divided, is_in_groups, series_borders, split_groups
 
-VERSION, CUT_VERSION = 1, 2
-"""Of JSON without cuts, and with: what reads the first only must not take the second for layers in one scan."""
+VERSION, CUT_VERSION, GROUP_VERSION = 1, 2, 3
+"""Of JSON without cuts, with cuts, and with groups: a reader of an earlier version must refuse what it would leave out."""
 MOST_LAYERS = 10**6
 """In a run: a longer one is a slip of the pen, and a list of its layers would not fit."""
 _RUN = re.compile(r"\s*(\d+)\s*[x×]\s+(.*)", re.DOTALL)
 # A new run, and not a bar in the name of a residual.
 _BAR = re.compile(r"(\|\|?)(?=\s*\d+\s*[x×]\s)")
-_GRAMMAR = "'8 × full | 4 × dots' (an x serves for ×), each run with a policy's name or text, and '||' to cut one"
+_GRAMMAR = (
+    "'8 × full | 4 × dots' (an x serves for ×), each run with a policy's name or text, '||' to cut one, and "
+    "'8 × full in groups of 4' for one checkpoint around each 4 layers"
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,15 +39,23 @@ class LayerPolicies:
     between layers that are under one policy: a scan of a single layer is no loop, and needs other memory
     (`docs/notes/cutting_a_scan.md`).
 
+    `N × policy in groups of k` sets one checkpoint around each k consecutive layers. It keeps the input of the group and
+    nothing else, and computes the group again when the backward pass comes to it; only then are its layers under their policy.
+    Under `full` at most N/k + k inputs and the residuals of one layer are alive, and each layer runs forward three times; under
+    `off` it runs twice, and the residuals of k layers are alive (Chen et al., arXiv:1604.06174). The last group of a run has
+    the layers that are left over. A group of one layer is that layer under `full`. What a model computes between the layers of
+    a group is computed again with them.
+
     Attributes:
         runs: pairs of how many layers in a row and their policy; equal neighbours are one run.
         cuts: before which layers, counted from 0, a scan is cut though the layers on both sides are under one policy. Where
             they are not, it is cut in any case, and what is given there is left out. A round is never cut: where it calls the
             block several times, the cut comes before the next round. Unrolled layers have no scan that could be cut.
+        groups: the first layer of each group, and the one after its last. A group is within a run and has no cut inside.
 
     Raises:
-        PolicyError: there is no run, a run has no layer, something else than a policy is given for one, or a cut is not
-            between two layers.
+        PolicyError: there is no run, a run has no layer, something else than a policy is given for one, a cut is not
+            between two layers, a group is not within a run, or a policy offloads inside a group.
 
     >>> policies = LayerPolicies.parse("8 x full | 4 x save: @dots")
     >>> str(policies), policies.layers, policies[8].name
@@ -51,10 +64,13 @@ class LayerPolicies:
     True
     >>> LayerPolicies.parse("3 x full || 1 x full | 1 x dots").cuts
     (3,)
+    >>> LayerPolicies.parse("7 x full in groups of 3 | 2 x dots").groups
+    ((0, 3), (3, 6), (6, 7))
     """
 
     runs: tuple[tuple[int, Policy], ...]
     cuts: tuple[int, ...] = ()
+    groups: tuple[Group, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.runs, Sequence) or isinstance(self.runs, str) or not self.runs:
@@ -64,12 +80,14 @@ class LayerPolicies:
         checked = [_checked_run(run) for run in self.runs]
         together = itertools.groupby(checked, key=lambda run: run[1])
         object.__setattr__(self, "runs", tuple((sum(count for count, _ in alike), policy) for policy, alike in together))
-        borders = set(itertools.accumulate(count for count, _ in self.runs))
-        object.__setattr__(self, "cuts", tuple(sorted(_checked_cuts(self.cuts, self.layers) - borders)))
+        cuts = _checked_cuts(self.cuts, self.layers)
+        object.__setattr__(self, "groups", checked_groups(self.groups, self.runs, cuts))
+        borders = set(itertools.accumulate(count for count, _ in self.runs)) | series_borders(self.groups)
+        object.__setattr__(self, "cuts", tuple(sorted(cuts - borders)))
 
     @classmethod
-    def of(cls, policies: Iterable[Policy | str], cuts: Iterable[int] = ()) -> LayerPolicies:
-        """One policy (or its name or text) for each layer, the first layer's first, and where a scan is cut besides.
+    def of(cls, policies: Iterable[Policy | str], cuts: Iterable[int] = (), groups: Iterable[Group] = ()) -> LayerPolicies:
+        """One policy (or its name or text) for each layer, the first layer's first, where a scan is cut besides, and groups.
 
         Raises:
             PolicyError: none at all, or one that is no policy.
@@ -81,7 +99,9 @@ class LayerPolicies:
             raise PolicyError(f"LayerPolicies.of: policies={policies!r}: expected a sequence, one policy for each layer.")
         if isinstance(cuts, str) or not isinstance(cuts, Iterable):
             raise PolicyError(f"LayerPolicies.of: cuts={cuts!r}: expected the layers before which a scan is cut, such as (3,).")
-        return cls(tuple((1, one) for one in policies), tuple(cuts))  # type: ignore[misc]  # each run is checked and parsed
+        if isinstance(groups, str) or not isinstance(groups, Iterable):
+            raise PolicyError(f"LayerPolicies.of: groups={groups!r}: expected pairs such as ((0, 4), (4, 8)).")
+        return cls(tuple((1, one) for one in policies), tuple(cuts), tuple(groups))  # type: ignore[misc]  # each run is checked and parsed
 
     @classmethod
     def parse(cls, text: str, argument: str = "policy") -> LayerPolicies:
@@ -97,6 +117,7 @@ class LayerPolicies:
             raise PolicyError(f"{argument}={text!r} is of type {type(text).__name__}; write {_GRAMMAR}.")
         runs: list[tuple[int, Policy]] = []
         cuts = []
+        groups: list[Group] = []
         # Runs, and the bars between them.
         for nth, part in enumerate(_BAR.split(text)):
             if nth % 2:
@@ -109,13 +130,35 @@ class LayerPolicies:
             if len(digits) > len(str(MOST_LAYERS)):
                 # Python reads no integer of thousands of digits.
                 raise PolicyError(f"{argument}: a run of {digits[:12]}… layers: expected 1 or more, at most {MOST_LAYERS}.")
-            runs.append((int(digits or 0), Policy.parse(found[2].strip(), argument)))
-        return cls(tuple(runs), tuple(cuts))
+            policy, size = split_groups(found[2].strip(), argument)
+            count = int(digits or 0)
+            if size is not None and count <= MOST_LAYERS:
+                groups += divided(sum(before for before, _ in runs), count, size)
+            runs.append((count, Policy.parse(policy, argument)))
+        return cls(tuple(runs), tuple(cuts), tuple(groups))
 
     def __str__(self) -> str:
-        parts = [f"{len(layers)} × {policy.name or policy}" for layers, policy in self.ranges]
-        bars = [" || " if layers.start in self.cuts else " | " for layers, _ in self.ranges[1:]]
-        return parts[0] + "".join(itertools.chain(*zip(bars, parts[1:], strict=True)))
+        parts: list[str] = []
+        for layers, policy, size in self._written():
+            bar = (" || " if layers.start in self.cuts else " | ") if parts else ""
+            parts.append(f"{bar}{len(layers)} × {policy.name or policy}" + (f" in groups of {size}" if size else ""))
+        return "".join(parts)
+
+    def _written(self) -> list[tuple[range, Policy, int | None]]:
+        """`ranges` and the sizes of their groups, with the last and shorter group of a run in one range with those before."""
+        found: list[tuple[range, Policy, int | None]] = []
+        for layers, policy in self.ranges:
+            group = self.group_of(layers.start)
+            size = len(group) if group else None
+            before, of_before, size_before = found[-1] if found else (layers, policy, None)
+            # Only the last group of a run is shorter.
+            whole = size_before is not None and len(before) % size_before == 0
+            short = size is not None and size_before is not None and size == len(layers) < size_before
+            if whole and short and of_before == policy and layers.start not in self.cuts:
+                found[-1] = (range(before.start, layers.stop), policy, size_before)
+            else:
+                found.append((layers, policy, size))
+        return found
 
     def __repr__(self) -> str:
         return f"LayerPolicies.parse({str(self)!r})"
@@ -127,14 +170,17 @@ class LayerPolicies:
 
     @property
     def ranges(self) -> tuple[tuple[range, Policy], ...]:
-        """The positions of each run, or of what cuts leave together of it, counted from 0, and its policy.
+        """The positions of each run, or of what cuts and groups of another size leave together of it, and its policy.
+
+        Positions are counted from 0.
 
         >>> [(positions.start, positions.stop) for positions, _ in LayerPolicies.parse("8 x full | 4 x dots").ranges]
         [(0, 8), (8, 12)]
         """
         found, start = [], 0
+        borders = sorted({*self.cuts, *series_borders(self.groups)})
         for count, policy in self.runs:
-            places = [start, *(cut for cut in self.cuts if start < cut < start + count), start + count]
+            places = [start, *(border for border in borders if start < border < start + count), start + count]
             found += [(range(*pair), policy) for pair in itertools.pairwise(places)]
             start += count
         return tuple(found)
@@ -150,6 +196,16 @@ class LayerPolicies:
                 return positions, policy
         raise IndexError(f"layer={layer}: there are policies for {self.layers} layers, counted from 0")
 
+    def group_of(self, layer: int) -> range | None:
+        """The layers of the group that the layer at this position is in; None where it is in none.
+
+        >>> LayerPolicies.parse("7 x full in groups of 3 | 2 x dots").group_of(6)
+        range(6, 7)
+        """
+        place = bisect.bisect_right(self.groups, layer, key=lambda group: group[0]) - 1
+        found = range(*self.groups[place]) if place >= 0 else range(0)
+        return found if layer in found else None
+
     def __getitem__(self, layer: int) -> Policy:
         return self.run_of(layer)[1]
 
@@ -159,20 +215,20 @@ class LayerPolicies:
         return any(policy.offloads for _, policy in self.runs)
 
     def map(self, change: Callable[[Policy], Policy]) -> LayerPolicies:
-        """The same runs with another policy for each: ``change(policy)``; those that become equal stay scans of their own.
+        """The same runs and groups with another policy for each: ``change(policy)``; what becomes equal stays apart.
 
         >>> str(LayerPolicies.parse("2 x save: a | 2 x offload: a").map(lambda policy: Policy.parse("full")))
         '2 × full || 2 × full'
         """
         cuts = tuple(layers.start for layers, _ in self.ranges[1:])
-        return LayerPolicies(tuple((count, change(policy)) for count, policy in self.runs), cuts)
+        return LayerPolicies(tuple((count, change(policy)) for count, policy in self.runs), cuts, self.groups)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: ``version`` and ``runs``, each with ``layers`` and ``policy``; ``cuts`` where there are any."""
+        """Plain data for JSON: ``version`` and ``runs``, each with ``layers`` and ``policy``; ``cuts``, ``groups`` if any."""
         runs = [{"layers": count, "policy": policy.to_dict()} for count, policy in self.runs]
-        return (
-            {"version": CUT_VERSION, "runs": runs, "cuts": list(self.cuts)} if self.cuts else {"version": VERSION, "runs": runs}
-        )
+        data = {"version": GROUP_VERSION if self.groups else CUT_VERSION if self.cuts else VERSION, "runs": runs}
+        data |= {"cuts": list(self.cuts)} if self.cuts else {}
+        return data | ({"groups": [list(group) for group in self.groups]} if self.groups else {})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> LayerPolicies:
@@ -182,22 +238,22 @@ class LayerPolicies:
             PolicyError: keys are missing or unknown, the version is another one, or a run is malformed.
         """
         keys = set(data) if isinstance(data, dict) else set()
-        runs = data["runs"] if {"version", "runs"} <= keys <= {"version", "runs", "cuts"} else None
+        runs = data["runs"] if {"version", "runs"} <= keys <= {"version", "runs", "cuts", "groups"} else None
         if not isinstance(runs, list) or not all(isinstance(run, dict) and set(run) == {"layers", "policy"} for run in runs):
             raise PolicyError(
                 f"policies by layer: {data!r}: expected an object with version and runs, and in each run layers and policy; "
                 "give what LayerPolicies.to_dict wrote."
             )
-        wanted = CUT_VERSION if "cuts" in keys else VERSION
+        wanted = GROUP_VERSION if "groups" in keys else CUT_VERSION if "cuts" in keys else VERSION
         if type(data["version"]) is not int or data["version"] != wanted:
             raise PolicyError(
-                f"policies by layer: version={data['version']!r}, and this release reads version {VERSION}, and version "
-                f"{CUT_VERSION} with cuts; write the file again with this release."
+                f"policies by layer: version={data['version']!r}, and this release reads version {VERSION}, version "
+                f"{CUT_VERSION} with cuts and version {GROUP_VERSION} with groups; write the file again with this release."
             )
-        cuts = data.get("cuts", [])
-        if not isinstance(cuts, list):
-            raise PolicyError(f"policies by layer: cuts={cuts!r}: expected a list of positions of layers.")
-        return cls(tuple((run["layers"], Policy.from_dict(run["policy"])) for run in runs), tuple(cuts))
+        cuts, groups = data.get("cuts", []), data.get("groups", [])
+        if not isinstance(cuts, list) or not isinstance(groups, list):
+            raise PolicyError(f"policies by layer: cuts={cuts!r}, groups={groups!r}: expected lists of positions of layers.")
+        return cls(tuple((run["layers"], Policy.from_dict(run["policy"])) for run in runs), tuple(cuts), tuple(groups))
 
     def to_json(self) -> str:
         """``to_dict`` as one line of JSON."""
@@ -228,7 +284,9 @@ def is_by_layer(value: object) -> bool:
     >>> is_by_layer("8 x full"), is_by_layer("save: x")
     (True, False)
     """
-    return isinstance(value, LayerPolicies) or (isinstance(value, str) and _RUN.match(value) is not None)
+    return isinstance(value, LayerPolicies) or (
+        isinstance(value, str) and (_RUN.match(value) is not None or is_in_groups(value))
+    )
 
 
 def _checked_cuts(cuts: Any, layers: int) -> set[int]:
@@ -253,5 +311,10 @@ def _checked_run(run: Any) -> tuple[int, Policy]:
         raise PolicyError(
             f"LayerPolicies: the policy {str(checked)!r} has a selector that reads like the start of a run; write '?' for its "
             "bar."
+        )
+    if is_in_groups(str(checked)):
+        raise PolicyError(
+            f"LayerPolicies: the policy {str(checked)!r} has a selector that reads like groups of layers; write '?' for a "
+            "space."
         )
     return count, checked

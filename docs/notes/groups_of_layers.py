@@ -1,0 +1,62 @@
+"""Groups of layers against `full`, compiled for a described GPU: device memory, what is kept, and the operations of a step.
+
+python docs/notes/groups_of_layers.py [--target h200] [--unrolled]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import remat_jax as rj
+from examples.models.linen import ByteDecoder, DecoderLayer
+from remat_jax.graph.count import flops
+
+WIDTH, LENGTH = 1280, 2048
+SCANNED = 32, 64, ("full", "offload_inputs", *(f"32 × full in groups of {size}" for size in (2, 4, 6, 8, 16, 32)))
+UNROLLED = 8, 64, ("full", *(f"8 × full in groups of {size}" for size in (2, 3, 4)))
+INSIDE = 32, 16, ("full", "32 × full in groups of 2", "32 × dots in groups of 2", "32 × off in groups of 2")
+
+
+def job(layers: int, batch: int, *, scan: bool) -> rj.Workload:
+    """Return a decoder of width 1280 in bfloat16 with Adam, `batch` sequences of 2048 bytes."""
+    model = ByteDecoder(d_model=WIDTH, nhead=20, num_layers=layers, max_len=LENGTH, scan=scan, param_dtype=jnp.bfloat16)
+    tokens = jax.ShapeDtypeStruct((batch, LENGTH), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    return rj.Workload(
+        lambda p, x, y: model.apply(p, x, y, method="loss"), params, (tokens, tokens), DecoderLayer, optimizer=optax.adam(1e-4)
+    )
+
+
+def rows(target: str, layers: int, batch: int, policies: tuple[str, ...], *, scan: bool) -> Iterator[str]:
+    """The rows of a table, one for each policy: GiB, and operations relative to the first policy."""
+    workload, first = job(layers, batch, scan=scan), 0
+    for policy in policies:
+        found = rj.measure(workload, policy, target)
+        loss, params, rest = workload.split_loss(policy)
+        operations = flops(jax.grad(loss), params, rest, *workload.batch)
+        first = first or operations
+        sizes = found.device_bytes, found.temp_bytes, found.residual_device_bytes or 0, found.host_bytes
+        yield " | ".join([policy, *(f"{size / 2**30:.2f}" for size in sizes), f"{operations / first:.3f}"])
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--target", default="h200")
+    parser.add_argument("--unrolled", action="store_true", help="of 8 unrolled layers; these take minutes to compile")
+    options = parser.parse_args()
+    for layers, batch, policies in (UNROLLED,) if options.unrolled else (SCANNED, INSIDE):
+        scan = not options.unrolled
+        print(f"\n{layers} layers{', scanned' * scan}, {batch} × {LENGTH} bytes, {options.target}, JAX {jax.__version__}\n")
+        print("| policy | device GiB | temp | kept | host | operations |\n| --- | ---: | ---: | ---: | ---: | ---: |")
+        for row in rows(options.target, layers, batch, policies, scan=scan):
+            print("|", row, "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Groups of layers as data: consecutive layers under one checkpoint that keeps the input of the first of them only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from remat_jax.errors import PolicyError
+
+Group = tuple[int, int]
+"""The first layer of a group, counted from 0, and the one after its last."""
+_IN_GROUPS = re.compile(r"(.*\S)\s+in\s+groups\s+of\s+(\S+)\s*", re.DOTALL)
+
+
+def split_groups(text: str, argument: str) -> tuple[str, int | None]:
+    """The policy of a run's text, and how many layers each of its groups has; None without groups.
+
+    Raises:
+        PolicyError: the number of layers in a group is none.
+
+    >>> split_groups("full in groups of 6", "policy"), split_groups("dots", "policy")
+    (('full', 6), ('dots', None))
+    """
+    found = _IN_GROUPS.fullmatch(text)
+    if found is None:
+        return text, None
+    size = found[2]
+    if not (size.isascii() and size.isdigit() and len(size) < 8 and int(size)):
+        raise PolicyError(
+            f"{argument}: 'in groups of {size:.20}': a group needs 1 layer or more; write 'N × policy in groups of 4'."
+        )
+    return found[1], int(size)
+
+
+def is_in_groups(text: str) -> bool:
+    """Whether a text ends as that of a run in groups does."""
+    return _IN_GROUPS.fullmatch(text) is not None
+
+
+def divided(first: int, layers: int, size: int) -> list[Group]:
+    """The groups of ``size`` of so many layers from ``first`` on; the last one has the rest.
+
+    >>> divided(2, 7, 3)
+    [(2, 5), (5, 8), (8, 9)]
+    """
+    end = first + layers
+    return [(start, min(start + size, end)) for start in range(first, end, size)]
+
+
+def checked_groups(groups: Any, runs: Sequence[tuple[int, Any]], cuts: Iterable[int]) -> tuple[Group, ...]:
+    """The groups in order, each within one run, none across a cut, none overlapping another.
+
+    Raises:
+        PolicyError: a group is no pair of positions, is not within a run, has a cut inside, overlaps another, or its policy
+            offloads.
+    """
+    if not isinstance(groups, Sequence) or isinstance(groups, str):
+        raise PolicyError(f"LayerPolicies: groups={groups!r}: expected pairs (first layer, the one after the last).")
+    checked = sorted(_checked_pair(one) for one in groups)
+    borders, start = [0], 0
+    for count, _ in runs:
+        start += count
+        borders.append(start)
+    cut = set(cuts)
+    behind, run = 0, 0
+    for first, end in checked:
+        if first < behind:
+            raise PolicyError(f"LayerPolicies: groups: layer {first} is in two groups; a layer is in one group at most.")
+        behind = end
+        while run < len(runs) - 1 and borders[run + 1] <= first:
+            run += 1
+        if not borders[run] <= first < end <= borders[run + 1]:
+            raise PolicyError(
+                f"LayerPolicies: groups: the group of layers {first} to {end - 1}: expected layers of one run, such as those "
+                f"from {borders[run]} to {borders[run + 1] - 1}."
+            )
+        inside = cut & set(range(first + 1, end))
+        if inside:
+            raise PolicyError(
+                f"LayerPolicies: a cut before layer {min(inside)} inside the group of layers {first} to {end - 1}: cut between "
+                "groups."
+            )
+        policy = runs[run][1]
+        if policy.offloads:
+            raise PolicyError(
+                f"LayerPolicies: the policy {str(policy)!r} of the layers {first} to {end - 1} offloads inside a group: a "
+                "group's layers are computed again as a whole, so that nothing of theirs is kept between the passes. Take "
+                "'full' inside the group, or take the group away."
+            )
+    return tuple(checked)
+
+
+def series_borders(groups: Sequence[Group]) -> set[int]:
+    """Where groups of one size that follow each other begin and end."""
+    borders: set[int] = set()
+    for nth, (first, end) in enumerate(groups):
+        before = groups[nth - 1] if nth else None
+        if before is None or before[1] != first or before[1] - before[0] != end - first:
+            borders.add(first)
+        if nth + 1 == len(groups) or groups[nth + 1][0] != end:
+            borders.add(end)
+    return borders
+
+
+def _checked_pair(pair: Any) -> Group:
+    whole = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
+    if not whole or any(isinstance(one, bool) or not isinstance(one, int) for one in pair) or not 0 <= pair[0] < pair[1]:
+        raise PolicyError(
+            f"LayerPolicies: group={pair!r}: expected a pair (first layer, the one after the last), as in (0, 4)."
+        )
+    return pair[0], pair[1]

@@ -1,0 +1,376 @@
+"""Groups of layers: the same results, one checkpoint around each group, and the layers under their policies inside."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.errors import BlockError, NoEffectError, PlanningError, UnsupportedError
+from remat_jax.graph.count import matmuls
+from remat_jax.memory.predict import Predictor
+from remat_jax.planning.problem import describe, extra_seconds
+from tests.small_models import (
+    Attention,
+    Mlp,
+    assert_bit_equal,
+    assert_same,
+    block_by_hand,
+    make_loss,
+    values,
+)
+from tests.test_checkpoint_layers import NnxBlock, NnxStack, Noisy
+
+needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+INPUT = 2 * 3 * 4 * 4
+"""The bytes of a layer's input in `make_loss`, and of the cosine behind the layers."""
+
+
+def products(loss: Any, policy: Any, *args: Any, block: Any = Mlp) -> int:
+    return matmuls(jax.grad(rj.checkpoint_blocks(loss, {block: policy})), *args)
+
+
+def scans(fn: Any, *args: Any) -> list[tuple[int, ...]]:
+    """The length of every scan, behind those of the scans around it."""
+
+    def walk(jaxpr: Any, around: tuple[int, ...]) -> list[tuple[int, ...]]:
+        found = []
+        for eqn in jaxpr.eqns:
+            here = (*around, eqn.params["length"]) if eqn.primitive.name == "scan" else around
+            found += [here] if here != around else []
+            for inner in (value for value in eqn.params.values() if compat.is_jaxpr(value)):
+                found += walk(compat.closed(inner).jaxpr, here)
+        return found
+
+    return walk(jax.make_jaxpr(fn)(*args).jaxpr, ())
+
+
+# --- executions and bytes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "again", "kept"),
+    [
+        # An Mlp has two products, of which its backward pass computes one again. A group computes its layers again, but for
+        # the last one, whose result its backward pass does not read.
+        ("6 x full", 0, 6),
+        ("6 x full in groups of 1", 0, 6),
+        ("6 x full in groups of 2", 3 * 2, 3),
+        ("6 x full in groups of 3", 2 * 4, 2),
+        ("6 x full in groups of 4", 6 + 2, 2),
+        ("6 x full in groups of 6", 10, 1),
+        ("2 x full | 4 x full in groups of 2", 2 * 2, 4),
+        ("5 x full in groups of 2 | 1 x full", 2 * 2, 4),
+        # The layers keep their products, or everything, while the backward pass of their group runs.
+        ("6 x dots in groups of 3", 2 * 4 - 4, 2),
+        ("6 x off in groups of 3", 2 * 4 - 4, 2),
+    ],
+)
+def test_unrolled_layers_run_again_once_for_the_group_and_once_by_themselves(policy: str, again: int, kept: int) -> None:
+    loss, params, x = make_loss(layers=6)
+    assert products(loss, policy, params, x) - products(loss, "full", params, x) == again
+    table = rj.residuals(rj.Workload(loss, params, (x,), Mlp), policy)
+    # The first input is the batch, which is no residual; the loss keeps a cosine.
+    assert (table.device_bytes, table.host_bytes, table.warning) == (kept * INPUT, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("policy", "again", "kept", "lengths"),
+    [
+        # Of a scan all rounds are computed again: the last one cannot be left out. It keeps what it carries, the batch too
+        # where that is its first input.
+        ("6 x full in groups of 1", 0, 6, [(6,)]),
+        ("6 x full in groups of 2", 12, 3, [(3,), (3, 2)]),
+        ("6 x full in groups of 4", 12, 1, [(4,), (2,)]),
+        ("6 x full in groups of 6", 12, 0, [(6,)]),
+        ("5 x full in groups of 2 | 1 x full", 8, 4, [(2,), (2, 2), (1,), (1,)]),
+        ("4 x full in groups of 2 || 2 x full in groups of 2", 12, 3, [(2,), (2, 2), (2,)]),
+        ("6 x dots in groups of 3", 12 - 6, 2, [(2,), (2, 3)]),
+        ("6 x off in groups of 3", 12 - 6, 2, [(2,), (2, 3)]),
+    ],
+)
+def test_a_scan_becomes_a_scan_of_groups(policy: str, again: int, kept: int, lengths: list[tuple[int, ...]]) -> None:
+    loss, params, x = make_loss(layers=6, scanned=True)
+    assert products(loss, policy, params, x) - products(loss, "full", params, x) == again
+    assert scans(rj.checkpoint_blocks(loss, {Mlp: policy}), params, x) == lengths
+    table = rj.residuals(rj.Workload(loss, params, (x,), Mlp), policy)
+    assert table.device_bytes == (kept + 1) * INPUT, "what is kept, and the cosine"
+
+
+def test_no_parameter_and_nothing_inside_a_group_is_kept() -> None:
+    loss, params, x = make_loss(Attention, layers=6, scanned=True)
+    table = rj.residuals(rj.Workload(loss, params, (x,), Attention), "4 x full in groups of 2 | 2 x dots")
+    kept = [(row.name.rpartition("/")[2], row.shape[0], row.layers) for row in table if row.action == "save"]
+    assert sorted(one for one in kept if one[2] == (0, 4)) == [("Stack:carry#0", 2, (0, 4))]
+    named = [one for one in rj.residuals(rj.Workload(*make_job()), "6 x full in groups of 2") if one.action == "save"]
+    assert sorted(row.name for row in named) == [":cos", "layer_1:add#0", "layer_3:add#0"]
+
+
+def make_job() -> tuple[Any, ...]:
+    loss, params, x = make_loss(layers=6)
+    return loss, params, (x,), Mlp
+
+
+# --- the same results -------------------------------------------------------------------------------------------------
+
+GROUPED = ("4 x full in groups of 2", "4 x full in groups of 3", "1 x dots | 3 x off in groups of 2", "4 x dots in groups of 4")
+
+
+def test_unrolled_gradients_are_bit_equal_run_op_by_op() -> None:
+    loss, params, x = make_loss(layers=4)
+    expected = jax.grad(loss)(params, x)
+    for policy in (*GROUPED, "2 x offload_inputs | 2 x full in groups of 2"):
+        assert_bit_equal(jax.grad(rj.checkpoint_blocks(loss, {Mlp: policy}))(params, x), expected)
+
+
+@pytest.mark.versions
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("scanned", [False, True])
+def test_gradients_in_every_mode(scanned: bool) -> None:
+    loss, params, x = make_loss(layers=4, scanned=scanned)
+    along, batch = jax.tree.map(jnp.ones_like, (params, x)), jnp.stack([x, x / 2])
+
+    def modes(fn: Any, params: Any, x: Any) -> Any:
+        def of_input(params: Any) -> Any:
+            return jnp.sum(jnp.sin(jax.grad(fn, argnums=1)(params, x)))
+
+        first = jax.value_and_grad(jax.jit(fn), argnums=(0, 1))(params, x), jax.jvp(jax.grad(fn), (params, x), along)[1]
+        return *first, jax.vmap(jax.grad(fn), in_axes=(None, 0))(params, batch), jax.grad(of_input)(params)
+
+    expected = jax.jit(functools.partial(modes, loss))(params, x)
+    for policy in GROUPED[1:3]:
+        found = jax.jit(functools.partial(modes, rj.checkpoint_blocks(loss, {Mlp: policy})))(params, x)
+        for got, wanted in zip(found, expected, strict=True):
+            assert_same(got, wanted)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_plain_scan_with_outputs_forwards_and_backwards(reverse: bool) -> None:
+    def loss(kernels: Any, x: Any, scale: Any) -> Any:
+        def body(carry: Any, row: Any) -> Any:
+            kernel, factor = row
+            out = block_by_hand(kernel, carry) * factor * scale
+            return out, (out.sum(), factor * 2)
+
+        x, (sums, factors) = jax.lax.scan(body, x, (kernels, jnp.arange(1.0, 8.0)), reverse=reverse)
+        return jnp.sum(jnp.sin(x)) + jnp.sum(sums * jnp.arange(7.0)) + factors[1] * sums[0]
+
+    args = values(7, 4, 3), values(2, 4, seed=1), values(seed=2)
+    fn = rj.checkpoint_blocks(loss, {Mlp: "5 x full in groups of 2 | 2 x everything"})
+    run, plain = (jax.jit(jax.value_and_grad(one, argnums=(0, 1, 2)))(*args) for one in (fn, loss))
+    assert_same(run, plain)
+    assert scans(fn, *args) == [(2,), (2, 2), (1,), (2,)]
+
+
+@pytest.mark.usefixtures("x64")
+def test_random_numbers_and_what_is_written_stay_the_same() -> None:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            axes, rngs = {"params": 0, "statistics": 0}, {"params": True, "dropout": True}
+            scan = nn.scan(lambda block, x, _: (block(x), None), variable_axes=axes, split_rngs=rngs, length=4)
+            return scan(Noisy(), Noisy()(Noisy()(x)), None)[0]
+
+    x = values(3, 4)
+    variables = Model().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+    rest, params = variables["statistics"], variables["params"]
+
+    def loss(params: Any, x: Any) -> Any:
+        key = {"dropout": jax.random.key(2)}
+        out, written = Model().apply({"params": params, "statistics": rest}, x, rngs=key, mutable=["statistics"])
+        return jnp.sum(jnp.sin(out)), written
+
+    # A group of unrolled layers, one of scanned ones, and one of both.
+    for policy in ("6 x full in groups of 2", "6 x full in groups of 6"):
+        fn = rj.checkpoint_blocks(loss, {Noisy: policy})
+        run, plain = (jax.jit(jax.value_and_grad(one, has_aux=True))(params, x) for one in (fn, loss))
+        assert_same(run, plain)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("scanned", [False, True])
+def test_nnx_models_with_state_that_every_call_writes(scanned: bool) -> None:
+    def loss(model: NnxStack, x: Any) -> Any:
+        return jnp.sum(jnp.sin(model(x)))
+
+    x = values(3, 4)
+    model, plain = NnxStack(scanned), NnxStack(scanned)
+    fn = rj.checkpoint_blocks(loss, {NnxBlock: "4 x full in groups of 2"})
+    assert_same(nnx.grad(fn)(model, x), nnx.grad(loss)(plain, x))
+    assert_bit_equal(nnx.state(model, nnx.BatchStat), nnx.state(plain, nnx.BatchStat))
+    assert all(np.all(leaf == 1) for leaf in jax.tree.leaves(nnx.state(model, nnx.BatchStat)))
+    job = rj.Workload.from_nnx(plain, loss, (x,), NnxBlock)
+    kept = [rj.residuals(job, policy).device_bytes for policy in ("full", "4 x full in groups of 2")]
+    assert kept[0] - kept[1] == 2 * x.nbytes
+
+
+# --- what stands between the layers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("x64")
+def test_what_stands_between_the_layers_of_a_group() -> None:
+    """What is computed from one layer's result is computed again with the group, whether the next one reads it or not."""
+
+    def loss(kernels: Any, x: Any, scale: Any) -> Any:
+        seen, noise = jnp.zeros(()), jnp.zeros(())
+        for index in range(4):
+            x = block_by_hand(kernels[index], x)
+            noise = noise + jnp.sum(jnp.exp(scale * index))
+            seen = seen + jnp.sum(x * (x @ jnp.eye(4)))
+            x = jnp.tanh(x @ (jnp.eye(4) * scale))
+        return jnp.sum(jnp.sin(x)) + jnp.sin(seen) * noise
+
+    args = values(4, 4, 3), values(2, 4, seed=1), values(seed=2)
+    expected = jax.value_and_grad(loss, argnums=(0, 1, 2))(*args)
+    fn = rj.checkpoint_blocks(loss, {Mlp: "4 x full in groups of 2"})
+    assert_same(jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2)))(*args), expected)
+    # The two products of the first layer of each group, and the two between. What reads the last layer is in no group.
+    assert products(loss, "4 x full in groups of 2", *args) - products(loss, "4 x full", *args) == 2 * 4
+    job = rj.Workload(loss, args[0], args[1:], Mlp)
+    grouped, full = (rj.residuals(job, policy).device_bytes for policy in ("4 x full in groups of 2", "4 x full"))
+    assert full - grouped == 2 * 4 * args[1].nbytes, "what the first layer of each group gives, and three arrays behind it"
+
+
+@pytest.mark.usefixtures("x64")
+def test_layers_inside_jit_and_several_in_a_round() -> None:
+    @jax.jit
+    def layer(kernels: Any, x: Any) -> Any:
+        return Mlp().apply({"params": {f"Linear_{nth}": {"kernel": kernel} for nth, kernel in enumerate(kernels)}}, x)
+
+    def loss(kernels: Any, x: Any) -> Any:
+        for one in kernels[:2]:
+            x = layer(one, x)
+        return jnp.sum(jnp.sin(jax.lax.scan(lambda x, row: (layer(row[1], layer(row[0], x)), None), x, kernels[2])[0]))
+
+    def pair(*rows: int, seed: int) -> Any:
+        return values(*rows, 3, 4, seed=seed), values(*rows, 4, 3, seed=seed + 1)
+
+    args = (pair(seed=1), pair(seed=3), (pair(2, seed=5), pair(2, seed=7))), values(2, 4, seed=1)
+    expected = jax.jit(jax.grad(loss))(*args)
+    # The unrolled pair and each round; both rounds together; all of it.
+    for policy, groups in (
+        ("6 x full in groups of 2", [(2,)]),
+        ("2 x full in groups of 2 | 4 x full in groups of 4", [(2,)]),
+        ("6 x full in groups of 6", [(2,)]),
+        ("2 x full | 2 x full in groups of 2 | 2 x dots in groups of 2", [(1,), (1,)]),
+    ):
+        fn = rj.checkpoint_blocks(loss, {Mlp: policy})
+        assert_same(jax.jit(jax.grad(fn))(*args), expected)
+        assert scans(fn, *args) == groups
+        kept = [row for row in rj.residuals(rj.Workload(loss, args[0], args[1:], Mlp), policy) if row.action == "save"]
+        assert not [row for row in kept if set(row.shape[-2:]) == {4, 3}], "no parameter, and no row or slice of one"
+    with pytest.raises(UnsupportedError, match="block=Mlp: the group of layers 0–2 begins or ends inside"):
+        rj.checkpoint_blocks(loss, {Mlp: "6 x full in groups of 3"})(*args)
+    with pytest.raises(UnsupportedError, match="block=Mlp: the group of layers 3–5 begins or ends inside"):
+        rj.checkpoint_blocks(loss, {Mlp: "3 x full | 3 x full in groups of 3"})(*args)
+
+
+@pytest.mark.usefixtures("x64")
+def test_blocks_of_two_classes() -> None:
+    class First(Mlp):
+        """A class of its own."""
+
+    class Other(Mlp):
+        """Another one."""
+
+    class Pair(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return Other(name="second")(First(name="first")(x))
+
+    for scanned in (False, True):
+        loss, params, x = make_loss(Pair, layers=4, scanned=scanned)
+        expected = jax.jit(jax.grad(loss))(params, x)
+        for policies in (
+            {First: "4 x full in groups of 2", Other: "4 x full in groups of 2"},
+            {First: "4 x full in groups of 4", Other: "dots"},
+            {Pair: "4 x full in groups of 2", First: "4 x full in groups of 2"},
+            {Pair: "4 x dots in groups of 2", Other: "full"},
+        ):
+            if not scanned and policies.get(Other) == "4 x full in groups of 2":
+                # Unrolled, a group of the one ends inside a group of the other.
+                with pytest.raises(UnsupportedError, match="groups of layers of several blocks overlap: First layers 0–1; "):
+                    rj.checkpoint_blocks(loss, policies)(params, x)
+                continue
+            fn = rj.checkpoint_blocks(loss, policies)
+            assert_same(jax.jit(jax.grad(fn))(params, x), expected)
+    with pytest.raises(UnsupportedError, match="rounds 0 to 1 of a scan are in one group"):
+        rj.checkpoint_blocks(loss, {First: "4 x full in groups of 2", Other: "1 x full | 3 x dots"})(params, x)
+    with pytest.raises(UnsupportedError, match="are in one group"):
+        rj.checkpoint_blocks(loss, {First: "4 x full in groups of 2", Other: "4 x full in groups of 3"})(params, x)
+
+
+def test_what_has_no_effect_is_an_error() -> None:
+    loss, params, x = make_loss(layers=4)
+    for policy in ("4 x save: *tanhh* in groups of 2", "4 x save: *tanhh* in groups of 1"):
+        with pytest.raises(NoEffectError, match=r"'\*tanhh\*' matches no residual"):
+            rj.checkpoint_blocks(loss, {Mlp: policy})(params, x)
+    with pytest.raises(BlockError, match="in groups of 2' is for 5 layers, and the block is called 4 times"):
+        rj.checkpoint_blocks(loss, {Mlp: "5 x full in groups of 2"})(params, x)
+
+
+def test_no_figure_is_told_that_is_not_known() -> None:
+    loss, params, x = make_loss(layers=4)
+    job = rj.Workload(loss, params, (x,), Mlp)
+    predictor = Predictor(job, "cpu", calibration=["full", "everything"])
+    with pytest.raises(UnsupportedError, match="what a group of layers needs while its backward pass runs is no residual"):
+        predictor.predict("4 x full in groups of 2")
+    predictor.learn("4 x full in groups of 2", 12345)
+    assert predictor.predict("4 x full in groups of 2").temp_bytes == 12345
+    with pytest.raises(PlanningError, match="groups of layers are not priced"):
+        extra_seconds(describe(job, "h200"), "4 x full in groups of 2")
+
+
+# --- barriers, and what the compiler makes of it --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scanned", "policy", "expected"),
+    [
+        # The layers of a group, and the group: nothing keeps the passes apart where there is no loop around either.
+        (False, "4 x full in groups of 2", [True] * (4 + 2)),
+        (True, "4 x full in groups of 2", [False, False]),
+        (True, "4 x full in groups of 4", [False, True]),
+        (True, "2 x full in groups of 2 | 2 x full", [False, False, True]),
+    ],
+)
+def test_a_barrier_stands_where_no_loop_keeps_the_passes_apart(scanned: bool, policy: str, expected: list[bool]) -> None:
+    loss, params, x = make_loss(layers=4, scanned=scanned)
+    jaxpr = jax.make_jaxpr(lambda *args: jax.jvp(rj.checkpoint_blocks(loss, {Mlp: policy}), args, args)[1])(params, x)
+    found = []
+
+    def walk(inner: Any) -> None:
+        for eqn in inner.eqns:
+            found.extend([eqn.params["prevent_cse"]] if "prevent_cse" in eqn.params else [])
+            for value in eqn.params.values():
+                if compat.is_jaxpr(value):
+                    walk(compat.closed(value).jaxpr)
+
+    walk(jaxpr.jaxpr)
+    assert sorted(found) == expected
+
+
+@needs_gpu_compiler
+def test_compiled_it_needs_less_than_full() -> None:
+    """Of 16 inputs of 8 MiB a group of four keeps four, and has four besides while its backward pass runs: 64 MiB less."""
+
+    def body(x: Any, kernel: Any) -> Any:
+        return block_by_hand(kernel, x), None
+
+    def loss(kernels: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(jax.lax.scan(body, x, kernels)[0]))
+
+    kernels, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 64, 3), (2**15, 64)))
+    job = rj.Workload(loss, kernels, (x,), Mlp, optimizer=optax.sgd(1.0))
+    full, grouped = (rj.measure(job, policy, "h200").temp_bytes for policy in ("full", "16 x full in groups of 4"))
+    assert 56 * 2**20 < full - grouped < 72 * 2**20
