@@ -69,7 +69,8 @@ def _written(text: str, target: Target | None, argument: str, error: type[RematE
     if unit.lower() not in _BY_LOWER:
         hint = nearest(unit, [*UNITS]) if len(unit) > 1 else f" Did you mean {unit.upper() + 'iB'!r} or {unit.upper() + 'B'!r}?"
         raise error(f"{argument}={text!r}: {unit!r} is no unit of bytes; the units are {', '.join(UNITS)} and %.{hint}")
-    return math.floor(float(number) * UNITS[_BY_LOWER[unit.lower()]])
+    found: int = math.floor(float(number) * UNITS[_BY_LOWER[unit.lower()]])
+    return found
 
 
 def _share(given: Any, share: float, target: Target | None, argument: str, error: type[RematError]) -> int:
@@ -82,4 +83,5 @@ def _share(given: Any, share: float, target: Target | None, argument: str, error
         raise error(
             f"{argument}={given!r}: the target {target.name!r} does not say how much memory it has; give bytes, as '40GiB'"
         )
-    return math.floor(share * target.memory_bytes)
+    found: int = math.floor(share * target.memory_bytes)
+    return found
