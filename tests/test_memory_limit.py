@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -196,3 +198,22 @@ def test_the_same_question_under_another_limit_is_another_question(monkeypatch: 
     for limit in (None, "1GiB", GIB, "2GiB", None):
         rj.measure(job, "off", "h200", memory_limit=limit)
     assert asked == [None, GIB, 2 * GIB]
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_where_there_is_no_limit_the_same_call_compiles() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)), jnp.float32)
+    params = Model().init(jax.random.key(0), x)
+
+    def loss(params: Any, x: Any) -> Any:
+        return (Model().apply(params, x) ** 2).mean()  # type: ignore[union-attr]
+
+    plan = rj.plan(rj.Workload(loss, params, (x,), Block), "2MiB", "cpu")
+    assert plan.compiler_options == {}
+    expected = jax.grad(loss)(params, x)
+    # What was planned for a GPU is tried on a CPU as well.
+    for one in (plan, dataclasses.replace(plan, compiler_options={OPTION: 29})):
+        step = jax.jit(jax.grad(one.apply(loss)), compiler_options=one.compiler_options)
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6), step(params, x), expected)
