@@ -203,6 +203,15 @@ def test_the_same_question_under_another_limit_is_another_question(monkeypatch: 
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
+@needs_gpu_compiler
+def test_a_plan_is_compiled_with_its_budget_as_the_limit() -> None:
+    job = workload()
+    plan = rj.plan(job, "3GiB", "h200")
+    assert plan.compiler_options == {OPTION: 2}
+    limited = rj.measure(job, dict(plan.policies), "h200", memory_limit=plan.budget)
+    assert limited.device_bytes == plan.device_bytes <= plan.budget and limited.compiler_options == plan.compiler_options
+
+
 def test_where_there_is_no_limit_the_same_call_compiles() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)), jnp.float32)
     params = Model().init(jax.random.key(0), x)

@@ -203,6 +203,7 @@ class _Making:
             notes=tuple(dict.fromkeys(self.notes)),
             model=Model.of(self.workload),
             jax_version=jax.__version__,
+            compiler_options=best.compiled.sizes.limit_options,
             **found,
         )
 
@@ -310,7 +311,7 @@ class _Making:
 
     def _sizes(self, program: Program, children: Children) -> Sizes:
         left = max(1.0, self.deadline - time.monotonic())
-        given: dict[str, Any] = {"kernels": self.kernels, "children": children}
+        given: dict[str, Any] = {"memory_limit": self.budget, "kernels": self.kernels, "children": children}
         return compile_programs([program], self.target, timeout=left, **given)[program.key]
 
     def _step(self, candidate: Candidate) -> Any:
