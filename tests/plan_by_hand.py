@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import flax.linen as nn
 
+from remat_jax.memory.limit import OPTION
 from remat_jax.planning.model import Model
 from remat_jax.planning.plan import Plan
 from remat_jax.planning.point import Part, Point, Row
@@ -67,5 +68,6 @@ def plan(**changes):
             (("class", "PlannedLayer", PlannedLayer.__module__),),
         ),
         "jax_version": "0.0.0",
+        "compiler_options": {OPTION: 29},
     }
     return Plan(**{**values, **changes})

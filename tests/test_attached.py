@@ -101,6 +101,13 @@ def test_jax_is_kept_to_the_cpu_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch,
 # --- what a step takes on it ------------------------------------------------------------------------------------------
 
 
+def test_it_runs_as_it_was_compiled(on_the_cpu: pathlib.Path) -> None:
+    one = program(lambda a: a * 2.0, jax.ShapeDtypeStruct((ROWS,), jnp.float32))
+    assert attached.measured_peak(one, 60, {"xla_cpu_enable_fast_math": False}) == 4 * ROWS
+    with pytest.raises(CompileError, match="no_such_option"):
+        attached.measured_peak(one, 60, {"no_such_option": 1})
+
+
 def test_the_peak_is_that_of_the_step_alone(on_the_cpu: pathlib.Path) -> None:
     a, b = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), jax.ShapeDtypeStruct((WIDTH, 5), jnp.float32)
     kept = attached.measured_peak(program(lambda a, b: (a @ b, a * 2.0), a, b), 60)

@@ -143,6 +143,18 @@ def test_measure_says_what_the_library_says_as_one_json_object_and_nothing_else(
     assert "a line of the user's own" in done.stderr and "compiled full for cpu" in done.stderr
 
 
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+def test_measure_asks_about_a_memory_limit(folder):
+    limited = ["measure", f"{folder}/train.py:job", "--target", "h200", "--memory-limit", "10%", "--diff", "full", "dots"]
+    found = run(*limited, "--json")
+    assert found.exit_code == 0, found.output
+    for report in json.loads(found.stdout)["reports"]:
+        # A tenth of the device's memory is an eighth of what XLA takes for available, 80 % of it.
+        assert report["memory_limit"] == 15_075_482_009
+        assert report["compiler_options"] == {"xla_gpu_memory_limit_slop_factor": 12}
+    assert "Compiled with a memory limit of 14.0 GiB." in " ".join(run(*limited).stdout.split())
+
+
 def test_measure_prints_a_table_and_warns(folder):
     found = run("measure", f"{folder}/train.py:job", "-p", "offload_inputs", "--residuals")
     assert found.exit_code == 0, found.output
@@ -205,6 +217,8 @@ def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
         (["train.py:job", "--target", "h2000"], "target='h2000' is not a known target"),
         (["train.py:job", "--timeout", "-1"], "timeout=-1.0: expected a positive number of seconds"),
         (["train.py:job", "--diff", "full", "dotz"], "policy='dotz' is not the name of a policy. Did you mean 'dots'?"),
+        (["train.py:job", "--memory-limit", "1GiB"], "memory_limit='1GiB' with target='cpu': XLA has a memory limit for GPUs"),
+        (["train.py:job", "--memory-limit", "1G", "--target", "h200"], "memory_limit='1G': 'G' is no unit of bytes"),
         (["train.py:job", "--plot", "memory.gif"], "plot='memory.gif': expected a name that ends in .png, .svg, .pdf"),
         (["train.py:job", "--plot", "memory.png"], "plot='memory.png' with target='cpu': what is on the device at the peak is"),
     ],

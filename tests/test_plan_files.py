@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 import random
 import tracemalloc
@@ -14,8 +15,10 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.errors import NoEffectError, PlanningError, RematError
+from remat_jax.memory.limit import OPTION
 from remat_jax.planning import files
 from remat_jax.planning.model import Model, find_block
+from remat_jax.planning.page import page
 from tests.plan_by_hand import PlannedLayer, plan
 
 
@@ -46,6 +49,19 @@ def test_a_part_of_before_has_its_layers_one_after_the_other(tmp_path):
     data = plan().to_dict()
     assert all(one.pop("every") == 1 for one in data["parts"])
     assert rj.Plan.load(write(tmp_path, data)) == plan()
+
+
+def test_a_plan_of_before_was_compiled_without_a_memory_limit(tmp_path):
+    data = plan().to_dict()
+    assert data.pop("compiler_options") == {OPTION: 29}
+    assert rj.Plan.load(write(tmp_path, data)) == plan(compiler_options={}) != plan()
+
+
+def test_the_memory_limit_is_printed_and_on_the_page():
+    said = "Compiled with a memory limit: jax.jit(step, compiler_options={'xla_gpu_memory_limit_slop_factor': 29})."
+    one, other = plan(), plan(compiler_options={})
+    assert all(said in " ".join(text.split()) for text in (str(one), one.explain(), html.unescape(page(one))))
+    assert not any("memory limit" in text for text in (str(other), other.explain(), page(other)))
 
 
 def test_a_short_file_of_many_layers_is_read_without_a_list_of_them(tmp_path, monkeypatch):
@@ -123,6 +139,13 @@ def test_the_keys_are_the_attribute_names():
         (lambda data: data.update(workload="\x1b[2J"), "no text of one line"),
         (lambda data: data.update(workload="\ud800"), "no text of one line"),
         (lambda data: data["parts"][0]["rows"][0].update(action="delete"), "'delete' is none of save, offload, recompute"),
+        (lambda data: data.update(compiler_options=None), "compiler_options=None is none of {} and {'xla_gpu_memory_limit"),
+        (lambda data: data.update(compiler_options={"xla_dump_to": "."}), "compiler_options={'xla_dump_to': '.'} is none of"),
+        (lambda data: data.update(compiler_options={OPTION: 29, "xla_dump_to": "."}), "is none of {} and"),
+        (lambda data: data.update(compiler_options={OPTION: 0}), "the factor is an integer from 1 to 100"),
+        (lambda data: data.update(compiler_options={OPTION: 101}), "the factor is an integer from 1 to 100"),
+        (lambda data: data.update(compiler_options={OPTION: "29"}), "the factor is an integer from 1 to 100"),
+        (lambda data: data.update(compiler_options={OPTION: True}), "the factor is an integer from 1 to 100"),
         (lambda data: data["parts"][0].update(rows="all"), "rows=all is no list"),
     ],
 )

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from remat_jax.errors import PlanningError
-from remat_jax.solver import segments_of_length
 from remat_jax.solver.groups import GroupedLayer, grouping, groupings
+from tests.solver_oracles import segments_of_length
 
 CHEN = json.loads((Path(__file__).parent / "vectors" / "planner.json").read_text())["chen_two_level_uniform"]
 

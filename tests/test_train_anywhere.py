@@ -333,7 +333,8 @@ def test_a_plan_is_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     job = training.workload(SETTING, {"fsdp": 1})
     plan = plan_of(job, rj.Policy.parse("dots"))
     path = str(plan.save(tmp_path / "plan.json"))
-    policy, said = command.chosen_policy(path, job)
+    policy, said, options = command.chosen_policy(path, job)
+    assert options == plan.compiler_options == {"xla_gpu_memory_limit_slop_factor": 40}
     assert policy == plan.policies and said == {"planned": "9.5 MiB on each device of 8xh100, 3.8 MiB on its host"}
     assert command.chosen_policy(str(plan_of(job, rj.Policy.parse("off")).save(path)), job)[0] == "off"
     assert train_anywhere.main([*SMALL, "--layers", "2", "--policy", path]) == 2
@@ -347,6 +348,7 @@ def plan_of(job: rj.Workload, policy: rj.Policy, target: str = "8xh100") -> rj.P
     empty = dict.fromkeys(("frontier", "named", "parts", "tried", "notes"), ())
     rest = {"recompute_flops": 1, "seconds": 1.0, "base_seconds": 1.0, "next_gib_seconds": None, "host_budget": None}
     told = {"workload": job.name, "target": target, "model": Model.of(job)}
+    told["compiler_options"] = {"xla_gpu_memory_limit_slop_factor": 40}
     return rj.Plan(policies=dict.fromkeys(job.blocks, policy), **sizes, **empty, **rest, **told)
 
 

@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -125,8 +125,8 @@ def train(setting: Setting, options: argparse.Namespace) -> State:
     processes.check_same(told | {"mesh": dict(mesh.shape)} | alike)
     console.check_file(options.metrics)
     job = workload(setting, mesh)
-    policy, planned = chosen_policy(options.policy, job)
-    trainer = Trainer(setting, mesh, job, policy)
+    policy, planned, compiler_options = chosen_policy(options.policy, job)
+    trainer = Trainer(setting, mesh, job, policy, compiler_options)
     console.tell(
         {
             "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}, processes: {jax.process_count()}",
@@ -164,8 +164,8 @@ def _content(policy: str) -> str:
         return policy  # refused where it is loaded
 
 
-def chosen_policy(given: str, job: rj.Workload) -> tuple[Any, dict[str, str]]:
-    """The policy for `Workload.step`, and what a plan says of it.
+def chosen_policy(given: str, job: rj.Workload) -> tuple[Any, dict[str, str], Mapping[str, int]]:
+    """The policy for `Workload.step`, and what a plan says of it: its figures, and the options to compile with.
 
     Raises:
       PlanningError: the plan's file cannot be read, or is for another model.
@@ -173,7 +173,7 @@ def chosen_policy(given: str, job: rj.Workload) -> tuple[Any, dict[str, str]]:
     """
     if not given.endswith(".json"):
         job.with_policy(job.loss, given)  # refuses a text that is none
-        return given, {}
+        return given, {}, {}
     plan = rj.Plan.load(given, job)
     wanted = _devices_of(plan.target)
     if wanted is not None and wanted != job.mesh.size:
@@ -182,7 +182,7 @@ def chosen_policy(given: str, job: rj.Workload) -> tuple[Any, dict[str, str]]:
             "not those of this run; make one for this mesh (remat-jax plan)"
         )
     said = f"{format_bytes(plan.device_bytes)} on each device of {plan.target}, {format_bytes(plan.host_bytes)} on its host"
-    return ("off" if plan.is_off else dict(plan.policies)), {"planned": said}
+    return ("off" if plan.is_off else dict(plan.policies)), {"planned": said}, plan.compiler_options
 
 
 def _devices_of(name: str) -> int | None:

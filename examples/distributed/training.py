@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -97,14 +97,21 @@ def batch_of(setting: Setting, step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Trainer:
-    """The step on a mesh whose devices are here, under a policy.
+    """The step on a mesh whose devices are here, under a policy, compiled with a plan's options.
 
     Attributes:
       structs: the state as shapes, with where each array lies.
       parameters: how many there are.
     """
 
-    def __init__(self, setting: Setting, mesh: Mesh, job: rj.Workload, policy: Any) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        mesh: Mesh,
+        job: rj.Workload,
+        policy: Any,
+        compiler_options: Mapping[str, int] | None = None,
+    ) -> None:
         self._setting, self._job = setting, job
         step = job.step(policy)
         places = jax.tree.map(lambda one: NamedSharding(mesh, one.spec, memory_kind=one.memory_kind), step.shardings)
@@ -113,7 +120,8 @@ class Trainer:
         )
         self.structs: State = {"params": self._arguments[0], "state": self._arguments[1]}
         self._of_batch = places[3:]
-        self._jitted = jax.jit(step.function, donate_argnums=step.donate_argnums)
+        options = dict(compiler_options or {})
+        self._jitted = jax.jit(step.function, donate_argnums=step.donate_argnums, compiler_options=options)
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(job.params))
 
     def compile(self) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from remat_jax.memory import MemoryReport, residuals
 from remat_jax.memory.collectives import executed
 from remat_jax.memory.diff import PolicyDiff, compare_policies
 from remat_jax.memory.hlo import COLLECTIVES
+from remat_jax.memory.limit import limit_bytes
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
 from remat_jax.report import format_bytes, table
 from remat_jax.report.stacked import FORMATS, module_memory_figure, save_picture
@@ -41,6 +42,10 @@ def measure(
     ] = None,
     target: Annotated[str, typer.Option(help="What to compile for; see remat-jax targets.")] = "cpu",
     mesh: MeshOption = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(help="Device memory that XLA is to stay within: 40GiB, 80%, bytes. GPU targets. XLA's own unless given."),
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that compiling may take in all.")] = DEFAULT_TIMEOUT,
     show_residuals: Annotated[bool, typer.Option("--residuals", help="List what is kept between the passes, by name.")] = False,
     show_live: Annotated[
@@ -64,6 +69,7 @@ def measure(
     with answering(as_json) as answer:
         asked = _asked(policy, diff)
         described = target_named(target)
+        limit = limit_bytes(memory_limit, described)
         if show_live and described.kind != "gpu":
             raise ArgumentError(
                 f"--live with target {described.name!r}: what is on the device at the peak is known of GPU targets only; give "
@@ -83,9 +89,10 @@ def measure(
                 done.append(name)
                 steps.tell(f"compiled {name[:MOST_LETTERS]} for {described.name}", min(len(done), len(asked)), len(asked))
 
-            found = measure_many(job, list(policies.values()), described, timeout, on_done=compiled)
+            asked_for = list(policies.values())
+            found = measure_many(job, asked_for, described, timeout, on_done=compiled, memory_limit=limit)
             reports = [_called(name, report) for name, report in zip(policies, found, strict=True)]
-            change = _difference(job, diff, described, timeout) if diff else None
+            change = _difference(job, diff, described, timeout, limit) if diff else None
         _show(answer, described, reports, [*tables, *(report.live_table() for report in reports if show_live)])
         answer.show(*(change.tables() if change else ()))
         picture = _draw(plot, reports, answer) if plot else None
@@ -109,9 +116,9 @@ def _asked(policies: Sequence[str] | None, diff: tuple[str, str] | None) -> list
     return list(asked.values())
 
 
-def _difference(job: Workload, diff: tuple[str, str], target: Target, timeout: float) -> PolicyDiff:
+def _difference(job: Workload, diff: tuple[str, str], target: Target, timeout: float, limit: int | None) -> PolicyDiff:
     before, after = (read_policy(name, job) for name in diff)
-    found = compare_policies(job, before, after, target, timeout)
+    found = compare_policies(job, before, after, target, timeout, memory_limit=limit)
     return replace(found, before=_called(diff[0], found.before), after=_called(diff[1], found.after))
 
 
@@ -194,6 +201,8 @@ def _caption(target: Target, reports: Sequence[MemoryReport]) -> str:
         )
     if any(report.receipt for report in reports):
         said += " gave back: against saving on the device what is offloaded."
+    if (limit := reports[0].memory_limit) is not None:
+        said += f" Compiled with a memory limit of {format_bytes(limit)}."
     if memory is None:
         return said
     too_large = [report.policy for report in reports if report.device_bytes > memory]

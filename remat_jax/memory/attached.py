@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,11 @@ def device_kind() -> str:
     return str(kind)
 
 
-def measured_peak(program: Program, timeout: float) -> int:
+def measured_peak(program: Program, timeout: float, compiler_options: Mapping[str, Any] | None = None) -> int:
     """The peak of the device's allocator in bytes while `program` runs once there, on random numbers, in a process of its own.
 
-    What the step allocates, no more: nothing is preallocated, and kernels are chosen as for the compiled figures.
+    What the step allocates, no more: nothing is preallocated, and kernels are chosen as for the compiled figures. It is
+    compiled with `compiler_options`.
 
     Raises:
       CompileError: it could not be compiled or run there; not enough free memory among the reasons.
@@ -49,7 +51,8 @@ def measured_peak(program: Program, timeout: float) -> int:
     with tempfile.TemporaryDirectory(prefix="remat_jax_") as folder:
         path = Path(folder, "program.jaxexport")
         path.write_bytes(program.blob)
-        request = {"key": program.key, "program": {"path": str(path), "donated": program.donated}}
+        asked = {"path": str(path), "donated": program.donated, "compiler_options": dict(compiler_options or {})}
+        request = {"key": program.key, "program": asked}
         return int(_asked(request, "running on target='attached'", timeout)["peak"])
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from remat_jax.memory.collectives import Collective, read_collectives
 from remat_jax.memory.exporting import Program as Program
 from remat_jax.memory.exporting import export_step as export_step
 from remat_jax.memory.kernels import Kernels, kernel_options, refuse
+from remat_jax.memory.limit import limit_options
 from remat_jax.memory.live import LiveBuffer, live_at_peak, named_arguments
 from remat_jax.memory.process import Children, Question, ask, compiler_environment
 from remat_jax.memory.schedule import Copies, Overlap, read_overlap
@@ -45,6 +46,9 @@ class Sizes:
         does not tell.
       collectives: what the devices of a mesh send each other; None for one device, and where the compiled text is not known.
       untiled: whether a matrix product was one that Triton's guessed tiles do not fit, and all were compiled without Triton.
+      step_seconds: the modelled time of the compiled schedule at the target's nominal rates, copies to and from the host
+        included and collectives left out; None where the compiled text or a rate is not known.
+      limit_options: the memory limit that it was compiled with, as options for `jax.jit`; empty for XLA's own.
     """
 
     temp: int
@@ -60,6 +64,8 @@ class Sizes:
     miscompiled: bool | None = False
     collectives: tuple[Collective, ...] | None = None
     untiled: bool = False
+    step_seconds: float | None = None
+    limit_options: dict[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def device(self) -> int:
@@ -93,6 +99,7 @@ def compile_programs(
     *,
     timeout: float,
     compiler_options: dict[str, Any] | None = None,
+    memory_limit: int | None = None,
     on_done: Callable[[str], None] | None = None,
     kernels: Kernels | None = None,
     children: Children | None = None,
@@ -103,6 +110,8 @@ def compile_programs(
 
     Args:
       timeout: seconds for all of them together.
+      memory_limit: the bytes of device memory that XLA is to stay within, see `remat_jax.memory.limit`; not for a CPU, which
+        has no such limit.
       on_done: told each key as its program is compiled.
       kernels: what an earlier call has made for the same target with the same options; None where nothing is known.
       children: the processes of a larger call, which ends them; where one of several programs fails here, all
@@ -122,8 +131,9 @@ def compile_programs(
             )
         compat.require_gpu_compiler()
     tell = on_done or (lambda key: None)
-    options = compiler_options or {}
-    digests = {one.key: cache.digest(one, target, options, CHILD) for one in programs}
+    limits = {one.key: limit_options(memory_limit, target, one.held_bytes) for one in programs}
+    options = {key: (compiler_options or {}) | limit for key, limit in limits.items()}
+    digests = {one.key: cache.digest(one, target, options[one.key], CHILD) for one in programs}
     found = {digest: sizes for digest in set(digests.values()) if (sizes := cache.read(digest, target, Sizes.from_dict))}
     # Of programs that are equal, one is compiled.
     new: dict[str, Program] = {}
@@ -136,7 +146,7 @@ def compile_programs(
     if new:
         compiled = _compiled(list(new.values()), target, timeout, options, tell, kernels, children)
         for digest, program in new.items():
-            found[digest] = compiled[program.key]
+            found[digest] = replace(compiled[program.key], limit_options=limits[program.key])
             cache.write(digest, target, found[digest])
         for key, digest in digests.items():
             if digest in new and new[digest].key != key:
@@ -180,14 +190,14 @@ def _compiled(
     programs: Sequence[Program],
     target: Target,
     timeout: float,
-    options: dict[str, Any],
+    options: Mapping[str, dict[str, Any]],
     tell: Callable[[str], None],
     kernels: Kernels | None,
     children: Children | None,
 ) -> dict[str, Sizes]:
     with tempfile.TemporaryDirectory(prefix="remat_jax_") as temporary:
         folder = Path(temporary)
-        entries = [_entry(folder / str(index), one, target, options) for index, one in enumerate(programs)]
+        entries = [_entry(folder / str(index), one, target, options[one.key]) for index, one in enumerate(programs)]
         answers = _answers(entries, target, timeout, folder, tell, kernels or Kernels(folder), children)
         return {one.key: _sizes(answers[one.key], folder / str(index), one, target) for index, one in enumerate(programs)}
 
@@ -264,9 +274,21 @@ def _with(entry: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 def _sizes(answer: dict[str, Any], folder: Path, program: Program, target: Target) -> Sizes:
     overlap, miscompiled = _copies(folder / "compiled.hlo", target)
+    seconds = overlap.step_seconds if overlap is not None else _dumped_seconds(folder / "dump", target)
     live, sent = _live(folder / "dump", program), _collectives(folder / "dump", program)
     seen = {"live": live, "overlap": overlap, "miscompiled": miscompiled, "collectives": sent, "untiled": answer["untiled"]}
-    return Sizes(**answer["sizes"], **seen)
+    return Sizes(**answer["sizes"], **seen, step_seconds=seconds)
+
+
+def _dumped_seconds(dump: Path, target: Target) -> float | None:
+    """The modelled time of a step without host copies, as XLA wrote it down."""
+    paths = sorted(dump.glob(f"*{OPTIMISED}"))
+    if not paths:
+        return None
+    try:
+        return read_overlap(paths[-1].read_text(encoding="utf-8", errors="replace"), target).step_seconds
+    except (ArgumentError, UnsupportedError):
+        return None  # a rate that the target does not say, or a text of a form that is not known: the sizes hold all the same
 
 
 def _collectives(dump: Path, program: Program) -> tuple[Collective, ...] | None:

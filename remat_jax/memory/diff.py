@@ -169,7 +169,13 @@ class PolicyDiff:
 
 
 def compare_policies(
-    workload: Workload, before: Any, after: Any, target: str | Target = "cpu", timeout: float = DEFAULT_TIMEOUT
+    workload: Workload,
+    before: Any,
+    after: Any,
+    target: str | Target = "cpu",
+    timeout: float = DEFAULT_TIMEOUT,
+    *,
+    memory_limit: Any = None,
 ) -> PolicyDiff:
     """What changes when `after` takes the place of `before`: which residuals move where, and what that costs.
 
@@ -178,6 +184,7 @@ def compare_policies(
 
     Args:
       before, after: policies, their names or texts.
+      memory_limit: what XLA is to stay within, as for `measure`.
 
     Raises:
       UnsupportedError: the workload was made by `Workload.from_step`.
@@ -198,7 +205,7 @@ def compare_policies(
     (256, 0)
     """
     tables = [_table(workload, policy) for policy in (before, after)]
-    first, second = measure_many(workload, [before, after], target, timeout)
+    first, second = measure_many(workload, [before, after], target, timeout, memory_limit=memory_limit)
     by_module = _recomputed(workload, before, after)
     totals = None if by_module is None else tuple(sum(pair[side] for pair in by_module.values()) for side in (0, 1))
     return PolicyDiff(first, second, _moves(*tables), totals, by_module or {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from remat_jax import compat
 from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.mesh import check_context
+from remat_jax.train.structs import device_bytes
 from remat_jax.workload import Step
 
 # "ALL" is understood from JAX 0.11 on; before, each target that is refused is named in the error, and is let pass then.
@@ -33,6 +35,7 @@ class Program:
       donated: the flat arguments whose buffers it may reuse.
       arguments: what each flat argument is called.
       mesh: the axes of the mesh that it is divided over, with their sizes; empty for a single device.
+      held_bytes: device memory of one device for the arguments, and the results that reuse no argument's buffer.
     """
 
     key: str
@@ -40,6 +43,7 @@ class Program:
     donated: tuple[int, ...]
     arguments: tuple[str, ...]
     mesh: tuple[tuple[str, int], ...] = ()
+    held_bytes: int = 0
 
 
 def export_step(key: str, step: Step, target: Target) -> Program:
@@ -75,7 +79,29 @@ def export_step(key: str, step: Step, target: Target) -> Program:
     if exported.nr_devices not in (1, devices):
         raise _of_another_mesh(devices, f"it is a program for {_counted(exported.nr_devices)}")
     mesh = tuple(zip(step.mesh.axis_names, step.mesh.axis_sizes, strict=True)) if step.mesh is not None else ()
-    return Program(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)), mesh)
+    held = _held_bytes(step, exported.out_avals, donated)
+    return Program(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)), mesh, held)
+
+
+def _held_bytes(step: Step, results: Sequence[Any], donated: Sequence[int]) -> int:
+    """What one device holds for the whole step; a result of an argument's type is taken to lie on the mesh as that does."""
+    local = jax.tree.leaves(step.local_arguments)
+    reusable: Counter[Any] = Counter()
+    alike: dict[Any, Any] = {}
+    for index, (whole, part) in enumerate(zip(jax.tree.leaves(step.arguments), local, strict=True)):
+        alike.setdefault(_type(whole), part)
+        reusable[_type(whole)] += index in donated
+    held = device_bytes(local)
+    for result in results:
+        if reusable[_type(result)]:
+            reusable[_type(result)] -= 1
+        else:
+            held += device_bytes(alike.get(_type(result), result))
+    return held
+
+
+def _type(leaf: Any) -> tuple[Any, ...]:
+    return tuple(leaf.shape), leaf.dtype, compat.is_on_host(leaf)
 
 
 def _exported(flat: Callable[..., Any], leaves: Sequence[Any], target: Target, shardings: Sequence[Any]) -> Any:

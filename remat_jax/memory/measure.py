@@ -18,6 +18,7 @@ from remat_jax.hardware import target as target_named
 from remat_jax.memory.attached import measured_peak
 from remat_jax.memory.compiler import Sizes, compile_programs, export_step
 from remat_jax.memory.devices import check_devices, host_shortage
+from remat_jax.memory.limit import limit_bytes
 from remat_jax.memory.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, residuals
@@ -27,7 +28,14 @@ from remat_jax.workload import Workload
 DEFAULT_TIMEOUT = 300.0
 
 
-def measure(workload: Workload, policy: Any, target: str | Target = "cpu", timeout: float = DEFAULT_TIMEOUT) -> MemoryReport:
+def measure(
+    workload: Workload,
+    policy: Any,
+    target: str | Target = "cpu",
+    timeout: float = DEFAULT_TIMEOUT,
+    *,
+    memory_limit: Any = None,
+) -> MemoryReport:
     """The memory of one training step of `workload` under `policy`, compiled for `target`; no GPU is needed or used.
 
     The compiler runs in a process of its own. Where the policy offloads, a second step with `save` for `offload` is compiled
@@ -43,10 +51,15 @@ def measure(workload: Workload, policy: Any, target: str | Target = "cpu", timeo
       policy: a policy, its name or text, a policy object of JAX's, policies by layer, or a mapping from block to any of these.
       target: the name of a target (`"cpu"`, `"h200"`, `"attached"`) or a `Target`.
       timeout: seconds that compiling may take, and as many that each run may take.
+      memory_limit: the device memory that XLA is to stay within, as a budget is written: bytes, a text (`"40GiB"`, `"80%"`) or
+        a share (0.8). XLA schedules for it, and recomputes by itself to meet it; the step may need more all the same. Run the
+        step with `jax.jit(step, compiler_options=report.compiler_options)`. None is XLA's own limit, 76 % of the device's
+        memory; a larger one has no effect.
 
     Raises:
       TargetError: an unknown target, or no GPU is attached.
-      ArgumentError: the target has another number of devices than the workload's mesh.
+      ArgumentError: the target has another number of devices than the workload's mesh, or `memory_limit` is no amount of its
+        memory, or the target is a CPU, which has no such limit.
       UnsupportedError: a target of several devices, and a workload without a mesh.
       CompileError: the compiler failed, aborted, hung or ran out of memory.
       UnsupportedError: the target's compiler is not installed.
@@ -60,7 +73,7 @@ def measure(workload: Workload, policy: Any, target: str | Target = "cpu", timeo
     >>> measure(job, "full").argument_bytes  # two kernels, two biases, the batch
     640
     """
-    return measure_many(workload, [policy], target, timeout)[0]
+    return measure_many(workload, [policy], target, timeout, memory_limit=memory_limit)[0]
 
 
 def measure_many(
@@ -69,17 +82,20 @@ def measure_many(
     target: str | Target = "cpu",
     timeout: float = DEFAULT_TIMEOUT,
     on_done: Callable[[str], None] | None = None,
+    *,
+    memory_limit: Any = None,
 ) -> list[MemoryReport]:
     """`measure` of several policies, compiled side by side; `on_done` is told of each as it is compiled, in another thread."""
     described = target if isinstance(target, Target) else target_named(target)
+    limit = limit_bytes(memory_limit, described)
     check_devices(workload, described)
     check_timeout(timeout)
     known = _known.setdefault(workload, {})
-    settings = (described.name, described.to_dict().__repr__(), compat.trace_settings(), compat.xla_flags())
+    settings = (described.name, described.to_dict().__repr__(), compat.trace_settings(), compat.xla_flags(), limit)
     keys = [(_hashable(policy), settings) for policy in policies]
     new = {key: policy for key, policy in zip(keys, policies, strict=True) if key not in known}
-    for key, report in zip(new, _measured(workload, list(new.values()), described, timeout, on_done), strict=True):
-        known[key] = report
+    reports = _measured(workload, list(new.values()), described, timeout, on_done, limit)
+    known.update(zip(new, reports, strict=True))
     return [known[key] for key in keys]
 
 
@@ -105,6 +121,7 @@ def _measured(
     described: Target,
     timeout: float,
     on_done: Callable[[str], None] | None,
+    limit: int | None,
 ) -> list[MemoryReport]:
     if not policies:
         return []
@@ -112,15 +129,16 @@ def _measured(
     keys = _keys([policy for one in asked for policy in (one.policy, one.without_offload) if policy is not None])
     programs = [export_step(key, workload.step(_given(policy)), described) for policy, key in keys.items()]
     with ThreadPoolExecutor(1) as pool, Children() as children:
-        compiling = pool.submit(compile_programs, programs, described, timeout=timeout, on_done=on_done, children=children)
+        told: dict[str, Any] = {"timeout": timeout, "memory_limit": limit, "on_done": on_done, "children": children}
+        compiling = pool.submit(compile_programs, programs, described, **told)
         # While the steps are compiled the losses are traced.
         tables = [_residuals(workload, one.policy) for one in asked]
         sizes = {policy: compiling.result()[key] for policy, key in keys.items()}
-    reports = [_report(workload, one, table, described, sizes) for one, table in zip(asked, tables, strict=True)]
+    reports = [_report(workload, one, table, described, sizes, limit) for one, table in zip(asked, tables, strict=True)]
     if not described.attached:
         return reports
     by_key = {one.key: one for one in programs}
-    peaks = [measured_peak(by_key[keys[one.policy]], timeout) for one in asked]
+    peaks = [measured_peak(by_key[keys[one.policy]], timeout, sizes[one.policy].limit_options) for one in asked]
     return [replace(report, measured_peak_bytes=peak) for report, peak in zip(reports, peaks, strict=True)]
 
 
@@ -191,7 +209,12 @@ def _text(policy: Any) -> str:
 
 
 def _report(
-    workload: Workload, asked: _Asked, kept: ResidualTable | None, target: Target, sizes: dict[Any, Sizes]
+    workload: Workload,
+    asked: _Asked,
+    kept: ResidualTable | None,
+    target: Target,
+    sizes: dict[Any, Sizes],
+    limit: int | None,
 ) -> MemoryReport:
     found = sizes[asked.policy]
     report = MemoryReport(
@@ -217,6 +240,9 @@ def _report(
         host_warning=host_shortage(found.host, target),
         compiler_warning=UNTILED if found.untiled else None,
         policy_warning=kept.warning if kept else None,
+        memory_limit=limit,
+        compiler_options=found.limit_options,
+        step_seconds=found.step_seconds,
     )
     offers = asked.without_offload is not None or (kept is not None and kept.host_bytes > 0)
     if not offers and not is_miscompiled(found):

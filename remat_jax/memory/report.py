@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from remat_jax.memory.collectives import Collective, executed
@@ -55,6 +55,11 @@ class MemoryReport:
       host_warning: that the hosts have too little memory, in plain words; None where they have enough, or it is not known.
       policy_warning: that the policy has no effect, because the model has checkpoints of its own around the blocks; else None.
       compiler_warning: that the compiler could not do without a GPU what it does on one, and what that changes; else None.
+      memory_limit: the bytes of device memory that XLA was asked to stay within; None for its own limit.
+      compiler_options: that limit for the step: `jax.jit(step, compiler_options=report.compiler_options)`. Empty where none was
+        asked for, or XLA's own is lower.
+      step_seconds: the modelled time of the compiled schedule at the target's nominal rates, with copies to and from the host
+        and without collectives; None for the target `cpu`, and where a rate is not known.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_jax as rj
@@ -91,6 +96,9 @@ class MemoryReport:
     collectives: tuple[Collective, ...] | None = None
     compiler_warning: str | None = None
     policy_warning: str | None = None
+    memory_limit: int | None = None
+    compiler_options: dict[str, int] = field(default_factory=dict, hash=False)
+    step_seconds: float | None = None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -144,6 +152,8 @@ class MemoryReport:
         ]
         if self.devices > self.hosts:
             rows.insert(3, ("host, each of them", self.host_bytes_per_host, format_bytes(self.host_bytes_per_host)))
+        if self.memory_limit is not None:
+            rows.insert(1, ("memory limit", self.memory_limit, format_bytes(self.memory_limit)))
         if self.receipt is not None:
             rows.append(("offload: offered", self.receipt.offered_bytes, format_bytes(self.receipt.offered_bytes)))
             rows.append(("offload: given back", self.receipt.returned_bytes, format_bytes(self.receipt.returned_bytes)))
@@ -155,6 +165,8 @@ class MemoryReport:
             rows.append(("copies both ways", self.overlap.out.bytes + self.overlap.back.bytes, _covered(self.overlap)))
             step, compute = self.overlap.step_seconds * 1e3, self.overlap.compute_seconds * 1e3
             rows.append(("modelled step", "", f"{step:.3g} ms, {compute:.3g} ms of it compute"))
+        elif self.step_seconds is not None:
+            rows.append(("modelled step", "", f"{self.step_seconds * 1e3:.3g} ms"))
         if self.collectives and self.live:
             rows.append(("at the peak, exchanged", self.exchanged_bytes, format_bytes(self.exchanged_bytes)))
         for kind, (count, nbytes) in executed(self.collectives or ()).items():

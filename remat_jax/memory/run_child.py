@@ -52,7 +52,7 @@ def peak(program: dict[str, Any], device: Any) -> int:
         exported = export.deserialize(bytearray(file.read()))
     structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place(aval, device)) for aval in exported.in_avals]
     jitted = jax.jit(exported.call, donate_argnums=tuple(program["donated"]))
-    compiled = jitted.lower(*structs).compile()
+    compiled = jitted.lower(*structs).compile(compiler_options=program["compiler_options"] or None)
     before = stats(device).get("peak_bytes_in_use", 0)
     results = jax.block_until_ready(compiled(*(argument(aval, device) for aval in exported.in_avals)))
     found = stats(device).get("peak_bytes_in_use")

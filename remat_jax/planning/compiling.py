@@ -39,6 +39,7 @@ class Compiler:
 
     Attributes:
       timeout: seconds, in all; `deadline` is its end by the monotonic clock.
+      memory_limit: bytes that XLA schedules for: the budget.
       progress: told what is being compiled, and the best so far.
       notes: what it leaves out is added to these.
       count: how many steps were asked for.
@@ -49,6 +50,7 @@ class Compiler:
     target: Target
     timeout: float
     deadline: float
+    memory_limit: int
     kernels: Kernels
     progress: Progress
     notes: list[str]
@@ -100,7 +102,7 @@ class Compiler:
 
     def _sizes(self, program: Program, children: Children) -> Sizes:
         left = max(1.0, self.deadline - time.monotonic())
-        given: dict[str, Any] = {"kernels": self.kernels, "children": children}
+        given: dict[str, Any] = {"memory_limit": self.memory_limit, "kernels": self.kernels, "children": children}
         return compile_programs([program], self.target, timeout=left, **given)[program.key]
 
     def _step(self, candidate: Candidate) -> Any:

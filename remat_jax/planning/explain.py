@@ -61,11 +61,19 @@ def summary(plan: Plan) -> str:
         f"{plan.recompute_flops / 1e12:.3g} TFLOP are computed again. "
         f"{format_bytes(plan.device_bytes)} on the device as compiled ({format_bytes(plan.predicted_bytes)} were predicted)"
         f"{f', {format_bytes(plan.host_bytes)} in host memory' if plan.host_bytes else ''}; {_compiled(plan)}."
+        f"{_limit(plan)}"
     )
     best = plan.best_named
     if best is None or best.seconds is None:
         return f"{said} No named policy fits."
     return f"{said} The best named policy that fits, {best.name}, takes {format_seconds(best.seconds)}."
+
+
+def _limit(plan: Plan) -> str:
+    """How the step is to be compiled, as a sentence with a space before it; empty where there is nothing to say."""
+    if not plan.compiler_options:
+        return ""
+    return f" Compiled with a memory limit: jax.jit(step, compiler_options={dict(plan.compiler_options)!r})."
 
 
 def explanation(plan: Plan) -> str:

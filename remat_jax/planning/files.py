@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from remat_jax.errors import ArgumentError, PlanningError, RematError
+from remat_jax.memory.limit import OPTION
 from remat_jax.planning.model import Model, block_key, find_block
 from remat_jax.planning.point import Part, Point, Row
 from remat_jax.policy import LayerPolicies, Policy
@@ -29,6 +30,9 @@ MOST_BYTES = 64 * 2**20
 
 MOST_RUNS = 10_000
 """Of one block: no model has so many layers, and reading takes the square of it."""
+
+MOST_FACTOR = 100
+"""Of the memory limit, in per cent."""
 
 _ACTIONS = ("save", "offload", "recompute")
 
@@ -102,7 +106,8 @@ def _checked(data: Any, workload: Workload | None, told: str) -> dict[str, Any]:
         raise PlanningError(
             f"{told} is of version {data['version']!r}, and this release reads versions {known} only: make the plan again"
         )
-    values = _fields(data, _PLAN, "the plan")
+    # Plans of before were compiled without a memory limit.
+    values = _fields({"compiler_options": {}, **data}, _PLAN, "the plan")
     model = _model(values["model"])
     if workload is not None:
         model.check_workload(workload, told)
@@ -220,6 +225,15 @@ def _list(value: Any, name: str) -> list[Any]:
     return value
 
 
+def _compiler_options(value: Any, name: str) -> dict[str, int]:
+    """The memory limit, and no other option: what a file says here is given to the compiler."""
+    if not isinstance(value, dict) or set(value) - {OPTION}:
+        raise _Malformed(f"{name}={ascii(value)[:80]} is none of {{}} and {{{OPTION!r}: a factor}}")
+    if not all(type(factor) is int and 1 <= factor <= MOST_FACTOR for factor in value.values()):
+        raise _Malformed(f"{name}={ascii(value)[:80]}: the factor is an integer from 1 to {MOST_FACTOR}")
+    return dict(value)
+
+
 def _any(value: Any, name: str) -> Any:
     return value
 
@@ -288,4 +302,5 @@ _PLAN: _Checks = {
     "host_budget": _or_none(_count),
     "next_gib_seconds": _or_none(_seconds),
     "model": _any,
+    "compiler_options": _compiler_options,
 }

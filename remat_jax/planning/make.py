@@ -151,7 +151,15 @@ class _Making:
         scanned = most_runs != 1 and any(kind.scanned for kind in self.described.kinds)
         self.search = Search(self.fit, self.proposals, scanned=scanned)
         self.compiler = Compiler(
-            self.workload, self.described, self.target, self.timeout, self.deadline, self.kernels, self.progress, self.notes
+            self.workload,
+            self.described,
+            self.target,
+            self.timeout,
+            self.deadline,
+            self.budget,
+            self.kernels,
+            self.progress,
+            self.notes,
         )
 
     def leanest(self) -> tuple[int, InfeasibleBudget | None]:
@@ -180,6 +188,7 @@ class _Making:
             notes=tuple(dict.fromkeys(self.notes)),
             model=Model.of(self.workload),
             jax_version=jax.__version__,
+            compiler_options=best.compiled.sizes.limit_options,
             **found,
         )
 

@@ -49,6 +49,8 @@ class Plan:
       notes: what else is to be known.
       model: which model it is for.
       jax_version: what compiled it.
+      compiler_options: the memory limit that it was compiled with, for the `jax.jit` of the step: `jax.jit(step,
+        compiler_options=plan.compiler_options)`. Empty where the target has none, or XLA's own is lower.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_jax as rj
@@ -80,6 +82,7 @@ class Plan:
     notes: tuple[str, ...]
     model: Model = field(repr=False)
     jax_version: str = ""
+    compiler_options: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def texts(self) -> dict[str, str]:
@@ -98,6 +101,13 @@ class Plan:
 
     def apply(self, fn: Callable[P, R]) -> Callable[P, R]:
         """`fn`, a loss or anything else that runs the model, with the plan's policies on its blocks.
+
+        The plan was compiled within its budget with a memory limit for XLA, which belongs to the outermost `jax.jit`:
+
+            loss = plan.apply(loss)
+            step = jax.jit(step, compiler_options=plan.compiler_options)
+
+        Without it XLA may use the memory of the whole device.
 
         Raises:
           ArgumentError: at once, for what is no function.

@@ -1,0 +1,87 @@
+"""Amounts of memory as people write them: bytes, a text with a unit, a share of a target's memory."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from typing import Any
+
+from remat_jax.errors import RematError, nearest
+from remat_jax.hardware.target import Target
+from remat_jax.report.tables import format_bytes
+
+UNITS = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", 1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
+}
+_FORMS = "a number of bytes, a text such as '40GiB', '38 GB' or '80%', or a share of the target's memory above 0 and up to 1.0"
+_AMOUNT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?|\.\d{1,18})\s*([A-Za-z]+|%)?")
+_BY_LOWER = {unit.lower(): unit for unit in UNITS}
+
+
+def device_amount(given: Any, target: Target, argument: str, error: type[RematError]) -> int:
+    """The bytes of device memory that `given` stands for on `target`: more than 0, and no more than the target has.
+
+    Args:
+      given: an integer of bytes; a float above 0 and up to 1, a share of the target's memory; or a text: `"40GiB"` (1024³),
+        `"38 GB"` (1000³), `"80%"`, `"0.8"`, or digits alone for bytes.
+      argument: what a message calls it.
+      error: what is raised where it is none of these, or a share of a memory that is not known.
+    """
+    found = amount(given, target, argument, error)
+    if found <= 0:
+        raise error(f"{argument}={given!r}: expected more than 0 bytes; {_FORMS}")
+    if target.memory_bytes is not None and found > target.memory_bytes:
+        raise error(
+            f"{argument}={given!r} is {format_bytes(found)}, and the {target.name} has {format_bytes(target.memory_bytes)}: "
+            "ask for less, for '100%', or for another target"
+        )
+    return found
+
+
+def amount(given: Any, target: Target | None, argument: str, error: type[RematError]) -> int:
+    """`given` in bytes, 0 or more; a share is one of the memory of `target`, and without a target refused."""
+    if isinstance(given, str):
+        return _written(given, target, argument, error)
+    if isinstance(given, float):
+        return _share(given, given, target, argument, error)
+    try:
+        found = operator.index(given)
+    except TypeError:
+        found = -1
+    # No memory is larger, and an integer may be larger than any float.
+    if isinstance(given, bool) or not 0 <= found < 2**63:
+        raise error(f"{argument}={given!r}: expected {_FORMS}")
+    return found
+
+
+def _written(text: str, target: Target | None, argument: str, error: type[RematError]) -> int:
+    match = _AMOUNT.fullmatch(text.strip())
+    if match is None:
+        raise error(f"{argument}={text!r}: expected {_FORMS}")
+    number, unit = match.groups()
+    if unit == "%":
+        return _share(text, float(number) / 100, target, argument, error)
+    if unit is None:
+        return int(number) if number.isdigit() else _share(text, float(number), target, argument, error)
+    if unit.lower() not in _BY_LOWER:
+        hint = nearest(unit, [*UNITS]) if len(unit) > 1 else f" Did you mean {unit.upper() + 'iB'!r} or {unit.upper() + 'B'!r}?"
+        raise error(f"{argument}={text!r}: {unit!r} is no unit of bytes; the units are {', '.join(UNITS)} and %.{hint}")
+    found: int = math.floor(float(number) * UNITS[_BY_LOWER[unit.lower()]])
+    return found
+
+
+def _share(given: Any, share: float, target: Target | None, argument: str, error: type[RematError]) -> int:
+    if not 0 < share <= 1:  # NaN is none of these either
+        remedy = "; bytes are an integer, such as 40_000_000_000" if isinstance(given, float) and share > 1 else ""
+        raise error(f"{argument}={given!r}: a share of memory is above 0 and at most 1 (100%){remedy}. Give {_FORMS}")
+    if target is None:
+        raise error(f"{argument}={given!r}: a share is one of device memory; give bytes of the host, as '64GiB'")
+    if target.memory_bytes is None:
+        raise error(
+            f"{argument}={given!r}: the target {target.name!r} does not say how much memory it has; give bytes, as '40GiB'"
+        )
+    found: int = math.floor(share * target.memory_bytes)
+    return found

@@ -1,0 +1,228 @@
+"""XLA's memory limit: which option says it, what it does to a compiled step, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.errors import ArgumentError
+from remat_jax.hardware import target
+from remat_jax.memory import cache, compiler
+from remat_jax.memory.compiler import compile_programs
+from remat_jax.memory.exporting import export_step
+from remat_jax.memory.limit import LARGEST_FACTOR, OPTION, limit_bytes, limit_options
+from remat_jax.memory.measure import measure_many
+from remat_jax.memory.process import compiler_environment
+
+H200 = target("h200")
+MEMORY = 150_754_820_096
+GIB = 2**30
+ROWS, WIDTH, HIDDEN, LAYERS = 2**19, 64, 256, 6
+"""A layer keeps arrays of 128 and 512 MiB; a hundredth of the device's memory is 1.4 GiB."""
+
+needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return x + nn.Dense(WIDTH, name="down")(jnp.tanh(nn.Dense(HIDDEN, name="up")(x)))
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for index in range(LAYERS):
+            x = Block(name=f"block_{index}")(x)
+        return x
+
+
+def workload(rows: int = ROWS, **options: Any) -> rj.Workload:
+    x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+    params = jax.eval_shape(Model().init, jax.random.key(0), x)
+    return rj.Workload(lambda params, x: (Model().apply(params, x) ** 2).mean(), params, (x,), Block, **options)
+
+
+# --- the option -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("held", [0, 10 * GIB, 39 * GIB])
+@pytest.mark.parametrize("limit", [1, 2 * GIB, 40 * GIB, 100 * GIB, MEMORY])
+def test_the_factor_is_the_largest_within_the_limit(limit: int, held: int) -> None:
+    available = MEMORY * 80 // 100 - held
+    factor = limit_options(limit, H200, held).get(OPTION, LARGEST_FACTOR)
+    assert 1 <= factor <= 95
+    assert factor == 1 or held + available * factor // 100 <= limit
+    assert factor == 95 or held + available * (factor + 1) // 100 >= limit
+
+
+def test_without_a_limit_or_where_there_is_none_no_option_is_given() -> None:
+    assert limit_options(None, H200, 0) == limit_options(GIB, target("cpu"), 0) == limit_options(MEMORY, H200, 0) == {}
+    assert limit_options(130 * 10**9, H200, 125 * 10**9) == {}, "XLA's own limit is 0 then"
+
+
+def test_what_a_step_holds_is_counted_before_it_is_compiled() -> None:
+    kernels = LAYERS * (WIDTH * HIDDEN * 2 + HIDDEN + WIDTH) * 4
+    rows = 128 * WIDTH * 4
+
+    def held(**options: Any) -> int:
+        return export_step("off", workload(128, **options).step("off"), H200).held_bytes
+
+    assert held() == kernels + rows + kernels + 4, "parameters and batch; gradients and the loss"
+    adam: dict[str, Any] = {"optimizer": optax.adam(1e-3)}
+    assert held(**adam) == 3 * kernels + 4 + rows + 4, "what is updated reuses its buffer"
+    assert held(**adam, donate=False) == 2 * (3 * kernels + 4) + rows + 4
+
+
+def test_on_a_mesh_one_device_holds_its_part() -> None:
+    job = workload(128, mesh={"data": 2}, shardings=(jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")))
+    kernels = LAYERS * (WIDTH * HIDDEN * 2 + HIDDEN + WIDTH) * 4
+    assert export_step("off", job.step("off"), target("2xh200")).held_bytes == 2 * kernels + 64 * WIDTH * 4 + 4
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("40GiB", 40 * GIB), ("80%", int(MEMORY * 0.8)), (0.5, MEMORY // 2), (7, 7), (None, None)]
+)
+def test_a_limit_is_written_as_a_budget_is(given: Any, expected: int | None) -> None:
+    assert limit_bytes(given, H200) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "on", "message"),
+    [
+        (0, "h200", "memory_limit=0: expected more than 0 bytes"),
+        (-1, "h200", "memory_limit=-1: expected a number of bytes"),
+        ("lots", "h200", "memory_limit='lots': expected a number of bytes"),
+        ([1], "h200", r"memory_limit=\[1\]: expected a number of bytes"),
+        (True, "h200", "memory_limit=True: expected a number of bytes"),
+        (1.5, "h200", "memory_limit=1.5: a share of memory is above 0 and at most 1"),
+        ("200GiB", "h200", "memory_limit='200GiB' is 200.0 GiB, and the h200 has 140.4 GiB"),
+        ("1GiB", "cpu", "memory_limit='1GiB' with target='cpu': XLA has a memory limit for GPUs only"),
+    ],
+)
+def test_what_is_no_limit_is_refused_before_anything_is_traced(given: Any, on: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        rj.measure(workload(128), "no such policy", on, memory_limit=given)
+
+
+# --- what it does -----------------------------------------------------------------------------------------------------
+
+
+@needs_gpu_compiler
+def test_the_limit_is_the_one_that_xla_says(tmp_path: Path) -> None:
+    """XLA logs the bytes that it gives its rematerialisation."""
+    program = export_step("off", workload(128).step("off"), H200)
+    path = tmp_path / "program.jaxexport"
+    path.write_bytes(program.blob)
+    options = limit_options(40 * GIB, H200, program.held_bytes)
+    asked = {"key": "off", "path": str(path), "donated": [], "mesh": [], "compiler_options": options}
+    request = {"programs": [asked], "compiler_description": H200.compiler_description, "devices": 1, "hosts": 1}
+    environment = compiler_environment(H200) | {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "hlo_rematerialization=1"}
+    command = [sys.executable, "-P", str(compiler.CHILD)]
+    given = json.dumps(request | {"parent": os.getpid()})
+    done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    said = re.search(r"already fits within the given memory limit \((\d+)\)", done.stderr)
+    assert said is not None, done.stderr[-2000:]
+    # XLA counts the table of results too: a pointer for each kernel's and bias's gradient, and for the loss.
+    available = MEMORY * 80 // 100 - program.held_bytes - 8 * (4 * LAYERS + 1)
+    assert int(said[1]) == available * options[OPTION] // 100
+    assert 0 <= 40 * GIB - program.held_bytes - int(said[1]) < available / 100
+
+
+@needs_gpu_compiler
+def test_xla_recomputes_to_stay_within_the_limit() -> None:
+    job = workload()
+    free, full = measure_many(job, ["off", "full"], "h200")
+    limited = rj.measure(job, "off", "h200", memory_limit="3GiB")
+    assert (free.memory_limit, free.compiler_options) == (None, {})
+    assert (limited.memory_limit, limited.compiler_options) == (3 * GIB, {OPTION: 2})
+    # The layers' hidden arrays alone are 3 GiB.
+    assert free.device_bytes > LAYERS * ROWS * HIDDEN * 4 == 3 * GIB > limited.device_bytes
+    assert free.step_seconds is not None and limited.step_seconds is not None and full.step_seconds is not None
+    assert free.step_seconds < limited.step_seconds < full.step_seconds, "what it recomputes takes time"
+    assert limited.to_dict()["memory_limit"] == 3 * GIB and limited.to_dict()["compiler_options"] == {OPTION: 2}
+    assert "memory limit" in str(limited) and "memory limit" not in str(free)
+    # A limit above XLA's own is the same program, and the same answer.
+    assert rj.measure(job, "off", "h200", memory_limit="100%").device_bytes == free.device_bytes
+
+
+def test_the_cache_keeps_limits_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cache.forget()
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "kept"))
+    monkeypatch.setattr(compat, "require_gpu_compiler", lambda: None)
+    compiled: list[dict[str, Any]] = []
+
+    def answer(programs: Any, target: Any, timeout: float, options: Any, *_: Any) -> dict[str, compiler.Sizes]:
+        compiled.append(dict(options[programs[0].key]))
+        return {one.key: compiler.Sizes(*[len(compiled)] * 8) for one in programs}
+
+    monkeypatch.setattr(compiler, "_compiled", answer)
+    program = export_step("off", workload(128).step("off"), H200)
+
+    def ask(limit: int | None) -> compiler.Sizes:
+        return compile_programs([program], H200, timeout=10, memory_limit=limit)["off"]
+
+    limits = (None, 40 * GIB, 20 * GIB, 40 * GIB, MEMORY, None)
+    first = [ask(limit) for limit in limits]
+    cache.forget()
+    assert [ask(limit) for limit in limits] == first, "from the disk"
+    assert [one.temp for one in first] == [1, 2, 3, 2, 1, 1]
+    assert compiled == [{}, {OPTION: 35}, {OPTION: 17}]
+    assert [one.limit_options for one in first[:3]] == compiled
+
+
+def test_the_same_question_under_another_limit_is_another_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def answer(programs: Any, *_: Any, memory_limit: Any, **__: Any) -> dict[str, compiler.Sizes]:
+        asked.append(memory_limit)
+        return {one.key: compiler.Sizes(*[1] * 8) for one in programs}
+
+    monkeypatch.setattr(sys.modules["remat_jax.memory.measure"], "compile_programs", answer)
+    job = workload(128)
+    for limit in (None, "1GiB", GIB, "2GiB", None):
+        rj.measure(job, "off", "h200", memory_limit=limit)
+    assert asked == [None, GIB, 2 * GIB]
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+@needs_gpu_compiler
+def test_a_plan_is_compiled_with_its_budget_as_the_limit() -> None:
+    job = workload()
+    plan = rj.plan(job, "3GiB", "h200")
+    assert plan.compiler_options == {OPTION: 2}
+    limited = rj.measure(job, dict(plan.policies), "h200", memory_limit=plan.budget)
+    assert limited.device_bytes == plan.device_bytes <= plan.budget and limited.compiler_options == plan.compiler_options
+
+
+def test_where_there_is_no_limit_the_same_call_compiles() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)), jnp.float32)
+    params = Model().init(jax.random.key(0), x)
+
+    def loss(params: Any, x: Any) -> Any:
+        return (Model().apply(params, x) ** 2).mean()  # type: ignore[union-attr]
+
+    plan = rj.plan(rj.Workload(loss, params, (x,), Block), "2MiB", "cpu")
+    assert plan.compiler_options == {}
+    expected = jax.grad(loss)(params, x)
+    # What was planned for a GPU is tried on a CPU as well.
+    for one in (plan, dataclasses.replace(plan, compiler_options={OPTION: 29})):
+        step = jax.jit(jax.grad(one.apply(loss)), compiler_options=one.compiler_options)
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6), step(params, x), expected)
