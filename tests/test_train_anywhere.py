@@ -27,6 +27,7 @@ from examples.distributed import command, processes, training
 from examples.distributed.checkpoints import CheckpointError, Checkpoints, checksums
 from examples.distributed.setting import Setting
 from remat_jax.errors import ArgumentError, PolicyError
+from remat_jax.memory.limit import OPTION
 from remat_jax.planning.model import Model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -333,9 +334,8 @@ def test_a_plan_is_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     job = training.workload(SETTING, {"fsdp": 1})
     plan = plan_of(job, rj.Policy.parse("dots"))
     path = str(plan.save(tmp_path / "plan.json"))
-    policy, said, options = command.chosen_policy(path, job)
-    assert options == plan.compiler_options == {"xla_gpu_memory_limit_slop_factor": 40}
-    assert policy == plan.policies and said == {"planned": "9.5 MiB on each device of 8xh100, 3.8 MiB on its host"}
+    told = {"planned": "9.5 MiB on each device of 8xh100, 3.8 MiB on its host"}
+    assert command.chosen_policy(path, job) == (plan.policies, told, {OPTION: 40})
     assert command.chosen_policy(str(plan_of(job, rj.Policy.parse("off")).save(path)), job)[0] == "off"
     assert train_anywhere.main([*SMALL, "--layers", "2", "--policy", path]) == 2
     assert "was made for another model than 'train anywhere'" in capsys.readouterr().err
@@ -347,8 +347,7 @@ def plan_of(job: rj.Workload, policy: rj.Policy, target: str = "8xh100") -> rj.P
     sizes = {"device_bytes": 10_000_000, "predicted_bytes": 10_000_000, "host_bytes": 4_000_000, "budget": 2**24}
     empty = dict.fromkeys(("frontier", "named", "parts", "tried", "notes"), ())
     rest = {"recompute_flops": 1, "seconds": 1.0, "base_seconds": 1.0, "next_gib_seconds": None, "host_budget": None}
-    told = {"workload": job.name, "target": target, "model": Model.of(job)}
-    told["compiler_options"] = {"xla_gpu_memory_limit_slop_factor": 40}
+    told = {"workload": job.name, "target": target, "model": Model.of(job), "compiler_options": {OPTION: 40}}
     return rj.Plan(policies=dict.fromkeys(job.blocks, policy), **sizes, **empty, **rest, **told)
 
 
