@@ -204,12 +204,13 @@ def test_the_same_question_under_another_limit_is_another_question(monkeypatch: 
 
 
 @needs_gpu_compiler
-def test_a_plan_is_compiled_with_its_budget_as_the_limit() -> None:
+def test_a_plan_that_fits_with_a_limit_only_has_it_in_its_compiler_options() -> None:
     job = workload()
     plan = rj.plan(job, "3GiB", "h200")
-    assert plan.compiler_options == {OPTION: 2}
-    limited = rj.measure(job, dict(plan.policies), "h200", memory_limit=plan.budget)
-    assert limited.device_bytes == plan.device_bytes <= plan.budget and limited.compiler_options == plan.compiler_options
+    limit = plan.budget if plan.compiler_options else None
+    again = rj.measure(job, dict(plan.policies), "h200", memory_limit=limit)
+    assert again.device_bytes == plan.device_bytes <= plan.budget and again.compiler_options == plan.compiler_options
+    assert bool(plan.compiler_options) == any("memory limit" in note for note in plan.notes)
 
 
 def test_where_there_is_no_limit_the_same_call_compiles() -> None:

@@ -39,7 +39,6 @@ class Compiler:
 
     Attributes:
       timeout: seconds, in all; `deadline` is its end by the monotonic clock.
-      memory_limit: bytes that XLA schedules for: the budget.
       progress: told what is being compiled, and the best so far.
       notes: what it leaves out is added to these.
       count: how many steps were asked for.
@@ -50,14 +49,20 @@ class Compiler:
     target: Target
     timeout: float
     deadline: float
-    memory_limit: int
     kernels: Kernels
     progress: Progress
     notes: list[str]
     count: int = field(default=0, init=False)
 
-    def compile(self, candidates: Sequence[Candidate], best: Tried | None) -> list[Compiled]:
+    def compile(
+        self, candidates: Sequence[Candidate], best: Tried | None, *, memory_limit: int | None = None
+    ) -> list[Compiled]:
         """What the compiler says of candidates; nothing where the time is up and something fits already.
+
+        Args:
+          candidates: compiled side by side.
+          best: the best so far.
+          memory_limit: bytes that XLA schedules for; None for its own.
 
         Raises:
           CompileError, PolicyError, BlockError, UnsupportedError: of the first step, where no step could be compiled so far.
@@ -70,7 +75,8 @@ class Compiler:
         with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool, Children() as children:
             # Each by itself, so that one that cannot be compiled does not take the other with it; and while the first is
             # compiled the next is traced.
-            asked = [self._asked(pool, children, key, one) for key, one in zip(keys, candidates, strict=True)]
+            pairs = zip(keys, candidates, strict=True)
+            asked = [self._asked(pool, children, key, one, memory_limit) for key, one in pairs]
             wait(asked)
         errors = {key: error for key, one in zip(keys, asked, strict=True) if (error := one.exception()) is not None}
         self._judge(list(errors.values()), best, all_failed=len(errors) == len(keys))
@@ -90,7 +96,9 @@ class Compiler:
         if fatal:
             raise fatal[0]
 
-    def _asked(self, pool: ThreadPoolExecutor, children: Children, key: str, candidate: Candidate) -> Future[Sizes]:
+    def _asked(
+        self, pool: ThreadPoolExecutor, children: Children, key: str, candidate: Candidate, memory_limit: int | None
+    ) -> Future[Sizes]:
         """The sizes of a candidate's step, once it is compiled; it is traced here."""
         try:
             program = export_step(key, self._step(candidate), self.target)
@@ -98,11 +106,11 @@ class Compiler:
             refused: Future[Sizes] = Future()
             refused.set_exception(error)
             return refused
-        return pool.submit(self._sizes, program, children)
+        return pool.submit(self._sizes, program, children, memory_limit)
 
-    def _sizes(self, program: Program, children: Children) -> Sizes:
+    def _sizes(self, program: Program, children: Children, memory_limit: int | None) -> Sizes:
         left = max(1.0, self.deadline - time.monotonic())
-        given: dict[str, Any] = {"memory_limit": self.memory_limit, "kernels": self.kernels, "children": children}
+        given: dict[str, Any] = {"memory_limit": memory_limit, "kernels": self.kernels, "children": children}
         return compile_programs([program], self.target, timeout=left, **given)[program.key]
 
     def _step(self, candidate: Candidate) -> Any:

@@ -125,6 +125,17 @@ def _check(workload: Any, timeout: Any) -> None:
     check_timeout(timeout)
 
 
+_NEAR = 1.1
+"""How much over the budget a step may be that is compiled with the budget as XLA's memory limit."""
+_FASTER = 0.999
+"""By which factor such a step must be faster than the best without a limit, as both are compiled."""
+
+
+def _step_seconds(tried: Tried) -> float | None:
+    """The modelled time of a compiled step; None where none is known."""
+    return None if tried.compiled.sizes is None else tried.compiled.sizes.step_seconds
+
+
 @dataclass
 class _Making:
     """One plan in the making."""
@@ -156,7 +167,6 @@ class _Making:
             self.target,
             self.timeout,
             self.deadline,
-            self.budget,
             self.kernels,
             self.progress,
             self.notes,
@@ -171,9 +181,11 @@ class _Making:
 
     def plan(self) -> Plan:
         try:
-            best = self.search.run(self.compiler.compile)
+            best = self._with_limit(self.search.run(self.compiler.compile))
         except InfeasibleBudget:
-            raise self._infeasible() from None
+            best = self._with_limit(None)
+        if best is None:
+            raise self._infeasible()
         self.progress("reading the frontier", len(self.fit.tried), len(self.fit.tried))
         policies = policies_of(self.described, best.candidate)
         found = outcome(self.described, self.fit, self.proposals, best, self.remarks)
@@ -191,6 +203,45 @@ class _Making:
             compiler_options=best.compiled.sizes.limit_options,
             **found,
         )
+
+    def _with_limit(self, best: Tried | None) -> Tried | None:
+        """The best, or what is faster as compiled with the budget as XLA's memory limit.
+
+        That is asked of what needs a little more than the budget without the limit, and of `off` where layers are unrolled: XLA
+        then recomputes by itself. In a scan it cannot.
+        """
+        unrolled = not any(kind.scanned for kind in self.described.kinds)
+        over = [one.candidate for one in self.fit.tried if self.budget < one.compiled.device_bytes <= _NEAR * self.budget]
+        off = [one for one in self.proposals.named if one.name == "off" and unrolled and not self._is_best(one, best)]
+        asked = [one for one in off if self.fit.least_expected(one) <= _NEAR * self.budget]
+        asked += sorted((one for one in over if one.name != "off"), key=lambda one: one.seconds)[:1]
+        faster = [one for one in asked if best is None or one.seconds < best.candidate.seconds]
+        if not faster or self.target.kind == "cpu":
+            return best
+        answers = self.compiler.compile(faster, best, memory_limit=self.budget)
+        found = [Tried(*pair, self.fit.expected(pair[0])) for pair in zip(faster, answers, strict=False)]
+        able = [one for one in found if self.fit.fits(one) and _step_seconds(one) is not None]
+        if best is not None and (seconds := _step_seconds(best)) is not None:
+            able = [one for one in able if (_step_seconds(one) or math.inf) < _FASTER * seconds]
+        elif best is not None:
+            return best
+        if not able:
+            return best
+        chosen = min(able, key=lambda one: _step_seconds(one) or math.inf)
+        # Its estimate knows nothing of what XLA recomputes: it takes as much more or less as the compiled steps do.
+        if best is not None:
+            base = self.described.base_seconds
+            ratio = (_step_seconds(chosen) or 0.0) / (_step_seconds(best) or 1.0)
+            seconds = max(0.0, ratio * (base + best.candidate.seconds) - base)
+            chosen = replace(chosen, candidate=replace(chosen.candidate, seconds=seconds))
+        self.notes.append(
+            "The step fits with the budget as XLA's memory limit only: give plan.compiler_options to the jax.jit of the step"
+        )
+        return chosen
+
+    @staticmethod
+    def _is_best(candidate: Candidate, best: Tried | None) -> bool:
+        return best is not None and best.candidate.is_same(candidate)
 
     def _note(self, best: Tried) -> None:
         """What could not be shown."""

@@ -50,7 +50,7 @@ class Plan:
       model: which model it is for.
       jax_version: what compiled it.
       compiler_options: the memory limit that it was compiled with, for the `jax.jit` of the step: `jax.jit(step,
-        compiler_options=plan.compiler_options)`. Empty where the target has none, or XLA's own is lower.
+        compiler_options=plan.compiler_options)`. Empty where the plan fits without a limit.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_jax as rj
@@ -102,7 +102,7 @@ class Plan:
     def apply(self, fn: Callable[P, R]) -> Callable[P, R]:
         """`fn`, a loss or anything else that runs the model, with the plan's policies on its blocks.
 
-        The plan was compiled within its budget with a memory limit for XLA, which belongs to the outermost `jax.jit`:
+        A plan may fit only with a memory limit for XLA, which belongs to the outermost `jax.jit`:
 
             loss = plan.apply(loss)
             step = jax.jit(step, compiler_options=plan.compiler_options)
