@@ -37,6 +37,9 @@ _AFTER_FAILURE = 0.05
 _WORTH_COMPILING = 1e-3
 """The share of a step by which a plan must be faster for its compilation to be worth while."""
 
+_WORTH_DARING = 5.0
+"""How many times that must be gained where predictions have been too low before."""
+
 
 class Search:
     """One search.
@@ -189,8 +192,9 @@ class Search:
 
     def _own(self, stack: Stack, best: Tried | None) -> list[Candidate]:
         """The planner's plan at the budget, and beside it one between it and the best, or one without a cut."""
-        budgets = dict.fromkeys((self._within(self._share), self.fit.budget) if self.fit.tried else (self.fit.budget,))
-        bold = next(filter(None, (self._solved(stack, budget, best) for budget in budgets)), None)
+        bold = self._solved(stack, self._within(self._share) if self.fit.tried else self.fit.budget, best)
+        if bold is None and self._share < 1:
+            bold = self._solved(stack, self.fit.budget, best, worth=_WORTH_DARING * self._worth)
         if not self.fit.tried:
             found = [bold]
         elif self._scanned and not any(self._is_uncut_plan(one.candidate) for one in self.fit.tried):
