@@ -63,7 +63,7 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
 def test_formulas_are_set_and_files_of_the_repository_are_pages(site: Path) -> None:
     planner = (site / "how" / "planner.html").read_text()
     written = (ROOT / "docs" / "how" / "planner.md").read_text()
-    assert planner.count('display="block"') == written.count("$$") / 2 > 0 and planner.count("<math") > 50
+    assert planner.count('display="block"') == written.count("$$") / 2 > 0 and planner.count("<math") > 25
     text = re.sub(r"<(pre|code|math).*?</\1>", "", planner, flags=re.DOTALL)
     assert "$" not in text and "FORMULA" not in text
     assert "class Block" in re.sub(r"<[^>]+>", "", (site / "repository/examples/models/residual.py.html").read_text())

@@ -1,0 +1,85 @@
+"""How long a plan takes: Llama 3 8B with Adam, layers scanned, 2 × 4096 tokens, on one H200, at several budgets.
+
+    python -m benchmarks.plan_seconds                      at 65, 70, 75, 80, 85 and 90 % of its memory
+    python -m benchmarks.plan_seconds 85% --layers 64      how it grows with the stack
+
+Answers of earlier runs are not used. `first fit` is when something that fits was known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import resource
+import tempfile
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import remat_jax as rj
+from examples.models import llama
+from examples.models.functions import cross_entropy
+
+SHARES = ("65%", "70%", "75%", "80%", "85%", "90%")
+
+
+def decoder(layers: int) -> rj.Workload:
+    """One training step of the decoder."""
+    config = dataclasses.replace(llama.LlamaConfig.llama3_8b(), num_layers=layers)
+    model = llama.Llama(config, scan=True, param_dtype=jnp.bfloat16)
+    tokens = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+
+    def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        return cross_entropy(model.apply({"params": params}, tokens), targets)
+
+    return rj.Workload(loss, params, (tokens, tokens), llama.LlamaBlock, optimizer=optax.adam(1e-4), name="Llama 3 8B")
+
+
+def row(budget: str, layers: int) -> tuple[str, ...]:
+    """What planning at one budget took, and what came out."""
+    begin, processor, first = time.perf_counter(), time.process_time(), [0.0]
+    compilers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+
+    def told(what: str, done: int, of: int) -> None:
+        if "best so far" in what and not first[0]:
+            first[0] = time.perf_counter() - begin
+
+    plan = rj.plan(decoder(layers), budget, "h200", progress=told)
+    seconds = time.perf_counter() - begin
+    best = plan.best_named
+    return (
+        budget,
+        f"{seconds:.0f} s",
+        f"{first[0] or seconds:.0f} s",
+        f"{time.process_time() - processor:.0f} s",
+        f"{resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - compilers:.0f} s",
+        str(len(plan.tried)),
+        f"{plan.seconds * 1e3:.0f} ms",
+        f"{plan.device_bytes / 2**30:.1f} of {plan.budget / 2**30:.1f} GiB",
+        f"{best.name}, {best.seconds * 1e3:.0f} ms" if best is not None and best.seconds is not None else "none fits",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("budgets", nargs="*", default=SHARES)
+    parser.add_argument("--layers", type=int, default=32)
+    options = parser.parse_args()
+    columns = ("budget", "wall", "first fit", "own processor", "compilers", "compiled", "step", "device", "best named policy")
+    table = Table(*columns)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        for budget in options.budgets:
+            table.add_row(*row(budget, options.layers))
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()
