@@ -43,7 +43,10 @@ def together(stack: Stack, plan: StackPlan) -> Choices:
 
 def block_policies(stack: Stack, choices: Choices) -> list[BlockPolicy]:
     """What every single block of a stack does."""
-    return [BlockPolicy(block, chosen) for block, chosen in zip(singles(stack), choices, strict=True)]
+    pairs = list(zip((at for at, block in enumerate(stack.blocks) for _ in range(block.repeats)), choices, strict=True))
+    # Layers that do the same are checked and added up once.
+    each = {(at, chosen): BlockPolicy(stack.blocks[at], chosen) for at, chosen in dict.fromkeys(pairs)}
+    return [each[pair] for pair in pairs]
 
 
 def one_residual_more(stack: Stack, choices: Choices, cuts: Cuts = ()) -> list[Choices]:

@@ -162,7 +162,14 @@ def stack_plan(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 
 
     ``bound`` is the least extra time that the solver left possible.
     """
-    found = [BlockPolicy(block, one.choices) for block, one in zip(stack.positions(), policies, strict=True)]
+    placed = [(at, block) for at, run in enumerate(stack.runs()) for block in [run] * run.repeats]
+    # Layers that do the same are checked and added up once.
+    each: dict[tuple[int, tuple[Choice, ...]], BlockPolicy] = {}
+    found: list[BlockPolicy] = []
+    for (at, block), one in zip(placed, policies, strict=True):
+        if (at, one.choices) not in each:
+            each[at, one.choices] = BlockPolicy(block, one.choices)
+        found.append(each[at, one.choices])
     extra = sum(one.extra_seconds(stack.link) for one in found)
     return StackPlan(
         ranges=ranges(found),

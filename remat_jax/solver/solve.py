@@ -198,13 +198,11 @@ class _Mixing:
 
     def policies(self) -> list[BlockPolicy]:
         """Of every single block, in forward order."""
-        blocks = iter(self.stack.positions())
-        return [
-            BlockPolicy(next(blocks), tuple(CHOICES[code] for code in kind.codes[policy]))
-            for kind in self.kinds
-            for policy, count in kind.runs
-            for _ in range(count)
-        ]
+        found: list[BlockPolicy] = []
+        for kind in self.kinds:
+            for policy, count in kind.runs:
+                found += [kind.table.policy(kind.codes[policy])] * count
+        return found
 
     def _begin(self) -> None:
         found = self._shared(self.budget)
