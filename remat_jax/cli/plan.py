@@ -35,7 +35,7 @@ def plan(
     host_budget: Annotated[
         str | None, typer.Option(help="Host memory: 64GiB, or 0 for no offload. No limit unless given.")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that compiling may take in all.")] = DEFAULT_TIMEOUT,
+    timeout: Annotated[float, typer.Option(help="Seconds for the whole call.")] = DEFAULT_TIMEOUT,
     explain: Annotated[bool, typer.Option("--explain", help="Say of every residual where it is, and why.")] = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON, for Plan.load.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one page with a slider over the frontier.")] = None,

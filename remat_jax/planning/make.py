@@ -47,11 +47,11 @@ def plan(
 ) -> Plan:
     """The fastest policy of `workload` whose training step, compiled for `target`, fits a budget of memory.
 
-    The residuals of each block, their bytes and what computing them again takes make a problem, whose exact solution is
-    compiled; what the compiler says corrects the problem, which is solved again, six compilations, or up to twelve where it
-    takes these to show that no residual more fits, and that what is offloaded has to be. The answer was compiled and fits,
-    and by the estimate no named policy that was compiled and fits is faster; named policies are compiled where the estimate
-    says that they might be. What exactly is promised, and the mathematics, is in `docs/how/planner.md`.
+    The residuals of each block, their bytes and the time to recompute them make a problem. Its solution, a mix of a few policies,
+    is compiled beside the fastest named policy that is predicted to fit; what the compiler says corrects the problem, which is
+    solved again. The answer was compiled and fits. By the estimate no named policy that was compiled and fits is faster, and
+    named policies that might be faster are compiled. What exactly is promised, and the mathematics, is in
+    `docs/how/planner.md`.
 
     Args:
       workload: with a loss; a finished step has taken its gradient already.
@@ -59,8 +59,8 @@ def plan(
       target: the name of a target (`"h200"`), or a `Target`.
       host_budget: of all that the step has in host memory for one device, the state of an offloaded optimizer too: bytes or a
         text; None for no limit, 0 for no offload.
-      timeout: seconds that compiling may take in all.
-      progress: told what is being done, how many steps are compiled, and how many may be.
+      timeout: seconds for the whole call. At its end the fastest step that was compiled and fits is returned, with a note.
+      progress: told what is being done and what is best so far, how many steps are compiled, and how many may be.
 
     On a mesh every figure is that of one device, but for `recompute_flops`; how the compiler divides the residuals is asked
     with one compilation more (`docs/how/planner.md`, "On a mesh").
@@ -216,7 +216,7 @@ class _Making:
         asked = [one for one in off if self.fit.least_expected(one) <= _NEAR * self.budget]
         asked += sorted((one for one in over if one.name != "off"), key=lambda one: one.seconds)[:1]
         faster = [one for one in asked if best is None or one.seconds < best.candidate.seconds]
-        if not faster or self.target.kind == "cpu":
+        if not faster or self.target.kind == "cpu" or time.monotonic() > self.deadline:
             return best
         answers = self.compiler.compile(faster, best, memory_limit=self.budget)
         found = [Tried(*pair, self.fit.expected(pair[0])) for pair in zip(faster, answers, strict=False)]
