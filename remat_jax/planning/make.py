@@ -208,9 +208,11 @@ class _Making:
         """The best, or what is faster as compiled with the budget as XLA's memory limit.
 
         That is asked of what needs a little more than the budget without the limit, and of `off` where layers are unrolled: XLA
-        then recomputes by itself. In a scan it cannot.
+        then recomputes by itself. In a scan it hardly can: there it is asked only where nothing fits.
         """
         unrolled = not any(kind.scanned for kind in self.described.kinds)
+        if best is not None and not unrolled:
+            return best
         over = [one.candidate for one in self.fit.tried if self.budget < one.compiled.device_bytes <= _NEAR * self.budget]
         off = [one for one in self.proposals.named if one.name == "off" and unrolled and not self._is_best(one, best)]
         asked = [one for one in off if self.fit.least_expected(one) <= _NEAR * self.budget]
