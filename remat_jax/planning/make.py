@@ -47,10 +47,10 @@ def plan(
 ) -> Plan:
     """The fastest policy of `workload` whose training step, compiled for `target`, fits a budget of memory.
 
-    The residuals of each block, their bytes and the time to recompute them make a problem. Its solution, a mix of a few policies,
-    is compiled beside the fastest named policy that is predicted to fit; what the compiler says corrects the problem, which is
-    solved again. The answer was compiled and fits. By the estimate no named policy that was compiled and fits is faster, and
-    named policies that might be faster are compiled. What exactly is promised, and the mathematics, is in
+    The residuals of each block, their bytes and the time to recompute them make a problem. Its solution, a mix of a few
+    policies, is compiled beside the fastest named policy that is predicted to fit; what the compiler says corrects the problem,
+    which is solved again. The answer was compiled and fits. By the estimate no named policy that was compiled and fits is
+    faster, and named policies that might be faster are compiled. What exactly is promised, and the mathematics, is in
     `docs/how/planner.md`.
 
     Args:
