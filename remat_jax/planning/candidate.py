@@ -16,11 +16,14 @@ class Candidate:
     """A way to run the step.
 
     Attributes:
-      name: of a named policy; empty for the planner's own.
+      name: of a named policy, or the text of groups of layers; empty for the planner's own.
       loads: what every single block does to memory.
       seconds: over a step that keeps everything, estimated.
       choices: what every single block does with its residuals; None for a named policy.
       like: of a named policy, choices that do the same; None where there are none.
+      inside: of groups of layers, the policy that each layer of a group is under; else empty.
+      grouped: how many layers are in groups, the first ones.
+      expected_bytes: on the device, where that is predicted in another way than by the loads.
       cuts: where a scan is cut between blocks that do the same. It costs no time by the estimate, and other memory.
     """
 
@@ -30,6 +33,14 @@ class Candidate:
     choices: Choices | None = None
     cuts: Cuts = ()
     like: Choices | None = None
+    inside: str = ""
+    grouped: int = 0
+    expected_bytes: int | None = None
+
+    @property
+    def of_a_layer(self) -> str:
+        """The named policy that each layer is under; empty for the planner's own."""
+        return self.inside or self.name
 
     @property
     def done(self) -> Choices | None:
@@ -43,7 +54,11 @@ class Candidate:
 
     def is_same(self, other: Candidate) -> bool:
         """Whether the two are one and the same program, as far as can be told."""
-        alike = (self.name == "off") == (other.name == "off") and (self.loads, self.cuts) == (other.loads, other.cuts)
+        alike = (self.name == "off") == (other.name == "off") and (self.loads, self.cuts, self.inside) == (
+            other.loads,
+            other.cuts,
+            other.inside,
+        )
         return alike and math.isclose(self.seconds, other.seconds, rel_tol=1e-9, abs_tol=1e-15)
 
 

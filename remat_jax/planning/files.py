@@ -42,7 +42,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     values = {one.name: getattr(plan, one.name) for one in dataclasses.fields(plan)}
     for name in ("frontier", "named", "parts"):
         values[name] = [dataclasses.asdict(one) for one in values[name]]
-    policies = [{"block": list(block_key(block)), "runs": _runs(policy)} for block, policy in plan.policies.items()]
+    policies = [{"block": list(block_key(block)), **_written(policy)} for block, policy in plan.policies.items()]
     best = plan.best_named
     said = {"texts": plan.texts, "best_named": best.name if best else None}
     return {"version": VERSION, **values, "policies": policies, "model": dataclasses.asdict(plan.model), **said}
@@ -140,7 +140,9 @@ def _key(data: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _policies(data: list[Any], workload: Workload | None, told: str) -> dict[type | str, Any]:
-    found = [(find_block(_key(one), workload, told), _policy(one)) for one in data if _has(one, "block", "runs")]
+    # Groups of layers are written where there are some: a reader that does not know them refuses the file.
+    full = [{"groups": [], **one} if isinstance(one, dict) else one for one in data]
+    found = [(find_block(_key(one), workload, told), _policy(one)) for one in full if _has(one, "block", "runs", "groups")]
     if not found:
         raise _Malformed("policies is empty")
     if len(dict(found)) < len(found):
@@ -161,19 +163,27 @@ def _policy(data: dict[str, Any]) -> Any:
             raise _Malformed(f"policies: {error}") from None
     if len(runs) == 1 and runs[0][0] is None:
         return runs[0][1]
+    groups = tuple(_group(one) for one in _list(data["groups"], "groups"))
     ends = list(itertools.accumulate(count or 0 for count, _ in runs))
     if not runs or any(count is None for count, _ in runs) or ends[-1] > 10**6:
         raise _Malformed("runs: expected pairs of a number of layers and a policy")
     try:
-        return LayerPolicies(tuple((count or 0, policy) for count, policy in runs), tuple(ends[:-1]))
+        return LayerPolicies(tuple((count or 0, policy) for count, policy in runs), tuple(ends[:-1]), groups)
     except RematError as error:
         raise _Malformed(f"policies: {error}") from None
 
 
-def _runs(policy: Any) -> list[list[Any]]:
+def _group(data: Any) -> tuple[int, int]:
+    first, last = _items(data, 2, "groups")
+    return _count(first, "groups"), _count(last, "groups", least=1)
+
+
+def _written(policy: Any) -> dict[str, Any]:
+    """A policy as runs of equal layers, and the groups of layers where there are some."""
     if isinstance(policy, Policy):
-        return [[None, policy.to_dict()]]
-    return [[len(layers), one.to_dict()] for layers, one in policy.ranges]
+        return {"runs": [[None, policy.to_dict()]]}
+    groups = {"groups": [list(group) for group in policy.groups]} if policy.groups else {}
+    return {"runs": [[len(layers), one.to_dict()] for layers, one in policy.ranges], **groups}
 
 
 def _point(data: Any) -> Point:

@@ -81,7 +81,7 @@ class Fit:
             seen = [
                 Seen(one.candidate.loads, one.compiled.device_bytes)
                 for one in self.tried
-                if one.candidate.name != "off" and one.compiled.device_bytes < FAILED
+                if one.candidate.name != "off" and not one.candidate.inside and one.compiled.device_bytes < FAILED
                 if not (uncut and self.is_cut(one.candidate))
             ]
             self._fitted[key] = fitted(self.guess, seen, size)
@@ -95,7 +95,11 @@ class Fit:
     def expected(self, candidate: Candidate, stack: Stack | None = None) -> int:
         """The device bytes of a candidate: compiled where it was, else predicted."""
         known = self.known(candidate)
-        return known.compiled.device_bytes if known else round(predicted(stack or self.stack, candidate.loads))
+        if known is not None:
+            return known.compiled.device_bytes
+        if candidate.expected_bytes is not None:
+            return candidate.expected_bytes
+        return round(predicted(stack or self.stack, candidate.loads))
 
     def least_expected(self, candidate: Candidate, stack: Stack | None = None) -> float:
         """The same, less what XLA may recompute by itself under `off`, where there are no checkpoints."""

@@ -19,6 +19,7 @@ from remat_jax.hardware import target as target_named
 from remat_jax.memory.devices import check_devices, host_shortage
 from remat_jax.memory.kernels import Kernels
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, UNTILED, check_timeout
+from remat_jax.planning.below_full import grouped_candidates
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
 from remat_jax.planning.candidate import Candidate, Tried
 from remat_jax.planning.compiling import Compiler, Progress, first_sentence, one_line
@@ -183,7 +184,7 @@ class _Making:
         try:
             best = self._with_limit(self.search.run(self.compiler.compile))
         except InfeasibleBudget:
-            best = self._with_limit(None)
+            best = self._with_limit(None) or self._in_groups()
         if best is None:
             raise self._infeasible()
         self.progress("reading the frontier", len(self.fit.tried), len(self.fit.tried))
@@ -240,6 +241,15 @@ class _Making:
             "The step fits with the budget as XLA's memory limit only: give plan.compiler_options to the jax.jit of the step"
         )
         return chosen
+
+    def _in_groups(self) -> Tried | None:
+        """The fastest way to group the layers that fits, where the inputs of single layers are too much; None if none does."""
+        full = next((one for one in self.fit.tried if one.candidate.name == "full"), None)
+        asked = [] if full is None else grouped_candidates(self.workload, self.described, full, self.budget)
+        if not asked or time.monotonic() > self.deadline:
+            return None
+        self.fit.learn(asked, self.compiler.compile(asked, None))
+        return self.fit.best
 
     @staticmethod
     def _is_best(candidate: Candidate, best: Tried | None) -> bool:

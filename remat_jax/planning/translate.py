@@ -14,7 +14,7 @@ from remat_jax.planning.fitting import Load
 from remat_jax.planning.model import block_name
 from remat_jax.planning.point import Row
 from remat_jax.planning.problem import Described, Kind, extra_seconds, policy_of
-from remat_jax.policy import LayerPolicies, Policy
+from remat_jax.policy import LayerPolicies, Policy, as_block_policy
 from remat_jax.solver import Block, BlockPolicy, Choice
 
 Policies = dict[type | str, Any]
@@ -90,7 +90,8 @@ def _like(described: Described, named: Candidate) -> Choices | None:
 def policies_of(described: Described, candidate: Candidate) -> Policies:
     """Block → policy, or a policy for each layer where they differ."""
     if candidate.choices is None:
-        return dict.fromkeys((kind.block for kind in described.kinds), Policy.parse(candidate.name))
+        named = as_block_policy(candidate.name)
+        return dict.fromkeys((kind.block for kind in described.kinds), named)
     return _of_choices(described, candidate.choices, candidate.cuts)
 
 
@@ -130,8 +131,10 @@ def recompute_seconds(described: Described, kind: Kind, block: Block, candidate:
     if candidate.choices is not None:
         policy = policy_of(kind, BlockPolicy(block, candidate.choices[at]))
     else:
-        policy = Policy.parse(candidate.name)
-    return kind.program.price(policy, described.rates).seconds
+        policy = Policy.parse(candidate.of_a_layer)
+    # A group of layers runs forward once more, before its layers do.
+    group = block.forward_seconds if at < candidate.grouped else 0.0
+    return kind.program.price(policy, described.rates).seconds + group
 
 
 def rows_of(kind: Kind, block: Block, candidate: Candidate, at: int) -> tuple[Row, ...]:
@@ -139,7 +142,7 @@ def rows_of(kind: Kind, block: Block, candidate: Candidate, at: int) -> tuple[Ro
     if candidate.choices is not None:
         actions = [choice.value for choice in candidate.choices[at]]
     else:
-        actions = _actions(kind, block, candidate.name)
+        actions = _actions(kind, block, candidate.of_a_layer)
     return tuple(
         Row(_short(kind, one.name), action, round(one.bytes), one.seconds)
         for one, action in zip(block.residuals, actions, strict=True)
