@@ -49,7 +49,7 @@ def test_layers_as_blocks_keep_what_is_outside_of_them() -> None:
     layers = Plans(SIZES, linen.DecoderLayer)
     assert layers.within(0) is None
     with pytest.raises(InfeasibleBudget):
-        plan_torch.planner.solve_counts(layers.stack, layers.stack.fixed_bytes)
+        plan_torch.solver.solve(layers.stack, layers.stack.fixed_bytes)
     # Not the logits' product, whatever is kept: what it makes is outside.
     found = layers.within(10**9)
     assert found is not None and found[1] == 0
