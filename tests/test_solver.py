@@ -167,3 +167,11 @@ def test_the_cheapest_policy_of_a_block_is_the_cheapest_of_all(linked):
             policy.extra_seconds(link),
         )
         assert table.measures(codes[None])[0] == pytest.approx(measured)
+
+
+def test_a_block_that_keeps_only_its_input():
+    block = Block("layer", (), 1.0, 2.0, input_bytes=8.0, repeats=4)
+    plan = Solver(Stack((block,))).plan(math.inf, math.inf)
+    assert (plan.peak_bytes, plan.extra_seconds) == (32.0, 0.0)
+    with pytest.raises(InfeasibleBudget):
+        Solver(Stack((block,))).plan(31.0, math.inf)

@@ -198,7 +198,7 @@ def _seeds(table: BlockTable, count: int) -> Array:
     few = grow(table.block, table.link is not None, _FEW)
     if few is None:
         return _swept(table, count)
-    codes = np.array(few, np.int8).reshape(-1, len(table.block.residuals))
+    codes = np.array(few, np.int8).reshape(len(few), len(table.block.residuals))
     return codes[unbeaten(table.measures(codes))]
 
 

@@ -95,7 +95,7 @@ class BlockTable:
 
     def measures(self, codes: Array) -> Array:
         """Policies × (bytes saved, bytes needed in its own backward pass, bytes on the host, extra seconds)."""
-        codes = np.asarray(codes).reshape(-1, len(self.block.residuals))
+        codes = np.atleast_2d(codes)
         again, away = codes == RECOMPUTE, codes == OFFLOAD
         host = away @ self.bytes
         saved = self.block.input_bytes + (codes == SAVE) @ self.bytes
