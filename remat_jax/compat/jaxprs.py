@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax
@@ -113,6 +113,44 @@ _LAYERS = re.compile(r"layers\[(\d+):(\d+)\]")
 def _all_scopes(eqn: Any) -> tuple[str, ...]:
     stack = eqn.source_info.name_stack.stack
     return tuple(part for scope in stack if type(scope).__name__ == "Scope" for part in scope.name.split("/") if part)
+
+
+def moved_scopes(stack: Any, before: str, path: str) -> Any:
+    """The name stack of an equation of the block at the module path `before`, as it is in the same block at `path`.
+
+    Linen opens the block's own scope, once more where the block is lifted.
+    """
+    own, new = (one.rpartition("/")[2] for one in (before, path))
+    scopes = list(stack.stack)
+    for place in range(min(2, len(scopes) if own != new else 0)):
+        name = getattr(scopes[place], "name", "")
+        if type(scopes[place]).__name__ != "Scope" or (name != own and not name.startswith(own + ".")):
+            break
+        scopes[place] = type(scopes[place])(new + name[len(own) :])
+    return type(stack)(tuple(scopes))
+
+
+def equations_of(jaxpr: Any) -> Sequence[Any]:
+    """The equations of an open or closed jaxpr."""
+    return closed(jaxpr).jaxpr.eqns
+
+
+def with_equations(jaxpr: Any, eqns: Sequence[Any], moved: Mapping[Any, Any]) -> Any:
+    """The open or closed `jaxpr` with other equations, and with the atoms that outputs are `moved` to."""
+    body = closed(jaxpr).jaxpr
+    outputs = [atom if hasattr(atom, "val") else moved.get(atom, atom) for atom in body.outvars]
+    changed = body.replace(eqns=list(eqns), outvars=outputs)
+    return jex.ClosedJaxpr(changed, jaxpr.consts) if isinstance(jaxpr, jex.ClosedJaxpr) else changed
+
+
+def with_params(eqn: Any, changed: dict[str, Any], name_stack: Any = None, invars: Sequence[Any] | None = None) -> Any:
+    """`eqn` with some parameters, its name stack and its inputs changed; itself where nothing is."""
+    source, inputs = eqn.source_info, list(eqn.invars) if invars is None else list(invars)
+    same_inputs = all(one is other for one, other in zip(eqn.invars, inputs, strict=True))
+    if not changed and same_inputs and (name_stack is None or name_stack == source.name_stack):
+        return eqn
+    source = source if name_stack is None else source.replace(name_stack=name_stack)
+    return eqn.replace(params={**eqn.params, **changed}, source_info=source, invars=inputs)
 
 
 def source_line(eqn: Any) -> str:

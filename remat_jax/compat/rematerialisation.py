@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import config as _config
 from jax._src.interpreters import partial_eval as _pe
 
-from remat_jax.compat.jaxprs import closed, eqn_context, is_jaxpr, jaxpr_function
+from remat_jax.compat.jaxprs import closed, eqn_context, hoist_consts, is_jaxpr, jaxpr_function
 from remat_jax.compat.versions import JAX_VERSION
 from remat_jax.errors import UnsupportedError
 
@@ -59,6 +59,13 @@ def bind_established(eqn: Any, body: Any, inputs: list[Any]) -> list[Any]:
     with eqn_context(eqn), classic_rematerialisation():
         prevents = prevent if isinstance(prevent, bool) else any(prevent)
         return list(jax.checkpoint(jaxpr_function(closed(body)), policy=given["policy"], prevent_cse=prevents)(*inputs))
+
+
+def bind_checkpoint(jaxpr: Any, args: Sequence[Any], *, policy: Any, prevent_cse: bool) -> list[Any]:
+    """`jax.checkpoint` of a program that is traced already: the closed `jaxpr` as one region, on `args`."""
+    body, consts = hoist_consts(jaxpr)
+    params = {"jaxpr": body.jaxpr, "prevent_cse": prevent_cse, "differentiated": False, "policy": policy}
+    return list(_ad_checkpoint.remat_p.bind(*consts, *args, **params))
 
 
 def bind_name(eqn: Any, name: str, value: Any) -> Any:

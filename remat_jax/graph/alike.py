@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -28,9 +29,9 @@ class Original:
         self.jaxpr = jaxpr
         self._rules: dict[int, Any] = {}
 
-    def is_like(self, jaxpr: Any) -> bool:
-        """Whether the closed `jaxpr` is the same program."""
-        return _Comparison(self._rules).programs(self.jaxpr, jaxpr)
+    def is_like(self, jaxpr: Any, paths: tuple[str, str] = ("", "")) -> bool:
+        """Whether the closed `jaxpr` is the same program; of blocks at two module `paths`, these may differ."""
+        return _Comparison(self._rules, paths=paths).programs(self.jaxpr, jaxpr)
 
 
 def holds_arrays(jaxpr: Any) -> bool:
@@ -71,10 +72,12 @@ class _Comparison:
     Attributes:
       rules: what the derivative rules of the first one were traced to, by their equations.
       around: the functions whose rules are being compared: a rule may call its own function (that of a softmax does).
+      scopes: the name stack of the second program for one of the first.
     """
 
-    def __init__(self, rules: dict[int, Any], around: tuple[Any, ...] = ()) -> None:
-        self.rules, self.around = rules, around
+    def __init__(self, rules: dict[int, Any], around: tuple[Any, ...] = (), paths: tuple[str, str] = ("", "")) -> None:
+        self.rules, self.around, self.paths = rules, around, paths
+        self.scopes = functools.cache(lambda stack: compat.moved_scopes(stack, *paths))
 
     def programs(self, one: Any, other: Any) -> bool:
         """Whether the closed or open jaxprs are alike."""
@@ -95,7 +98,9 @@ class _Comparison:
     def _equations(self, one: Any, other: Any, names: dict[Any, Any]) -> bool:
         if one.primitive is not other.primitive or one.ctx is not other.ctx or set(one.params) != set(other.params):
             return False
-        if one.source_info.name_stack != other.source_info.name_stack or not _read_alike(names, one.invars, other.invars):
+        if self.scopes(one.source_info.name_stack) != other.source_info.name_stack:
+            return False
+        if not _read_alike(names, one.invars, other.invars):
             return False
         different = [key for key, value in one.params.items() if not self._values(value, other.params[key])]
         if one.primitive.name == "custom_jvp_call" and different == [_RULE] and not one.params["symbolic_zeros"]:
@@ -127,7 +132,7 @@ class _Comparison:
         if id(one) not in self.rules:
             self.rules[id(one)] = _rule(one)
         known, traced = self.rules[id(one)], _rule(other)
-        inner = _Comparison(self.rules, (*self.around, function))
+        inner = _Comparison(self.rules, (*self.around, function), self.paths)
         return known is not None and traced is not None and inner.programs(known, traced)
 
 

@@ -15,9 +15,10 @@ from jax.custom_derivatives import SymbolicZero
 from remat_jax import compat
 from remat_jax.errors import UnsupportedError
 from remat_jax.graph.established import established
-from remat_jax.graph.naming import Named, name_linearised, name_residuals
+from remat_jax.graph.naming import Named, name_linearised
 from remat_jax.graph.once import transposed_once
 from remat_jax.graph.origins import is_on_host
+from remat_jax.graph.repeated import Linearise, NamedBlock, name_block
 from remat_jax.graph.rows import read_row
 from remat_jax.graph.walk import of_some
 from remat_jax.policy import Action, Candidate, JaxPolicy, Policy
@@ -31,20 +32,25 @@ class PlannedBlock:
 
     Attributes:
       jaxpr: the block as a closed jaxpr, without our names.
-      named: the same with every array named.
+      names: the same with every array named, and its linearisations.
       policy: a policy (not `off`), or a policy object of JAX's own.
     """
 
     jaxpr: Any
-    named: Named
+    names: NamedBlock
     policy: Policy | JaxPolicy
+
+    @property
+    def named(self) -> Named:
+        """The block with every array named."""
+        return self.names.named
 
     @functools.cached_property
     def linearised(self) -> Named:
         """The linearisation along every input that has a derivative, its arrays named."""
         smooth = [index for index, aval in enumerate(self.jaxpr.in_avals) if is_smooth(aval)]
         avals = list(self.jaxpr.in_avals)
-        return _linearise(self.named, smooth, avals, [avals[index].to_tangent_aval() for index in smooth])
+        return self.names.linearised(*_linearisation(avals, [avals[index].to_tangent_aval() for index in smooth], smooth))
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -105,7 +111,7 @@ class PlannedBlock:
         if not isinstance(self.policy, Policy):
             assert not rows, "JAX's own policies could keep what is read"
             return _checkpoint(compat.jaxpr_function(self.jaxpr), self.policy, prevent_cse)
-        return _differentiated_by_name(self.jaxpr, self.named, self.policy, prevent_cse, rows, once)
+        return _differentiated_by_name(self.jaxpr, self.names, self.policy, prevent_cse, rows, once)
 
 
 def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequence[bool]) -> PlannedBlock:
@@ -127,7 +133,7 @@ def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequen
         )
     jaxpr = established(jaxpr)
     with compat.classic_rematerialisation():
-        return PlannedBlock(jaxpr, name_residuals(jaxpr, path, inputs), policy)
+        return PlannedBlock(jaxpr, name_block(jaxpr, path, inputs), policy)
 
 
 def decide(named: Named, policy: Policy) -> tuple[frozenset[str], frozenset[str]]:
@@ -190,7 +196,7 @@ def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
 
 
 def _differentiated_by_name(
-    jaxpr: Any, named: Named, policy: Policy, prevent_cse: bool, rows: Sequence[int], once: bool
+    jaxpr: Any, names: NamedBlock, policy: Policy, prevent_cse: bool, rows: Sequence[int], once: bool
 ) -> Function:
     """The block with a derivative of its own: the checkpoint stands around the linearisation, where every residual has a name.
 
@@ -215,10 +221,15 @@ def _differentiated_by_name(
             outputs = run(*primals)
             return outputs, [zero_tangent(out) for out in outputs]
         directions = [transposed_once(tangents[index]) if once else tangents[index] for index in live]
-        linearised = _linearise(named, live, list(primals[:size]), directions)
-        jax_policy = names_policy(*decide(linearised, policy))
-        function = _reading(compat.jaxpr_function(linearised.jaxpr), size, rows)
-        results = _checkpoint(function, jax_policy, prevent_cse)(*primals, *directions)
+        linearisation = _linearisation(list(primals[:size]), directions, live)
+        kept = decide(names.linearised(*linearisation), policy)
+        linearised = names.keeping(frozenset.union(*kept), *linearisation)
+        operands, keep = [*primals, *directions], names_policy(*kept)
+        if rows:
+            reading = _reading(compat.jaxpr_function(linearised), size, rows)
+            results = _checkpoint(reading, keep, prevent_cse)(*operands)
+        else:
+            results = compat.bind_checkpoint(linearised, operands, policy=keep, prevent_cse=prevent_cse)
         outputs, changes = results[: len(jaxpr.out_avals)], iter(results[len(jaxpr.out_avals) :])
         changes = map(transposed_once, changes) if once else changes
         return outputs, [next(changes) if is_smooth(out) else zero_tangent(out) for out in outputs]
@@ -227,18 +238,27 @@ def _differentiated_by_name(
     return block
 
 
-def _linearise(named: Named, live: Sequence[int], primals: list[Any], directions: list[Any]) -> Named:
-    """The named jaxpr of `(*primals, *directions)` to the outputs and the tangents of the smooth ones."""
-    function = compat.jaxpr_function(named.jaxpr)
+def _linearisation(primals: list[Any], directions: list[Any], live: Sequence[int]) -> tuple[Any, Linearise]:
+    """What a linearisation depends on beside the block; and what makes it.
 
-    def push(primals: list[Any], directions: list[Any]) -> list[Any]:
-        of_live = of_some(function, primals, live)
-        outputs, changes = jax.jvp(of_live, tuple(primals[index] for index in live), tuple(directions))
-        return [*outputs, *(change for out, change in zip(outputs, changes, strict=True) if is_smooth(out))]
+    It takes `(*primals, *directions)` to the outputs and to the tangents of the smooth ones.
+    """
+    types = [jax.typeof(value) for value in (*primals, *directions)]
+    key = tuple(live), tuple((one, one.weak_type) for one in types), compat.trace_settings()
 
-    with compat.classic_rematerialisation():
-        # A block's own constants are its inputs; the rule of a `custom_jvp` may read others, which stay where they are.
-        return name_linearised(named, jax.make_jaxpr(push)(primals, directions), len(primals))
+    def linearise(named: Named) -> Named:
+        function = compat.jaxpr_function(named.jaxpr)
+
+        def push(primals: list[Any], directions: list[Any]) -> list[Any]:
+            of_live = of_some(function, primals, live)
+            outputs, changes = jax.jvp(of_live, tuple(primals[index] for index in live), tuple(directions))
+            return [*outputs, *(change for out, change in zip(outputs, changes, strict=True) if is_smooth(out))]
+
+        with compat.classic_rematerialisation():
+            # A block's own constants are its inputs; the rule of a `custom_jvp` may read others, which stay where they are.
+            return name_linearised(named, jax.make_jaxpr(push)(primals, directions), len(primals))
+
+    return key, linearise
 
 
 def is_live(tangent: Any) -> bool:

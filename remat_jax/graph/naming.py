@@ -11,8 +11,9 @@ Without that, JAX would save the named copy and compute the array again for the 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,18 +40,23 @@ class Named:
     """A jaxpr with every array named, and what each name stands for.
 
     Attributes:
-      jaxpr: the closed jaxpr; it computes what the unnamed one computes, bit for bit.
+      made: makes `jaxpr` when it is first asked for.
       path: the block's module path.
       candidates: name → what selectors see of it, in the order of execution.
       shapes: name → the shape of the array (of a scanned one: in one round).
       counts: how many names each `module/path:primitive` has.
     """
 
-    jaxpr: Any
+    made: Callable[[], Any]
     path: str
     candidates: dict[str, Candidate]
     shapes: dict[str, tuple[int, ...]]
     counts: Counter[str] = field(default_factory=Counter)
+
+    @functools.cached_property
+    def jaxpr(self) -> Any:
+        """The closed jaxpr; it computes what the unnamed one computes, bit for bit."""
+        return self.made()
 
 
 def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool]) -> Named:
@@ -103,7 +109,7 @@ class _Namer:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def finished(self, jaxpr: Any) -> Named:
-        return Named(jaxpr, "/".join(self.path), self.candidates, self.shapes, self.counts)
+        return Named(lambda: jaxpr, "/".join(self.path), self.candidates, self.shapes, self.counts)
 
     def input(self, value: Any) -> Any:
         name = self._next("/".join(self.path), "input")
