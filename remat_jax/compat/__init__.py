@@ -79,6 +79,7 @@ from remat_jax.compat.tracing import (
     trace_context,
     trace_context_value,
     trace_settings,
+    type_of,
 )
 from remat_jax.compat.versions import (
     JAX_VERSION,
@@ -153,6 +154,7 @@ __all__ = [
     "trace_context_value",
     "trace_settings",
     "tree_bytes",
+    "type_of",
     "uses_references",
     "with_equations",
     "with_params",

@@ -57,6 +57,11 @@ def is_staged(leaf: Any) -> bool:
     return False
 
 
+def type_of(leaf: Any) -> Any:
+    """The type of an array or a tracer; a type is its own."""
+    return leaf if isinstance(leaf, _core.AbstractValue) else jax.typeof(leaf)
+
+
 def on_device(leaf: Any) -> Any:
     """The type of the array `leaf`, in device memory wherever it is."""
     return _core.shaped_abstractify(leaf).update(memory_space=jax.memory.Space.Device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,7 +43,7 @@ class Origin:
 
 def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
     """The origin of `atom`, a variable or literal of the open `jaxpr`, which stands in the scopes `outer` and for `layers`."""
-    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    makers = _makers(jaxpr)
     while not hasattr(atom, "val"):
         if atom in jaxpr.invars:
             return Origin(("argument", jaxpr.invars.index(atom)), "argument", f"argument {jaxpr.invars.index(atom)}")
@@ -77,6 +78,12 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
             path = "/".join(outer + compat.scopes(eqn))
             return Origin(atom, "equation", f"{path}:{eqn.primitive.name}", compat.source_line(eqn), layers=here)
     return Origin(("literal", id(atom)), "constant", "literal")
+
+
+@functools.lru_cache(maxsize=64)
+def _makers(jaxpr: Any) -> dict[Any, Any]:
+    """By variable, the equation of the open `jaxpr` that computes it."""
+    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 
 
 def _source(producer: Any, eqn: Any) -> str:

@@ -56,7 +56,7 @@ class FirstLayer:
     def keeping(self, names: frozenset[str], key: Any) -> Any:
         """The jaxpr of the linearisation under `key`, with these names only."""
         if (key, names) not in self._keeping:
-            self._keeping[key, names] = keep_names(self._linearised[key].jaxpr, names)
+            self._keeping[key, names] = keep_names(self._linearised[key], names)
         return self._keeping[key, names]
 
 
@@ -81,7 +81,7 @@ class NamedBlock:
         """The closed jaxpr of the linearisation with these names only: what no policy keeps needs none."""
         found = self.first.linearised(key, linearise)
         if found is None:
-            return keep_names(linearise(self.named).jaxpr, names)
+            return keep_names(linearise(self.named), names)
         renaming = self._renaming(found.candidates)
         return renaming.jaxpr(self.first.keeping(frozenset(map(renaming.before, names)), key))
 
@@ -165,8 +165,16 @@ class _Renaming:
         return compat.with_params(eqn, changed, self._scopes(eqn.source_info.name_stack))
 
 
-def keep_names(jaxpr: Any, names: Set[str]) -> Any:
-    """The closed or open `jaxpr` without the equations that give other names than `names`; itself where there are none."""
+def keep_names(named: Named, names: Set[str]) -> Any:
+    """The closed jaxpr of `named` without the automatic names of what it computes, but for `names`.
+
+    Names that users give may be for policies of their own. Names of inputs and outputs stay: what is between two blocks is
+    kept without a policy, and goes by them.
+    """
+    outputs = {atom for atom in named.jaxpr.jaxpr.outvars if not hasattr(atom, "val")}
+    of_outputs = {compat.given_name(eqn) for eqn in named.jaxpr.jaxpr.eqns if outputs.intersection(eqn.outvars)}
+    inside = {name for name, one in named.candidates.items() if not (one.user_named or one.is_input)}
+    dropped = inside - of_outputs - names
     seen: dict[int, tuple[Any, Any]] = {}
 
     def keep(jaxpr: Any) -> Any:
@@ -180,13 +188,13 @@ def keep_names(jaxpr: Any, names: Set[str]) -> Any:
         for eqn in compat.equations_of(jaxpr):
             name = compat.given_name(eqn)
             inputs = [atom if hasattr(atom, "val") else unnamed.get(atom, atom) for atom in eqn.invars]
-            if name is not None and name not in names:
+            if name in dropped:
                 unnamed[eqn.outvars[0]] = inputs[0]
             else:
                 eqns.append(compat.with_params(eqn, _changed_bodies(eqn, keep), invars=inputs))
         return _with_equations(jaxpr, eqns, unnamed)
 
-    return keep(jaxpr)
+    return keep(named.jaxpr)
 
 
 def _changed_bodies(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
