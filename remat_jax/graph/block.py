@@ -243,7 +243,8 @@ def _linearisation(primals: list[Any], directions: list[Any], live: Sequence[int
 
     It takes `(*primals, *directions)` to the outputs and to the tangents of the smooth ones.
     """
-    types = [jax.typeof(value) for value in (*primals, *directions)]
+    # Types stand for themselves: JAX 0.10 knows no type of a type.
+    types = [value if isinstance(value, jax.core.ShapedArray) else jax.typeof(value) for value in (*primals, *directions)]
     key = tuple(live), tuple((one, one.weak_type) for one in types), compat.trace_settings()
 
     def linearise(named: Named) -> Named:
