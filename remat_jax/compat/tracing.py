@@ -59,11 +59,15 @@ def _is_fixed(leaf: Any, inside: Sequence[Any]) -> bool:
         if id(one) in seen or not isinstance(one, _core.Tracer) or not any(one._trace is trace for trace in inside):
             continue
         seen.add(id(one))
-        maker = getattr(one, "parent", None)
-        # What a loop or a call is given was made by no equation. A longer way is not followed: most arrays come a long way.
-        if maker is None or len(seen) > _MOST_EQUATIONS:
+        outer = one._trace.get_const(one)
+        if outer is not None:
+            # It comes from outside of this body: from the body of an outer loop, maybe.
+            waiting.append(outer)
+        elif one.parent is None or len(seen) > _MOST_EQUATIONS:
+            # What a loop or a call is given was made by no equation. A longer way is not followed: most arrays come a long way.
             return False
-        waiting += maker.in_tracers
+        else:
+            waiting += one.parent.in_tracers
     return True
 
 
