@@ -1,4 +1,4 @@
-"""Offloading in a model of several scans: what all rounds of a scan read stays where it is, and the device gives back the rest."""
+"""Offloading in a model of several scans: what all rounds of a scan read stays where it is, the device gives back the rest."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def test_an_encoder_and_a_decoder_give_back_what_is_on_the_host() -> None:
     assert full.device_bytes - offload.device_bytes >= 0.9 * offload.host_bytes
     assert offload.receipt is not None and offload.overlap is not None
     assert offload.receipt.offered_bytes == offload.receipt.host_bytes == 2 * CARRIED
+    assert offload.receipt.returned_bytes == full.device_bytes - offload.device_bytes and full.receipt is None
     assert offload.overlap.out.bytes == offload.overlap.back.bytes == 2 * CARRIED
     # The backward pass of the decoder is the peak: no gradient of the encoder or of the table is there yet.
     assert not [one for one in offload.live if one.phase == "backward" and one.shape.startswith(f"f32[{WORDS}")]

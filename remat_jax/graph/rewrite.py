@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,6 +68,9 @@ class _Rewriter:
 
         return interpret(jaxpr, args, visit)
 
+    def _evaluate_again(self, jaxpr: Any, *args: Any, **where: Any) -> list[Any]:
+        return self.evaluate(jaxpr, args, **where)
+
     def _inside(self, eqn: Any, flags: list[bool], path: tuple[str, ...], same: list[bool] | None) -> dict[str, Any]:
         changed = {}
         for key, value in inner_jaxprs(eqn).items():
@@ -75,7 +79,7 @@ class _Rewriter:
             fixed = _fixed_inside(eqn, key, inner[0], same)
             with compat.inner_context(eqn):
                 new = [
-                    retrace(one, lambda *args, one=one, given=given: self.evaluate(one, args, given, path, fixed))
+                    retrace(one, functools.partial(self._evaluate_again, one, given=given, path=path, fixed=fixed))
                     for one in inner
                 ]
             changed[key] = (
