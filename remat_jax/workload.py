@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -228,6 +229,17 @@ class Workload:
         made = Workload(self._own_loss, self.params, self.batch, self.blocks, mesh=found, shardings=shardings, **options)
         made._states = self._states
         return made
+
+    def with_loss(self, loss: Callable[..., Any]) -> Workload:
+        """The same step of another loss, which takes the same arguments."""
+        made = copy.copy(self)
+        made.loss, made._own_loss = under(self.mesh, loss), loss
+        return made
+
+    @property
+    def own_loss(self) -> Callable[..., Any] | None:
+        """The loss as it was given; None for a finished step."""
+        return self._own_loss if self.has_loss else None
 
     # --- what is measured ---------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -25,8 +26,8 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
 
     `fn` is traced when it is called, so it must be a function of arrays (Python values in the arguments reach it as they are),
     and it must be the function that is differentiated, not one that takes the gradient itself. What a region is given from
-    outside the function, directly or as a slice of a scanned stack, counts as its parameters; `@inputs` means the rest. A
-    region inside another region keeps its own policy.
+    outside the function, directly or as a slice of a scanned stack, counts as its parameters; `@inputs` means the rest, but not
+    what all rounds of a scan read. A region inside another region keeps its own policy.
 
     Args:
       fn: the function, usually the loss; under `jit` or not.
@@ -74,7 +75,25 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
         audit.check()
         return cast(R, jax.tree.unflatten(jax.tree.structure(shape), outputs))
 
+    _replanned[replanned] = fn, checked
     return replanned
+
+
+# What `replan` made, with what it was made of.
+_replanned: weakref.WeakKeyDictionary[Callable[..., Any], tuple[Callable[..., Any], Any]] = weakref.WeakKeyDictionary()
+
+
+def replanned_from(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Any] | None:
+    """The function and the policy that `replan` was given, if `fn` is what it returned; else None.
+
+    >>> made = replan(abs, "dots")
+    >>> replanned_from(made) == (abs, as_policy("dots")), replanned_from(abs)
+    (True, None)
+    """
+    try:
+        return _replanned.get(fn)
+    except TypeError:  # a callable without a hash, or to which there is no weak reference
+        return None
 
 
 def _run_region(

@@ -68,6 +68,7 @@ from remat_jax.compat.rematerialisation import (
 )
 from remat_jax.compat.tracing import (
     bound_axes,
+    fixed_in_loops,
     in_loop,
     is_array,
     is_on_host,
@@ -111,6 +112,7 @@ __all__ = [
     "eqn_context",
     "eqn_outputs",
     "equations_of",
+    "fixed_in_loops",
     "hidden_body",
     "kind",
     "given_name",

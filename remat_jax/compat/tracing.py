@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax._src import core as _core
 from jax._src.interpreters import partial_eval as _pe
 
 _LOOPS = frozenset({"scan", "while_body", "while_loop", "fori_loop", "map", "associative_scan"})
+_DIFFERENTIATIONS = ("JVPTrace", "LinearizeTrace")
 
 
 def in_loop(*, around_gradient: bool = True) -> bool:
@@ -19,13 +20,58 @@ def in_loop(*, around_gradient: bool = True) -> bool:
 
     Without `around_gradient`, a loop around the differentiation does not count: both passes are in one body there.
     """
-    trace, ends = _core.trace_ctx.trace, () if around_gradient else ("JVPTrace", "LinearizeTrace")
+    trace, ends = _core.trace_ctx.trace, () if around_gradient else _DIFFERENTIATIONS
     while trace is not None and type(trace).__name__ not in ends:
         debug = getattr(getattr(trace, "frame", None), "debug_info", None)
         if getattr(debug, "traced_for", None) in _LOOPS:
             return True
         trace = getattr(trace, "parent_trace", None)
     return False
+
+
+def fixed_in_loops(leaves: Sequence[Any]) -> list[bool]:
+    """For each leaf, whether every round of the loops that are being traced reads the same array.
+
+    That is so of what was there before the outermost of these loops, and of what a round computes from nothing else. A loop
+    around the differentiation does not count.
+    """
+    inside = _traces_in_loops()
+    return [bool(inside) and _is_fixed(leaf, inside) for leaf in leaves]
+
+
+def _traces_in_loops() -> list[Any]:
+    """The traces from the innermost to that of the outermost loop's body; nothing outside of loops."""
+    trace, passed, inside = _core.trace_ctx.trace, [], []
+    while trace is not None and type(trace).__name__ not in _DIFFERENTIATIONS:
+        passed.append(trace)
+        if getattr(getattr(getattr(trace, "frame", None), "debug_info", None), "traced_for", None) in _LOOPS:
+            inside = list(passed)
+        trace = getattr(trace, "parent_trace", None)
+    return inside
+
+
+def _is_fixed(leaf: Any, inside: Sequence[Any]) -> bool:
+    waiting, seen = [leaf], set()
+    while waiting:
+        one = waiting.pop()
+        while isinstance(one, _core.Tracer) and not isinstance(one, _pe.DynamicJaxprTracer):
+            one = getattr(one, "primal", getattr(one, "val", None))
+        if id(one) in seen or not isinstance(one, _core.Tracer) or not any(one._trace is trace for trace in inside):
+            continue
+        seen.add(id(one))
+        outer = one._trace.get_const(one)
+        if outer is not None:
+            # It comes from outside of this body: from the body of an outer loop, maybe.
+            waiting.append(outer)
+        elif one.parent is None or len(seen) > _MOST_EQUATIONS:
+            # What a loop or a call is given was made by no equation. A longer way is not followed: most arrays come a long way.
+            return False
+        else:
+            waiting += one.parent.in_tracers
+    return True
+
+
+_MOST_EQUATIONS = 100
 
 
 def is_staging() -> bool:

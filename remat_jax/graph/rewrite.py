@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,12 +29,12 @@ def rewrite(jaxpr: Any, args: Sequence[Any], run: RunRegion) -> list[Any]:
     """Evaluate the closed `jaxpr` on `args` with `run` in place of every checkpoint region, at any depth.
 
     A value that the function was given, or that is only a view of such a value (a slice, a cast, a row of a scanned stack), is
-    a parameter of the region; a value that was computed is an input of it.
+    a parameter of the region; a value that was computed is an input of it, unless all rounds of a scan around it read the same.
 
     Raises:
       UnsupportedError: a region has been differentiated already.
     """
-    return _Rewriter(run).evaluate(jaxpr, args, [True] * len(args), (), looped=False)
+    return _Rewriter(run).evaluate(jaxpr, args, [True] * len(args), (), None)
 
 
 class _Rewriter:
@@ -41,32 +42,44 @@ class _Rewriter:
         self.run = run
 
     def evaluate(
-        self, jaxpr: Any, args: Sequence[Any], given: Sequence[bool], path: tuple[str, ...], *, looped: bool
+        self, jaxpr: Any, args: Sequence[Any], given: Sequence[bool], path: tuple[str, ...], fixed: Sequence[bool] | None
     ) -> list[Any]:
+        """Evaluate `jaxpr`, which stands in the scopes `path`.
+
+        Args:
+          given: for each input, whether the function was given it.
+          fixed: in a loop, for each input whether all rounds have the same; None outside of loops.
+        """
         known = flagged(jaxpr, given, _is_view)
+        same = None if fixed is None else flagged(jaxpr, fixed, _is_of_these_only)
 
         def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
             flags = [has(atom, known) for atom in eqn.invars]
+            kept = None if same is None else [has(atom, same) for atom in eqn.invars]
             here = path + compat.scopes(eqn)
             body = region_body(eqn)
             if body is not None:
+                stays = [flag or is_same for flag, is_same in zip(flags, kept or flags, strict=True)]
                 with compat.eqn_context(eqn):
-                    return self.run(body, "/".join(here) or "region", [not flag for flag in flags], inputs, looped)
+                    return self.run(body, "/".join(here) or "region", [not flag for flag in stays], inputs, kept is not None)
             if not contains_region(eqn):
                 return None
-            return compat.bind(eqn, inputs, **self._inside(eqn, flags, here, looped))
+            return compat.bind(eqn, inputs, **self._inside(eqn, flags, here, kept))
 
         return interpret(jaxpr, args, visit)
 
-    def _inside(self, eqn: Any, flags: list[bool], path: tuple[str, ...], looped: bool) -> dict[str, Any]:
+    def _evaluate_again(self, jaxpr: Any, *args: Any, **where: Any) -> list[Any]:
+        return self.evaluate(jaxpr, args, **where)
+
+    def _inside(self, eqn: Any, flags: list[bool], path: tuple[str, ...], same: list[bool] | None) -> dict[str, Any]:
         changed = {}
-        loop = looped or eqn.primitive.name in ("scan", "while")
         for key, value in inner_jaxprs(eqn).items():
             inner = [compat.closed(one) for one in (value if isinstance(value, tuple) else (value,))]
             given = inner_flags(eqn, key, inner[0], flags, _is_view)
+            fixed = _fixed_inside(eqn, key, inner[0], same)
             with compat.inner_context(eqn):
                 new = [
-                    retrace(one, lambda *args, one=one, given=given: self.evaluate(one, args, given, path, looped=loop))
+                    retrace(one, functools.partial(self._evaluate_again, one, given=given, path=path, fixed=fixed))
                     for one in inner
                 ]
             changed[key] = (
@@ -75,6 +88,24 @@ class _Rewriter:
                 else compat.like(new[0], value)
             )
         return changed
+
+
+def _is_of_these_only(eqn: Any, flags: list[bool]) -> bool:
+    return all(flags)
+
+
+def _fixed_inside(eqn: Any, key: str, inner: Any, same: list[bool] | None) -> list[bool] | None:
+    """For each input of `inner`, the parameter `key` of `eqn`, whether it is the same array in all rounds of the loops around.
+
+    A scan's constants are; what it carries and its rows are not. None outside of loops.
+    """
+    name = eqn.primitive.name
+    if name == "scan":
+        consts, _ = compat.scan_layout(eqn)
+        return [*(same or [True] * consts)[:consts], *[False] * (len(inner.in_avals) - consts)]
+    if name == "while" and same is None:
+        same = [True] * len(eqn.invars)
+    return None if same is None else inner_flags(eqn, key, inner, same, _is_of_these_only)
 
 
 def region_body(eqn: Any) -> Any | None:

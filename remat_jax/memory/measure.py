@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
+from remat_jax.apply.replan import replan, replanned_from
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
@@ -23,7 +24,7 @@ from remat_jax.memory.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, Rule, as_block_policy
-from remat_jax.workload import Workload
+from remat_jax.workload import Step, Workload
 
 DEFAULT_TIMEOUT = 300.0
 
@@ -38,9 +39,10 @@ def measure(
 ) -> MemoryReport:
     """The memory of one training step of `workload` under `policy`, compiled for `target`; no GPU is needed or used.
 
-    The compiler runs in a process of its own. Where the policy offloads, a second step with `save` for `offload` is compiled
-    beside it, so that the receipt can say what the device gave back. The same question of the same workload object is
-    answered from memory, and what was compiled for a GPU before, from disk (`remat_jax.memory.cache`).
+    The compiler runs in a process of its own. Where the policy offloads, or `replan` made the loss with a policy that does, a
+    second step with `save` for `offload` is compiled beside it, so that the receipt can say what the device gave back. The
+    same question of the same workload object is answered from memory, and what was compiled for a GPU before, from disk
+    (`remat_jax.memory.cache`).
 
     A workload with a mesh is compiled for a target of as many devices (`"8x8xh200"`); what is told is what one of them needs.
 
@@ -125,9 +127,9 @@ def _measured(
 ) -> list[MemoryReport]:
     if not policies:
         return []
-    asked = [_Asked.of(policy) for policy in policies]
+    asked = [_Asked.of(policy, workload) for policy in policies]
     keys = _keys([policy for one in asked for policy in (one.policy, one.without_offload) if policy is not None])
-    programs = [export_step(key, workload.step(_given(policy)), described) for policy, key in keys.items()]
+    programs = [export_step(key, _step(workload, policy), described) for policy, key in keys.items()]
     with ThreadPoolExecutor(1) as pool, Children() as children:
         told: dict[str, Any] = {"timeout": timeout, "memory_limit": limit, "on_done": on_done, "children": children}
         compiling = pool.submit(compile_programs, programs, described, **told)
@@ -143,6 +145,13 @@ def _measured(
 
 
 @dataclass(frozen=True)
+class _NothingOffloaded:
+    """A policy, over a loss whose `replan` offloads, without that offload."""
+
+    policy: Any
+
+
+@dataclass(frozen=True)
 class _Asked:
     """A policy that is measured, and the one it is held against; a mapping from block to policy as its items."""
 
@@ -150,13 +159,32 @@ class _Asked:
     without_offload: Any
 
     @classmethod
-    def of(cls, policy: Any) -> _Asked:
+    def of(cls, policy: Any, workload: Workload) -> _Asked:
         if not isinstance(policy, dict):
             checked = as_block_policy(policy)
+            if not _offloads(checked) and _without_replanned_offload(workload) is not None:
+                return cls(checked, _NothingOffloaded(checked))
             return cls(checked, _saving(checked) if _offloads(checked) else None)
         entries = tuple((block, as_block_policy(one)) for block, one in policy.items())
         saving = tuple((block, _saving(one) if _offloads(one) else one) for block, one in entries)
         return cls(entries, saving if saving != entries else None)
+
+
+def _step(workload: Workload, policy: Any) -> Step:
+    if isinstance(policy, _NothingOffloaded):
+        loss = _without_replanned_offload(workload)
+        assert loss is not None
+        return workload.with_loss(loss).step(policy.policy)
+    return workload.step(_given(policy))
+
+
+def _without_replanned_offload(workload: Workload) -> Callable[..., Any] | None:
+    """The loss replanned with `save` for `offload`; None where it is none that `replan` offloads in."""
+    made = replanned_from(workload.own_loss) if workload.own_loss is not None else None
+    if made is None or not _offloads(made[1]):
+        return None
+    fn, policy = made
+    return replan(fn, _saving(policy))
 
 
 def _residuals(workload: Workload, policy: Any) -> ResidualTable | None:
@@ -199,6 +227,8 @@ def _saving(policy: Any) -> Policy | LayerPolicies:
 
 
 def _text(policy: Any) -> str:
+    if isinstance(policy, _NothingOffloaded):
+        return f"{_text(policy.policy)}, nothing offloaded"
     if isinstance(policy, tuple):
         return ", ".join(f"{getattr(block, '__name__', block)}: {_text(one)}" for block, one in policy)
     if isinstance(policy, LayerPolicies):

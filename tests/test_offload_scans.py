@@ -1,0 +1,224 @@
+"""Offloading in a model of several scans: what all rounds of a scan read stays where it is, the device gives back the rest."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import remat_jax as rj
+from examples.models import pi0
+from examples.models.pi0_config import Pi0Config
+from examples.models.siglip import SiglipBlock
+from remat_jax.errors import NoEffectError
+from tests.small_models import assert_bit_equal, assert_same, to_host, values
+
+LAYERS, ROWS, LENGTH, WIDTH, WORDS = 8, 16, 512, 256, 40000
+CARRIED = LAYERS * ROWS * LENGTH * WIDTH * 4
+
+
+def attend(weights: Any, x: Any, context: Any, bias: Any) -> Any:
+    """A block of plain functions: attention to `context`, and a product."""
+    scores = jnp.einsum("btd,bsd->bts", x @ weights["query"], context)
+    mixed = jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores + bias), context)
+    return x + jnp.tanh(mixed @ weights["out"])
+
+
+def encode(weights: Any, x: Any) -> Any:
+    return x + jnp.tanh(x @ weights["query"]) @ weights["out"]
+
+
+def encoder_and_decoder(params: Any, tokens: Any, visible: Any) -> Any:
+    """Two scans over `jax.checkpoint`; all rounds of the decoder read what the encoder gives, and one mask."""
+    bias = jnp.where(visible, 0.0, -1e9).astype(params["words"].dtype)
+    start = params["words"][tokens]
+    seen, _ = jax.lax.scan(lambda x, one: (jax.checkpoint(encode)(one, x), None), start, params["encoder"])
+    last, _ = jax.lax.scan(lambda x, one: (jax.checkpoint(attend)(one, x, seen, bias), None), jnp.sin(start), params["decoder"])
+    return jnp.mean(last**2)
+
+
+def structs() -> tuple[Any, tuple[Any, ...]]:
+    stack = {name: jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32) for name in ("query", "out")}
+    words = jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+    return {"words": words, "encoder": stack, "decoder": stack}, (tokens, jax.ShapeDtypeStruct((ROWS, LENGTH, LENGTH), bool))
+
+
+def measured(policy: str) -> rj.MemoryReport:
+    params, batch = structs()
+    loss = rj.replan(encoder_and_decoder, policy)
+    return rj.measure(rj.Workload(loss, params, batch, "*", optimizer=optax.adam(1e-3)), "off", "h200")
+
+
+def test_an_encoder_and_a_decoder_give_back_what_is_on_the_host() -> None:
+    full, offload = measured("full"), measured("offload_inputs")
+    assert offload.host_bytes == 2 * CARRIED
+    assert full.device_bytes - offload.device_bytes >= 0.9 * offload.host_bytes
+    assert offload.receipt is not None and offload.overlap is not None
+    assert offload.receipt.offered_bytes == offload.receipt.host_bytes == 2 * CARRIED
+    assert offload.receipt.returned_bytes == full.device_bytes - offload.device_bytes and full.receipt is None
+    assert offload.overlap.out.bytes == offload.overlap.back.bytes == 2 * CARRIED
+    # The backward pass of the decoder is the peak: no gradient of the encoder or of the table is there yet.
+    assert not [one for one in offload.live if one.phase == "backward" and one.shape.startswith(f"f32[{WORDS}")]
+
+
+def test_pi0_gives_back_what_is_on_the_host() -> None:
+    config = Pi0Config(
+        (256, 128), (2048, 512), 6, 4, 1, 64, 128, 512, 8, 2, image_size=84, vocab_size=20000, prompt_length=20, horizon=15
+    )
+    model = pi0.Pi0(config, scan=True)
+    observation, actions, time, noise = config.shapes(64)
+    params = jax.eval_shape(model.init, jax.random.key(0), observation, actions, time)["params"]
+    loss, blocks = functools.partial(pi0.flow_matching_loss, model), (pi0.JointLayer, SiglipBlock)
+    job = rj.Workload(loss, params, (observation, actions, noise, time), blocks, optimizer=optax.adam(1e-3), name="π0")
+    full, offload = (rj.measure(job, policy, "h200") for policy in ("full", "offload_inputs"))
+    tokens, suffix = config.image_tokens + config.prompt_length, config.horizon + 1
+    carried = 64 * 4 * (6 * (tokens * 256 + suffix * 128) + 8 * config.image_tokens * 128)
+    assert carried <= offload.host_bytes <= carried + 1024
+    assert full.device_bytes - offload.device_bytes >= 0.9 * offload.host_bytes
+
+
+def kept(loss: Callable[..., Any], *args: Any) -> list[tuple[tuple[int, ...], bool]]:
+    """What the backward pass of `loss` reads of more than two dimensions: its shape, and whether it is on the host."""
+    pullback = jax.make_jaxpr(lambda *args: jax.vjp(loss, *args)[1])(*args).jaxpr
+    made = {var: var.aval for var in pullback.outvars if not hasattr(var, "val") and var not in pullback.invars}
+    return [(aval.shape, "host" in str(aval.memory_space).lower()) for aval in made.values() if len(aval.shape) > 2]
+
+
+class Reader(nn.Module):
+    """A Linen block that reads a context."""
+
+    @nn.compact
+    def __call__(self, x: Any, context: Any) -> Any:
+        return x + jnp.tanh(nn.Dense(5, param_dtype=x.dtype)(x)) * context
+
+
+class NnxReader(nnx.Module):
+    """The same as an NNX block."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(5, 5, param_dtype=jnp.float64, rngs=rngs)
+
+    def __call__(self, x: Any, context: Any) -> Any:
+        return x + jnp.tanh(self.dense(x)) * context
+
+
+def linen(policy: str, context_of: Callable[[Any], Any]) -> tuple[Any, Any]:
+    block, x = Reader(), values(2, 3, 5)
+    params = jax.vmap(lambda key: block.init(key, x, x))(jax.random.split(jax.random.key(0), 4))
+
+    def loss(params: Any, x: Any) -> Any:
+        context = context_of(x)
+        return jnp.sum(jax.lax.scan(lambda x, one: (block.apply(one, x, context()), None), x, params)[0] ** 2)
+
+    return rj.checkpoint_blocks(loss, {Reader: policy}), params
+
+
+def in_nnx(policy: str, context_of: Callable[[Any], Any]) -> tuple[Any, Any]:
+    graphdef, one = nnx.split(NnxReader(nnx.Rngs(0)), nnx.Param)
+    params = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf, 3 * leaf, -leaf]), one)
+
+    def loss(params: Any, x: Any) -> Any:
+        context = context_of(x)
+        return jnp.sum(jax.lax.scan(lambda x, one: (nnx.merge(graphdef, one)(x, context()), None), x, params)[0] ** 2)
+
+    return rj.checkpoint_blocks(loss, {NnxReader: policy}), params
+
+
+def plain(policy: str, context_of: Callable[[Any], Any]) -> tuple[Any, Any]:
+    block = rj.remat(lambda x, context: x + jnp.tanh(x * 2) * context, policy)
+
+    def loss(params: Any, x: Any) -> Any:
+        context = context_of(x)
+        return params * jnp.sum(jax.lax.scan(lambda x, _: (block(x, context()), None), x, None, length=4)[0] ** 2)
+
+    return loss, jnp.asarray(1.5, jnp.float64)
+
+
+def replanned(policy: str, context_of: Callable[[Any], Any]) -> tuple[Any, Any]:
+    block = jax.checkpoint(lambda w, x, context: x + jnp.tanh(x @ w) * context)
+
+    def loss(params: Any, x: Any) -> Any:
+        context = context_of(x)
+        return jnp.sum(jax.lax.scan(lambda x, w: (block(w, x, context()), None), x, params)[0] ** 2)
+
+    return rj.replan(loss, policy), values(4, 5, 5, seed=1)
+
+
+CONTEXTS: dict[str, Callable[[Any], Callable[[], Any]]] = {
+    "made outside": lambda x: functools.partial(lambda made: made, jnp.sin(x)),
+    "made in every round": lambda x: lambda: jnp.sin(x),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("make", [linen, in_nnx, plain, replanned])
+def test_what_all_rounds_read_is_kept_once_on_the_device(x64: None, make: Callable[..., Any], context: str) -> None:
+    x, read = values(2, 3, 5, seed=2), CONTEXTS[context]
+    full, params = make("full", read)
+    offload, _ = make("offload_inputs", read)
+    assert to_host(jax.grad(offload, (0, 1)), params, x) == [(2, 3, 5)], "one array of each round"
+    assert [one for one in kept(offload, params, x) if one[1]] == [((4, 2, 3, 5), True)]
+    assert not [one for one in kept(offload, params, x) if one == ((4, 2, 3, 5), False)]
+    assert_same(jax.jit(jax.grad(offload, (0, 1)))(params, x), jax.jit(jax.grad(full, (0, 1)))(params, x))
+
+
+def test_what_the_rounds_hand_on_unchanged_is_kept_once(x64: None) -> None:
+    block = jax.checkpoint(lambda w, x, context: x + jnp.tanh(x @ w) * context)
+
+    def loss(params: Any, x: Any) -> Any:
+        def body(carry: Any, w: Any) -> Any:
+            return (block(w, *carry), carry[1]), None
+
+        return jnp.sum(jax.lax.scan(body, (x, jnp.sin(x)), params)[0][0])
+
+    x, params = values(2, 3, 5, seed=2), values(4, 5, 5, seed=1)
+    # JAX itself makes it a constant of the scan.
+    assert to_host(jax.grad(rj.replan(loss, "offload_inputs")), params, x) == [(2, 3, 5)]
+
+
+def test_in_scans_in_a_scan_what_differs_in_any_of_them_is_offloaded(x64: None) -> None:
+    block = jax.checkpoint(lambda w, x, inner, outer: x + jnp.tanh(x @ w) * inner * outer)
+
+    def loss(params: Any, x: Any) -> Any:
+        fixed = jnp.cos(x)
+
+        def group(x: Any, weights: Any) -> Any:
+            inner = jnp.sin(x)
+            return jax.lax.scan(lambda x, w: (block(w, x, inner, fixed), None), x, weights)[0], None
+
+        return jnp.sum(jax.lax.scan(group, x, params)[0])
+
+    x, params = values(2, 3, 5, seed=2), values(2, 4, 5, 5, seed=1)
+    assert to_host(jax.grad(rj.replan(loss, "offload_inputs")), params, x) == [(2, 3, 5)] * 2
+
+
+def test_outside_of_scans_every_input_is_offloaded(x64: None) -> None:
+    block = jax.checkpoint(lambda w, x, context: x + jnp.tanh(x @ w) * context)
+
+    def loss(params: Any, x: Any) -> Any:
+        context = jnp.sin(x)
+        for w in params:
+            x = block(w, jnp.cos(x), context)
+        return jnp.sum(x)
+
+    x, params = values(2, 3, 5, seed=2), [values(5, 5, seed=1)] * 2
+    offload = rj.replan(loss, "offload_inputs")
+    assert to_host(jax.grad(offload), params, x) == [(2, 3, 5)] * 4
+    assert_bit_equal(jax.grad(offload)(params, x), jax.grad(rj.replan(loss, "full"))(params, x))
+
+
+def test_a_selector_of_nothing_else_is_an_error() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        context = jnp.sin(x)
+        return jnp.sum(jax.lax.scan(lambda x, w: (x + jax.checkpoint(lambda c: jnp.sin(c) * w)(context), None), x, params)[0])
+
+    with pytest.raises(NoEffectError, match="@inputs"):
+        rj.replan(loss, "offload_inputs")(jnp.ones((3, 4)), jnp.ones(4))
