@@ -38,6 +38,47 @@ def is_staging() -> bool:
     return False
 
 
+def program_id(leaf: Any) -> int:
+    """The id of the program that the tracer `leaf` is part of; for an array, of the outermost that is being traced."""
+    frame = _frame_of(leaf)
+    if frame is None:
+        trace = _core.trace_ctx.trace
+        while trace is not None:
+            frame = trace if isinstance(trace, _pe.DynamicJaxprTrace) else frame
+            trace = getattr(trace, "parent_trace", None)
+    return id(frame)
+
+
+def is_from_outside_loop(leaf: Any) -> bool:
+    """Whether the body of a loop is being traced, and `leaf` is an array from outside of it, the same in every round."""
+    trace, inside = _core.trace_ctx.trace, []
+    while trace is not None:
+        if isinstance(trace, _pe.DynamicJaxprTrace):
+            inside.append(trace)
+        debug = getattr(getattr(trace, "frame", None), "debug_info", None)
+        if getattr(debug, "traced_for", None) in _LOOPS:
+            return all(_frame_of(leaf) is not one for one in inside)
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
+def is_differentiated(leaf: Any) -> bool:
+    """Whether a derivative along the tracer `leaf` is being taken now, and not of the program that it is part of, later."""
+    while isinstance(leaf, _core.Tracer):
+        if type(leaf).__name__ in ("LinearizeTracer", "JVPTracer"):
+            return True
+        leaf = getattr(leaf, "primal", getattr(leaf, "val", None))
+    return False
+
+
+def _frame_of(leaf: Any) -> Any:
+    while isinstance(leaf, _core.Tracer):
+        if isinstance(leaf, _pe.DynamicJaxprTracer):
+            return leaf._trace
+        leaf = getattr(leaf, "primal", getattr(leaf, "val", None))
+    return None
+
+
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is an array or a tracer (Python scalars, strings, None and objects are not)."""
     return isinstance(leaf, jax.Array | _core.Tracer) or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
