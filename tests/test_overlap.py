@@ -109,7 +109,7 @@ def test_a_block_of_long_ago_is_left_alone() -> None:
             one, other = block(w, one), block(w, other)
         return jnp.sum(one * other)
 
-    assert links(two_streams, w, x) == [0, 0, 2, 2, 2, 2]
+    assert links(two_streams, w, x) == [0, 0, 2, 1, 1, 1]
 
 
 def test_blocks_that_look_alike_from_outside_are_told_apart() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -57,9 +58,25 @@ def is_from_outside_loop(leaf: Any) -> bool:
             inside.append(trace)
         debug = getattr(getattr(trace, "frame", None), "debug_info", None)
         if getattr(debug, "traced_for", None) in _LOOPS:
-            return all(_frame_of(leaf) is not one for one in inside)
+            return all(_frame_of(leaf) is not one for one in inside) or _is_broadcast(leaf, debug)
         trace = getattr(trace, "parent_trace", None)
     return False
+
+
+# `nnx.scan` carries what it is asked to broadcast from round to round, in a list of its own: `args[0][3][0].data`.
+_BROADCAST = re.compile(r"\w+\[0\]\[3\]\[\d+\]\.data\b")
+
+
+def _is_broadcast(leaf: Any, debug: Any) -> bool:
+    """Whether `leaf` is an argument of the loop's body, described by `debug`, that `nnx.scan` broadcasts."""
+    while isinstance(leaf, _core.Tracer) and not isinstance(leaf, _pe.DynamicJaxprTracer):
+        leaf = getattr(leaf, "primal", getattr(leaf, "val", None))
+    arguments = getattr(getattr(getattr(leaf, "_trace", None), "frame", None), "invars", ())
+    names = getattr(debug, "arg_names", None) or ()
+    return any(
+        var is getattr(leaf, "val", None) and bool(_BROADCAST.match(str(name)))
+        for var, name in zip(arguments, names, strict=False)
+    )
 
 
 def is_differentiated(leaf: Any) -> bool:

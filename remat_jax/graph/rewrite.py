@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat_jax import compat
 from remat_jax.errors import UnsupportedError
 from remat_jax.graph.flow import flagged, has, inner_flags
+from remat_jax.graph.shared import note_loop_inputs
 from remat_jax.graph.walk import inner_jaxprs, interpret, retrace
 
 # What only looks at an array from another side: a parameter stays a parameter through these.
@@ -64,11 +66,13 @@ class _Rewriter:
         for key, value in inner_jaxprs(eqn).items():
             inner = [compat.closed(one) for one in (value if isinstance(value, tuple) else (value,))]
             given = inner_flags(eqn, key, inner[0], flags, _is_view)
+
+            def run(*args: Any, one: Any, given: Any = given) -> list[Any]:
+                note_loop_inputs(eqn, args)
+                return self.evaluate(one, args, given, path, looped=loop)
+
             with compat.inner_context(eqn):
-                new = [
-                    retrace(one, lambda *args, one=one, given=given: self.evaluate(one, args, given, path, looped=loop))
-                    for one in inner
-                ]
+                new = [retrace(one, functools.partial(run, one=one)) for one in inner]
             changed[key] = (
                 tuple(compat.like(a, b) for a, b in zip(new, value, strict=True))
                 if isinstance(value, tuple)

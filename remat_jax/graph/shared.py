@@ -91,10 +91,11 @@ def readings(values: Sequence[Any], names: Sequence[str | None]) -> dict[int, Re
     return found
 
 
-def same_in_every_round(values: Sequence[Any]) -> None:
-    """Note that `values`, arguments of a loop's body, are the same in every round."""
-    for value in values:
-        _reading(value).in_every_round = True
+def note_loop_inputs(eqn: Any, body_inputs: Sequence[Any]) -> None:
+    """Note which inputs of the body of the loop `eqn` are the same in every round, where the body is traced again."""
+    if eqn.primitive.name == "scan":
+        for value in body_inputs[: compat.scan_layout(eqn)[0]]:
+            _reading(value).in_every_round = True
 
 
 def _reading(value: Any) -> Reading:
