@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from remat_jax import compat
+from remat_jax.graph.shared import is_taken, offloaded_name
 from remat_jax.graph.walk import inner_jaxprs
 
 # What hands an array on unchanged: to the host, past a barrier, rounded to its own precision.
-_SAME = frozenset({"device_put", "reduce_precision", "copy", "optimization_barrier", "mul_identity", "stop_gradient"})
+_SAME = frozenset(
+    {"device_put", "reduce_precision", "copy", "optimization_barrier", "mul_identity", "stop_gradient", "shared_input_choice"}
+)
 _CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "shard_map", "custom_jvp_call", "custom_vjp_call", "remat2"}
 )
@@ -51,7 +54,9 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
             return Origin(("constant", id(atom)), "constant", "constant")
         eqn = makers[atom]
         index = eqn.outvars.index(atom)
-        name = compat.given_name(eqn)
+        if is_taken(eqn) is False or _is_unread_slice(eqn):
+            return Origin(("unread", id(atom)), "constant", "unread")
+        name = offloaded_name(eqn) or compat.given_name(eqn)
         here = compat.layers_of(eqn) or layers
         if name is not None:
             under = origin(jaxpr, eqn.invars[0], outer, layers)
@@ -60,8 +65,6 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
                 # What a checkpoint gives has its name inside: the one around it knows only that it is called.
                 return replace(under, key=atom, layers=under.layers or here, aliases=(name, *under.aliases))
             return Origin(atom, "named", name, _source(makers.get(eqn.invars[0]), eqn), layers=here, aliases=aliases)
-        if _is_unread_slice(eqn):
-            return Origin(("unread", id(atom)), "constant", "slice")
         if eqn.primitive.name in _SAME or _divides_a_stack(eqn):
             atom = eqn.invars[index]
         elif eqn.primitive.name in _CALLS:

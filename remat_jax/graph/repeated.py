@@ -142,7 +142,8 @@ class _Renaming:
         candidates = {self._name(name): replace(one, name=self._name(name)) for name, one in named.candidates.items()}
         shapes = {self._name(name): shape for name, shape in named.shapes.items()}
         counts = Counter({self._moved(base): count for base, count in named.counts.items()})
-        return Named(lambda: self.jaxpr(named.jaxpr), self._paths[1], candidates, shapes, counts)
+        inputs = tuple(None if name is None else self._name(name) for name in named.inputs)
+        return Named(lambda: self.jaxpr(named.jaxpr), self._paths[1], candidates, shapes, counts, inputs)
 
     def jaxpr(self, jaxpr: Any) -> Any:
         """The closed or open `jaxpr` with the other names; itself where it has none."""

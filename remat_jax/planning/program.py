@@ -131,7 +131,7 @@ class Program:
         return self._prices[key]
 
     def _priced(self, saved: frozenset[str], offloaded: frozenset[str], rates: HasSeconds) -> Price:
-        away = {array for array in self.arrays if offloaded.intersection(array.names)}
+        away = {array for array in self.arrays if offloaded.intersection(array.names)} - self._shared
         here = {array for array in self.arrays if saved.intersection(array.names)} | self._given
         again = region(self.flat.eqns, self.needed, here | away)
         read = {*self.needed, *(array for one in again for array in one.inputs)}
@@ -145,6 +145,11 @@ class Program:
             sum(array.bytes for array in kept),
             host,
         )
+
+    @cached_property
+    def _shared(self) -> frozenset[Array]:
+        """The inputs that other blocks or rounds read, too: they stay on the device whatever a policy says."""
+        return frozenset(array for array, shared in zip(self.flat.inputs, self.call.shared, strict=True) if shared)
 
     @property
     def saved_bytes(self) -> int:
