@@ -195,7 +195,12 @@ def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
 
 def trace_context(default: Any) -> Callable[[Any], contextlib.AbstractContextManager[Any]]:
     """A context whose value is part of JAX's trace caches: another value, another trace of every `jit` inside."""
-    return jax.make_user_context(default)
+    context = jax.make_user_context(default)
+    _contexts.append((context, default))
+    return context
+
+
+_contexts: list[tuple[Any, Any]] = []
 
 
 def trace_context_value(context: Any) -> Any:
@@ -206,3 +211,11 @@ def trace_context_value(context: Any) -> Any:
 def trace_settings() -> Any:
     """Every setting of JAX's that a trace depends on, to compare with those of another moment."""
     return _config.trace_context()
+
+
+def jax_settings() -> Any:
+    """The settings of JAX's alone: the same under every policy of ours."""
+    with contextlib.ExitStack() as defaults:
+        for context, default in _contexts:
+            defaults.enter_context(context(default))
+        return _config.trace_context()
