@@ -17,6 +17,7 @@ from remat_jax.hardware import target as target_named
 from remat_jax.memory.devices import check_devices
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.policy import LayerPolicies, Policy, as_block_policy, is_off
+from remat_jax.warning import silenced
 from remat_jax.workload import Workload
 
 TRAPS = (
@@ -37,6 +38,7 @@ REFUSED = frozenset({"unmatched_name", "unreached_block", "offload_without_effec
 """What `checkpoint_blocks` refuses in a policy of the workload's: there is no step to compile then."""
 
 
+@silenced()  # the findings say it
 def doctor(workload: Workload, policy: Any, target: str | Target | None = None, timeout: float = DEFAULT_TIMEOUT) -> Diagnosis:
     """Name every known trap in `workload` under `policy`, where it is, what it does, and the remedy.
 

@@ -23,6 +23,7 @@ from remat_jax.memory.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, Rule, as_block_policy
+from remat_jax.warning import silenced, warn
 from remat_jax.workload import Workload
 
 DEFAULT_TIMEOUT = 300.0
@@ -73,7 +74,9 @@ def measure(
     >>> measure(job, "full").argument_bytes  # two kernels, two biases, the batch
     640
     """
-    return measure_many(workload, [policy], target, timeout, memory_limit=memory_limit)[0]
+    report = measure_many(workload, [policy], target, timeout, memory_limit=memory_limit)[0]
+    warn(report.warnings)
+    return report
 
 
 def measure_many(
@@ -161,7 +164,8 @@ class _Asked:
 
 def _residuals(workload: Workload, policy: Any) -> ResidualTable | None:
     """What `policy` keeps; None of a workload of a step, whose backward pass is not to be seen."""
-    return residuals(workload, _given(policy)) if workload.has_loss else None
+    with silenced():  # the report has this warning too
+        return residuals(workload, _given(policy)) if workload.has_loss else None
 
 
 def _given(policy: Any) -> Any:

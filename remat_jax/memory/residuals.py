@@ -15,6 +15,7 @@ from remat_jax.graph.origins import Origin, is_on_host, origin
 from remat_jax.graph.walk import block_under_checkpoint
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy, is_off
 from remat_jax.report.tables import format_bytes, render, table
+from remat_jax.warning import warn
 from remat_jax.workload import Workload
 
 _SHOWN = 40
@@ -166,6 +167,7 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
         rows += again
         # A policy that computes something again has an effect; looking costs another trace.
         warning = None if again else _overruled(workload, everything)
+        warn(warning)
     order = [action.value for action in Action]
     rows.sort(key=lambda row: (order.index(row.action), -row.bytes, row.name))
     text = str(checked) if checked is not None else "; ".join(f"{block}: {one}" for block, one in policy.items())

@@ -19,6 +19,7 @@ from remat_jax.memory.residuals import ResidualTable
 from remat_jax.planning import Plan
 from remat_jax.planning.problem import Described, describe, extra_seconds, recompute_flops
 from remat_jax.policy import NAMED, as_block_policy, is_off
+from remat_jax.warning import silenced
 from remat_jax.workload import Workload
 
 Progress = Callable[[str, int, int], None]
@@ -62,6 +63,7 @@ class Comparison:
     described: Described | None = None
 
 
+@silenced()  # the page says it
 def compare(
     workload: Workload, policies: Sequence[Any] | None, target: Target, plan: Plan | None, timeout: float, tell: Progress
 ) -> Comparison:

@@ -34,6 +34,7 @@ from remat_jax.planning.proposals import Proposals
 from remat_jax.planning.search import MOST_COMPILED, MOST_RUNS, Search
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
 from remat_jax.policy import NAMED
+from remat_jax.warning import silenced, warn
 from remat_jax.workload import Workload
 
 
@@ -90,10 +91,17 @@ def plan(
     _check(workload, timeout)
     check_devices(workload, described_target)
     check_arguments_fit(workload, device)
-    with Kernels.temporary() as kernels:
-        return _Making(workload, device, described_target, host, timeout, progress or _silent, kernels).plan()
+    with silenced(), Kernels.temporary() as kernels:
+        made = _Making(workload, device, described_target, host, timeout, progress or _silent, kernels).plan()
+    warn(note for note in made.notes if not note.startswith(_OF_THE_SEARCH))
+    return made
 
 
+# Notes on how far the search went; the other notes change what the plan's step does, and are warnings too.
+_OF_THE_SEARCH = ("Not shown", "Left out")
+
+
+@silenced()
 def leanest(
     workload: Workload, budget: int, target: Target, host_budget: int | None, *, timeout: float = DEFAULT_TIMEOUT
 ) -> tuple[int | None, InfeasibleBudget | None]:
