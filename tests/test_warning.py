@@ -15,7 +15,7 @@ from remat_jax import compat, warning
 from remat_jax.hardware import quiet
 
 ROOT = Path(__file__).resolve().parents[1]
-LINE = ROOT / "remat_jax" / "hardware" / "remat_jax_quiet.pth"
+LINE = ROOT / "remat_jax_quiet.pth"
 NO_GPU = not any(Path(one).exists() for one in quiet.DEVICES)
 WITHOUT_GPU = pytest.mark.skipif(
     not (NO_GPU and compat.gpu_compiler_installed()), reason="JAX's CUDA plugin is not installed, or there is a GPU for it"
