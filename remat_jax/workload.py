@@ -12,8 +12,10 @@ from flax import linen, nnx
 from jax.sharding import AbstractMesh
 
 from remat_jax import compat
-from remat_jax.apply.blocks import checkpoint_blocks
+from remat_jax.apply.blocks import under_policies
 from remat_jax.apply.nnx import known_paths
+from remat_jax.apply.own_checkpoints import check_choice
+from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.apply.switch import repeated_modules
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.mesh import (
@@ -83,6 +85,8 @@ class Workload:
         them, or a function of an array's path and the leaf that gives one; None and what is left out mean replicated. An
         optimizer's state lies as its parameters do.
       name: what reports call it.
+      own_checkpoints: the model's own checkpoints around the blocks give way to policies, as in `checkpoint_blocks`; `"keep"`
+        leaves them, with a `RematWarning`. Under `"off"` the model stays as its author wrote it.
 
     Raises:
       ArgumentError: naming the argument, its value, what was expected and the remedy.
@@ -112,6 +116,7 @@ class Workload:
         mesh: Any = None,
         shardings: Any = None,
         name: str | None = None,
+        own_checkpoints: str = "replace",
     ) -> None:
         if not callable(loss):
             raise ArgumentError(f"loss={loss!r}: expected a function loss(params, *batch)")
@@ -119,6 +124,8 @@ class Workload:
             raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
         if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(f"optimizer={optimizer!r}: expected an optax optimizer, with init and update")
+        self.own_checkpoints, self.replaced_checkpoints = own_checkpoints, 0
+        check_choice(own_checkpoints)
         self.batch, self.optimizer = _structs(batch, "batch"), optimizer
         self.params = _structs(params, "params")
         self.mesh, self.shardings = _on_mesh(mesh, shardings, self.params, self.batch)
@@ -138,6 +145,7 @@ class Workload:
         blocks: Any,
         donate_argnums: int | Sequence[int] = (),
         name: str | None = None,
+        own_checkpoints: str = "replace",
     ) -> Workload:
         """A finished train step as it is; a `jit` around it or inside it is fine.
 
@@ -146,6 +154,8 @@ class Workload:
         self = cls.__new__(cls)
         if not callable(step):
             raise ArgumentError(f"step={step!r}: expected a function, the training step")
+        self.own_checkpoints, self.replaced_checkpoints = own_checkpoints, 0
+        check_choice(own_checkpoints)
         self.loss, self.optimizer, self.trainable, self.mesh, self.shardings = step, None, None, None, ()
         self.params, self.batch, self.has_aux, self.donate = None, (), False, bool(donate_argnums)
         self.blocks, self.name = _checked_blocks(blocks), name or str(getattr(step, "__name__", "step"))
@@ -223,7 +233,7 @@ class Workload:
             # What an NNX model keeps beside its parameters is no argument that a caller knows of.
             first, others = argument_shardings(found, shardings, self.params, self.batch[self._states :])
             shardings = (first, *[None] * self._states, *others)
-        kinds = ("optimizer", "trainable", "has_aux", "donate", "name")
+        kinds = ("optimizer", "trainable", "has_aux", "donate", "name", "own_checkpoints")
         options = {name: getattr(self, name) for name in kinds}
         made = Workload(self._own_loss, self.params, self.batch, self.blocks, mesh=found, shardings=shardings, **options)
         made._states = self._states
@@ -233,12 +243,21 @@ class Workload:
 
     def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
         """`fn` with `policy` (or one for each layer) on every block of the workload; a mapping from blocks goes as it is."""
-        if isinstance(policy, dict):
-            return checkpoint_blocks(fn, policy)
-        checked = as_block_policy(policy)
-        if is_off(checked):
-            return fn
-        return checkpoint_blocks(fn, dict.fromkeys(self.blocks, checked))
+        if not isinstance(policy, dict):
+            checked = as_block_policy(policy)
+            if is_off(checked):
+                return fn
+            policy = dict.fromkeys(self.blocks, checked)
+        return under_policies(fn, self.block_policies(policy), self.note_replaced)
+
+    def block_policies(self, policies: dict[Any, Any]) -> BlockPolicies:
+        """Checked `policies` for the workload's blocks, with its choice about the model's own checkpoints."""
+        return BlockPolicies.of(policies, keeps=check_choice(self.own_checkpoints))
+
+    def note_replaced(self, found: Record) -> None:
+        """Remember how many checkpoints of the model's own gave way in a call."""
+        # A `jit` that was traced before hides its checkpoints from later traces.
+        self.replaced_checkpoints = max(self.replaced_checkpoints, found.replaced)
 
     @property
     def has_loss(self) -> bool:

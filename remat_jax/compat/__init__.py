@@ -45,11 +45,15 @@ from remat_jax.compat.jaxprs import (
     uses_references,
 )
 from remat_jax.compat.limits import limits
+from remat_jax.compat.own_checkpoints import let_checkpoints_give_way
 from remat_jax.compat.rematerialisation import (
     BLOCK_NAME,
     OFFLOAD,
     bind_established,
     bind_name,
+    binding_ours,
+    block_name,
+    blocks_around_which,
     checkpoint_parts,
     classic_rematerialisation,
     given_name,
@@ -59,6 +63,7 @@ from remat_jax.compat.rematerialisation import (
     kind,
     offloaded_by,
     remat3,
+    replaces_checkpoints,
     require_named_policies,
 )
 from remat_jax.compat.tracing import (
@@ -95,6 +100,11 @@ __all__ = [
     "checkpoint_parts",
     "bind_established",
     "bind_name",
+    "binding_ours",
+    "block_name",
+    "blocks_around_which",
+    "let_checkpoints_give_way",
+    "replaces_checkpoints",
     "classic_rematerialisation",
     "closed",
     "CUDNN_CHECK",
