@@ -17,7 +17,8 @@ from remat_jax.apply.nnx import known_paths
 from remat_jax.apply.own_checkpoints import check_choice
 from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.apply.switch import repeated_modules
-from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.errors import ArgumentError, RematError, UnsupportedError
+from remat_jax.graph.walk import checkpoints_around_blocks
 from remat_jax.mesh import (
     argument_shardings,
     as_mesh,
@@ -32,8 +33,23 @@ from remat_jax.policy import as_block_policy, is_off
 from remat_jax.train import OffloadedOptimizer, plain
 from remat_jax.train.structs import result_structs, struct
 from remat_jax.train.trainable import check_trained, path_text, split
+from remat_jax.warning import silenced
 
 Blocks = tuple[type | str, ...]
+
+AS_WRITTEN = "as written"
+"""What tables call the step under the checkpoints of the model's own, where it has some around the blocks."""
+
+
+def replaced_text(replaced: int) -> str:
+    """The sentence of a report that says how many checkpoints of the model's own gave way.
+
+    >>> replaced_text(1)
+    'The policy takes the place of 1 checkpoint of the model\'s own around the blocks (a scanned one counts once)'
+    """
+    checkpoints = "checkpoint" if replaced == 1 else "checkpoints"
+    which = f"{replaced} {checkpoints} of the model's own around the blocks"
+    return f"The policy takes the place of {which} (a scanned one counts once)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +117,7 @@ class Workload:
     """
 
     name: str
+    _replaced: int | None
 
     def __init__(
         self,
@@ -124,7 +141,7 @@ class Workload:
             raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
         if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(f"optimizer={optimizer!r}: expected an optax optimizer, with init and update")
-        self.own_checkpoints, self.replaced_checkpoints = own_checkpoints, 0
+        self.own_checkpoints, self._replaced = own_checkpoints, None
         check_choice(own_checkpoints)
         self.batch, self.optimizer = _structs(batch, "batch"), optimizer
         self.params = _structs(params, "params")
@@ -154,7 +171,7 @@ class Workload:
         self = cls.__new__(cls)
         if not callable(step):
             raise ArgumentError(f"step={step!r}: expected a function, the training step")
-        self.own_checkpoints, self.replaced_checkpoints = own_checkpoints, 0
+        self.own_checkpoints, self._replaced = own_checkpoints, None
         check_choice(own_checkpoints)
         self.loss, self.optimizer, self.trainable, self.mesh, self.shardings = step, None, None, None, ()
         self.params, self.batch, self.has_aux, self.donate = None, (), False, bool(donate_argnums)
@@ -255,9 +272,39 @@ class Workload:
         return BlockPolicies.of(policies, keeps=check_choice(self.own_checkpoints))
 
     def note_replaced(self, found: Record) -> None:
-        """Remember how many checkpoints of the model's own gave way in a call."""
-        # A `jit` that was traced before hides its checkpoints from later traces.
-        self.replaced_checkpoints = max(self.replaced_checkpoints, found.replaced)
+        """Remember whether checkpoints of the model's own gave way in a call."""
+        if found.replaced == 0 and self._replaced is None:
+            self._replaced = 0
+        elif found.replaced and not self._replaced:
+            # A body that is traced twice is one checkpoint: they are counted when somebody asks.
+            self._replaced = None
+
+    @property
+    def replaced_checkpoints(self) -> int:
+        """How many checkpoints of the model's own around the blocks give way to a policy; a scanned one counts once."""
+        if self._replaced is None:
+            self._replaced = self._counted_checkpoints()
+        return self._replaced
+
+    def _counted_checkpoints(self) -> int:
+        if self.own_checkpoints == "keep":
+            return 0
+        loss, arguments = self.loss, (self.params, *self.batch)
+        if self._finished is not None:
+            loss, arguments = self._finished.function, self._finished.arguments
+        kept = under_policies(loss, BlockPolicies.of(dict.fromkeys(self.blocks, "full"), keeps=True))
+        try:
+            with silenced():
+                return checkpoints_around_blocks(jax.make_jaxpr(kept)(*arguments))
+        except RematError:
+            return 0
+
+    def policy_text(self, text: str) -> str:
+        """What tables call the policy with this text.
+
+        `off` is the step as written, where the model has checkpoints of its own.
+        """
+        return AS_WRITTEN if text == "off" and self.replaced_checkpoints else text
 
     @property
     def has_loss(self) -> bool:

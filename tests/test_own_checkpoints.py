@@ -53,7 +53,7 @@ class Scanned(nn.Module):
 
 
 class Lifted(nn.Module):
-    """The block stands in a module that is lifted: a `vmap` over two copies, under a `jit`, under a checkpoint, under a scan."""
+    """The block stands in lifted modules: a `vmap` over two copies, under a `jit`, under a checkpoint, under a scan."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -152,7 +152,12 @@ class Bridged(nnx.Module):
 
 def of_nnx(model: nnx.Module, block: type) -> tuple[Callable[..., Any], type, Any]:
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    return (lambda params, x: (nnx.merge(graphdef, params, rest)(x) ** 2).mean()), block, params
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        # Copied, so that Flax lets the model count its random numbers here.
+        return jnp.mean(nnx.merge(graphdef, *jax.tree.map(lambda leaf: leaf, (params, rest)))(x) ** 2)
+
+    return loss, block, params
 
 
 # The models, and the products of their gradient where nothing is computed again.
@@ -185,7 +190,9 @@ def test_the_policy_takes_the_place_of_the_models_own_checkpoint(name: str) -> N
     dots = rj.checkpoint_blocks(loss, {block: "dots"})
     by_layer = rj.checkpoint_blocks(loss, {block: "2 x full | 2 x dots"})
     again = LAYERS
-    counts = [matmuls(jax.value_and_grad(f), params, X) for f in (loss, rj.checkpoint_blocks(loss, {block: "full"}), dots, by_layer)]
+    counts = [
+        matmuls(jax.value_and_grad(f), params, X) for f in (loss, rj.checkpoint_blocks(loss, {block: "full"}), dots, by_layer)
+    ]
     # Each block's first product is computed again, where it is not saved.
     assert counts == [plain + again, plain + again, plain, plain + again // 2]
     assert_gradients_agree(loss, dots, params)
@@ -306,3 +313,73 @@ def test_residuals_are_those_of_the_same_model_without_checkpoints(policy: str) 
         (r.device_bytes, r.host_bytes, r.recompute_bytes) for r in tables[1:]
     ]
     assert tables[0].warning is None
+
+
+class Wide(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return x + nn.Dense(64, name="down")(jnp.tanh(nn.Dense(256, name="up")(x))), None
+
+
+class WideNet(nn.Module):
+    own: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return scanned(nn.remat(Wide, prevent_cse=False) if self.own else Wide, 8)(name="layers")(x, None)[0]
+
+
+def wide(own: bool = True) -> rj.Workload:
+    net, x = WideNet(own), jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    params = jax.eval_shape(net.init, jax.random.key(0), x)
+    return rj.Workload(lambda p, x: (net.apply(p, x) ** 2).mean(), params, (x,), blocks=Wide, name="wide")
+
+
+REPLACED = "The policy takes the place of 1 checkpoint of the model's own around the blocks (a scanned one counts once)"
+
+
+def test_reports_say_how_many_gave_way() -> None:
+    job = wide()
+    report, table, found = rj.measure(job, "dots"), rj.residuals(job, "dots"), rj.doctor(job, "dots")
+    for one in (report, table, found):
+        assert one.replaced_checkpoints == one.to_dict()["replaced_checkpoints"] == 1
+        assert REPLACED in " ".join(str(one).split()), one
+    assert found.ok
+    # Each of four unrolled ones counts.
+    loss, block, params = linen(Unrolled(), Block)
+    assert rj.residuals(rj.Workload(loss, params, (X,), blocks=block), "full").replaced_checkpoints == LAYERS
+    plain = rj.measure(wide(own=False), "dots")
+    assert plain.replaced_checkpoints == 0 and "own" not in str(plain)
+
+
+def test_off_is_the_step_as_written() -> None:
+    job, plain = wide(), wide(own=False)
+    written, without = rj.measure(job, "off"), rj.measure(plain, "off")
+    assert (written.policy, without.policy) == ("as written", "off")
+    # Its author wrote `nn.remat`, which is `full`; `everything` keeps what the model without checkpoints does.
+    assert written.residual_device_bytes == rj.measure(job, "full").residual_device_bytes
+    assert rj.residuals(job, "everything").device_bytes == without.residual_device_bytes
+    assert written.replaced_checkpoints == 0
+
+
+def test_a_plan_is_that_of_the_model_without_checkpoints_and_applies_to_the_loss_as_written() -> None:
+    job = wide()
+    budget = rj.measure(job, "dots").device_bytes
+    plan, plain = (rj.plan(one, budget, "cpu") for one in (job, wide(own=False)))
+    assert (plan.device_bytes, plan.recompute_flops) == (plain.device_bytes, plain.recompute_flops)
+    assert plan.device_bytes <= budget and REPLACED in plan.notes
+    rows = {one.name: one for one in plan.named}
+    assert "off" not in rows and rows["as written"].compiled
+    # `nn.remat` without a policy recomputes what `full` does.
+    assert rows["as written"].seconds == pytest.approx(rows["full"].seconds, rel=1e-6)
+    net, x = WideNet(), jax.random.normal(jax.random.key(0), (512, 64))
+    params = net.init(jax.random.key(1), x)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return (net.apply(params, x) ** 2).mean()
+
+    counted = [matmuls(jax.value_and_grad(f), params, x) for f in (loss, plan.apply(loss))]
+    # As written the first product of each of eight layers is computed again.
+    assert counted[0] == 48 + 8 and 48 <= counted[1] < counted[0]
+    for a, b in zip(*(jax.tree.leaves(jax.grad(f)(params, x)) for f in (loss, plan.apply(loss))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

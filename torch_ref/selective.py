@@ -27,8 +27,8 @@ def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *ar
     operator is one primitive (`mm`, `addmm`, `bmm`, `baddbmm` are `dot_general`, `convolution` is
     `conv_general_dilated`, `sigmoid` is `logistic`, …), else ATen's (`native_layer_norm`). `@dots` are these products
     and convolutions; `@convs` are the convolutions; `@dots_with_no_batch_dims` are `mm`, `addmm` and products with a
-    vector; `@inputs` are the tensor arguments, called `path:input#k`, keywords in alphabetical order. Arguments are kept whatever the policy says, and
-    only `offload` moves them; parameters stay on the device.
+    vector; `@inputs` are the tensor arguments, called `path:input#k`, keywords in alphabetical order. Arguments are kept
+    whatever the policy says, and only `offload` moves them; parameters stay on the device.
 
     What is different from JAX, by PyTorch's nature:
 

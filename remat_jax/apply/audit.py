@@ -126,8 +126,8 @@ def _check_policy(policy: Policy, seen: _Seen, where: str) -> None:
         if selector in (seen.unmatched or ()) and selector != "*":
             raise NoEffectError(
                 f"policy={str(policy)!r}{where}: the selector {selector!r} matches no residual of {blocks}."
-                f"{_of_convolutions(policy, seen)}{closest(selector, seen.candidates)} Its residuals are: {_some(seen.candidates, 8)}. "
-                "Correct the selector or leave it out."
+                f"{_of_convolutions(policy, seen)}{closest(selector, seen.candidates)} "
+                f"Its residuals are: {_some(seen.candidates, 8)}. Correct the selector or leave it out."
             )
 
 

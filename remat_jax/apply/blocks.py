@@ -15,9 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def checkpoint_blocks(
-    fn: Callable[P, R], policies: Mapping[Block, Any], *, own_checkpoints: str = "replace"
-) -> Callable[P, R]:
+def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_checkpoints: str = "replace") -> Callable[P, R]:
     """`fn` with a policy on every call of the named blocks; the model is not edited.
 
     Parameter names and values, outputs and gradients are those of `fn`. A `jit` inside `fn` is traced anew under each set of
@@ -34,8 +32,8 @@ def checkpoint_blocks(
         then be a function that can be traced, and that takes no gradient of the blocks itself. A call that is not under `jit`
         traces it every time, and compiles what no earlier call did; all of it where a `custom_vjp`, a callback or a policy of
         `jax.checkpoint` is inside.
-      own_checkpoints: `"keep"` leaves the model's own checkpoints around the blocks, where they throw away what a policy keeps; a
-        `RematWarning` says so.
+      own_checkpoints: `"keep"` leaves the model's own checkpoints around the blocks, where they throw away what a policy
+        keeps; a `RematWarning` says so.
 
     Raises:
       ArgumentError, PolicyError: at once, for what is no function, a wrong key or value.
@@ -64,9 +62,7 @@ def checkpoint_blocks(
     return under_policies(fn, BlockPolicies.of(policies, keeps=check_choice(own_checkpoints)))
 
 
-def under_policies(
-    fn: Callable[P, R], checked: BlockPolicies, tell: Callable[[Record], None] | None = None
-) -> Callable[P, R]:
+def under_policies(fn: Callable[P, R], checked: BlockPolicies, tell: Callable[[Record], None] | None = None) -> Callable[P, R]:
     """`checkpoint_blocks` of checked policies; `tell` gets the record of each call."""
     if not callable(fn):
         raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")

@@ -1,8 +1,9 @@
 """A model's own checkpoints around blocks give way to the policies of the blocks.
 
 A checkpoint around a checkpointed block throws away what the block's policy keeps. When JAX binds a region of `jax.checkpoint`,
-its body is traced, and its blocks are in it: where one of them has a policy, the body is evaluated in the region's place. So it
-does not matter what stands between the region and the block (a scan, a lifted transform, `nnx.bridge`), nor what made the region.
+its body is traced, and its blocks are in it: where one of them has a policy, the body is evaluated in the region's place. So
+it does not matter what stands between the region and the block (a scan, a lifted transform, `nnx.bridge`), nor what made the
+region.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from remat_jax.warning import warn
 CHOICES = ("replace", "keep")
 
 KEPT = (
-    "own_checkpoints='keep': the blocks stand inside checkpoints of the model's own (nn.remat, jax.checkpoint), which throw away "
-    "what a policy keeps; leave own_checkpoints out, and the policy takes their place"
+    "own_checkpoints='keep': the blocks stand inside checkpoints of the model's own (nn.remat, jax.checkpoint), which throw "
+    "away what a policy keeps; leave own_checkpoints out, and the policy takes their place"
 )
 
 

@@ -23,9 +23,7 @@ from remat_jax.policy import as_policy
 T = TypeVar("T")
 
 
-def enable_gradient_checkpointing(
-    model: T, policy: Any = "full", *, blocks: Any = None, own_checkpoints: str = "replace"
-) -> T:
+def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any = None, own_checkpoints: str = "replace") -> T:
     """`model` with `policy` on its blocks from now on.
 
     An NNX model is changed in place (and returned): its blocks change their class to a checkpointed subclass of the same name,

@@ -105,6 +105,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     if none:
         return Diagnosis(workload.name, "None", _name(described), merged(none), 0)
     policies, text = _policies(workload, policy)
+    replaced = workload.replaced_checkpoints if policies is not None else 0
     observed = observe(workload, policies)
     found = [finding for trap in TRAPS for finding in trap(observed)]
     is_refused = policies is not None and bool(REFUSED & {one.trap for one in found})
@@ -112,7 +113,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
         found += compiled_traps(observed, described, timeout)
     else:
         found += pinned_pool(observed)
-    return Diagnosis(workload.name, text, _name(described), merged(found), len(observed.regions))
+    return Diagnosis(workload.name, text, _name(described), merged(found), len(observed.regions), replaced)
 
 
 def _name(target: Target | None) -> str | None:

@@ -2,7 +2,8 @@
 
 The extra `gpu-compile` installs the plugin without NVIDIA's libraries. When JAX starts, the plugin looks for them, and JAX
 prints a traceback of twenty lines about cuDNN. Where no NVIDIA device is, there is nothing that these libraries could run on,
-and the plugin is asked not to look. The wheel's `remat_jax_quiet.pth` does the same for scripts that do not import this package.
+and the plugin is asked not to look. The wheel's `remat_jax_quiet.pth` does the same for scripts that do not import this
+package.
 """
 
 from __future__ import annotations

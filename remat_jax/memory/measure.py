@@ -22,7 +22,7 @@ from remat_jax.memory.limit import limit_bytes
 from remat_jax.memory.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, residuals
-from remat_jax.policy import Action, LayerPolicies, Policy, Rule, as_block_policy
+from remat_jax.policy import Action, LayerPolicies, Policy, Rule, as_block_policy, is_off
 from remat_jax.warning import silenced, warn
 from remat_jax.workload import Workload
 
@@ -223,7 +223,7 @@ def _report(
     found = sizes[asked.policy]
     report = MemoryReport(
         workload=workload.name,
-        policy=_text(asked.policy),
+        policy=workload.policy_text(_text(asked.policy)),
         target=target.name,
         device_bytes=found.device,
         temp_bytes=found.temp,
@@ -247,6 +247,7 @@ def _report(
         memory_limit=limit,
         compiler_options=found.limit_options,
         step_seconds=found.step_seconds,
+        replaced_checkpoints=0 if is_off(asked.policy) else workload.replaced_checkpoints,
     )
     offers = asked.without_offload is not None or (kept is not None and kept.host_bytes > 0)
     if not offers and not is_miscompiled(found):

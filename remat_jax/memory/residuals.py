@@ -16,7 +16,7 @@ from remat_jax.graph.walk import block_under_checkpoint
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy, is_off
 from remat_jax.report.tables import format_bytes, render, table
 from remat_jax.warning import warn
-from remat_jax.workload import Workload
+from remat_jax.workload import Workload, replaced_text
 
 _SHOWN = 40
 """Rows of a printed table; `to_dict` has them all."""
@@ -60,11 +60,13 @@ class ResidualTable:
       device_bytes, host_bytes: what is kept between the passes, in device and in host memory.
       recompute_bytes: what the backward pass makes again.
       warning: that the policy cannot keep anything, because the blocks stand inside checkpoints of the model's own.
+      replaced_checkpoints: how many checkpoints of the model's own around the blocks gave way to the policy.
     """
 
     rows: tuple[Residual, ...]
     policy: str
     warning: str | None = None
+    replaced_checkpoints: int = 0
 
     def _total(self, action: Action) -> int:
         return sum(row.bytes for row in self.rows if row.action == action.value)
@@ -98,6 +100,7 @@ class ResidualTable:
             "host_bytes": self.host_bytes,
             "recompute_bytes": self.recompute_bytes,
             "warning": self.warning,
+            "replaced_checkpoints": self.replaced_checkpoints,
             "rows": [asdict(row) for row in self.rows],
         }
 
@@ -120,7 +123,8 @@ class ResidualTable:
         ]
         columns = ("residual", *(("layers",) if by_layer else ()), "shape", "dtype", "size", "action", "source")
         rest = f"and {len(hidden)} more, {format_bytes(sum(row.bytes for row in hidden))}" if hidden else None
-        caption = "\n".join(filter(None, (rest, f"warning: {self.warning}" if self.warning else None)))
+        replaced = replaced_text(self.replaced_checkpoints) if self.replaced_checkpoints else None
+        caption = "\n".join(filter(None, (rest, replaced, f"warning: {self.warning}" if self.warning else None)))
         formats = {"size": format_bytes}
         return table(f"residuals under {self.policy}: {title}", columns, rows, formats=formats, caption=caption or None)
 
@@ -171,7 +175,8 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
     order = [action.value for action in Action]
     rows.sort(key=lambda row: (order.index(row.action), -row.bytes, row.name))
     text = str(checked) if checked is not None else "; ".join(f"{block}: {one}" for block, one in policy.items())
-    return ResidualTable(tuple(rows), text, warning)
+    replaced = 0 if is_off(checked) else workload.replaced_checkpoints
+    return ResidualTable(tuple(rows), workload.policy_text(text), warning, replaced)
 
 
 def _overruled(workload: Workload, everything: dict[Any, Policy | LayerPolicies]) -> str | None:

@@ -70,6 +70,8 @@ def compare(
     """The policies, and the plan's, side by side; without `policies` the usual ones, of which some may be impossible here."""
     found, ends = Comparison(), time.monotonic() + timeout
     asked = _usual(workload, target, found, tell) if policies is None else list(policies)
+    if policies is not None and not any(one == "off" or is_off(one) for one in asked) and workload.replaced_checkpoints:
+        asked.append("off")
     everything = [_Asked(policy, required=policies is not None) for policy in asked]
     if plan is not None:
         everything.append(_Asked("off" if plan.is_off else dict(plan.policies), plan=plan))

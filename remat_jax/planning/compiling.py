@@ -21,7 +21,7 @@ from remat_jax.planning.problem import Described
 from remat_jax.planning.search import MOST_COMPILED, SIDE_BY_SIDE
 from remat_jax.planning.translate import policies_of
 from remat_jax.report.tables import format_bytes, format_seconds
-from remat_jax.workload import Workload
+from remat_jax.workload import AS_WRITTEN, Workload
 
 # What keeps one step from being compiled, and says nothing of another: layers in nested scans cannot differ, say.
 _OF_ONE_STEP = (CompileError, PolicyError, BlockError, UnsupportedError)
@@ -114,7 +114,7 @@ class Compiler:
         return compile_programs([program], self.target, timeout=left, **given)[program.key]
 
     def _step(self, candidate: Candidate) -> Any:
-        return self.workload.step("off" if candidate.name == "off" else policies_of(self.described, candidate))
+        return self.workload.step("off" if candidate.name in ("off", AS_WRITTEN) else policies_of(self.described, candidate))
 
     @staticmethod
     def _seen(candidate: Candidate, sizes: Sizes) -> Compiled:
