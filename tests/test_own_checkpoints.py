@@ -228,6 +228,17 @@ def test_a_jit_that_was_traced_before_is_no_shelter() -> None:
         assert matmuls(jax.value_and_grad(rj.checkpoint_blocks(loss, {block: "dots"})), params, X) == 24
 
 
+@pytest.mark.parametrize("name", ["unrolled", "scanned"])
+def test_replan_by_hand_does_no_harm(name: str) -> None:
+    """What had to be written before, and stands in programs: the blocks keep their policy, whichever is outside."""
+    make, plain = MODELS[name]
+    loss, block, params = make()
+    inside = rj.checkpoint_blocks(rj.replan(loss, "off"), {block: "full"})
+    assert matmuls(jax.value_and_grad(inside), params, X) == plain + LAYERS
+    outside = rj.replan(rj.checkpoint_blocks(loss, {block: "full"}), "dots")
+    assert matmuls(jax.value_and_grad(outside), params, X) == plain
+
+
 def test_checkpoints_without_blocks_stay() -> None:
     model, x = nn.Sequential([Block(), Block()]), jnp.ones((2, 8))
     params = model.init(jax.random.key(0), x)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from remat_jax import compat
@@ -77,6 +79,19 @@ class _Rewriter:
         return changed
 
 
+_leaving_blocks: ContextVar[bool] = ContextVar("leaving_blocks", default=False)
+
+
+@contextlib.contextmanager
+def leaving_blocks() -> Iterator[None]:
+    """While this holds, blocks that an enclosing `checkpoint_blocks` has given a policy are no regions."""
+    token = _leaving_blocks.set(True)
+    try:
+        yield
+    finally:
+        _leaving_blocks.reset(token)
+
+
 def region_body(eqn: Any) -> Any | None:
     """The body of `eqn` if it is a checkpoint region (one that is tied to the schedule as well), else None.
 
@@ -84,6 +99,8 @@ def region_body(eqn: Any) -> Any | None:
       UnsupportedError: the region has been differentiated already, so that its policy has been spent.
     """
     if compat.is_block(eqn):
+        if _leaving_blocks.get() and compat.replaces_checkpoints(eqn) is not None:
+            return None
         body = compat.closed(eqn.params["call_jaxpr"])
         inside = body.jaxpr.eqns
         # A tied block is a block around a block.

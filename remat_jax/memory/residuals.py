@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
+from remat_jax.apply.own_checkpoints import KEPT
 from remat_jax.errors import UnsupportedError
 from remat_jax.graph.origins import Origin, is_on_host, origin
 from remat_jax.graph.walk import block_under_checkpoint
@@ -184,10 +185,7 @@ def _overruled(workload: Workload, everything: dict[Any, Policy | LayerPolicies]
     loss, trained, frozen = workload.split_loss(everything)
     if not block_under_checkpoint(jax.make_jaxpr(loss)(trained, frozen, *workload.batch)):
         return None
-    return (
-        "the blocks stand inside checkpoints of the model's own (nn.remat, jax.checkpoint), which throw away what a policy "
-        "keeps: take them out of the model, or ask about remat_jax.replan(loss, 'off') in place of loss, and train with it"
-    )
+    return KEPT
 
 
 def _every_name(policy: Any) -> Policy | LayerPolicies:

@@ -204,7 +204,7 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
     elif compat.is_checkpoint(eqn):
         raise UnsupportedError(
             "a block inside a checkpoint of the model's own (nn.remat, jax.checkpoint), which throws away what a plan would "
-            "keep: take it out of the model, or plan and train remat_jax.replan(loss, 'off') in place of loss"
+            "keep: leave own_checkpoints='keep' out of the Workload, and the plan takes its place"
         )
     else:
         body = called(eqn)
