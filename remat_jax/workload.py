@@ -14,11 +14,9 @@ from jax.sharding import AbstractMesh
 from remat_jax import compat
 from remat_jax.apply.blocks import under_policies
 from remat_jax.apply.nnx import known_paths
-from remat_jax.apply.own_checkpoints import check_choice
-from remat_jax.apply.scope import BlockPolicies, Record
+from remat_jax.apply.replaced import AS_WRITTEN, OwnCheckpoints
 from remat_jax.apply.switch import repeated_modules
-from remat_jax.errors import ArgumentError, RematError, UnsupportedError
-from remat_jax.graph.walk import checkpoints_around_blocks
+from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.mesh import (
     argument_shardings,
     as_mesh,
@@ -33,23 +31,8 @@ from remat_jax.policy import as_block_policy, is_off
 from remat_jax.train import OffloadedOptimizer, plain
 from remat_jax.train.structs import result_structs, struct
 from remat_jax.train.trainable import check_trained, path_text, split
-from remat_jax.warning import silenced
 
 Blocks = tuple[type | str, ...]
-
-AS_WRITTEN = "as written"
-"""What tables call the step under the checkpoints of the model's own, where it has some around the blocks."""
-
-
-def replaced_text(replaced: int) -> str:
-    """The sentence of a report that says how many checkpoints of the model's own gave way.
-
-    >>> replaced_text(1)
-    'The policy takes the place of 1 checkpoint of the model\'s own around the blocks (a scanned one counts once)'
-    """
-    checkpoints = "checkpoint" if replaced == 1 else "checkpoints"
-    which = f"{replaced} {checkpoints} of the model's own around the blocks"
-    return f"The policy takes the place of {which} (a scanned one counts once)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +100,6 @@ class Workload:
     """
 
     name: str
-    _replaced: int | None
 
     def __init__(
         self,
@@ -141,8 +123,7 @@ class Workload:
             raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
         if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(f"optimizer={optimizer!r}: expected an optax optimizer, with init and update")
-        self.own_checkpoints, self._replaced = own_checkpoints, None
-        check_choice(own_checkpoints)
+        self.own = OwnCheckpoints(own_checkpoints)
         self.batch, self.optimizer = _structs(batch, "batch"), optimizer
         self.params = _structs(params, "params")
         self.mesh, self.shardings = _on_mesh(mesh, shardings, self.params, self.batch)
@@ -171,8 +152,7 @@ class Workload:
         self = cls.__new__(cls)
         if not callable(step):
             raise ArgumentError(f"step={step!r}: expected a function, the training step")
-        self.own_checkpoints, self._replaced = own_checkpoints, None
-        check_choice(own_checkpoints)
+        self.own = OwnCheckpoints(own_checkpoints)
         self.loss, self.optimizer, self.trainable, self.mesh, self.shardings = step, None, None, None, ()
         self.params, self.batch, self.has_aux, self.donate = None, (), False, bool(donate_argnums)
         self.blocks, self.name = _checked_blocks(blocks), name or str(getattr(step, "__name__", "step"))
@@ -250,8 +230,8 @@ class Workload:
             # What an NNX model keeps beside its parameters is no argument that a caller knows of.
             first, others = argument_shardings(found, shardings, self.params, self.batch[self._states :])
             shardings = (first, *[None] * self._states, *others)
-        kinds = ("optimizer", "trainable", "has_aux", "donate", "name", "own_checkpoints")
-        options = {name: getattr(self, name) for name in kinds}
+        kinds = ("optimizer", "trainable", "has_aux", "donate", "name")
+        options = {name: getattr(self, name) for name in kinds} | {"own_checkpoints": self.own.choice}
         made = Workload(self._own_loss, self.params, self.batch, self.blocks, mesh=found, shardings=shardings, **options)
         made._states = self._states
         return made
@@ -265,39 +245,14 @@ class Workload:
             if is_off(checked):
                 return fn
             policy = dict.fromkeys(self.blocks, checked)
-        return under_policies(fn, self.block_policies(policy), self.note_replaced)
-
-    def block_policies(self, policies: dict[Any, Any]) -> BlockPolicies:
-        """Checked `policies` for the workload's blocks, with its choice about the model's own checkpoints."""
-        return BlockPolicies.of(policies, keeps=check_choice(self.own_checkpoints))
-
-    def note_replaced(self, found: Record) -> None:
-        """Remember whether checkpoints of the model's own gave way in a call."""
-        if found.replaced == 0 and self._replaced is None:
-            self._replaced = 0
-        elif found.replaced and not self._replaced:
-            # A body that is traced twice is one checkpoint: they are counted when somebody asks.
-            self._replaced = None
+        return under_policies(fn, self.own.policies(policy), self.own.note)
 
     @property
     def replaced_checkpoints(self) -> int:
         """How many checkpoints of the model's own around the blocks give way to a policy; a scanned one counts once."""
-        if self._replaced is None:
-            self._replaced = self._counted_checkpoints()
-        return self._replaced
-
-    def _counted_checkpoints(self) -> int:
-        if self.own_checkpoints == "keep":
-            return 0
-        loss, arguments = self.loss, (self.params, *self.batch)
         if self._finished is not None:
-            loss, arguments = self._finished.function, self._finished.arguments
-        kept = under_policies(loss, BlockPolicies.of(dict.fromkeys(self.blocks, "full"), keeps=True))
-        try:
-            with silenced():
-                return checkpoints_around_blocks(jax.make_jaxpr(kept)(*arguments))
-        except RematError:
-            return 0
+            return self.own.count(self._finished.function, self.blocks, self._finished.arguments)
+        return self.own.count(self.loss, self.blocks, (self.params, *self.batch))
 
     def policy_text(self, text: str) -> str:
         """What tables call the policy with this text.

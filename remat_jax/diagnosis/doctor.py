@@ -139,13 +139,13 @@ def _is_none(workload: Workload, policy: Any) -> list[Finding]:
 def _policies(workload: Workload, policy: Any) -> tuple[BlockPolicies | None, str]:
     """The policies of the blocks (None for `off`), and what they are called."""
     if isinstance(policy, dict):
-        policies = workload.block_policies(policy)
+        policies = workload.own.policies(policy)
         named = [f"{block if isinstance(block, str) else block.__name__}: {_text(one)}" for block, one in policies.entries]
         return policies, ", ".join(named)
     checked = as_block_policy(policy)
     if is_off(checked):
         return None, "off"
-    return workload.block_policies(dict.fromkeys(workload.blocks, checked)), _text(checked)
+    return workload.own.policies(dict.fromkeys(workload.blocks, checked)), _text(checked)
 
 
 def _text(policy: Any) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from remat_jax.apply.replaced import replaced_text
 from remat_jax.report.tables import render, table
-from remat_jax.workload import replaced_text
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from remat_jax.apply.replaced import replaced_text
 from remat_jax.memory.collectives import Collective, executed
 from remat_jax.memory.live import LiveBuffer
 from remat_jax.memory.schedule import Copies, Overlap
 from remat_jax.report.tables import format_bytes, render, table
-from remat_jax.workload import replaced_text
 
 
 @dataclass(frozen=True)

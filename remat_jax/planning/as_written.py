@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from remat_jax.apply.replaced import AS_WRITTEN
 from remat_jax.errors import UnsupportedError
 from remat_jax.graph.count import flops
 from remat_jax.planning.candidate import FAILED, Candidate, Compiled
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import Described
-from remat_jax.workload import AS_WRITTEN, Workload
+from remat_jax.workload import Workload
 
 
 def without_checkpoints(workload: Workload) -> Any:

@@ -112,7 +112,7 @@ def _traced(workload: Workload) -> tuple[Any, list[tuple[type | str, str, Planne
     # Equal, but not one and the same: by which of them a block runs says which key it is of.
     policies = {key: Policy.parse("everything") for key in workload.blocks}
     keys = {id(policy): key for key, policy in policies.items()}
-    checked = workload.block_policies(policies).anew()
+    checked = workload.own.policies(policies).anew()
     loss, trained, frozen = workload.split_loss("off")
     arguments = (trained, frozen, *workload.batch)
     watching = _Watching()
@@ -120,7 +120,7 @@ def _traced(workload: Workload) -> tuple[Any, list[tuple[type | str, str, Planne
         found.audit = watching
         jaxpr = jax.make_jaxpr(lambda *args: loss(*args))(*arguments)
         missing = scope.missed(checked, found)
-    workload.note_replaced(found)
+    workload.own.note(found)
     if missing is not None:
         raise missing
     return jaxpr, [(keys[id(block.policy)], path, block) for path, block in watching.blocks]

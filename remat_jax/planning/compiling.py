@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from remat_jax.apply.replaced import AS_WRITTEN
 from remat_jax.errors import BlockError, CompileError, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory.compiler import Sizes, compile_programs
@@ -21,7 +22,7 @@ from remat_jax.planning.problem import Described
 from remat_jax.planning.search import MOST_COMPILED, SIDE_BY_SIDE
 from remat_jax.planning.translate import policies_of
 from remat_jax.report.tables import format_bytes, format_seconds
-from remat_jax.workload import AS_WRITTEN, Workload
+from remat_jax.workload import Workload
 
 # What keeps one step from being compiled, and says nothing of another: layers in nested scans cannot differ, say.
 _OF_ONE_STEP = (CompileError, PolicyError, BlockError, UnsupportedError)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
+from remat_jax.apply.replaced import replaced_text
 from remat_jax.errors import ArgumentError, InfeasibleBudget, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
@@ -35,7 +36,7 @@ from remat_jax.planning.search import MOST_COMPILED, MOST_RUNS, Search
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
 from remat_jax.policy import NAMED, is_off
 from remat_jax.warning import silenced, warn
-from remat_jax.workload import Workload, replaced_text
+from remat_jax.workload import Workload
 
 
 def plan(
