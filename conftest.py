@@ -77,6 +77,13 @@ def search_path_of_this_test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
+@pytest.fixture(autouse=True)
+def warnings_of_this_test_alone() -> None:
+    """Forget which lines had which of our warnings: a line of a test with parameters runs once for each."""
+    if "remat_jax.warning" in sys.modules:
+        sys.modules["remat_jax.warning"]._given.clear()
+
+
 @pytest.fixture(scope="session")
 def in_a_hurry() -> dict[str, str]:
     """The environment of a command that compiles for the CPU what it runs a few times, as this process does."""

@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from remat_jax.hardware import find_attached_with
+from remat_jax.hardware import find_attached_with, quiet_without_gpu
 
 if TYPE_CHECKING:
     # Each from where it is made: of a package with a function and a module of one name, checkers may see the module.
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from remat_jax.planning.plan import Plan
     from remat_jax.policy import LayerPolicies, Policy
     from remat_jax.train import accumulate_gradients, offload_optimizer
+    from remat_jax.warning import RematWarning
     from remat_jax.workload import Workload
 
     __version__: str
@@ -40,6 +41,7 @@ __all__ = [
     "Plan",
     "Policy",
     "RematError",
+    "RematWarning",
     "Workload",
     "accumulate_gradients",
     "checkpoint_blocks",
@@ -79,6 +81,7 @@ _HOMES = {
     "planning.make": ("plan",),
     "planning.plan": ("Plan",),
     "policy": ("LayerPolicies", "Policy"),
+    "warning": ("RematWarning",),
     "train": ("accumulate_gradients", "offload_optimizer"),
     "workload": ("Workload",),
 }
@@ -119,3 +122,6 @@ def _attached_device_kind() -> str:
 
 # `hardware` knows nothing of JAX, which says what the attached GPU is.
 find_attached_with(_attached_device_kind)
+
+# Before JAX starts, which this import does not do.
+quiet_without_gpu()

@@ -13,8 +13,9 @@ from flax import linen, nnx
 from jax.sharding import AbstractMesh
 
 from remat_jax import compat
-from remat_jax.apply.blocks import checkpoint_blocks
+from remat_jax.apply.blocks import under_policies
 from remat_jax.apply.nnx import known_paths
+from remat_jax.apply.replaced import AS_WRITTEN, OwnCheckpoints
 from remat_jax.apply.switch import repeated_modules
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.mesh import (
@@ -84,6 +85,8 @@ class Workload:
         them, or a function of an array's path and the leaf that gives one; None and what is left out mean replicated. An
         optimizer's state lies as its parameters do.
       name: what reports call it.
+      own_checkpoints: the model's own checkpoints around the blocks give way to policies, as in `checkpoint_blocks`; `"keep"`
+        leaves them, with a `RematWarning`. Under `"off"` the model stays as its author wrote it.
 
     Raises:
       ArgumentError: naming the argument, its value, what was expected and the remedy.
@@ -113,6 +116,7 @@ class Workload:
         mesh: Any = None,
         shardings: Any = None,
         name: str | None = None,
+        own_checkpoints: str = "replace",
     ) -> None:
         if not callable(loss):
             raise ArgumentError(f"loss={loss!r}: expected a function loss(params, *batch)")
@@ -120,6 +124,7 @@ class Workload:
             raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
         if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(f"optimizer={optimizer!r}: expected an optax optimizer, with init and update")
+        self.own = OwnCheckpoints(own_checkpoints)
         self.batch, self.optimizer = _structs(batch, "batch"), optimizer
         self.params = _structs(params, "params")
         self.mesh, self.shardings = _on_mesh(mesh, shardings, self.params, self.batch)
@@ -139,6 +144,7 @@ class Workload:
         blocks: Any,
         donate_argnums: int | Sequence[int] = (),
         name: str | None = None,
+        own_checkpoints: str = "replace",
     ) -> Workload:
         """A finished train step as it is; a `jit` around it or inside it is fine.
 
@@ -147,6 +153,7 @@ class Workload:
         self = cls.__new__(cls)
         if not callable(step):
             raise ArgumentError(f"step={step!r}: expected a function, the training step")
+        self.own = OwnCheckpoints(own_checkpoints)
         self.loss, self.optimizer, self.trainable, self.mesh, self.shardings = step, None, None, None, ()
         self.params, self.batch, self.has_aux, self.donate = None, (), False, bool(donate_argnums)
         self.blocks, self.name = _checked_blocks(blocks), name or str(getattr(step, "__name__", "step"))
@@ -225,7 +232,7 @@ class Workload:
             first, others = argument_shardings(found, shardings, self.params, self.batch[self._states :])
             shardings = (first, *[None] * self._states, *others)
         kinds = ("optimizer", "trainable", "has_aux", "donate", "name")
-        options = {name: getattr(self, name) for name in kinds}
+        options = {name: getattr(self, name) for name in kinds} | {"own_checkpoints": self.own.choice}
         made = Workload(self._own_loss, self.params, self.batch, self.blocks, mesh=found, shardings=shardings, **options)
         made._states = self._states
         return made
@@ -245,12 +252,26 @@ class Workload:
 
     def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
         """`fn` with `policy` (or one for each layer) on every block of the workload; a mapping from blocks goes as it is."""
-        if isinstance(policy, dict):
-            return checkpoint_blocks(fn, policy)
-        checked = as_block_policy(policy)
-        if is_off(checked):
-            return fn
-        return checkpoint_blocks(fn, dict.fromkeys(self.blocks, checked))
+        if not isinstance(policy, dict):
+            checked = as_block_policy(policy)
+            if is_off(checked):
+                return fn
+            policy = dict.fromkeys(self.blocks, checked)
+        return under_policies(fn, self.own.policies(policy), self.own.note)
+
+    @property
+    def replaced_checkpoints(self) -> int:
+        """How many checkpoints of the model's own around the blocks give way to a policy; a scanned one counts once."""
+        if self._finished is not None:
+            return self.own.count(self._finished.function, self.blocks, self._finished.arguments)
+        return self.own.count(self.loss, self.blocks, (self.params, *self.batch))
+
+    def policy_text(self, text: str) -> str:
+        """What tables call the policy with this text.
+
+        `off` is the step as written, where the model has checkpoints of its own.
+        """
+        return AS_WRITTEN if text == "off" and self.replaced_checkpoints else text
 
     @property
     def has_loss(self) -> bool:

@@ -13,11 +13,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venvs" / "smoke"
-TOP = re.compile(r"(remat_jax|torch_ref|remat_jax-[^/]+\.dist-info)/")
+TOP = re.compile(r"(remat_jax|torch_ref|remat_jax-[^/]+\.dist-info)/|remat_jax_quiet\.pth$")
 FORBIDDEN = re.compile(r"(^|/)(tests?|parity_tests|benchmarks|docs|__pycache__|conftest\.py|test_[^/]*|\.[^/]*)(/|$)|\.pyc$")
 PAGE = ("page.css", "overview_page.css", "plan_page.css", "plan_page.html", "plan_page.js", "tables.js", "theme.js")
 WANTED = (
     *("remat_jax/py.typed", "torch_ref/py.typed", "remat_jax/examples/__init__.py", "remat_jax/hardware/targets.toml"),
+    "remat_jax_quiet.pth",
     *(f"remat_jax/report/{name}" for name in PAGE),
 )
 # A user's first file: a model's gradient under a policy, what the policy does to memory, and a page of it, on the CPU.

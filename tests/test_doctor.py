@@ -292,10 +292,11 @@ def test_a_checkpoint_of_the_models_own_throws_away_what_the_policy_keeps_inside
             stack = nn.remat(Layers) if self.own else Layers
             return stack(Mlp, False)(x)
 
-    overruled, free = job(Model(True), Mlp), job(Model(False), Mlp)
+    replaced, free = job(Model(True), Mlp), job(Model(False), Mlp)
+    overruled = rj.Workload(replaced.loss, replaced.params, replaced.batch, Mlp, own_checkpoints="keep")
     found = doctor(overruled, "dots")
     assert "overruled_policy" in traps(found) and "policy=None" in found.findings[0].problem
-    assert doctor(free, "dots").ok
+    assert doctor(free, "dots").ok and doctor(replaced, "dots").ok
     products = 3 * ROWS * 3 * 4  # of width 3, one for each of three blocks
     kept = [rj.residuals(one, "dots").device_bytes for one in (overruled, free)]
     assert kept[1] - kept[0] >= products

@@ -6,7 +6,7 @@ A policy says what happens to each array of a block between the forward and the 
 | part | what it can be |
 | --- | --- |
 | action | `save` (on the device), `offload` (in host memory), `recompute` |
-| selector | a glob on names, `@inputs`, `@dots`, `@dots_with_no_batch_dims`, `@primitive:NAME` |
+| selector | a glob on names, `@inputs`, `@dots`, `@dots_with_no_batch_dims`, `@convs`, `@primitive:NAME` |
 | instead of a text | one of `NAMED`, or one of JAX's spellings in `ALIASES` |
 """
 
@@ -161,6 +161,8 @@ def matches(selector: str, candidate: Candidate) -> bool:
         return candidate.is_input
     if selector == "@dots":
         return candidate.primitive in _DOTS
+    if selector == "@convs":
+        return candidate.primitive == _DOTS[1]
     if selector == "@dots_with_no_batch_dims":
         return candidate.primitive in _DOTS and candidate.primitive != _DOTS[1] and not candidate.has_batch_dims
     if selector.startswith(PRIMITIVE):
@@ -201,7 +203,7 @@ def _read_rule(part: str, text: str, argument: str) -> Rule:
 
 
 def _check_selector(selector: str, text: str, argument: str) -> None:
-    known = (INPUTS, "@dots", "@dots_with_no_batch_dims")
+    known = (INPUTS, "@dots", "@dots_with_no_batch_dims", "@convs")
     named = selector.startswith(PRIMITIVE) and selector.removeprefix(PRIMITIVE)
     # A blank between the colon and the name would match nothing.
     if selector and (not selector.startswith("@") or selector in known or (named and named == named.strip())):

@@ -26,9 +26,9 @@ def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *ar
     is that of the module which is running, inside the block, with slashes; the primitive is JAX's name where one ATen
     operator is one primitive (`mm`, `addmm`, `bmm`, `baddbmm` are `dot_general`, `convolution` is
     `conv_general_dilated`, `sigmoid` is `logistic`, …), else ATen's (`native_layer_norm`). `@dots` are these products
-    and convolutions; `@dots_with_no_batch_dims` are `mm`, `addmm` and products with a vector; `@inputs` are the tensor
-    arguments, called `path:input#k`, keywords in alphabetical order. Arguments are kept whatever the policy says, and
-    only `offload` moves them; parameters stay on the device.
+    and convolutions; `@convs` are the convolutions; `@dots_with_no_batch_dims` are `mm`, `addmm` and products with a
+    vector; `@inputs` are the tensor arguments, called `path:input#k`, keywords in alphabetical order. Arguments are kept
+    whatever the policy says, and only `offload` moves them; parameters stay on the device.
 
     What is different from JAX, by PyTorch's nature:
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from remat_jax.errors import NoEffectError
 from remat_jax.graph import PlannedBlock
-from remat_jax.policy import Candidate, JaxPolicy, Policy
+from remat_jax.policy import CONVOLUTION, CONVS, DOTS, DOTS_WITH_NO_BATCH_DIMS, Candidate, JaxPolicy, Policy
+from remat_jax.warning import warn
 
 
 @dataclass
@@ -74,12 +75,27 @@ class Audit:
     def check(self) -> None:
         """Raise unless every selector matched a residual and every offload found something to move.
 
+        A policy on matrix products that means convolutions is a warning.
+
         Raises:
           NoEffectError: naming the policy, the selector, the blocks and the residuals that there are.
         """
         for (policy, layers), seen in self._seen.items():
             if isinstance(policy, Policy):
-                _check_policy(policy, seen, f" of {layers_text(layers)}" if layers is not None else "")
+                where = f" of {layers_text(layers)}" if layers is not None else ""
+                _check_policy(policy, seen, where)
+                remark = _of_convolutions(policy, seen)
+                warn(f"policy={str(policy)!r}{where}:{remark}" if remark else None)
+
+
+def _of_convolutions(policy: Policy, seen: _Seen) -> str:
+    """What a policy on matrix products means in blocks that have convolutions and no matrix product; else nothing."""
+    asked = next((one for one in (DOTS, DOTS_WITH_NO_BATCH_DIMS) if one in policy.selectors), None)
+    kinds = {candidate.primitive for candidate in seen.candidates.values()}
+    if asked is None or CONVOLUTION not in kinds or "dot_general" in kinds:
+        return ""
+    means = "means their convolutions" if asked == DOTS else "means no convolution, as in JAX"
+    return f" The blocks have convolutions and no matrix products, and {asked!r} {means}: select them with '{CONVS}'."
 
 
 def layers_text(layers: range) -> str:
@@ -96,7 +112,8 @@ def _check_policy(policy: Policy, seen: _Seen, where: str) -> None:
     if policy.offloads and not seen.offloaded:
         raise NoEffectError(
             f"policy={str(policy)!r}{where} offloads nothing in {blocks}: no residual that an offload rule selects is an array "
-            f"of rank 1 or more that an earlier rule leaves to it. There are: {_some(seen.candidates, 8)}. Select one of "
+            f"of rank 1 or more that an earlier rule leaves to it.{_of_convolutions(policy, seen)} There are: "
+            f"{_some(seen.candidates, 8)}. Select one of "
             'these, or use policy="full" if nothing is to be offloaded.'
         )
     if policy.offloads and not seen.moved:
@@ -109,8 +126,8 @@ def _check_policy(policy: Policy, seen: _Seen, where: str) -> None:
         if selector in (seen.unmatched or ()) and selector != "*":
             raise NoEffectError(
                 f"policy={str(policy)!r}{where}: the selector {selector!r} matches no residual of {blocks}."
-                f"{closest(selector, seen.candidates)} Its residuals are: {_some(seen.candidates, 8)}. "
-                "Correct the selector or leave it out."
+                f"{_of_convolutions(policy, seen)}{closest(selector, seen.candidates)} "
+                f"Its residuals are: {_some(seen.candidates, 8)}. Correct the selector or leave it out."
             )
 
 

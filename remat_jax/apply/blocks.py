@@ -7,18 +7,22 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from remat_jax.apply.effect import Effect, run_under
-from remat_jax.apply.scope import Block, BlockPolicies
+from remat_jax.apply.own_checkpoints import check_choice
+from remat_jax.apply.scope import Block, BlockPolicies, Record
 from remat_jax.errors import ArgumentError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any]) -> Callable[P, R]:
+def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_checkpoints: str = "replace") -> Callable[P, R]:
     """`fn` with a policy on every call of the named blocks; the model is not edited.
 
     Parameter names and values, outputs and gradients are those of `fn`. A `jit` inside `fn` is traced anew under each set of
     policies, whether or not it was traced before, and what is traced here is not seen by later calls of the plain function.
+
+    The model's own checkpoints around a block (`nn.remat`, `nnx.remat`, `jax.checkpoint`) give way to the block's policy: their
+    bodies run in their place. Under `"off"` the model stays as its author wrote it.
 
     Args:
       fn: any function that runs the model, under `jit` or not, differentiated or not.
@@ -28,6 +32,8 @@ def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any]) -> Call
         then be a function that can be traced, and that takes no gradient of the blocks itself. A call that is not under `jit`
         traces it every time, and compiles what no earlier call did; all of it where a `custom_vjp`, a callback or a policy of
         `jax.checkpoint` is inside.
+      own_checkpoints: `"keep"` leaves the model's own checkpoints around the blocks, where they throw away what a policy
+        keeps; a `RematWarning` says so.
 
     Raises:
       ArgumentError, PolicyError: at once, for what is no function, a wrong key or value.
@@ -53,7 +59,11 @@ def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any]) -> Call
     >>> matmuls(jax.value_and_grad(mixed), params, x)
     12
     """
-    checked = BlockPolicies.of(policies)
+    return under_policies(fn, BlockPolicies.of(policies, keeps=check_choice(own_checkpoints)))
+
+
+def under_policies(fn: Callable[P, R], checked: BlockPolicies, tell: Callable[[Record], None] | None = None) -> Callable[P, R]:
+    """`checkpoint_blocks` of checked policies; `tell` gets the record of each call."""
     if not callable(fn):
         raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
     effect = Effect(fn, checked)
@@ -62,6 +72,8 @@ def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any]) -> Call
     def with_policies(*args: P.args, **kwargs: P.kwargs) -> R:
         outputs, found = run_under(checked, fn, args, kwargs)
         effect.check(found, args, kwargs)
+        if tell is not None:
+            tell(found)
         return outputs
 
     return with_policies

@@ -13,7 +13,7 @@ def jax_policy(policy: Any) -> JaxPolicy:
     """`policy` as a callable that `jax.checkpoint(f, policy=…)` and `nn.remat(Module, policy=…)` take.
 
     By hand there is no pass that names residuals, so only selectors that JAX itself can see are served: `@dots`,
-    `@dots_with_no_batch_dims`, `@primitive:NAME`, `*`, and names that the model gave with `checkpoint_name`.
+    `@dots_with_no_batch_dims`, `@convs`, `@primitive:NAME`, `*`, and names that the model gave with `checkpoint_name`.
 
     Raises:
       PolicyError: `policy` is none, is `off`, or has a glob on automatic names or `@inputs`.

@@ -121,7 +121,8 @@ def interceptor(next_fun: Any, args: Any, kwargs: Any, context: nn.module.Interc
     found.reached.add(block)
     token = _globs.set((*_globs.get(), block) if isinstance(block, str) else _globs.get())
     try:
-        return call(module, "__call__", policy, args, kwargs, found.audit, intercepted=True)
+        with compat.blocks_around_which(checkpoints_stay=policies.keeps):
+            return call(module, "__call__", policy, args, kwargs, found.audit, intercepted=True)
     finally:
         _globs.reset(token)
 

@@ -28,10 +28,12 @@ class Marked:
     Attributes:
       block: the module class or glob that the policy was given for.
       policy: policies by layer, or the same policy for every layer.
+      keeps: whether the model's own checkpoints stay around the block.
     """
 
     block: type | str
     policy: Policy | JaxPolicy | LayerPolicies
+    keeps: bool = False
 
 
 @dataclass(frozen=True)

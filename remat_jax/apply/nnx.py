@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.marking import Marked
@@ -238,7 +239,8 @@ def _dispatching(original: Call) -> Call:
         found.reached.add(block)
         token = _globs.set((*_globs.get(), block) if isinstance(block, str) else _globs.get())
         try:
-            return call(self, original, policy, args, kwargs, found.audit)
+            with compat.blocks_around_which(checkpoints_stay=policies.keeps):
+                return call(self, original, policy, args, kwargs, found.audit)
         finally:
             _globs.reset(token)
 

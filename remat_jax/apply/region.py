@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
+from remat_jax.apply import own_checkpoints as _own_checkpoints  # noqa: F401 - a model's own checkpoints give way
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.marking import Mark, Marked, bind_mark
 from remat_jax.apply.overlap import run_tied, unlinked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -10,11 +11,13 @@ from typing import Any, ParamSpec, TypeVar, cast
 import jax
 
 from remat_jax import compat
+from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.region import bind_block
 from remat_jax.errors import ArgumentError, BlockError
 from remat_jax.graph import plan_block
-from remat_jax.graph.rewrite import count_regions, rewrite
+from remat_jax.graph.rewrite import count_regions, leaving_blocks, rewrite
+from remat_jax.graph.walk import equations
 from remat_jax.policy import Policy, as_policy
 
 P = ParamSpec("P")
@@ -65,7 +68,14 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
 
         values = [leaves[index] for index in arrays]
         jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*values)
+        # Blocks of an enclosing `checkpoint_blocks` have its policy, and the checkpoints around them gave way to it.
+        with leaving_blocks() if scope.active() is not None else contextlib.nullcontext():
+            return cast(R, jax.tree.unflatten(jax.tree.structure(shape), replan_regions(jaxpr, values)))
+
+    def replan_regions(jaxpr: Any, values: list[Any]) -> list[Any]:
         if count_regions(jaxpr) == 0:
+            if any(compat.replaces_checkpoints(eqn) is not None for eqn in equations(jaxpr)):
+                return list(compat.jaxpr_function(jaxpr)(*values))
             raise BlockError(
                 f"fn={getattr(fn, '__name__', fn)}: it has no jax.checkpoint region to replan. Use "
                 "checkpoint_blocks(fn, {BlockClass: policy}) to put a policy on the blocks of a model that has none."
@@ -73,7 +83,7 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
         audit = Audit()
         outputs = rewrite(jaxpr, values, functools.partial(_run_region, checked, audit))
         audit.check()
-        return cast(R, jax.tree.unflatten(jax.tree.structure(shape), outputs))
+        return outputs
 
     _replanned[replanned] = fn, checked
     return replanned

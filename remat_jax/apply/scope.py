@@ -28,10 +28,12 @@ class BlockPolicies:
 
     Attributes:
       entries: pairs of a module class (subclasses count) or a glob on module paths, and its policy.
+      keeps: whether the model's own checkpoints stay around the blocks.
       trial: another number is another set of policies for JAX's trace caches; 0 outside of trials.
     """
 
     entries: tuple[tuple[Block, Policy | JaxPolicy | LayerPolicies], ...]
+    keeps: bool = False
     trial: int = 0
 
     @property
@@ -40,7 +42,7 @@ class BlockPolicies:
         return any(isinstance(policy, LayerPolicies) for _, policy in self.entries)
 
     @classmethod
-    def of(cls, policies: Mapping[Block, Any]) -> BlockPolicies:
+    def of(cls, policies: Mapping[Block, Any], *, keeps: bool = False) -> BlockPolicies:
         """Checked `policies`.
 
         Raises:
@@ -52,14 +54,14 @@ class BlockPolicies:
                 f"policies={policies!r}: expected a mapping from block to policy with at least one entry, "
                 'for example {DecoderLayer: "full"}'
             )
-        return cls(tuple((_checked(block), as_block_policy(value)) for block, value in policies.items()))
+        return cls(tuple((_checked(block), as_block_policy(value)) for block, value in policies.items()), keeps)
 
     def find(self, module: type, path: str, entered: Sequence[str]) -> tuple[Block, Policy | JaxPolicy | Marked] | None:
         """The first entry that means a module of this class at this path, but for the globs that are `entered` already."""
         for block, policy in self.entries:
             if block not in entered and (issubclass(module, block) if isinstance(block, type) else fnmatchcase(path, block)):
                 if self.by_layer or isinstance(policy, LayerPolicies):
-                    return block, Marked(block, policy)
+                    return block, Marked(block, policy, self.keeps)
                 return block, policy
         return None
 
@@ -67,11 +69,11 @@ class BlockPolicies:
         """These entries first, then those of an enclosing call for other blocks."""
         mine = {block for block, _ in self.entries}
         inherited = tuple(entry for entry in outer.entries if entry[0] not in mine) if outer else ()
-        return BlockPolicies(self.entries + inherited, self.trial or (outer.trial if outer else 0))
+        return BlockPolicies(self.entries + inherited, self.keeps, self.trial or (outer.trial if outer else 0))
 
     def anew(self) -> BlockPolicies:
         """The same policies, under which no trace is cached yet."""
-        return BlockPolicies(self.entries, next(_trials))
+        return BlockPolicies(self.entries, self.keeps, next(_trials))
 
 
 def _checked(block: Any) -> Block:
@@ -94,6 +96,7 @@ class Record:
       reached: the blocks that were called.
       modules: the modules that were called, by path.
       overruled: the blocks that were called where an enclosed call has policies of its own for them.
+      replaced: how many checkpoints of the model's own gave way to the policies, those of a scanned block counted once.
       is_whole: whether nothing can have been missed because a `jit` inside was traced before.
     """
 
@@ -101,6 +104,7 @@ class Record:
     reached: set[Block] = field(default_factory=set)
     modules: dict[str, str] = field(default_factory=dict)
     overruled: set[Block] = field(default_factory=set)
+    replaced: int = 0
     is_whole: bool = False
 
     def add(self, inner: Record, own: BlockPolicies) -> None:
@@ -110,6 +114,7 @@ class Record:
         self.reached |= inner.reached - blocks
         self.overruled |= (inner.reached & blocks) | inner.overruled
         self.modules = inner.modules | self.modules
+        self.replaced += inner.replaced
 
 
 _active = compat.trace_context(None)
@@ -127,6 +132,11 @@ def active() -> BlockPolicies | None:
 def record() -> Record:
     """The record of the innermost call that is running."""
     return _calls.get()[-1]
+
+
+def innermost_record() -> Record | None:
+    """The record of the innermost call that is running, or None."""
+    return _calls.get()[-1] if _calls.get() else None
 
 
 @contextlib.contextmanager

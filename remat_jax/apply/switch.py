@@ -12,7 +12,9 @@ from typing import Any, TypeVar, cast
 
 from flax import linen, nnx
 
+from remat_jax import compat
 from remat_jax.apply.blocks import checkpoint_blocks
+from remat_jax.apply.own_checkpoints import check_choice
 from remat_jax.apply.remat import remat
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import ArgumentError, BlockError
@@ -21,7 +23,7 @@ from remat_jax.policy import as_policy
 T = TypeVar("T")
 
 
-def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any = None) -> T:
+def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any = None, own_checkpoints: str = "replace") -> T:
     """`model` with `policy` on its blocks from now on.
 
     An NNX model is changed in place (and returned): its blocks change their class to a checkpointed subclass of the same name,
@@ -33,6 +35,8 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
       policy: a policy, its name or text.
       blocks: a module class, a tuple of them, or a glob on module paths. An NNX model's default: the modules of one class that
         stand side by side in a list, the outermost such lists. A Linen model has no such list before it is called: give them.
+      own_checkpoints: the model's own checkpoints around the blocks give way to `policy`, as in `checkpoint_blocks`; `"keep"`
+        leaves them, with a `RematWarning`.
 
     Raises:
       ArgumentError: `model` is no module, or a Linen model without `blocks`.
@@ -46,9 +50,9 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
     >>> type(disable_gradient_checkpointing(model).layers[0]) is nnx.Linear
     True
     """
-    checked = as_policy(policy)
+    checked, keeps = as_policy(policy), check_choice(own_checkpoints)
     if isinstance(model, linen.Module):
-        return _enable_linen(model, checked, blocks)
+        return _enable_linen(model, checked, blocks, own_checkpoints)
     if not isinstance(model, nnx.Module):
         raise ArgumentError(f"model={model!r}: expected an NNX module or a Linen module")
     disable_gradient_checkpointing(model)
@@ -56,7 +60,7 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
     if not found:
         raise BlockError(_no_blocks(model, blocks))
     for module in found:
-        _change_class(module, _checkpointed_class(cast(Hashable, type(module)), checked))
+        _change_class(module, _checkpointed_class(cast(Hashable, type(module)), checked, keeps))
     return model
 
 
@@ -102,9 +106,17 @@ def _made_once(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_made_once
-def _checkpointed_class(cls: Any, policy: Any) -> type:
-    """One class per class and policy, so that the same switch gives the same jit cache entry."""
-    checkpointed = remat(cls, policy)
+def _checkpointed_class(cls: Any, policy: Any, keeps: bool) -> type:
+    """One class for each class and choice, so that the same switch gives the same jit cache entry."""
+    checkpointed: Any = remat(cls, policy)
+    call = checkpointed.__call__
+
+    @functools.wraps(call)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with compat.blocks_around_which(checkpoints_stay=keeps):
+            return call(self, *args, **kwargs)
+
+    checkpointed.__call__ = __call__
     checkpointed._plain_class = cls
     return checkpointed
 
@@ -141,7 +153,7 @@ def _no_blocks(model: nnx.Module, blocks: Any) -> str:
     return f"model={type(model).__name__} has {wanted}. Pass blocks=… ; the module classes in it are: {', '.join(present)}."
 
 
-def _enable_linen(model: linen.Module, policy: Any, blocks: Any) -> linen.Module:
+def _enable_linen(model: linen.Module, policy: Any, blocks: Any, own_checkpoints: str) -> linen.Module:
     if blocks is None:
         raise ArgumentError(
             f"blocks=None for the Linen model {type(model).__name__}: a Linen model has no submodules before it is called. "
@@ -152,14 +164,15 @@ def _enable_linen(model: linen.Module, policy: Any, blocks: Any) -> linen.Module
     plain = disable_gradient_checkpointing(model)
     wanted = blocks if isinstance(blocks, tuple) else (blocks,)
     checked = BlockPolicies.of(dict.fromkeys(wanted, policy))
-    return _linen_class(cast(Hashable, type(plain)), checked.entries)(**_fields(plain))
+    return _linen_class(cast(Hashable, type(plain)), checked.entries, own_checkpoints)(**_fields(plain))
 
 
 @_made_once
-def _linen_class(cls: Any, policies: tuple[tuple[Any, Any], ...]) -> Any:
+def _linen_class(cls: Any, policies: tuple[tuple[Any, Any], ...], own_checkpoints: str) -> Any:
     @functools.wraps(cls.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint_blocks(functools.partial(cls.__call__, self), dict(policies))(*args, **kwargs)
+        run = functools.partial(cls.__call__, self)
+        return checkpoint_blocks(run, dict(policies), own_checkpoints=own_checkpoints)(*args, **kwargs)
 
     names = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     subclass = type(cls)(cls.__name__, (cls,), names)

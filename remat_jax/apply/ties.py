@@ -42,7 +42,7 @@ def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> B
         return block(*primals)
 
     # `replan` knows a tied block by this name.
-    run.__name__ = run.__qualname__ = compat.BLOCK_NAME
+    run.__name__ = run.__qualname__ = compat.block_name()
     tied_block = jax.custom_jvp(run)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -21,8 +21,8 @@ MEANINGS = {
 }
 GRAMMAR = (
     "Or write your own: action: selector[, selector]; ...  Actions: save, offload, recompute. Selectors: globs on residual "
-    "names, @inputs, @dots, @dots_with_no_batch_dims, @primitive:NAME. The first rule that matches wins; what none matches "
-    'is recomputed. Example: "offload: *ffn/up*; save: @dots_with_no_batch_dims". '
+    "names, @inputs, @dots, @dots_with_no_batch_dims, @convs, @primitive:NAME. The first rule that matches wins; what none "
+    'matches is recomputed. Example: "offload: *ffn/up*; save: @dots_with_no_batch_dims". '
     "The names of a model's residuals: remat-jax measure FILE:FUNCTION --residuals"
 )
 

@@ -23,6 +23,7 @@ from remat_jax.memory.diff import PolicyDiff, compare_policies
 from remat_jax.memory.hlo import COLLECTIVES
 from remat_jax.memory.limit import limit_bytes
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
+from remat_jax.policy import is_off
 from remat_jax.report import format_bytes, table
 from remat_jax.report.stacked import FORMATS, module_memory_figure, save_picture
 from remat_jax.workload import Workload
@@ -82,12 +83,14 @@ def measure(
         with progress() as steps:
             steps.tell(f"{job.name}: tracing, then compiling for {described.name}", 0, len(asked))
             policies = {name: read_policy(name, job) for name in asked}
+            if not diff and not any(map(is_off, policies.values())) and job.replaced_checkpoints:
+                policies["off"] = read_policy("off", job)
             tables = [_called(name, residuals(job, policy)) for name, policy in policies.items()] if show_residuals else []
             done: list[str] = []
 
             def compiled(name: str) -> None:
                 done.append(name)
-                steps.tell(f"compiled {name[:MOST_LETTERS]} for {described.name}", min(len(done), len(asked)), len(asked))
+                steps.tell(f"compiled {name[:MOST_LETTERS]} for {described.name}", min(len(done), len(policies)), len(policies))
 
             asked_for = list(policies.values())
             found = measure_many(job, asked_for, described, timeout, on_done=compiled, memory_limit=limit)

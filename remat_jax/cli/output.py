@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from remat_jax.errors import CompileError, InfeasibleBudget, RematError, UnsupportedError
+from remat_jax.warning import silenced
 
 FAILED, BAD_USAGE, INFEASIBLE = 1, 2, 3
 # Where nobody looks at a terminal (a log, a file) there is no width to keep to.
@@ -65,7 +66,8 @@ def answering(as_json: bool) -> Iterator[Answer]:
     With `--json`, whatever else prints meanwhile (a user's own file, say) prints to standard error.
     """
     answer = Answer(as_json=as_json)
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    # The commands print our warnings after their tables.
+    with silenced(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:
             yield answer
         except InfeasibleBudget as error:

@@ -49,12 +49,16 @@ from remat_jax.compat.jaxprs import (
     with_params,
 )
 from remat_jax.compat.limits import limits
+from remat_jax.compat.own_checkpoints import let_checkpoints_give_way
 from remat_jax.compat.rematerialisation import (
     BLOCK_NAME,
     OFFLOAD,
     bind_checkpoint,
     bind_established,
     bind_name,
+    binding_ours,
+    block_name,
+    blocks_around_which,
     checkpoint_parts,
     classic_rematerialisation,
     given_name,
@@ -65,6 +69,7 @@ from remat_jax.compat.rematerialisation import (
     named,
     offloaded_by,
     remat3,
+    replaces_checkpoints,
     require_named_policies,
 )
 from remat_jax.compat.tracing import (
@@ -107,6 +112,11 @@ __all__ = [
     "bind_checkpoint",
     "bind_established",
     "bind_name",
+    "binding_ours",
+    "block_name",
+    "blocks_around_which",
+    "let_checkpoints_give_way",
+    "replaces_checkpoints",
     "classic_rematerialisation",
     "closed",
     "CUDNN_CHECK",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -65,7 +66,8 @@ def bind_checkpoint(jaxpr: Any, args: Sequence[Any], *, policy: Any, prevent_cse
     """`jax.checkpoint` of a program that is traced already: the closed `jaxpr` as one region, on `args`."""
     body, consts = hoist_consts(jaxpr)
     params = {"jaxpr": body.jaxpr, "prevent_cse": prevent_cse, "differentiated": False, "policy": policy}
-    return list(_ad_checkpoint.remat_p.bind(*consts, *args, **params))
+    with binding_ours():
+        return list(_ad_checkpoint.remat_p.bind(*consts, *args, **params))
 
 
 def bind_name(eqn: Any, name: str, value: Any) -> Any:
@@ -90,6 +92,24 @@ def classic_rematerialisation() -> Iterator[None]:
     """
     with _config.remat3(False):
         yield
+
+
+_binding_ours: ContextVar[bool] = ContextVar("binding_ours", default=False)
+
+
+@contextlib.contextmanager
+def binding_ours() -> Iterator[None]:
+    """While this holds, checkpoint regions that are bound are those of `remat_jax`."""
+    token = _binding_ours.set(True)
+    try:
+        yield
+    finally:
+        _binding_ours.reset(token)
+
+
+def is_binding_ours() -> bool:
+    """Whether a checkpoint region that is bound now is one of `remat_jax`."""
+    return _binding_ours.get()
 
 
 def require_named_policies() -> None:
@@ -127,12 +147,41 @@ BLOCK_NAME = "remat_jax_block"
 """The name of a checkpointed block's function, by which it is known in a jaxpr."""
 
 
+_IN_PLACE, _INSIDE = f"{BLOCK_NAME}_in_place", f"{BLOCK_NAME}_inside"
+_block_name: ContextVar[str] = ContextVar("block_name", default=BLOCK_NAME)
+
+
+def block_name() -> str:
+    """The name of the function of a block that is made now; it begins with `BLOCK_NAME`."""
+    return _block_name.get()
+
+
+@contextlib.contextmanager
+def blocks_around_which(*, checkpoints_stay: bool | None) -> Iterator[None]:
+    """While this holds, blocks are made around which the model's own checkpoints stay or give way; None: nothing is said."""
+    names = {None: BLOCK_NAME, True: _INSIDE, False: _IN_PLACE}
+    token = _block_name.set(names[checkpoints_stay])
+    try:
+        yield
+    finally:
+        _block_name.reset(token)
+
+
+def replaces_checkpoints(eqn: Any) -> bool | None:
+    """Whether the model's own checkpoints around `eqn` give way to it, or stay; None where it is no block, or not said."""
+    return {_IN_PLACE: True, _INSIDE: False}.get(_name_of_block(eqn) or "")
+
+
 def is_block(eqn: Any) -> bool:
     """Whether `eqn` is a checkpointed block of `remat_jax`, tied to its place in the schedule or not."""
+    return (_name_of_block(eqn) or "").startswith(BLOCK_NAME)
+
+
+def _name_of_block(eqn: Any) -> str | None:
     if eqn.primitive.name != "custom_jvp_call":
-        return False
+        return None
     debug = getattr(eqn.params["call_jaxpr"].jaxpr, "debug_info", None)
-    return str(getattr(debug, "func_src_info", "")).startswith(BLOCK_NAME)
+    return str(getattr(debug, "func_src_info", "")).partition(" ")[0]
 
 
 def kind(eqn: Any) -> str:

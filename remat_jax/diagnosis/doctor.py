@@ -17,6 +17,7 @@ from remat_jax.hardware import target as target_named
 from remat_jax.memory.devices import check_devices
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.policy import LayerPolicies, Policy, as_block_policy, is_off
+from remat_jax.warning import silenced
 from remat_jax.workload import Workload
 
 TRAPS = (
@@ -37,6 +38,7 @@ REFUSED = frozenset({"unmatched_name", "unreached_block", "offload_without_effec
 """What `checkpoint_blocks` refuses in a policy of the workload's: there is no step to compile then."""
 
 
+@silenced()  # the findings say it
 def doctor(workload: Workload, policy: Any, target: str | Target | None = None, timeout: float = DEFAULT_TIMEOUT) -> Diagnosis:
     """Name every known trap in `workload` under `policy`, where it is, what it does, and the remedy.
 
@@ -103,6 +105,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     if none:
         return Diagnosis(workload.name, "None", _name(described), merged(none), 0)
     policies, text = _policies(workload, policy)
+    replaced = workload.replaced_checkpoints if policies is not None else 0
     observed = observe(workload, policies)
     found = [finding for trap in TRAPS for finding in trap(observed)]
     is_refused = policies is not None and bool(REFUSED & {one.trap for one in found})
@@ -110,7 +113,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
         found += compiled_traps(observed, described, timeout)
     else:
         found += pinned_pool(observed)
-    return Diagnosis(workload.name, text, _name(described), merged(found), len(observed.regions))
+    return Diagnosis(workload.name, text, _name(described), merged(found), len(observed.regions), replaced)
 
 
 def _name(target: Target | None) -> str | None:
@@ -136,13 +139,13 @@ def _is_none(workload: Workload, policy: Any) -> list[Finding]:
 def _policies(workload: Workload, policy: Any) -> tuple[BlockPolicies | None, str]:
     """The policies of the blocks (None for `off`), and what they are called."""
     if isinstance(policy, dict):
-        policies = BlockPolicies.of(policy)
+        policies = workload.own.policies(policy)
         named = [f"{block if isinstance(block, str) else block.__name__}: {_text(one)}" for block, one in policies.entries]
         return policies, ", ".join(named)
     checked = as_block_policy(policy)
     if is_off(checked):
         return None, "off"
-    return BlockPolicies.of(dict.fromkeys(workload.blocks, checked)), _text(checked)
+    return workload.own.policies(dict.fromkeys(workload.blocks, checked)), _text(checked)
 
 
 def _text(policy: Any) -> str:

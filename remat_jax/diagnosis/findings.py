@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from remat_jax.apply.replaced import replaced_text
 from remat_jax.report.tables import render, table
 
 
@@ -40,6 +41,7 @@ class Diagnosis:
       workload, policy: what was asked; `target` is None where nothing was compiled.
       findings: the mistakes; empty if there is none.
       regions: how many different checkpointed regions there are; equal blocks, and those of one scan, count once.
+      replaced_checkpoints: how many checkpoints of the model's own around the blocks gave way to the policy.
     """
 
     workload: str
@@ -47,6 +49,7 @@ class Diagnosis:
     target: str | None
     findings: tuple[Finding, ...]
     regions: int
+    replaced_checkpoints: int = 0
 
     @property
     def ok(self) -> bool:
@@ -65,17 +68,19 @@ class Diagnosis:
             "ok": self.ok,
             "findings": [asdict(one) for one in self.findings],
             "regions": self.regions,
+            "replaced_checkpoints": self.replaced_checkpoints,
         }
 
     def __rich__(self) -> Any:
         where = f"compiled for {self.target}" if self.target else "traced, not compiled"
         title = f"{self.workload} under {self.policy} ({where}): {_counted(len(self.findings), 'trap')}"
+        remark = f"\n{replaced_text(self.replaced_checkpoints)}." if self.replaced_checkpoints else ""
         if self.ok:
             regions = _counted(self.regions, "different checkpointed region") if self.regions else "nothing is checkpointed"
             more = "" if self.target else "\nName a GPU as target to look for the traps that only compiling shows."
-            return f"{title}; {regions}.{more}"
+            return f"{title}; {regions}.{remark}{more}"
         rows = [(one.trap, "\n".join(filter(None, (one.block, one.place))), one.problem, one.remedy) for one in self.findings]
-        return table(title, ("trap", "where", "what happens", "remedy"), rows)
+        return table(title, ("trap", "where", "what happens", "remedy"), rows, caption=remark.strip() or None)
 
     def __str__(self) -> str:
         return render(self)

@@ -122,7 +122,7 @@ def overruled_policy(observed: Observed) -> Iterator[Finding]:
                 f"the model's own checkpoint stands around {inside} block(s) of the workload and has {word}: it keeps "
                 f"{sum(one.nbytes for one in region.kept)} bytes, and nothing of the {asked} bytes or more that the policy "
                 f"keeps inside ({some(sorted(names))})",
-                "Take the model's own checkpoint away, or put the policy on it: remat_jax.replan(loss, policy)",
+                "Leave own_checkpoints='keep' out, and the policy takes the place of the model's own checkpoint",
             )
 
 

@@ -187,7 +187,7 @@ def names_policy(saved: frozenset[str], offloaded: frozenset[str]) -> JaxPolicy 
 
 def _checkpoint(function: Function, policy: JaxPolicy | None, prevent_cse: bool) -> Function:
     def run(*args: Any) -> list[Any]:
-        with compat.classic_rematerialisation():
+        with compat.classic_rematerialisation(), compat.binding_ours():
             return list(jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)(*args))
 
     return run
@@ -225,7 +225,7 @@ def _differentiated_by_name(
         return _reading(compat.jaxpr_function(jaxpr), size, rows)(*primals)
 
     # `replan` knows a block of ours by this name.
-    run.__name__ = run.__qualname__ = compat.BLOCK_NAME
+    run.__name__ = run.__qualname__ = compat.block_name()
     block = jax.custom_jvp(run)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:

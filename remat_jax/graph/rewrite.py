@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from remat_jax import compat
@@ -109,6 +111,19 @@ def _fixed_inside(eqn: Any, key: str, inner: Any, same: list[bool] | None) -> li
     return None if same is None else inner_flags(eqn, key, inner, same, _is_of_these_only)
 
 
+_leaving_blocks: ContextVar[bool] = ContextVar("leaving_blocks", default=False)
+
+
+@contextlib.contextmanager
+def leaving_blocks() -> Iterator[None]:
+    """While this holds, blocks that an enclosing `checkpoint_blocks` has given a policy are no regions."""
+    token = _leaving_blocks.set(True)
+    try:
+        yield
+    finally:
+        _leaving_blocks.reset(token)
+
+
 def region_body(eqn: Any) -> Any | None:
     """The body of `eqn` if it is a checkpoint region (one that is tied to the schedule as well), else None.
 
@@ -116,6 +131,8 @@ def region_body(eqn: Any) -> Any | None:
       UnsupportedError: the region has been differentiated already, so that its policy has been spent.
     """
     if compat.is_block(eqn):
+        if _leaving_blocks.get() and compat.replaces_checkpoints(eqn) is not None:
+            return None
         body = compat.closed(eqn.params["call_jaxpr"])
         inside = body.jaxpr.eqns
         # A tied block is a block around a block.

@@ -93,7 +93,12 @@ def holds_block(eqn: Any) -> bool:
 
 def block_under_checkpoint(jaxpr: Any) -> bool:
     """Whether such a block stands inside a checkpoint that is none of `remat_jax`, anywhere in the closed `jaxpr`."""
-    return any(compat.is_checkpoint(eqn) and holds_block(eqn) for eqn in equations(jaxpr))
+    return checkpoints_around_blocks(jaxpr) > 0
+
+
+def checkpoints_around_blocks(jaxpr: Any) -> int:
+    """How many checkpoints that are none of `remat_jax` stand around such blocks in the closed `jaxpr`."""
+    return sum(1 for eqn in equations(jaxpr) if compat.is_checkpoint(eqn) and holds_block(eqn))
 
 
 def map_inner(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:

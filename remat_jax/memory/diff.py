@@ -18,6 +18,7 @@ from remat_jax.memory.residuals import Residual, ResidualTable, residuals
 from remat_jax.policy import Action, as_block_policy, is_off
 from remat_jax.report.stacked import merged_layers
 from remat_jax.report.tables import format_bytes, format_flops, render, table
+from remat_jax.warning import silenced, warn
 from remat_jax.workload import Workload
 
 NOT_KEPT = "not kept"
@@ -204,8 +205,10 @@ def compare_policies(
     >>> found.recompute_flops  # the product of 2×8 and 8×8
     (256, 0)
     """
-    tables = [_table(workload, policy) for policy in (before, after)]
+    with silenced():  # the reports have these warnings too
+        tables = [_table(workload, policy) for policy in (before, after)]
     first, second = measure_many(workload, [before, after], target, timeout, memory_limit=memory_limit)
+    warn((*first.warnings, *second.warnings))
     by_module = _recomputed(workload, before, after)
     totals = None if by_module is None else tuple(sum(pair[side] for pair in by_module.values()) for side in (0, 1))
     return PolicyDiff(first, second, _moves(*tables), totals, by_module or {})

@@ -23,7 +23,8 @@ from remat_jax.memory.limit import limit_bytes
 from remat_jax.memory.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, residuals
-from remat_jax.policy import Action, LayerPolicies, Policy, Rule, as_block_policy
+from remat_jax.policy import Action, LayerPolicies, Policy, Rule, as_block_policy, is_off
+from remat_jax.warning import silenced, warn
 from remat_jax.workload import Step, Workload
 
 DEFAULT_TIMEOUT = 300.0
@@ -75,7 +76,9 @@ def measure(
     >>> measure(job, "full").argument_bytes  # two kernels, two biases, the batch
     640
     """
-    return measure_many(workload, [policy], target, timeout, memory_limit=memory_limit)[0]
+    report = measure_many(workload, [policy], target, timeout, memory_limit=memory_limit)[0]
+    warn(report.warnings)
+    return report
 
 
 def measure_many(
@@ -189,7 +192,8 @@ def _without_replanned_offload(workload: Workload) -> Callable[..., Any] | None:
 
 def _residuals(workload: Workload, policy: Any) -> ResidualTable | None:
     """What `policy` keeps; None of a workload of a step, whose backward pass is not to be seen."""
-    return residuals(workload, _given(policy)) if workload.has_loss else None
+    with silenced():  # the report has this warning too
+        return residuals(workload, _given(policy)) if workload.has_loss else None
 
 
 def _given(policy: Any) -> Any:
@@ -249,7 +253,7 @@ def _report(
     found = sizes[asked.policy]
     report = MemoryReport(
         workload=workload.name,
-        policy=_text(asked.policy),
+        policy=workload.policy_text(_text(asked.policy)),
         target=target.name,
         device_bytes=found.device,
         temp_bytes=found.temp,
@@ -273,6 +277,7 @@ def _report(
         memory_limit=limit,
         compiler_options=found.limit_options,
         step_seconds=found.step_seconds,
+        replaced_checkpoints=0 if is_off(asked.policy) else workload.replaced_checkpoints,
     )
     offers = asked.without_offload is not None or (kept is not None and kept.host_bytes > 0)
     if not offers and not is_miscompiled(found):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from remat_jax.apply.replaced import replaced_text
 from remat_jax.memory.collectives import Collective, executed
 from remat_jax.memory.live import LiveBuffer
 from remat_jax.memory.residuals import SharedInput
@@ -62,6 +63,8 @@ class MemoryReport:
       host_warning: that the hosts have too little memory, in plain words; None where they have enough, or it is not known.
       policy_warning: that the policy has no effect, because the model has checkpoints of its own around the blocks; else None.
       compiler_warning: that the compiler could not do without a GPU what it does on one, and what that changes; else None.
+      replaced_checkpoints: how many checkpoints of the model's own around the blocks gave way to the policy, those of a scanned
+        block counted once.
       memory_limit: the bytes of device memory that XLA was asked to stay within; None for its own limit.
       compiler_options: that limit for the step: `jax.jit(step, compiler_options=report.compiler_options)`. Empty where none was
         asked for, or XLA's own is lower.
@@ -106,6 +109,7 @@ class MemoryReport:
     memory_limit: int | None = None
     compiler_options: dict[str, int] = field(default_factory=dict, hash=False)
     step_seconds: float | None = None
+    replaced_checkpoints: int = 0
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -180,7 +184,8 @@ class MemoryReport:
             rows.append(("at the peak, exchanged", self.exchanged_bytes, format_bytes(self.exchanged_bytes)))
         for kind, (count, nbytes) in executed(self.collectives or ()).items():
             rows.append((f"{kind}: {count} arrays", nbytes, format_bytes(nbytes)))
-        caption = "\n".join(f"warning: {one}" for one in self.warnings)
+        remarks = [replaced_text(self.replaced_checkpoints)] if self.replaced_checkpoints else []
+        caption = "\n".join([*remarks, *(f"warning: {one}" for one in self.warnings)])
         each = f", each of {self.devices} devices; residuals of all" if self.devices > 1 else ""
         title = f"{self.workload} under {self.policy} on {self.target}{each} (JAX {self.jax_version})"
         return table(title, ("memory", "bytes", ""), rows, caption=caption or None)

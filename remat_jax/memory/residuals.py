@@ -10,12 +10,15 @@ from typing import Any
 import jax
 
 from remat_jax import compat
+from remat_jax.apply.own_checkpoints import KEPT
+from remat_jax.apply.replaced import replaced_text
 from remat_jax.errors import UnsupportedError
 from remat_jax.graph.origins import Origin, is_on_host, origin
 from remat_jax.graph.shared import Reading, collecting
 from remat_jax.graph.walk import block_under_checkpoint
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy, is_off
 from remat_jax.report.tables import format_bytes, render, table
+from remat_jax.warning import warn
 from remat_jax.workload import Workload
 
 _SHOWN = 40
@@ -85,12 +88,14 @@ class ResidualTable:
       warning: that the policy cannot keep anything, because the blocks stand inside checkpoints of the model's own.
       shared: the inputs that the policy offloads and that stay on the device, because several blocks read them; the largest
         first. One that is an argument of the loss is none of the rows.
+      replaced_checkpoints: how many checkpoints of the model's own around the blocks gave way to the policy.
     """
 
     rows: tuple[Residual, ...]
     policy: str
     warning: str | None = None
     shared: tuple[SharedInput, ...] = ()
+    replaced_checkpoints: int = 0
 
     def _total(self, action: Action) -> int:
         return sum(row.bytes for row in self.rows if row.action == action.value)
@@ -125,6 +130,7 @@ class ResidualTable:
             "recompute_bytes": self.recompute_bytes,
             "warning": self.warning,
             "shared": [asdict(one) for one in self.shared],
+            "replaced_checkpoints": self.replaced_checkpoints,
             "rows": [asdict(row) for row in self.rows],
         }
 
@@ -148,7 +154,9 @@ class ResidualTable:
         columns = ("residual", *(("layers",) if by_layer else ()), "shape", "dtype", "size", "action", "source")
         rest = f"and {len(hidden)} more, {format_bytes(sum(row.bytes for row in hidden))}" if hidden else None
         stays = [f"{one.name}, {format_bytes(one.bytes)} read {one.readers}, stays on the device" for one in self.shared]
-        caption = "\n".join(filter(None, (rest, *stays[:_SHOWN_SHARED], f"warning: {self.warning}" if self.warning else None)))
+        replaced = replaced_text(self.replaced_checkpoints) if self.replaced_checkpoints else None
+        warning = f"warning: {self.warning}" if self.warning else None
+        caption = "\n".join(filter(None, (rest, *stays[:_SHOWN_SHARED], replaced, warning)))
         formats = {"size": format_bytes}
         return table(f"residuals under {self.policy}: {title}", columns, rows, formats=formats, caption=caption or None)
 
@@ -197,10 +205,12 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
         rows += again
         # A policy that computes something again has an effect; looking costs another trace.
         warning = None if again else _overruled(workload, everything)
+        warn(warning)
     order = [action.value for action in Action]
     rows.sort(key=lambda row: (order.index(row.action), -row.bytes, row.name))
     text = str(checked) if checked is not None else "; ".join(f"{block}: {one}" for block, one in policy.items())
-    return ResidualTable(tuple(rows), text, warning, shared)
+    replaced = 0 if is_off(checked) else workload.replaced_checkpoints
+    return ResidualTable(tuple(rows), workload.policy_text(text), warning, shared, replaced)
 
 
 def _shared(read: list[Reading]) -> tuple[SharedInput, ...]:
@@ -219,10 +229,7 @@ def _overruled(workload: Workload, everything: dict[Any, Policy | LayerPolicies]
     loss, trained, frozen = workload.split_loss(everything)
     if not block_under_checkpoint(jax.make_jaxpr(loss)(trained, frozen, *workload.batch)):
         return None
-    return (
-        "the blocks stand inside checkpoints of the model's own (nn.remat, jax.checkpoint), which throw away what a policy "
-        "keeps: take them out of the model, or ask about remat_jax.replan(loss, 'off') in place of loss, and train with it"
-    )
+    return KEPT
 
 
 def _every_name(policy: Any) -> Policy | LayerPolicies:

@@ -19,6 +19,7 @@ from remat_jax.memory.residuals import ResidualTable
 from remat_jax.planning import Plan
 from remat_jax.planning.problem import Described, describe, extra_seconds, recompute_flops
 from remat_jax.policy import NAMED, as_block_policy, is_off
+from remat_jax.warning import silenced
 from remat_jax.workload import Workload
 
 Progress = Callable[[str, int, int], None]
@@ -62,12 +63,15 @@ class Comparison:
     described: Described | None = None
 
 
+@silenced()  # the page says it
 def compare(
     workload: Workload, policies: Sequence[Any] | None, target: Target, plan: Plan | None, timeout: float, tell: Progress
 ) -> Comparison:
     """The policies, and the plan's, side by side; without `policies` the usual ones, of which some may be impossible here."""
     found, ends = Comparison(), time.monotonic() + timeout
     asked = _usual(workload, target, found, tell) if policies is None else list(policies)
+    if policies is not None and not any(one == "off" or is_off(one) for one in asked) and workload.replaced_checkpoints:
+        asked.append("off")
     everything = [_Asked(policy, required=policies is not None) for policy in asked]
     if plan is not None:
         everything.append(_Asked("off" if plan.is_off else dict(plan.policies), plan=plan))

@@ -27,6 +27,7 @@ from remat_jax.porting import Rules, from_torch
 from remat_jax.porting.links import links_of_places
 from remat_jax.porting.transfer import take
 from remat_jax.porting.variables import Variables
+from remat_jax.warning import silenced
 from remat_jax.workload import Workload
 
 Leaves = dict[str, Any]
@@ -100,6 +101,7 @@ class FlaxSide:
                 trained, optimizer = self._updated(dtype, trained, gradients, optimizer)
         return FlaxRun(run, after)
 
+    @silenced()
     def kept(self, dtype: str, mode: str) -> ResidualTable:
         """What stays between the passes, parameters and inputs excluded."""
         return residuals(self._workload(dtype), mode)
@@ -111,6 +113,7 @@ class FlaxSide:
         outputs = needed.output_size_in_bytes - needed.alias_size_in_bytes
         return int(needed.argument_size_in_bytes + outputs + needed.temp_size_in_bytes)
 
+    @silenced()
     def peak(self, dtype: str, mode: str, target: str) -> int:
         """Bytes that a training step compiled for a target needs on its device."""
         return measure(self._workload(dtype), mode, target).device_bytes

@@ -13,7 +13,6 @@ import jax
 from remat_jax import compat
 from remat_jax.apply import linen, nnx, scope
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import BlockError, UnsupportedError
 from remat_jax.graph import PlannedBlock, is_smooth
 from remat_jax.graph.flat import called
@@ -115,7 +114,7 @@ def _traced(workload: Workload) -> tuple[Any, list[tuple[type | str, str, Planne
     # Equal, but not one and the same: by which of them a block runs says which key it is of.
     policies = {key: Policy.parse("everything") for key in workload.blocks}
     keys = {id(policy): key for key, policy in policies.items()}
-    checked = BlockPolicies.of(policies).anew()
+    checked = workload.own.policies(policies).anew()
     loss, trained, frozen = workload.split_loss("off")
     arguments = (trained, frozen, *workload.batch)
     watching = _Watching()
@@ -123,6 +122,7 @@ def _traced(workload: Workload) -> tuple[Any, list[tuple[type | str, str, Planne
         found.audit = watching
         jaxpr = jax.make_jaxpr(lambda *args: loss(*args))(*arguments)
         missing = scope.missed(checked, found)
+    workload.own.note(found)
     if missing is not None:
         raise missing
     return jaxpr, [(keys[id(block.policy)], path, block) for path, block in watching.blocks]
@@ -207,7 +207,7 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
     elif compat.is_checkpoint(eqn):
         raise UnsupportedError(
             "a block inside a checkpoint of the model's own (nn.remat, jax.checkpoint), which throws away what a plan would "
-            "keep: take it out of the model, or plan and train remat_jax.replan(loss, 'off') in place of loss"
+            "keep: leave own_checkpoints='keep' out of the Workload, and the plan takes its place"
         )
     else:
         body = called(eqn)

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from remat_jax.apply.replaced import AS_WRITTEN
 from remat_jax.errors import BlockError, CompileError, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory.compiler import Sizes, compile_programs
@@ -114,7 +115,7 @@ class Compiler:
         return compile_programs([program], self.target, timeout=left, **given)[program.key]
 
     def _step(self, candidate: Candidate) -> Any:
-        return self.workload.step("off" if candidate.name == "off" else policies_of(self.described, candidate))
+        return self.workload.step("off" if candidate.name in ("off", AS_WRITTEN) else policies_of(self.described, candidate))
 
     @staticmethod
     def _seen(candidate: Candidate, sizes: Sizes) -> Compiled:

@@ -12,13 +12,14 @@ from typing import Any
 import jax
 
 from remat_jax import compat
+from remat_jax.apply.replaced import replaced_text
 from remat_jax.errors import ArgumentError, InfeasibleBudget, PolicyError, UnsupportedError
-from remat_jax.graph.count import flops
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.devices import check_devices, host_shortage
 from remat_jax.memory.kernels import Kernels
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, UNTILED, check_timeout
+from remat_jax.planning.as_written import as_written, counted_flops
 from remat_jax.planning.below_full import grouped_candidates
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
 from remat_jax.planning.candidate import Candidate, Tried
@@ -33,7 +34,8 @@ from remat_jax.planning.problem import Described, describe, recompute_flops
 from remat_jax.planning.proposals import Proposals
 from remat_jax.planning.search import MOST_COMPILED, MOST_RUNS, Search
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
-from remat_jax.policy import NAMED
+from remat_jax.policy import NAMED, is_off
+from remat_jax.warning import silenced, warn
 from remat_jax.workload import Workload
 
 
@@ -90,10 +92,17 @@ def plan(
     _check(workload, timeout)
     check_devices(workload, described_target)
     check_arguments_fit(workload, device)
-    with Kernels.temporary() as kernels:
-        return _Making(workload, device, described_target, host, timeout, progress or _silent, kernels).plan()
+    with silenced(), Kernels.temporary() as kernels:
+        made = _Making(workload, device, described_target, host, timeout, progress or _silent, kernels).plan()
+    warn(note for note in made.notes if not note.startswith(_OF_THE_SEARCH))
+    return made
 
 
+# Notes on how far the search went; the other notes change what the plan's step does, and are warnings too.
+_OF_THE_SEARCH = ("Not shown", "Left out", "The policy takes the place")
+
+
+@silenced()
 def leanest(
     workload: Workload, budget: int, target: Target, host_budget: int | None, *, timeout: float = DEFAULT_TIMEOUT
 ) -> tuple[int | None, InfeasibleBudget | None]:
@@ -189,6 +198,7 @@ class _Making:
             raise self._infeasible()
         self.progress("reading the frontier", len(self.fit.tried), len(self.fit.tried))
         policies = policies_of(self.described, best.candidate)
+        self._add_as_written(best)
         found = outcome(self.described, self.fit, self.proposals, best, self.remarks)
         self._note(best)
         return Plan(
@@ -302,6 +312,8 @@ class _Making:
         """The named policies as candidates; those that are not legal here as points with a remark."""
         able, remarks = [], []
         for name, meant in NAMED.items():
+            if is_off(meant) and self.workload.replaced_checkpoints:
+                continue  # the model as written, which is no policy of ours: `as_written`
             if meant.offloads and self._no_offload:
                 remarks.append(Point(name, None, 0, None, False, remark=self._no_offload))
                 continue
@@ -313,12 +325,14 @@ class _Making:
 
     def _recompute_flops(self, policies: Mapping[Any, Any]) -> int:
         """Counted, not estimated: the step under the plan against the step that computes nothing again."""
-        counted = []
-        for policy in (dict(policies), "off"):
-            step = self.workload.step(policy)
-            try:
-                counted.append(flops(step.function, *step.arguments))
-            except UnsupportedError:
-                # A loop of unknown length, in a kernel of Pallas's for one: what is computed again is known block by block.
-                return recompute_flops(self.described, dict(policies))
-        return max(0, counted[0] - counted[1])
+        counted = counted_flops(self.workload, dict(policies))
+        # A loop of unknown length, in a kernel of Pallas's for one: what is computed again is known block by block.
+        return recompute_flops(self.described, dict(policies)) if counted is None else counted
+
+    def _add_as_written(self, best: Tried) -> None:
+        """The author's own checkpoints beside the named policies, and that the plan takes their place."""
+        full = next((one for one in self.proposals.named if one.name == "full"), None)
+        point = as_written(self.workload, self.described, full, self.compiler.compile, best)
+        if point is not None:
+            self.remarks.append(point)
+            self.notes.append(replaced_text(self.workload.replaced_checkpoints))

@@ -185,8 +185,8 @@ def _fixed_bytes(workload: Workload, step: Step, kinds: Sequence[Kind], shares: 
     for kind in kinds:
         saved, constant = kind.program.saved_bytes, kind.program.constant_bytes
         inside += len(kind.layers) * saved + (1 if kind.scanned else len(kind.layers)) * constant
-    # Shares go by the names that a policy gives; without one there are none, and checkpoints of the blocks' own keep less.
-    named = shares is not None or any(kind.program.dropped for kind in kinds)
+    # Shares go by the names that a policy gives; without one there are none, and checkpoints of the model's own keep less.
+    named = shares is not None or any(kind.program.dropped for kind in kinds) or workload.replaced_checkpoints > 0
     rows = [row for row in residuals(workload, "everything" if named else "off") if row.action == Action.SAVE.value]
     kept = sum(row.bytes * (shares.of(row.name) if shares else 1.0) for row in rows)
     # A processor has one memory: an array of the host's is on the device too.

@@ -29,7 +29,8 @@ class Policy:
 
     A policy is written as text, ``action: selector[, selector]; …``, with the actions ``save`` (device memory),
     ``offload`` (host memory) and ``recompute``. A selector is a glob on residual names, ``@inputs``, ``@dots``,
-    ``@dots_with_no_batch_dims`` or ``@primitive:NAME``. Names with a comma or a semicolon in them need a ``?`` there.
+    ``@dots_with_no_batch_dims``, ``@convs`` (convolutions) or ``@primitive:NAME``. Names with a comma or a semicolon in
+    them need a ``?`` there.
     ``@dots`` and ``@dots_with_no_batch_dims`` are what JAX's ``dots_saveable`` and ``dots_with_no_batch_dims_saveable``
     save: the first includes convolutions, the second does not.
 

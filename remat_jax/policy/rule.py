@@ -10,10 +10,13 @@ from fnmatch import fnmatchcase
 from remat_jax.errors import PolicyError, nearest
 
 INPUTS, DOTS, DOTS_WITH_NO_BATCH_DIMS, PRIMITIVE = "@inputs", "@dots", "@dots_with_no_batch_dims", "@primitive:"
+CONVS = "@convs"
+_WORDS = (INPUTS, DOTS, DOTS_WITH_NO_BATCH_DIMS, CONVS)
 
 # What jax.checkpoint_policies.dots_saveable and dots_with_no_batch_dims_saveable save (jax/_src/ad_checkpoint.py):
 # convolutions count as dots in the first and not in the second.
-_DOTS = frozenset({"dot_general", "conv_general_dilated", "scaled_matmul_wrapper"})
+CONVOLUTION = "conv_general_dilated"
+_DOTS = frozenset({"dot_general", CONVOLUTION, "scaled_matmul_wrapper"})
 _DOTS_THAT_MAY_HAVE_NO_BATCH_DIMS = frozenset({"dot_general", "scaled_matmul_wrapper"})
 
 
@@ -106,11 +109,15 @@ def matches(selector: str, candidate: Candidate) -> bool:
     True
     >>> matches("@dots_with_no_batch_dims", Candidate("Block/attn:dot_general#0", "dot_general", has_batch_dims=True))
     False
+    >>> matches("@convs", Candidate("Block/Conv_0:conv_general_dilated#0", "conv_general_dilated"))
+    True
     """
     if selector == INPUTS:
         return candidate.is_input
     if selector == DOTS:
         return candidate.primitive in _DOTS
+    if selector == CONVS:
+        return candidate.primitive == CONVOLUTION
     if selector == DOTS_WITH_NO_BATCH_DIMS:
         return candidate.primitive in _DOTS_THAT_MAY_HAVE_NO_BATCH_DIMS and not candidate.has_batch_dims
     if selector.startswith(PRIMITIVE):
@@ -140,14 +147,14 @@ def what_is_wrong(selector: object) -> str:
         return "is empty; write a glob on residual names such as '*ffn/up*', or '@dots'."
     if selector != selector.strip() or "," in selector or ";" in selector:
         return "has a comma, a semicolon or outer whitespace, which separate selectors; give them one by one."
-    if not selector.startswith("@") or selector in (INPUTS, DOTS, DOTS_WITH_NO_BATCH_DIMS):
+    if not selector.startswith("@") or selector in _WORDS:
         return ""
     if selector.startswith(PRIMITIVE):
         named = selector[len(PRIMITIVE) :]
         if named and named == named.strip():
             return ""
         return "names no primitive; write one after the colon, as in '@primitive:exp'."
-    known = [INPUTS, DOTS, DOTS_WITH_NO_BATCH_DIMS, PRIMITIVE + "NAME"]
+    known = [*_WORDS, PRIMITIVE + "NAME"]
     return f"is not a known selector; those with @ are {', '.join(known)}." + nearest(selector, known)
 
 

@@ -1,0 +1,68 @@
+"""A model's own checkpoints around blocks give way to the policies of the blocks.
+
+A checkpoint around a checkpointed block throws away what the block's policy keeps. When JAX binds a region of `jax.checkpoint`,
+its body is traced, and its blocks are in it: where one of them has a policy, the body is evaluated in the region's place. So
+it does not matter what stands between the region and the block (a scan, a lifted transform, `nnx.bridge`), nor what made the
+region.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from remat_jax import compat
+from remat_jax.apply import scope
+from remat_jax.apply.marking import mark_of
+from remat_jax.errors import ArgumentError
+from remat_jax.graph.walk import equations
+from remat_jax.policy import LayerPolicies, is_off
+from remat_jax.warning import warn
+
+CHOICES = ("replace", "keep")
+
+KEPT = (
+    "own_checkpoints='keep': the blocks stand inside checkpoints of the model's own (nn.remat, jax.checkpoint), which throw "
+    "away what a policy keeps; leave own_checkpoints out, and the policy takes their place"
+)
+
+
+def check_choice(own_checkpoints: Any) -> bool:
+    """Whether the model's own checkpoints are kept.
+
+    Raises:
+      ArgumentError: it is none of the choices.
+
+    >>> check_choice("replace"), check_choice("keep")
+    (False, True)
+    """
+    if own_checkpoints not in CHOICES:
+        raise ArgumentError(
+            f"own_checkpoints={own_checkpoints!r}: expected 'replace', so that policies take the place of the model's own "
+            "checkpoints around the blocks, or 'keep', so that these stay around them"
+        )
+    return bool(own_checkpoints == "keep")
+
+
+def _gives_way(body: Any) -> bool:
+    """Whether a checkpoint region with this body stands around a block whose policy takes its place; counts it."""
+    asked = {compat.replaces_checkpoints(eqn) for eqn in equations(body)}
+    for mark in filter(None, map(mark_of, equations(body))):
+        if not _is_all_off(mark.marked.policy):
+            asked.add(not mark.marked.keeps)
+    record = scope.innermost_record()
+    if True in asked:
+        if record is not None:
+            record.replaced += 1
+        return True
+    if False in asked:
+        warn(KEPT)
+    return False
+
+
+def _is_all_off(policy: Any) -> bool:
+    if isinstance(policy, LayerPolicies):
+        return all(is_off(one) for _, one in policy.ranges)
+    return is_off(policy)
+
+
+compat.let_checkpoints_give_way(_gives_way)

@@ -1,0 +1,58 @@
+"""The step as the model's author wrote it, where the model has checkpoints of its own around the blocks.
+
+There `off` is not a step without checkpoints: it is the author's policy. Plans hold it beside the named policies;
+`everything` takes the place of `off` among these, and is what computing again is counted against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from remat_jax.apply.replaced import AS_WRITTEN
+from remat_jax.errors import UnsupportedError
+from remat_jax.graph.count import flops
+from remat_jax.planning.candidate import FAILED, Candidate, Compiled
+from remat_jax.planning.point import Point
+from remat_jax.planning.problem import Described
+from remat_jax.workload import Workload
+
+
+def without_checkpoints(workload: Workload) -> Any:
+    """The policy under which the step computes nothing again.
+
+    Of a model with checkpoints of its own around the blocks these give way to `everything`; of another it is `off`.
+    """
+    return dict.fromkeys(workload.blocks, "everything") if workload.replaced_checkpoints else "off"
+
+
+def counted_flops(workload: Workload, policy: Any) -> int | None:
+    """What the step computes again under `policy`; None where a loop of unknown length keeps it from being counted."""
+    counted = []
+    for one in (policy, without_checkpoints(workload)):
+        step = workload.step(one)
+        try:
+            counted.append(flops(step.function, *step.arguments))
+        except UnsupportedError:
+            return None
+    return max(0, counted[0] - counted[1])
+
+
+def as_written(
+    workload: Workload, described: Described, full: Candidate | None, compile_: Callable[..., list[Compiled]], best: Any
+) -> Point | None:
+    """What the step takes as written; None where the model has no checkpoints of its own around the blocks.
+
+    The estimated time is that of `full`, in proportion to the operations that are computed again.
+    """
+    if not workload.replaced_checkpoints:
+        return None
+    answer = compile_([Candidate(AS_WRITTEN, (), 0.0)], best)
+    compiled = answer[0] if answer and answer[0].device_bytes != FAILED else None
+    again, of_full = (counted_flops(workload, policy) for policy in ("off", dict.fromkeys(workload.blocks, "full")))
+    seconds = None
+    if full is not None and again is not None and of_full:
+        base = described.stack.base_seconds + described.outside_seconds
+        seconds = base + full.seconds * again / of_full
+    device, host = (compiled.device_bytes, compiled.host_bytes) if compiled else (None, 0)
+    return Point(AS_WRITTEN, device, host, seconds, compiled is not None)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_jax as rj
+from remat_jax import compat, warning
+from remat_jax.hardware import quiet
+
+ROOT = Path(__file__).resolve().parents[1]
+LINE = ROOT / "remat_jax_quiet.pth"
+NO_GPU = not any(Path(one).exists() for one in quiet.DEVICES)
+WITHOUT_GPU = pytest.mark.skipif(
+    not (NO_GPU and compat.gpu_compiler_installed()), reason="JAX's CUDA plugin is not installed, or there is a GPU for it"
+)
+
+
+def output(code: str, **environment: str) -> str:
+    """All that a fresh Python prints that runs `code`, started as a user's is."""
+    plain = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "default", "-c", code]
+    done = subprocess.run(command, env=plain | environment, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout + done.stderr
+
+
+@WITHOUT_GPU
+def test_jax_prints_nothing_after_our_import() -> None:
+    for code in ("import remat_jax, jax; jax.devices()", "import jax, remat_jax; jax.devices()"):
+        assert output(code) == ""
+
+
+@WITHOUT_GPU
+def test_jax_prints_nothing_in_a_script_that_does_not_know_us(tmp_path: Path) -> None:
+    """Python runs the `.pth` files of a site folder when it starts, as `site.addsitedir` does here."""
+    script = "import sys, jax; jax.devices(); assert 'remat_jax' not in sys.modules"
+    (tmp_path / LINE.name).write_text(LINE.read_text())
+    assert output(f"import site; site.addsitedir({str(tmp_path)!r}); {script}") == ""
+    # An empty value is a user's own, and asks for the check.
+    installed = Path(sys.prefix, "lib", f"python3.{sys.version_info.minor}", "site-packages", LINE.name).exists()
+    assert ("cuDNN" in output(script, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="")) or installed
+
+
+def test_the_startup_line_is_the_function() -> None:
+    assert LINE.read_text() == quiet.startup_line() and LINE.read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize("start", ["function", "line"])
+def test_nothing_is_skipped_where_a_gpu_is(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = tmp_path / "nvidiactl"
+    monkeypatch.setattr(quiet, "DEVICES", (str(device),))
+
+    def run() -> str | None:
+        import os
+
+        quiet.quiet_without_gpu() if start == "function" else exec(quiet.startup_line(), {})
+        return os.environ.get(quiet.VARIABLE)
+
+    monkeypatch.delenv(quiet.VARIABLE, raising=False)
+    assert run() == quiet.MARK
+    device.touch()
+    # What came with the environment of a machine without a GPU is taken away, what a user has set is not.
+    assert run() is None
+    monkeypatch.setenv(quiet.VARIABLE, "1")
+    assert run() == "1"
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + nn.Dense(8)(nn.gelu(nn.Dense(32)(x)))
+
+
+def workload() -> rj.Workload:
+    model, x = nn.Sequential([Block(), Block()]), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return rj.Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), blocks=Block)
+
+
+def test_what_a_report_warns_of_is_a_python_warning_once_and_printed() -> None:
+    job = workload()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            report = rj.measure(job, "offload_inputs", "cpu")
+    assert [str(one.message) for one in caught] == list(report.warnings) and len(caught) == 1
+    assert caught[0].category is rj.RematWarning and caught[0].filename == __file__
+    assert " ".join(report.warnings[0].split()) in " ".join(str(report).split())
+
+
+def test_who_reports_warnings_itself_gives_none() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with warning.silenced():
+            rj.measure(workload(), "offload_inputs", "cpu")
+
+
+def test_notes_that_change_what_a_plan_does_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = workload()
+    monkeypatch.setattr("remat_jax.planning.make.host_shortage", lambda *_: "the host has too little memory")
+    with pytest.warns(rj.RematWarning, match="^Host memory: the host has too little memory") as caught:
+        plan = rj.plan(job, "1 MB", "cpu")
+    assert {str(one.message) for one in caught} <= set(plan.notes)
+    assert not any(str(one.message).startswith("Not shown") for one in caught)
