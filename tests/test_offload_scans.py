@@ -222,3 +222,10 @@ def test_a_selector_of_nothing_else_is_an_error() -> None:
 
     with pytest.raises(NoEffectError, match="@inputs"):
         rj.replan(loss, "offload_inputs")(jnp.ones((3, 4)), jnp.ones(4))
+
+
+@pytest.mark.parametrize("make", [linen, in_nnx, plain, replanned])
+def test_a_selector_by_name_takes_what_all_rounds_read(x64: None, make: Callable[..., Any]) -> None:
+    x, read = values(2, 3, 5, seed=2), CONTEXTS["made outside"]
+    offload, params = make("offload: *:input#1", read)
+    assert [one for one in kept(offload, params, x) if one[1]] == [((2, 3, 5), True)]

@@ -173,10 +173,10 @@ class _Resolver:
             return compat.jaxpr_function(body)(*values)
         assert not isinstance(policy, LayerPolicies)
         if not is_off(policy):
-            block = plan_block(body, policy, mark.path, mark.inputs)
+            block = plan_block(body, policy, mark.path, mark.inputs, mark.shared)
             self.audit.saw(mark.path, block, whole=mark.made, layers=run, looped=around.looped)
         if alone:
-            block = plan_block(body, FULL, mark.path, mark.inputs)
+            block = plan_block(body, FULL, mark.path, mark.inputs, mark.shared)
         with compat.layers_scope(span):
             return bind_block(block, values, looped=True if around.looped else None, apart=around.apart, rows=rows)
 

@@ -54,16 +54,18 @@ def run_block(
         return [out for out in outputs if compat.is_array(out)]
 
     values = [leaves[index] for index in arrays]
-    fixed = compat.fixed_in_loops(values)
+    same = compat.fixed_in_loops(values)
     with unlinked():
         jaxpr = jax.make_jaxpr(flat)(*values)
     # What the function closes over (tracers among it) must reach the block as arguments, or it could not be differentiated.
     open_jaxpr, consts = compat.hoist_consts(jaxpr)
-    is_input = [False] * len(consts) + [index >= first_input and not same for index, same in zip(arrays, fixed, strict=True)]
+    is_input = [False] * len(consts) + [index >= first_input for index in arrays]
+    is_shared = [False] * len(consts) + same
     if isinstance(policy, Marked):
-        made = bind_mark(Mark(open_jaxpr, policy, path, tuple(is_input), has_parameters), [*consts, *values])
+        mark = Mark(open_jaxpr, policy, path, tuple(is_input), tuple(is_shared), has_parameters)
+        made = bind_mark(mark, [*consts, *values])
     else:
-        block = plan_block(open_jaxpr, policy, path, is_input)
+        block = plan_block(open_jaxpr, policy, path, is_input, is_shared)
         audit.saw(path, block, whole=has_parameters)
         made = bind_block(block, [*consts, *values])
     outputs, structure = results[-1]

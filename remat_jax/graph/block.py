@@ -114,14 +114,17 @@ class PlannedBlock:
         return _differentiated_by_name(self.jaxpr, self.names, self.policy, prevent_cse, rows, once)
 
 
-def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequence[bool]) -> PlannedBlock:
+def plan_block(
+    jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequence[bool], shared: Sequence[bool] = ()
+) -> PlannedBlock:
     """Name the residuals of the block `jaxpr`, to run it under `policy`.
 
     Args:
       jaxpr: the block as a closed jaxpr.
       policy: a policy (not `off`), or a policy object of JAX's own, which is passed on as it is.
       path: the module path that leads the names.
-      inputs: for each input of `jaxpr`, whether `@inputs` means it.
+      inputs: for each input of `jaxpr`, whether it is an input of the block, and not a parameter.
+      shared: for each, whether all rounds of a scan read the same array, which `@inputs` does not mean; empty where none is.
 
     Raises:
       UnsupportedError: the block uses a mutable array.
@@ -133,7 +136,7 @@ def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequen
         )
     jaxpr = established(jaxpr)
     with compat.classic_rematerialisation():
-        return PlannedBlock(jaxpr, name_block(jaxpr, path, inputs), policy)
+        return PlannedBlock(jaxpr, name_block(jaxpr, path, inputs, shared), policy)
 
 
 def decide(named: Named, policy: Policy) -> tuple[frozenset[str], frozenset[str]]:

@@ -59,18 +59,20 @@ class Named:
         return self.made()
 
 
-def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool]) -> Named:
+def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool], shared: Sequence[bool] = ()) -> Named:
     """Name every array that the block `jaxpr` makes, and its inputs.
 
     Args:
       jaxpr: the block as a closed jaxpr.
       path: the block's module path; it leads every automatic name.
       inputs: for each input of `jaxpr`, whether it is an input of the block (and not a parameter or an RNG key).
+      shared: for each, whether all rounds of a scan read the same array; empty where none is.
     """
     namer = _Namer(path, {}, Counter())
 
     def named(*args: Any) -> list[Any]:
-        args = tuple(namer.input(arg) if is_input else arg for arg, is_input in zip(args, inputs, strict=True))
+        roles = zip(args, inputs, shared or [False] * len(args), strict=True)
+        args = tuple(namer.input(arg, is_shared=same) if is_input else arg for arg, is_input, same in roles)
         return namer.run(jaxpr, args, (), [True] * len(args))
 
     return namer.finished(retrace(jaxpr, named))
@@ -111,9 +113,9 @@ class _Namer:
     def finished(self, jaxpr: Any) -> Named:
         return Named(lambda: jaxpr, "/".join(self.path), self.candidates, self.shapes, self.counts)
 
-    def input(self, value: Any) -> Any:
+    def input(self, value: Any, *, is_shared: bool) -> Any:
         name = self._next("/".join(self.path), "input")
-        return self._name(value, Candidate(name, "input", is_input=True))
+        return self._name(value, Candidate(name, "input", is_input=True, is_shared=is_shared))
 
     def run(self, jaxpr: Any, args: Sequence[Any], outer: tuple[str, ...], known: Sequence[bool]) -> list[Any]:
         """Evaluate `jaxpr` on `args` with the names in it; `known` says which inputs depend on primals only."""

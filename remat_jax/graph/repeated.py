@@ -93,21 +93,22 @@ class NamedBlock:
 _first_layers: tuple[FirstLayer, ...] = ()
 
 
-def name_block(jaxpr: Any, path: str, inputs: Sequence[bool]) -> NamedBlock:
+def name_block(jaxpr: Any, path: str, inputs: Sequence[bool], shared: Sequence[bool] = ()) -> NamedBlock:
     """The block `jaxpr` with its residuals named; with the names of an identical block, if there was one.
 
     Args:
       jaxpr: the block as a closed jaxpr.
       path: the block's module path.
       inputs: for each input of `jaxpr`, whether it is an input of the block (and not a parameter or an RNG key).
+      shared: as for `name_residuals`.
     """
     global _first_layers
     path = "/".join(part for part in path.split("/") if part)
     line = compat.source_line(jaxpr.jaxpr.eqns[-1]) if jaxpr.jaxpr.eqns else ""
-    asked = tuple(inputs), compat.trace_settings(), line, bool(path)
+    asked = tuple(inputs), tuple(shared), compat.trace_settings(), line, bool(path)
     first = next((one for one in reversed(_first_layers) if one.is_like(jaxpr, path, asked)), None)
     if first is None:
-        first = FirstLayer(Original(jaxpr), asked, name_residuals(jaxpr, path, inputs))
+        first = FirstLayer(Original(jaxpr), asked, name_residuals(jaxpr, path, inputs, shared))
         if holds_arrays(jaxpr) or holds_functions(jaxpr) or not has_plain_rules(jaxpr):
             return NamedBlock(first.named, first)
     _first_layers = (*(one for one in _first_layers if one is not first), first)[-_MOST:]

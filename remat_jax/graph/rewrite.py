@@ -21,15 +21,18 @@ def _is_view(eqn: Any, flags: list[bool]) -> bool:
     return eqn.primitive.name in _VIEWS and all(flags)
 
 
-RunRegion = Callable[[Any, str, list[bool], list[Any], bool], list[Any]]
-"""`run(body, path, inputs, values, looped)`: evaluate a region; `inputs` says which values `@inputs` means."""
+RunRegion = Callable[[Any, str, list[bool], list[bool], list[Any], bool], list[Any]]
+"""`run(body, path, inputs, shared, values, looped)`: evaluate a region.
+
+`inputs` says which values are no parameters, `shared` which are the same in all rounds of a scan.
+"""
 
 
 def rewrite(jaxpr: Any, args: Sequence[Any], run: RunRegion) -> list[Any]:
     """Evaluate the closed `jaxpr` on `args` with `run` in place of every checkpoint region, at any depth.
 
     A value that the function was given, or that is only a view of such a value (a slice, a cast, a row of a scanned stack), is
-    a parameter of the region; a value that was computed is an input of it, unless all rounds of a scan around it read the same.
+    a parameter of the region; a value that was computed is an input of it.
 
     Raises:
       UnsupportedError: a region has been differentiated already.
@@ -59,9 +62,9 @@ class _Rewriter:
             here = path + compat.scopes(eqn)
             body = region_body(eqn)
             if body is not None:
-                stays = [flag or is_same for flag, is_same in zip(flags, kept or flags, strict=True)]
+                is_input, shared = [not flag for flag in flags], kept or [False] * len(flags)
                 with compat.eqn_context(eqn):
-                    return self.run(body, "/".join(here) or "region", [not flag for flag in stays], inputs, kept is not None)
+                    return self.run(body, "/".join(here) or "region", is_input, shared, inputs, kept is not None)
             if not contains_region(eqn):
                 return None
             return compat.bind(eqn, inputs, **self._inside(eqn, flags, here, kept))

@@ -19,7 +19,7 @@ from remat_jax.graph.flat import Array, Flat, FlatEqn, flatten, region
 from remat_jax.graph.walk import of_some
 from remat_jax.planning.blocks import Call
 from remat_jax.planning.inner import apart, inner_names
-from remat_jax.policy import Policy
+from remat_jax.policy import Candidate, Policy
 
 
 @dataclass(frozen=True)
@@ -216,14 +216,14 @@ def block_program(call: Call) -> Program:
         array.names[:] = dict.fromkeys((*given, *array.names))
     dropped = inner_names(linearised)
     flat, own = apart(flat, dropped)
-    inputs = {
-        name: array
-        for array in flat.inputs
-        for name in array.names
-        if name in block.named.candidates and block.named.candidates[name].is_input
-    }
+    inputs = {name: array for array in flat.inputs for name in array.names if _is_input(block.named.candidates.get(name))}
     costs = jaxpr_cost(block.jaxpr), jaxpr_cost(backward)
     return Program(call, flat, *costs, inputs, flatten(compat.dce(backward)), own, dropped)
+
+
+def _is_input(candidate: Candidate | None) -> bool:
+    """Whether an array is one that `@inputs` means: what all rounds of a scan read takes the bytes of one round."""
+    return candidate is not None and candidate.is_input and not candidate.is_shared
 
 
 def _passes(block: PlannedBlock, live: tuple[bool, ...]) -> tuple[Any, Any]:
