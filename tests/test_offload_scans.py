@@ -17,8 +17,7 @@ import remat_jax as rj
 from examples.models import pi0
 from examples.models.pi0_config import Pi0Config
 from examples.models.siglip import SiglipBlock
-from remat_jax.errors import NoEffectError
-from tests.small_models import assert_bit_equal, assert_same, to_host, values
+from tests.small_models import assert_same, to_host, values
 
 LAYERS, ROWS, LENGTH, WIDTH, WORDS = 8, 16, 512, 256, 40000
 CARRIED = LAYERS * ROWS * LENGTH * WIDTH * 4
@@ -198,34 +197,3 @@ def test_in_scans_in_a_scan_what_differs_in_any_of_them_is_offloaded(x64: None) 
 
     x, params = values(2, 3, 5, seed=2), values(2, 4, 5, 5, seed=1)
     assert to_host(jax.grad(rj.replan(loss, "offload_inputs")), params, x) == [(2, 3, 5)] * 2
-
-
-def test_outside_of_scans_every_input_is_offloaded(x64: None) -> None:
-    block = jax.checkpoint(lambda w, x, context: x + jnp.tanh(x @ w) * context)
-
-    def loss(params: Any, x: Any) -> Any:
-        context = jnp.sin(x)
-        for w in params:
-            x = block(w, jnp.cos(x), context)
-        return jnp.sum(x)
-
-    x, params = values(2, 3, 5, seed=2), [values(5, 5, seed=1)] * 2
-    offload = rj.replan(loss, "offload_inputs")
-    assert to_host(jax.grad(offload), params, x) == [(2, 3, 5)] * 4
-    assert_bit_equal(jax.grad(offload)(params, x), jax.grad(rj.replan(loss, "full"))(params, x))
-
-
-def test_a_selector_of_nothing_else_is_an_error() -> None:
-    def loss(params: Any, x: Any) -> Any:
-        context = jnp.sin(x)
-        return jnp.sum(jax.lax.scan(lambda x, w: (x + jax.checkpoint(lambda c: jnp.sin(c) * w)(context), None), x, params)[0])
-
-    with pytest.raises(NoEffectError, match="@inputs"):
-        rj.replan(loss, "offload_inputs")(jnp.ones((3, 4)), jnp.ones(4))
-
-
-@pytest.mark.parametrize("make", [linen, in_nnx, plain, replanned])
-def test_a_selector_by_name_takes_what_all_rounds_read(x64: None, make: Callable[..., Any]) -> None:
-    x, read = values(2, 3, 5, seed=2), CONTEXTS["made outside"]
-    offload, params = make("offload: *:input#1", read)
-    assert [one for one in kept(offload, params, x) if one[1]] == [((2, 3, 5), True)]

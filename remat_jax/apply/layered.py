@@ -20,6 +20,7 @@ from remat_jax.apply.overlap import unlinked
 from remat_jax.apply.region import bind_block
 from remat_jax.apply.segments import Cut, Segment, Spans, is_opened
 from remat_jax.graph import Row, plan_block
+from remat_jax.graph.shared import note_loop_inputs
 from remat_jax.graph.walk import Visit, bodies, evaluate_equations, inner_jaxprs, retrace, value_of, values_of_inputs
 from remat_jax.policy import LayerPolicies, is_off
 
@@ -173,10 +174,10 @@ class _Resolver:
             return compat.jaxpr_function(body)(*values)
         assert not isinstance(policy, LayerPolicies)
         if not is_off(policy):
-            block = plan_block(body, policy, mark.path, mark.inputs, mark.shared)
+            block = plan_block(body, policy, mark.path, mark.inputs)
             self.audit.saw(mark.path, block, whole=mark.made, layers=run, looped=around.looped)
         if alone:
-            block = plan_block(body, FULL, mark.path, mark.inputs, mark.shared)
+            block = plan_block(body, FULL, mark.path, mark.inputs)
         with compat.layers_scope(span):
             return bind_block(block, values, looped=True if around.looped else None, apart=around.apart, rows=rows)
 
@@ -195,7 +196,12 @@ class _Resolver:
         spans = cut.spans(cut.segments[0], around.spans) if cut.segments else {}
         apart = around.apart or any(segment.is_loop for segment in cut.segments)
         inside = _Surroundings(looped=True, apart=apart, spans=spans, idle=not cut.segments, groups=around.groups)
-        body = retrace(cut.body, lambda *args: self.run(cut.body, args, dict(at), inside))
+
+        def one_round(*args: Any) -> list[Any]:
+            note_loop_inputs(eqn, args)
+            return self.run(cut.body, args, dict(at), inside)
+
+        body = retrace(cut.body, one_round)
         return compat.bind(eqn, inputs, jaxpr=compat.like(body, eqn.params["jaxpr"]))
 
     def _other(self, eqn: Any, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:

@@ -52,8 +52,7 @@ class Mark:
       jaxpr: the block as a closed jaxpr, as it was called.
       marked: for what it was found, and the policy.
       path: its module path.
-      inputs: for each input of `jaxpr`, whether it is an input of the block, and not a parameter.
-      shared: for each, whether all rounds of a scan read the same array.
+      inputs: for each input of `jaxpr`, whether `@inputs` means it.
       made: whether its parameters are there, and not still to be made.
       batches: the `vmap`s around it, the innermost first.
     """
@@ -62,7 +61,6 @@ class Mark:
     marked: Marked
     path: str
     inputs: tuple[bool, ...]
-    shared: tuple[bool, ...]
     made: bool
     batches: tuple[Batch, ...] = ()
 
@@ -110,7 +108,7 @@ def _batch(
     moved = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
     batch = Batch(tuple(None if dim is None else 0 for dim in axes), axis.size, axis.name, axis.spmd_name)
     batched = jax.make_jaxpr(vmapped(compat.jaxpr_function(jaxpr), batch, len(moved)))(*moved)
-    whole = Mark(mark.jaxpr, mark.marked, mark.path, mark.inputs, mark.shared, mark.made, (*mark.batches, batch))
+    whole = Mark(mark.jaxpr, mark.marked, mark.path, mark.inputs, mark.made, (*mark.batches, batch))
     outputs = mark_p.bind(*moved, jaxpr=batched, mark=whole)
     return list(outputs), [0] * len(outputs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.marking import Mark, Marked, bind_mark
 from remat_jax.apply.overlap import run_tied, unlinked
+from remat_jax.apply.parked import Offer
 from remat_jax.graph import PlannedBlock, Row, plan_block
+from remat_jax.graph.shared import readings, staying
 from remat_jax.policy import JaxPolicy, Policy, is_off
 
 
@@ -54,18 +57,15 @@ def run_block(
         return [out for out in outputs if compat.is_array(out)]
 
     values = [leaves[index] for index in arrays]
-    same = compat.fixed_in_loops(values)
     with unlinked():
         jaxpr = jax.make_jaxpr(flat)(*values)
     # What the function closes over (tracers among it) must reach the block as arguments, or it could not be differentiated.
     open_jaxpr, consts = compat.hoist_consts(jaxpr)
     is_input = [False] * len(consts) + [index >= first_input for index in arrays]
-    is_shared = [False] * len(consts) + same
     if isinstance(policy, Marked):
-        mark = Mark(open_jaxpr, policy, path, tuple(is_input), tuple(is_shared), has_parameters)
-        made = bind_mark(mark, [*consts, *values])
+        made = bind_mark(Mark(open_jaxpr, policy, path, tuple(is_input), has_parameters), [*consts, *values])
     else:
-        block = plan_block(open_jaxpr, policy, path, is_input, is_shared)
+        block = plan_block(open_jaxpr, policy, path, is_input)
         audit.saw(path, block, whole=has_parameters)
         made = bind_block(block, [*consts, *values])
     outputs, structure = results[-1]
@@ -105,10 +105,16 @@ def bind_block(
     looped = compat.in_loop() if looped is None else looped
     if block.offloaded and looped:
         compat.refuse_miscompiled_offload()
+    read = readings(values, block.named.inputs)
+    offers = [Offer(place, name, read[place]) for place, name in block.offloaded_inputs.items() if place in read]
+    for offer in offers:
+        offer.reading.name = offer.reading.name or offer.name
     if not looped:
-        return run_tied(block.checkpointed(prevent_cse=not apart), block, values)
+        kept = tuple(offer.place for offer in offers)
+        return run_tied(block.checkpointed(prevent_cse=not apart, staying=lambda: kept), block, values, offers)
+    checkpointed = functools.partial(block.checkpointed, prevent_cse=not apart, staying=lambda: staying(read))
     if rows and isinstance(block.policy, Policy):
         places = tuple(rows)
-        run = block.checkpointed(prevent_cse=not apart, rows=places, once=bool(block.offloaded))
+        run = checkpointed(rows=places, once=bool(block.offloaded))
         return list(run(*values, *(rows[place].stack for place in places), rows[places[0]].index))
-    return list(block.checkpointed(prevent_cse=not apart, once=bool(block.offloaded))(*values))
+    return list(checkpointed(once=bool(block.offloaded))(*values))

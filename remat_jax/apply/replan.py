@@ -97,18 +97,11 @@ def replanned_from(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Any] | N
 
 
 def _run_region(
-    policy: Any,
-    audit: Audit,
-    body: Any,
-    path: str,
-    inputs: list[bool],
-    shared: list[bool],
-    values: list[Any],
-    looped: bool,
+    policy: Any, audit: Audit, body: Any, path: str, inputs: list[bool], values: list[Any], looped: bool
 ) -> list[Any]:
     if isinstance(policy, Policy) and not policy.checkpoint:
         return compat.jaxpr_function(body)(*values)
-    block = plan_block(body, policy, path, inputs, shared)
+    block = plan_block(body, policy, path, inputs)
     audit.saw(path, block)
     known = True if looped else None
     return bind_block(block, values, looped=known, apart=known)

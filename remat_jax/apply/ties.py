@@ -9,7 +9,7 @@ place inside the backward pass (`gradient_ties`) and all together on leaving it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,17 +19,23 @@ from jax.interpreters import ad, batching, mlir
 
 from remat_jax import compat
 from remat_jax.apply.gradient_ties import in_program_order
+from remat_jax.apply.parked import Offer, Slot, back_on_device, residuals_of, staying_spares
 from remat_jax.graph import is_live, is_smooth, zero_tangent
 from remat_jax.graph.once import transposed_no_more
+from remat_jax.graph.shared import Reading
 from remat_jax.graph.walk import of_some
 
 Block = Callable[..., list[Any]]
 
 
-def tied(block: Block) -> Block:
+def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> Block:
     """`block`, a function of flat arrays to a list of arrays, tied to its place in the schedule when it is differentiated.
 
     Forward-mode differentiation, forward-over-reverse, `vmap` and `jit` work as without the ties.
+
+    Args:
+      offers: the inputs to park in host memory.
+      waits: whether blocks that come after this one may read them, too.
     """
 
     def run(*primals: Any) -> list[Any]:
@@ -46,19 +52,26 @@ def tied(block: Block) -> Block:
             return outputs, [zero_tangent(out) for out in outputs]
 
         outputs, linear = jax.linearize(of_some(block, primals, live), *(primals[index] for index in live))
-        residuals, treedef = jax.tree.flatten(linear)
-        outputs, residuals = compat.optimization_barrier((outputs, residuals))
+        found = residuals_of(linear, primals, offers, waits=waits)
+        outputs, residuals = compat.optimization_barrier((outputs, found.values))
         smooth = [index for index, out in enumerate(outputs) if is_smooth(out)]
 
         def pushforward(residuals: list[Any], *directions: Any) -> list[Any]:
-            changes = jax.tree.unflatten(treedef, residuals)(*directions)
+            changes = found.linear(residuals, *directions)
             return [changes[index] for index in smooth]
 
         directions = [tangents[index] for index in live]
-        jaxpr = jax.make_jaxpr(pushforward)(residuals, *directions)
+        jaxpr = jax.make_jaxpr(pushforward)(found.kept, *directions)
         changes = [zero_tangent(out) for out in outputs]
         linear_outputs = tied_linear_p.bind(
-            *residuals, *directions, jaxpr=jaxpr, num_residuals=len(residuals), before=0, handed=()
+            *residuals,
+            *directions,
+            *found.spares,
+            jaxpr=jaxpr,
+            num_residuals=len(residuals),
+            slots=found.slots,
+            before=(),
+            handed=(),
         )
         for index, change in zip(smooth, linear_outputs, strict=True):
             changes[index] = change
@@ -70,10 +83,11 @@ def tied(block: Block) -> Block:
 
 # The linear part of a tied block: tangents in, tangents out, given residuals. A primitive of its own, because neither
 # `custom_vjp` (no forward mode) nor `linear_call` (no batching) lets the transpose be written by hand and all else be kept.
+# Behind the tangents come the spares of the `slots`: the inputs that are parked on the host and may stay on the device.
 # A linked block (`overlap`) hands its residuals on the host to the block after it, and gets them back, fetched, as the
-# cotangents of their ghosts: `before` of the operands behind the tangents are those of the block before, as many the tangents
-# of their ghosts, and the last outputs, of the types `handed`, are the tangents of its own. These are always zero: what comes
-# back in their stead is no derivative.
+# cotangents of their ghosts: the operands behind the spares are those of the block `before` (for each, who reads it if it may
+# stay on the device), as many the tangents of their ghosts, and the last outputs, of the types `handed`, are the tangents of
+# its own. These are always zero: what comes back in their stead is no derivative.
 tied_linear_p = jex.Primitive("tied_linear")
 tied_linear_p.multiple_results = True
 
@@ -88,37 +102,70 @@ def ghost(aval: Any) -> Any:
     return jnp.zeros(aval.shape, aval.dtype)
 
 
-def _evaluate(*args: Any, jaxpr: Any, num_residuals: int, before: int, handed: tuple[Any, ...]) -> list[Any]:
-    return [*jex.jaxpr_as_fun(jaxpr)(*args[: len(jaxpr.in_avals)]), *map(ghost, handed)]
+Links = tuple[Reading | None, ...]
 
 
-def _abstract(*_: Any, jaxpr: Any, num_residuals: int, before: int, handed: tuple[Any, ...]) -> list[Any]:
+def _evaluate(
+    *args: Any, jaxpr: Any, num_residuals: int, slots: tuple[Slot, ...], before: Links, handed: tuple[Any, ...]
+) -> list[Any]:
+    size = len(jaxpr.in_avals)
+    residuals = back_on_device(args[:num_residuals], slots, args[size : size + _number_of_spares(slots)])
+    return [*jex.jaxpr_as_fun(jaxpr)(*residuals, *args[num_residuals:size]), *map(ghost, handed)]
+
+
+def _number_of_spares(slots: Sequence[Slot]) -> int:
+    return sum(slot.reading is not None for slot in slots)
+
+
+def _abstract(*_: Any, jaxpr: Any, handed: tuple[Any, ...], **__: Any) -> list[Any]:
     return [*jaxpr.out_avals, *handed]
 
 
 def _transpose(
-    cotangents: Sequence[Any], *args: Any, jaxpr: Any, num_residuals: int, before: int, handed: tuple[Any, ...]
+    cotangents: Sequence[Any],
+    *args: Any,
+    jaxpr: Any,
+    num_residuals: int,
+    slots: tuple[Slot, ...],
+    before: Links,
+    handed: tuple[Any, ...],
 ) -> list[Any]:
     size = len(jaxpr.in_avals)
-    residuals, tangents, others = list(args[:num_residuals]), args[num_residuals:size], list(args[size : size + before])
+    behind = size + _number_of_spares(slots)
+    residuals, tangents = list(args[:num_residuals]), args[num_residuals:size]
+    there = staying_spares(slots, args[size:behind])
+    others = [other for other, reading in zip(args[behind:], before, strict=False) if not _stays(reading)]
     concrete = [ad.instantiate_zeros(ct) for ct in cotangents[: len(jaxpr.out_avals)]]
     returned = cotangents[len(jaxpr.out_avals) :]
     fetched: dict[int, Any] = {}
     if handed:
-        residuals, fetched, concrete, others = _enter_linked(residuals, concrete, returned, others)
+        residuals, fetched, concrete, others = _enter_linked(residuals, there, concrete, returned, others)
     else:
+        residuals = [there.get(place, residual) for place, residual in enumerate(residuals)]
         residuals, concrete, others = compat.optimization_barrier((residuals, concrete, others))
+    parked = [Slot(slot.place, None) for slot in slots if slot.place not in there]
 
     def pullback(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
+        kept = back_on_device(residuals, parked, ())
         linear = jax.linear_transpose(
-            lambda *directions: jex.jaxpr_as_fun(jaxpr)(*residuals, *directions), *(tangent.aval for tangent in tangents)
+            lambda *directions: jex.jaxpr_as_fun(jaxpr)(*kept, *directions), *(tangent.aval for tangent in tangents)
         )
         return list(linear(cotangents))
 
     backward = jax.make_jaxpr(pullback)(residuals, concrete)
     gradients, others = in_program_order(backward, residuals, concrete, fetched, others)
     gradients = list(map(transposed_no_more, compat.optimization_barrier(gradients)))
-    return [None] * num_residuals + gradients + [None] * before + others
+    back = iter(others)
+    # What stays on the device was not fetched: its ghost gets zeros, which nobody reads.
+    given_back = [
+        ghost(compat.on_device(other)) if _stays(reading) else next(back)
+        for other, reading in zip(args[behind:], before, strict=False)
+    ]
+    return [None] * num_residuals + gradients + [None] * (behind - size + len(before)) + given_back
+
+
+def _stays(reading: Reading | None) -> bool:
+    return reading is not None and reading.stays()
 
 
 def can_be_handed(residual: Any) -> bool:
@@ -127,17 +174,21 @@ def can_be_handed(residual: Any) -> bool:
 
 
 def _enter_linked(
-    residuals: list[Any], cotangents: list[Any], returned: Sequence[Any], others: list[Any]
+    residuals: list[Any], there: Mapping[int, Any], cotangents: list[Any], returned: Sequence[Any], others: list[Any]
 ) -> tuple[list[Any], dict[int, Any], list[Any], list[Any]]:
     """Enter the backward pass of a linked block.
 
     What the block after it has `returned` was fetched while its backward pass ran, and is waited for here; where no block came
-    after, the residuals are fetched here. Those of the block before, the `others`, may be fetched when that is done.
+    after, the residuals are fetched here. Those of the block before, the `others`, may be fetched when that is done. What is
+    `there`, by its place, stayed on the device and is not fetched at all.
 
     Returns:
       residuals and cotangents tied to each other, what was fetched by its place, and the `others`.
     """
-    places = [place for place, residual in enumerate(residuals) if can_be_handed(residual)]
+    handed = [place for place, residual in enumerate(residuals) if can_be_handed(residual)]
+    returned = [value for place, value in zip(handed, returned, strict=True) if place not in there]
+    residuals = [there.get(place, residual) for place, residual in enumerate(residuals)]
+    places = [place for place in handed if place not in there]
     kept = [residual for place, residual in enumerate(residuals) if place not in places]
     on_host = [residuals[place] for place in places]
     if any(isinstance(value, ad.Zero) for value in returned):
@@ -159,20 +210,26 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 
 
 def _batch(
-    axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, num_residuals: int, **links: Any
+    axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, slots: tuple[Slot, ...], **params: Any
 ) -> tuple[list[Any], list[int | None]]:
     size = len(jaxpr.in_avals)
-    moved = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args[:size], axes[:size], strict=True)]
+    behind = size + _number_of_spares(slots)
+    moved = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args[:behind], axes[:behind], strict=True)]
     in_axes = [None if dim is None else 0 for dim in axes[:size]]
     # The name of the axis, for the collectives inside.
     vmapped = jax.vmap(
         jex.jaxpr_as_fun(jaxpr), in_axes=in_axes, axis_size=axis.size, axis_name=axis.name, spmd_axis_name=axis.spmd_name
     )
+    types = [compat.on_device(one) if _is_parked(place, slots) else one for place, one in enumerate(moved[:size])]
     # A batch of linear parts is linked to nothing: what it would hand on is zero anyhow.
-    outputs = tied_linear_p.bind(
-        *moved, jaxpr=jax.make_jaxpr(vmapped)(*moved), num_residuals=num_residuals, before=0, handed=()
-    )
-    return [*outputs, *map(ghost, links["handed"])], [0] * len(outputs) + [None] * len(links["handed"])
+    numbers = {"num_residuals": params["num_residuals"], "slots": slots, "before": (), "handed": ()}
+    outputs = tied_linear_p.bind(*moved, jaxpr=jax.make_jaxpr(vmapped)(*types), **numbers)
+    handed = params["handed"]
+    return [*outputs, *map(ghost, handed)], [0] * len(outputs) + [None] * len(handed)
+
+
+def _is_parked(place: int, slots: Sequence[Slot]) -> bool:
+    return any(slot.place == place for slot in slots)
 
 
 tied_linear_p.def_impl(_evaluate)

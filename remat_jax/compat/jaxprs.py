@@ -121,12 +121,14 @@ def moved_scopes(stack: Any, before: str, path: str) -> Any:
     Linen opens the block's own scope, once more where the block is lifted.
     """
     own, new = (one.rpartition("/")[2] for one in (before, path))
-    scopes = list(stack.stack)
-    for place in range(min(2, len(scopes) if own != new else 0)):
-        name = getattr(scopes[place], "name", "")
-        if type(scopes[place]).__name__ != "Scope" or (name != own and not name.startswith(own + ".")):
+    scopes, opened = list(stack.stack), 0
+    for place, scope in enumerate(scopes if own != new else ()):
+        if type(scope).__name__ != "Scope":
+            continue
+        if opened == 2 or not re.match(re.escape(own) + r"(?![^./])", scope.name):
             break
-        scopes[place] = type(scopes[place])(new + name[len(own) :])
+        scopes[place] = type(scope)(new + scope.name[len(own) :])
+        opened += 1
     return type(stack)(tuple(scopes))
 
 

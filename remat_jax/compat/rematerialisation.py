@@ -74,6 +74,12 @@ def bind_name(eqn: Any, name: str, value: Any) -> Any:
         return _ad_checkpoint.checkpoint_name(value, name)
 
 
+def named(value: Any, name: str) -> Any:
+    """`value` under the established `name`."""
+    with classic_rematerialisation():
+        return _ad_checkpoint.checkpoint_name(value, name)
+
+
 @contextlib.contextmanager
 def classic_rematerialisation() -> Iterator[None]:
     """Have `jax.checkpoint` and `checkpoint_name` mean JAX's established rematerialisation, whatever `jax_remat3` says.

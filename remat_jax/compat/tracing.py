@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,14 +30,14 @@ def in_loop(*, around_gradient: bool = True) -> bool:
     return False
 
 
-def fixed_in_loops(leaves: Sequence[Any]) -> list[bool]:
-    """For each leaf, whether every round of the loops that are being traced reads the same array.
+def is_fixed_in_loops(leaf: Any) -> bool:
+    """Whether every round of the loops that are being traced reads the same array `leaf`.
 
     That is so of what was there before the outermost of these loops, and of what a round computes from nothing else. A loop
     around the differentiation does not count.
     """
     inside = _traces_in_loops()
-    return [bool(inside) and _is_fixed(leaf, inside) for leaf in leaves]
+    return bool(inside) and _is_fixed(leaf, inside)
 
 
 def _traces_in_loops() -> list[Any]:
@@ -63,6 +64,8 @@ def _is_fixed(leaf: Any, inside: Sequence[Any]) -> bool:
         if outer is not None:
             # It comes from outside of this body: from the body of an outer loop, maybe.
             waiting.append(outer)
+        elif one.parent is None and _is_broadcast(one):
+            continue
         elif one.parent is None or len(seen) > _MOST_EQUATIONS:
             # What a loop or a call is given was made by no equation. A longer way is not followed: most arrays come a long way.
             return False
@@ -84,6 +87,49 @@ def is_staging() -> bool:
     return False
 
 
+def program_id(leaf: Any) -> int:
+    """The id of the program that the tracer `leaf` is part of; for an array, of the outermost that is being traced."""
+    frame = _frame_of(leaf)
+    if frame is None:
+        trace = _core.trace_ctx.trace
+        while trace is not None:
+            frame = trace if isinstance(trace, _pe.DynamicJaxprTrace) else frame
+            trace = getattr(trace, "parent_trace", None)
+    return id(frame)
+
+
+# `nnx.scan` carries what it is asked to broadcast from round to round, in a list of its own: `args[0][3][0].data`.
+_BROADCAST = re.compile(r"\w+\[0\]\[3\]\[\d+\]\.data\b")
+
+
+def _is_broadcast(leaf: Any) -> bool:
+    """Whether the tracer `leaf` is an argument of a loop's body that `nnx.scan` broadcasts."""
+    frame = getattr(leaf._trace, "frame", None)
+    arguments = getattr(frame, "invars", ())
+    names = getattr(getattr(frame, "debug_info", None), "arg_names", None) or ()
+    return any(
+        var is getattr(leaf, "val", None) and bool(_BROADCAST.match(str(name)))
+        for var, name in zip(arguments, names, strict=False)
+    )
+
+
+def is_differentiated(leaf: Any) -> bool:
+    """Whether a derivative along the tracer `leaf` is being taken now, and not of the program that it is part of, later."""
+    while isinstance(leaf, _core.Tracer):
+        if type(leaf).__name__ in ("LinearizeTracer", "JVPTracer"):
+            return True
+        leaf = getattr(leaf, "primal", getattr(leaf, "val", None))
+    return False
+
+
+def _frame_of(leaf: Any) -> Any:
+    while isinstance(leaf, _core.Tracer):
+        if isinstance(leaf, _pe.DynamicJaxprTracer):
+            return leaf._trace
+        leaf = getattr(leaf, "primal", getattr(leaf, "val", None))
+    return None
+
+
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is an array or a tracer (Python scalars, strings, None and objects are not)."""
     return isinstance(leaf, jax.Array | _core.Tracer) or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
@@ -101,6 +147,11 @@ def is_staged(leaf: Any) -> bool:
             return True
         leaf = getattr(leaf, "primal", getattr(leaf, "val", None))
     return False
+
+
+def type_of(leaf: Any) -> Any:
+    """The type of an array or a tracer; a type is its own."""
+    return leaf if isinstance(leaf, _core.AbstractValue) else jax.typeof(leaf)
 
 
 def on_device(leaf: Any) -> Any:
@@ -144,7 +195,12 @@ def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
 
 def trace_context(default: Any) -> Callable[[Any], contextlib.AbstractContextManager[Any]]:
     """A context whose value is part of JAX's trace caches: another value, another trace of every `jit` inside."""
-    return jax.make_user_context(default)
+    context = jax.make_user_context(default)
+    _contexts.append((context, default))
+    return context
+
+
+_contexts: list[tuple[Any, Any]] = []
 
 
 def trace_context_value(context: Any) -> Any:
@@ -155,3 +211,11 @@ def trace_context_value(context: Any) -> Any:
 def trace_settings() -> Any:
     """Every setting of JAX's that a trace depends on, to compare with those of another moment."""
     return _config.trace_context()
+
+
+def jax_settings() -> Any:
+    """The settings of JAX's alone: the same under every policy of ours."""
+    with contextlib.ExitStack() as defaults:
+        for context, default in _contexts:
+            defaults.enter_context(context(default))
+        return _config.trace_context()

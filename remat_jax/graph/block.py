@@ -66,6 +66,11 @@ class PlannedBlock:
             return frozenset()
         return decide(self.named, self.policy)[1] or decide(self.linearised, self.policy)[1]
 
+    @property
+    def offloaded_inputs(self) -> dict[int, str]:
+        """The inputs that the policy moves to the host: place → name."""
+        return {place: name for place, name in enumerate(self.named.inputs) if name in self.offloaded}
+
     @functools.cached_property
     def moves_bytes(self) -> bool:
         """Whether anything leaves the forward pass for host memory when the block is differentiated along every input.
@@ -99,7 +104,9 @@ class PlannedBlock:
         residuals = jax.make_jaxpr(linear)(*self.jaxpr.in_avals).jaxpr.outvars
         return tuple(atom.aval for atom in residuals if not hasattr(atom, "val") and is_on_host(atom))
 
-    def checkpointed(self, *, prevent_cse: bool, rows: Sequence[int] = (), once: bool = False) -> Function:
+    def checkpointed(
+        self, *, prevent_cse: bool, rows: Sequence[int] = (), once: bool = False, staying: Callable[[], Iterable[int]] = tuple
+    ) -> Function:
         """The block as a function of the jaxpr's inputs, under its policy.
 
         Args:
@@ -107,24 +114,24 @@ class PlannedBlock:
             reads the rows there (`graph.rows`), again in the backward pass.
           once: whether its gradient refuses to be differentiated in reverse mode (`graph.once`); a policy object of JAX's does
             not.
+          staying: the places of the inputs that stay on the device whatever the policy says, asked when the block is
+            differentiated.
         """
         if not isinstance(self.policy, Policy):
             assert not rows, "JAX's own policies could keep what is read"
             return _checkpoint(compat.jaxpr_function(self.jaxpr), self.policy, prevent_cse)
-        return _differentiated_by_name(self.jaxpr, self.names, self.policy, prevent_cse, rows, once)
+        run = functools.partial(_differentiated_by_name, self.jaxpr, self.names, self.policy, staying=staying)
+        return run(prevent_cse=prevent_cse, rows=rows, once=once)
 
 
-def plan_block(
-    jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequence[bool], shared: Sequence[bool] = ()
-) -> PlannedBlock:
+def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequence[bool]) -> PlannedBlock:
     """Name the residuals of the block `jaxpr`, to run it under `policy`.
 
     Args:
       jaxpr: the block as a closed jaxpr.
       policy: a policy (not `off`), or a policy object of JAX's own, which is passed on as it is.
       path: the module path that leads the names.
-      inputs: for each input of `jaxpr`, whether it is an input of the block, and not a parameter.
-      shared: for each, whether all rounds of a scan read the same array, which `@inputs` does not mean; empty where none is.
+      inputs: for each input of `jaxpr`, whether `@inputs` means it.
 
     Raises:
       UnsupportedError: the block uses a mutable array.
@@ -136,7 +143,7 @@ def plan_block(
         )
     jaxpr = established(jaxpr)
     with compat.classic_rematerialisation():
-        return PlannedBlock(jaxpr, name_block(jaxpr, path, inputs, shared), policy)
+        return PlannedBlock(jaxpr, name_block(jaxpr, path, inputs), policy)
 
 
 def decide(named: Named, policy: Policy) -> tuple[frozenset[str], frozenset[str]]:
@@ -199,7 +206,14 @@ def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
 
 
 def _differentiated_by_name(
-    jaxpr: Any, names: NamedBlock, policy: Policy, prevent_cse: bool, rows: Sequence[int], once: bool
+    jaxpr: Any,
+    names: NamedBlock,
+    policy: Policy,
+    *,
+    prevent_cse: bool,
+    rows: Sequence[int],
+    once: bool,
+    staying: Callable[[], Iterable[int]],
 ) -> Function:
     """The block with a derivative of its own: the checkpoint stands around the linearisation, where every residual has a name.
 
@@ -225,7 +239,8 @@ def _differentiated_by_name(
             return outputs, [zero_tangent(out) for out in outputs]
         directions = [transposed_once(tangents[index]) if once else tangents[index] for index in live]
         linearisation = _linearisation(list(primals[:size]), directions, live)
-        kept = decide(names.linearised(*linearisation), policy)
+        saved, offloaded = decide(names.linearised(*linearisation), policy)
+        kept = saved, offloaded.difference(names.named.inputs[place] for place in staying())
         linearised = names.keeping(frozenset.union(*kept), *linearisation)
         operands, keep = [*primals, *directions], names_policy(*kept)
         if rows:
@@ -246,9 +261,8 @@ def _linearisation(primals: list[Any], directions: list[Any], live: Sequence[int
 
     It takes `(*primals, *directions)` to the outputs and to the tangents of the smooth ones.
     """
-    # Types stand for themselves: JAX 0.10 knows no type of a type.
-    types = [value if isinstance(value, jax.core.ShapedArray) else jax.typeof(value) for value in (*primals, *directions)]
-    key = tuple(live), tuple((one, one.weak_type) for one in types), compat.trace_settings()
+    types = [compat.type_of(value) for value in (*primals, *directions)]
+    key = tuple(live), tuple((one, one.weak_type) for one in types), compat.jax_settings()
 
     def linearise(named: Named) -> Named:
         function = compat.jaxpr_function(named.jaxpr)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -45,6 +45,7 @@ class Named:
       candidates: name → what selectors see of it, in the order of execution.
       shapes: name → the shape of the array (of a scanned one: in one round).
       counts: how many names each `module/path:primitive` has.
+      inputs: for each input of the block's jaxpr its name, None of parameters and keys.
     """
 
     made: Callable[[], Any]
@@ -52,6 +53,7 @@ class Named:
     candidates: dict[str, Candidate]
     shapes: dict[str, tuple[int, ...]]
     counts: Counter[str] = field(default_factory=Counter)
+    inputs: tuple[str | None, ...] = ()
 
     @functools.cached_property
     def jaxpr(self) -> Any:
@@ -59,23 +61,23 @@ class Named:
         return self.made()
 
 
-def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool], shared: Sequence[bool] = ()) -> Named:
+def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool]) -> Named:
     """Name every array that the block `jaxpr` makes, and its inputs.
 
     Args:
       jaxpr: the block as a closed jaxpr.
       path: the block's module path; it leads every automatic name.
       inputs: for each input of `jaxpr`, whether it is an input of the block (and not a parameter or an RNG key).
-      shared: for each, whether all rounds of a scan read the same array; empty where none is.
     """
     namer = _Namer(path, {}, Counter())
+    names = [namer.input_name() if is_input else None for is_input in inputs]
 
     def named(*args: Any) -> list[Any]:
-        roles = zip(args, inputs, shared or [False] * len(args), strict=True)
-        args = tuple(namer.input(arg, is_shared=same) if is_input else arg for arg, is_input, same in roles)
+        args = tuple(arg if name is None else namer.input(arg, name) for arg, name in zip(args, names, strict=True))
         return namer.run(jaxpr, args, (), [True] * len(args))
 
-    return namer.finished(retrace(jaxpr, named))
+    kept = [name if name is None or can_be_named(aval) else None for name, aval in zip(names, jaxpr.in_avals, strict=True)]
+    return replace(namer.finished(retrace(jaxpr, named)), inputs=tuple(kept))
 
 
 def name_linearised(named: Named, linearised: Any, primals: int) -> Named:
@@ -113,9 +115,11 @@ class _Namer:
     def finished(self, jaxpr: Any) -> Named:
         return Named(lambda: jaxpr, "/".join(self.path), self.candidates, self.shapes, self.counts)
 
-    def input(self, value: Any, *, is_shared: bool) -> Any:
-        name = self._next("/".join(self.path), "input")
-        return self._name(value, Candidate(name, "input", is_input=True, is_shared=is_shared))
+    def input_name(self) -> str:
+        return self._next("/".join(self.path), "input")
+
+    def input(self, value: Any, name: str) -> Any:
+        return self._name(value, Candidate(name, "input", is_input=True))
 
     def run(self, jaxpr: Any, args: Sequence[Any], outer: tuple[str, ...], known: Sequence[bool]) -> list[Any]:
         """Evaluate `jaxpr` on `args` with the names in it; `known` says which inputs depend on primals only."""

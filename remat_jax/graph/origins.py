@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from remat_jax import compat
+from remat_jax.graph.shared import is_taken, offloaded_name
 from remat_jax.graph.walk import inner_jaxprs
 
 # What hands an array on unchanged: to the host, past a barrier, rounded to its own precision.
-_SAME = frozenset({"device_put", "reduce_precision", "copy", "optimization_barrier", "mul_identity", "stop_gradient"})
+_SAME = frozenset(
+    {"device_put", "reduce_precision", "copy", "optimization_barrier", "mul_identity", "stop_gradient", "shared_input_choice"}
+)
 _CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "shard_map", "custom_jvp_call", "custom_vjp_call", "remat2"}
 )
@@ -42,7 +46,7 @@ class Origin:
 
 def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
     """The origin of `atom`, a variable or literal of the open `jaxpr`, which stands in the scopes `outer` and for `layers`."""
-    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    makers = _makers(jaxpr)
     while not hasattr(atom, "val"):
         if atom in jaxpr.invars:
             return Origin(("argument", jaxpr.invars.index(atom)), "argument", f"argument {jaxpr.invars.index(atom)}")
@@ -50,7 +54,9 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
             return Origin(("constant", id(atom)), "constant", "constant")
         eqn = makers[atom]
         index = eqn.outvars.index(atom)
-        name = compat.given_name(eqn)
+        if is_taken(eqn) is False or _is_unread_slice(eqn):
+            return Origin(("unread", id(atom)), "constant", "unread")
+        name = offloaded_name(eqn) or compat.given_name(eqn)
         here = compat.layers_of(eqn) or layers
         if name is not None:
             under = origin(jaxpr, eqn.invars[0], outer, layers)
@@ -59,8 +65,6 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
                 # What a checkpoint gives has its name inside: the one around it knows only that it is called.
                 return replace(under, key=atom, layers=under.layers or here, aliases=(name, *under.aliases))
             return Origin(atom, "named", name, _source(makers.get(eqn.invars[0]), eqn), layers=here, aliases=aliases)
-        if _is_unread_slice(eqn):
-            return Origin(("unread", id(atom)), "constant", "slice")
         if eqn.primitive.name in _SAME or _divides_a_stack(eqn):
             atom = eqn.invars[index]
         elif eqn.primitive.name in _CALLS:
@@ -77,6 +81,12 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
             path = "/".join(outer + compat.scopes(eqn))
             return Origin(atom, "equation", f"{path}:{eqn.primitive.name}", compat.source_line(eqn), layers=here)
     return Origin(("literal", id(atom)), "constant", "literal")
+
+
+@functools.lru_cache(maxsize=64)
+def _makers(jaxpr: Any) -> dict[Any, Any]:
+    """By variable, the equation of the open `jaxpr` that computes it."""
+    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 
 
 def _source(producer: Any, eqn: Any) -> str:

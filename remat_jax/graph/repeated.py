@@ -56,7 +56,7 @@ class FirstLayer:
     def keeping(self, names: frozenset[str], key: Any) -> Any:
         """The jaxpr of the linearisation under `key`, with these names only."""
         if (key, names) not in self._keeping:
-            self._keeping[key, names] = keep_names(self._linearised[key].jaxpr, names)
+            self._keeping[key, names] = keep_names(self._linearised[key], names)
         return self._keeping[key, names]
 
 
@@ -81,7 +81,7 @@ class NamedBlock:
         """The closed jaxpr of the linearisation with these names only: what no policy keeps needs none."""
         found = self.first.linearised(key, linearise)
         if found is None:
-            return keep_names(linearise(self.named).jaxpr, names)
+            return keep_names(linearise(self.named), names)
         renaming = self._renaming(found.candidates)
         return renaming.jaxpr(self.first.keeping(frozenset(map(renaming.before, names)), key))
 
@@ -93,22 +93,21 @@ class NamedBlock:
 _first_layers: tuple[FirstLayer, ...] = ()
 
 
-def name_block(jaxpr: Any, path: str, inputs: Sequence[bool], shared: Sequence[bool] = ()) -> NamedBlock:
+def name_block(jaxpr: Any, path: str, inputs: Sequence[bool]) -> NamedBlock:
     """The block `jaxpr` with its residuals named; with the names of an identical block, if there was one.
 
     Args:
       jaxpr: the block as a closed jaxpr.
       path: the block's module path.
       inputs: for each input of `jaxpr`, whether it is an input of the block (and not a parameter or an RNG key).
-      shared: as for `name_residuals`.
     """
     global _first_layers
     path = "/".join(part for part in path.split("/") if part)
     line = compat.source_line(jaxpr.jaxpr.eqns[-1]) if jaxpr.jaxpr.eqns else ""
-    asked = tuple(inputs), tuple(shared), compat.trace_settings(), line, bool(path)
+    asked = tuple(inputs), compat.jax_settings(), line, bool(path)
     first = next((one for one in reversed(_first_layers) if one.is_like(jaxpr, path, asked)), None)
     if first is None:
-        first = FirstLayer(Original(jaxpr), asked, name_residuals(jaxpr, path, inputs, shared))
+        first = FirstLayer(Original(jaxpr), asked, name_residuals(jaxpr, path, inputs))
         if holds_arrays(jaxpr) or holds_functions(jaxpr) or not has_plain_rules(jaxpr):
             return NamedBlock(first.named, first)
     _first_layers = (*(one for one in _first_layers if one is not first), first)[-_MOST:]
@@ -143,7 +142,8 @@ class _Renaming:
         candidates = {self._name(name): replace(one, name=self._name(name)) for name, one in named.candidates.items()}
         shapes = {self._name(name): shape for name, shape in named.shapes.items()}
         counts = Counter({self._moved(base): count for base, count in named.counts.items()})
-        return Named(lambda: self.jaxpr(named.jaxpr), self._paths[1], candidates, shapes, counts)
+        inputs = tuple(None if name is None else self._name(name) for name in named.inputs)
+        return Named(lambda: self.jaxpr(named.jaxpr), self._paths[1], candidates, shapes, counts, inputs)
 
     def jaxpr(self, jaxpr: Any) -> Any:
         """The closed or open `jaxpr` with the other names; itself where it has none."""
@@ -166,8 +166,16 @@ class _Renaming:
         return compat.with_params(eqn, changed, self._scopes(eqn.source_info.name_stack))
 
 
-def keep_names(jaxpr: Any, names: Set[str]) -> Any:
-    """The closed or open `jaxpr` without the equations that give other names than `names`; itself where there are none."""
+def keep_names(named: Named, names: Set[str]) -> Any:
+    """The closed jaxpr of `named` without the automatic names of what it computes, but for `names`.
+
+    Names that users give may be for policies of their own. Names of inputs and outputs stay: what is between two blocks is
+    kept without a policy, and goes by them.
+    """
+    outputs = {atom for atom in named.jaxpr.jaxpr.outvars if not hasattr(atom, "val")}
+    of_outputs = {compat.given_name(eqn) for eqn in named.jaxpr.jaxpr.eqns if outputs.intersection(eqn.outvars)}
+    inside = {name for name, one in named.candidates.items() if not (one.user_named or one.is_input)}
+    dropped = inside - of_outputs - names
     seen: dict[int, tuple[Any, Any]] = {}
 
     def keep(jaxpr: Any) -> Any:
@@ -181,13 +189,13 @@ def keep_names(jaxpr: Any, names: Set[str]) -> Any:
         for eqn in compat.equations_of(jaxpr):
             name = compat.given_name(eqn)
             inputs = [atom if hasattr(atom, "val") else unnamed.get(atom, atom) for atom in eqn.invars]
-            if name is not None and name not in names:
+            if name in dropped:
                 unnamed[eqn.outvars[0]] = inputs[0]
             else:
                 eqns.append(compat.with_params(eqn, _changed_bodies(eqn, keep), invars=inputs))
         return _with_equations(jaxpr, eqns, unnamed)
 
-    return keep(jaxpr)
+    return keep(named.jaxpr)
 
 
 def _changed_bodies(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from remat_jax import compat
 from remat_jax.errors import UnsupportedError
 from remat_jax.graph.flow import flagged, has, inner_flags
+from remat_jax.graph.shared import note_fixed
 from remat_jax.graph.walk import inner_jaxprs, interpret, retrace
 
 # What only looks at an array from another side: a parameter stays a parameter through these.
@@ -21,18 +22,15 @@ def _is_view(eqn: Any, flags: list[bool]) -> bool:
     return eqn.primitive.name in _VIEWS and all(flags)
 
 
-RunRegion = Callable[[Any, str, list[bool], list[bool], list[Any], bool], list[Any]]
-"""`run(body, path, inputs, shared, values, looped)`: evaluate a region.
-
-`inputs` says which values are no parameters, `shared` which are the same in all rounds of a scan.
-"""
+RunRegion = Callable[[Any, str, list[bool], list[Any], bool], list[Any]]
+"""`run(body, path, inputs, values, looped)`: evaluate a region; `inputs` says which values `@inputs` means."""
 
 
 def rewrite(jaxpr: Any, args: Sequence[Any], run: RunRegion) -> list[Any]:
     """Evaluate the closed `jaxpr` on `args` with `run` in place of every checkpoint region, at any depth.
 
     A value that the function was given, or that is only a view of such a value (a slice, a cast, a row of a scanned stack), is
-    a parameter of the region; a value that was computed is an input of it.
+    a parameter of the region; a value that was computed is an input of it. What all rounds of a scan read is noted (`shared`).
 
     Raises:
       UnsupportedError: a region has been differentiated already.
@@ -62,9 +60,9 @@ class _Rewriter:
             here = path + compat.scopes(eqn)
             body = region_body(eqn)
             if body is not None:
-                is_input, shared = [not flag for flag in flags], kept or [False] * len(flags)
+                note_fixed([value for value, is_same in zip(inputs, kept or (), strict=False) if is_same])
                 with compat.eqn_context(eqn):
-                    return self.run(body, "/".join(here) or "region", is_input, shared, inputs, kept is not None)
+                    return self.run(body, "/".join(here) or "region", [not flag for flag in flags], inputs, kept is not None)
             if not contains_region(eqn):
                 return None
             return compat.bind(eqn, inputs, **self._inside(eqn, flags, here, kept))

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from remat_jax.memory.measure import measure
 from remat_jax.memory.report import MemoryReport, Receipt
-from remat_jax.memory.residuals import Residual, ResidualTable, residuals
+from remat_jax.memory.residuals import Residual, ResidualTable, SharedInput, residuals
 
-__all__ = ["MemoryReport", "Receipt", "Residual", "ResidualTable", "measure", "residuals"]
+__all__ = ["MemoryReport", "Receipt", "Residual", "ResidualTable", "SharedInput", "measure", "residuals"]

@@ -300,7 +300,8 @@ def _receipt(found: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
     returned = baseline.device - found.device if baseline else None
     warnings = []
     if offered == 0:
-        warnings.append("the policy offloads nothing that the backward pass reads")
+        stays = " but inputs of several blocks, which stay on the device" if kept and kept.shared else ""
+        warnings.append(f"the policy offloads nothing that the backward pass reads{stays}")
     if target.kind == "cpu":
         warnings.append("a CPU has one memory: what is offloaded stays in temp, and host_bytes is 0; ask a GPU target")
     else:
@@ -318,4 +319,4 @@ def _receipt(found: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
                 "(openxla/xla#46231). The memory is right. Before running it use JAX 0.11.1 or later, unroll the layers, or "
                 "start with XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
             )
-    return Receipt(offered, found.host_temp, returned, tuple(warnings))
+    return Receipt(offered, found.host_temp, returned, tuple(warnings), kept.shared if kept else ())

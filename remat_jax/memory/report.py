@@ -7,8 +7,12 @@ from typing import Any
 
 from remat_jax.memory.collectives import Collective, executed
 from remat_jax.memory.live import LiveBuffer
+from remat_jax.memory.residuals import SharedInput
 from remat_jax.memory.schedule import Copies, Overlap
 from remat_jax.report.tables import format_bytes, render, table
+
+_SHOWN_SHARED = 3
+"""Shared inputs in a printed report."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,15 @@ class Receipt:
         (an offloaded input: kept where it is); None where that was not compiled.
       warnings: what did not happen as asked, in plain words; empty when all is well. On a mesh a residual that every device has
         whole counts once for each in host memory, so that another one that is missing there may go unseen.
+      shared: the inputs that the policy offloads and that stay on the device, because several blocks read them: no part of
+        what is offered.
     """
 
     offered_bytes: int | None
     host_bytes: int
     returned_bytes: int | None
     warnings: tuple[str, ...] = ()
+    shared: tuple[SharedInput, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,6 +164,8 @@ class MemoryReport:
         if self.receipt is not None:
             rows.append(("offload: offered", self.receipt.offered_bytes, format_bytes(self.receipt.offered_bytes)))
             rows.append(("offload: given back", self.receipt.returned_bytes, format_bytes(self.receipt.returned_bytes)))
+            for one in self.receipt.shared[:_SHOWN_SHARED]:
+                rows.append(("stays on the device", one.bytes, f"{format_bytes(one.bytes)} read {one.readers}"))
         if self.measured_peak_bytes is not None:
             rows.append(("measured peak", self.measured_peak_bytes, format_bytes(self.measured_peak_bytes)))
         if self.overlap is not None:

@@ -12,6 +12,7 @@ import jax
 from remat_jax import compat
 from remat_jax.errors import UnsupportedError
 from remat_jax.graph.origins import Origin, is_on_host, origin
+from remat_jax.graph.shared import Reading, collecting
 from remat_jax.graph.walk import block_under_checkpoint
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy, is_off
 from remat_jax.report.tables import format_bytes, render, table
@@ -19,6 +20,9 @@ from remat_jax.workload import Workload
 
 _SHOWN = 40
 """Rows of a printed table; `to_dict` has them all."""
+
+_SHOWN_SHARED = 3
+"""Shared inputs under a printed table."""
 
 _EVERY_NAME, _EVERY_NAME_TOO = Policy.parse("save: *"), Policy.parse("save: **")
 
@@ -50,6 +54,26 @@ class Residual:
 
 
 @dataclass(frozen=True)
+class SharedInput:
+    """An input that the policy offloads, and that stays on the device because several blocks read it.
+
+    Attributes:
+      name: its residual name in the first block that reads it.
+      bytes: of the array, which is there once.
+      blocks: how many blocks read it; None where a loop reads it in every round.
+    """
+
+    name: str
+    bytes: int
+    blocks: int | None
+
+    @property
+    def readers(self) -> str:
+        """Who reads it, in words."""
+        return "in every round of a loop" if self.blocks is None else f"by {self.blocks} blocks"
+
+
+@dataclass(frozen=True)
 class ResidualTable:
     """The residuals of one workload under one policy; parameters and batch are not residuals.
 
@@ -59,11 +83,14 @@ class ResidualTable:
       device_bytes, host_bytes: what is kept between the passes, in device and in host memory.
       recompute_bytes: what the backward pass makes again.
       warning: that the policy cannot keep anything, because the blocks stand inside checkpoints of the model's own.
+      shared: the inputs that the policy offloads and that stay on the device, because several blocks read them; the largest
+        first. One that is an argument of the loss is none of the rows.
     """
 
     rows: tuple[Residual, ...]
     policy: str
     warning: str | None = None
+    shared: tuple[SharedInput, ...] = ()
 
     def _total(self, action: Action) -> int:
         return sum(row.bytes for row in self.rows if row.action == action.value)
@@ -97,6 +124,7 @@ class ResidualTable:
             "host_bytes": self.host_bytes,
             "recompute_bytes": self.recompute_bytes,
             "warning": self.warning,
+            "shared": [asdict(one) for one in self.shared],
             "rows": [asdict(row) for row in self.rows],
         }
 
@@ -119,7 +147,8 @@ class ResidualTable:
         ]
         columns = ("residual", *(("layers",) if by_layer else ()), "shape", "dtype", "size", "action", "source")
         rest = f"and {len(hidden)} more, {format_bytes(sum(row.bytes for row in hidden))}" if hidden else None
-        caption = "\n".join(filter(None, (rest, f"warning: {self.warning}" if self.warning else None)))
+        stays = [f"{one.name}, {format_bytes(one.bytes)} read {one.readers}, stays on the device" for one in self.shared]
+        caption = "\n".join(filter(None, (rest, *stays[:_SHOWN_SHARED], f"warning: {self.warning}" if self.warning else None)))
         formats = {"size": format_bytes}
         return table(f"residuals under {self.policy}: {title}", columns, rows, formats=formats, caption=caption or None)
 
@@ -156,7 +185,9 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
             f"workload={workload.name!r} was made from a finished step, which takes its gradient inside: what it keeps between "
             "the passes cannot be read from outside. Make a Workload of the loss instead."
         )
-    (rows, aliases), warning = _kept(workload, policy), None
+    with collecting() as read:
+        (rows, aliases), warning = _kept(workload, policy), None
+    shared = _shared(read)
     if not is_off(checked):
         kept = {(row.name, row.layers) for row in rows} | aliases
         given = dict.fromkeys(workload.blocks, checked) if checked is not None else policy
@@ -169,7 +200,18 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
     order = [action.value for action in Action]
     rows.sort(key=lambda row: (order.index(row.action), -row.bytes, row.name))
     text = str(checked) if checked is not None else "; ".join(f"{block}: {one}" for block, one in policy.items())
-    return ResidualTable(tuple(rows), text, warning)
+    return ResidualTable(tuple(rows), text, warning, shared)
+
+
+def _shared(read: list[Reading]) -> tuple[SharedInput, ...]:
+    """Of the arrays that blocks read, those that a policy offloads and that stay; a loop that is traced twice counts once."""
+    found: dict[tuple[str, int], SharedInput] = {}
+    for reading in read:
+        if reading.name and reading.stays():
+            nbytes = _bytes(reading.aval)
+            blocks = None if reading.in_every_round else reading.blocks
+            found.setdefault((reading.name, nbytes), SharedInput(reading.name, nbytes, blocks))
+    return tuple(sorted(found.values(), key=lambda one: -one.bytes))
 
 
 def _overruled(workload: Workload, everything: dict[Any, Policy | LayerPolicies]) -> str | None:

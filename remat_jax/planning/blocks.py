@@ -36,6 +36,7 @@ class Call:
       live: for each input of the program, whether it is differentiated along.
       free: for each input, whether keeping it costs nothing: parameters, the batch, and what several calls share.
       same: for each input, whether it is the same in all rounds.
+      shared: for each input, whether several blocks or rounds read it, so that it stays on the device (`graph.shared`).
       rounds: how often it runs: the length of the scan around it.
       scanned: whether there is one.
       nested: whether there are several, one in another, so that its calls cannot have policies of their own.
@@ -49,6 +50,7 @@ class Call:
     live: tuple[bool, ...]
     free: tuple[bool, ...]
     same: tuple[bool, ...]
+    shared: tuple[bool, ...]
     rounds: int = 1
     scanned: bool = False
     position: int = 0
@@ -66,7 +68,7 @@ class Call:
         """Equal for calls that run the same program on the same types, whatever module they are of."""
         # Flax folds a number made of the module's path into the keys that it draws from.
         program = _FOLDED.sub(":u32[]", str(self.block.jaxpr))
-        return self.key, self.live, self.free, self.same, self.scanned, program
+        return self.key, self.live, self.free, self.same, self.shared, self.scanned, program
 
     def layers(self) -> range:
         """Its positions in forward order among all calls of its key."""
@@ -171,7 +173,8 @@ def _walk(jaxpr: Any, known: Sequence[bool], sources: Sequence[_Source], place: 
         flags = [has(atom, fixed) for atom in eqn.invars]
         if compat.is_block(eqn):
             found = _Found(eqn, tuple(not flag for flag in flags), tuple(inputs), place)
-            for source in inputs:
+            # An array that a block is given twice is read by one block all the same.
+            for source in {id(source): source for source in inputs}.values():
                 source.readers += 1
             yield found
         elif holds_block(eqn):
@@ -223,6 +226,7 @@ def _matched(found: Sequence[_Found], seen: Sequence[tuple[type | str, str, Plan
     for traced in seen:
         left.setdefault(_kind(traced[2].jaxpr), []).append(traced)
     of: dict[int, tuple[type | str, str, PlannedBlock]] = {}
+    readers = _readers(found)
     result = []
     for one in found:
         body = compat.closed(one.eqn.params["call_jaxpr"])
@@ -244,10 +248,26 @@ def _matched(found: Sequence[_Found], seen: Sequence[tuple[type | str, str, Plan
         smooth = tuple(live and is_smooth(aval) for live, aval in zip(one.live, block.jaxpr.in_avals, strict=True))
         free = tuple(source.free for source in one.sources)
         same = tuple(source.shared for source in one.sources)
-        call = Call(key, path, block, smooth, free, same, one.place.rounds, bool(one.place.loops))
+        shared = tuple(every or len(readers.get(atom, ())) > 1 for atom, every in zip(_atoms(one.eqn), same, strict=True))
+        call = Call(key, path, block, smooth, free, same, shared, one.place.rounds, bool(one.place.loops))
         call = replace(call, nested=len(one.place.loops) > 1, within=one.place.within)
         result.append((call, one.place.loops))
     return _strided(result)
+
+
+def _readers(found: Sequence[_Found]) -> dict[Any, set[int]]:
+    """By variable, the blocks that read it: a `jit` that is called for many layers is one program, as it is traced once."""
+    readers: dict[Any, set[int]] = {}
+    for one in found:
+        for atom in _atoms(one.eqn):
+            readers.setdefault(atom, set()).add(id(one.eqn))
+    readers.pop(None, None)
+    return readers
+
+
+def _atoms(eqn: Any) -> list[Any]:
+    """The variables that `eqn` reads; None for literals."""
+    return [None if hasattr(atom, "val") else atom for atom in eqn.invars]
 
 
 def _kind(jaxpr: Any) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from remat_jax.graph.flat import Array, Flat, FlatEqn, flatten, region
 from remat_jax.graph.walk import of_some
 from remat_jax.planning.blocks import Call
 from remat_jax.planning.inner import apart, inner_names
-from remat_jax.policy import Candidate, Policy
+from remat_jax.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Program:
         return self._prices[key]
 
     def _priced(self, saved: frozenset[str], offloaded: frozenset[str], rates: HasSeconds) -> Price:
-        away = {array for array in self.arrays if offloaded.intersection(array.names)}
+        away = {array for array in self.arrays if offloaded.intersection(array.names)} - self._shared
         here = {array for array in self.arrays if saved.intersection(array.names)} | self._given
         again = region(self.flat.eqns, self.needed, here | away)
         read = {*self.needed, *(array for one in again for array in one.inputs)}
@@ -145,6 +145,11 @@ class Program:
             sum(array.bytes for array in kept),
             host,
         )
+
+    @cached_property
+    def _shared(self) -> frozenset[Array]:
+        """The inputs that other blocks or rounds read, too: they stay on the device whatever a policy says."""
+        return frozenset(array for array, shared in zip(self.flat.inputs, self.call.shared, strict=True) if shared)
 
     @property
     def saved_bytes(self) -> int:
@@ -216,14 +221,14 @@ def block_program(call: Call) -> Program:
         array.names[:] = dict.fromkeys((*given, *array.names))
     dropped = inner_names(linearised)
     flat, own = apart(flat, dropped)
-    inputs = {name: array for array in flat.inputs for name in array.names if _is_input(block.named.candidates.get(name))}
+    inputs = {
+        name: array
+        for array in flat.inputs
+        for name in array.names
+        if name in block.named.candidates and block.named.candidates[name].is_input
+    }
     costs = jaxpr_cost(block.jaxpr), jaxpr_cost(backward)
     return Program(call, flat, *costs, inputs, flatten(compat.dce(backward)), own, dropped)
-
-
-def _is_input(candidate: Candidate | None) -> bool:
-    """Whether an array is one that `@inputs` means: what all rounds of a scan read takes the bytes of one round."""
-    return candidate is not None and candidate.is_input and not candidate.is_shared
 
 
 def _passes(block: PlannedBlock, live: tuple[bool, ...]) -> tuple[Any, Any]:

@@ -40,8 +40,6 @@ class Candidate:
         has_batch_dims: for ``dot_general``, whether its dimension numbers have batch dimensions; for
             ``scaled_matmul_wrapper``, whether the first dimension of its first operand is not 1. Else not looked at.
         user_named: whether ``name`` was given by the user. Selectors do not look at it.
-        is_shared: for an input, whether all rounds of a scan read the same array. ``@inputs`` leaves it where it is: the
-            device would fetch it in every round, to free the bytes of one.
     """
 
     name: str
@@ -49,7 +47,6 @@ class Candidate:
     is_input: bool = False
     has_batch_dims: bool = False
     user_named: bool = False
-    is_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def matches(selector: str, candidate: Candidate) -> bool:
     False
     """
     if selector == INPUTS:
-        return candidate.is_input and not candidate.is_shared
+        return candidate.is_input
     if selector == DOTS:
         return candidate.primitive in _DOTS
     if selector == DOTS_WITH_NO_BATCH_DIMS:

@@ -1,0 +1,139 @@
+"""What our own Python costs: tracing under a policy, measuring, planning, in processor seconds of this process.
+
+    python -m benchmarks.tracing                   all three tables
+    python -m benchmarks.tracing --layers 12       a shorter stack
+
+A policy is held against the same model with `nn.remat` written by hand, in turns, the least of three runs each. `measure` is
+held against what XLA takes for the same step, in its own processes. A plan of a scanned stack is made for 4 and for 64 layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from rich.console import Console
+from rich.table import Table
+
+import remat_jax as rj
+from benchmarks.plan_seconds import decoder
+
+POLICIES = {
+    "full": None,
+    "dots_with_no_batch_dims": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "offload_dot_with_no_batch_dims": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+}
+_RUNS = 3
+
+
+class Block(nn.Module):
+    """A layer of a transformer."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(8)(h, h)
+        return x + nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x))))
+
+
+class Stack(nn.Module):
+    """Unrolled layers of the class `block`."""
+
+    layers: int
+    block: type = Block
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for index in range(self.layers):
+            x = self.block(256, name=f"block_{index}")(x)
+        return x
+
+
+BATCH = jax.ShapeDtypeStruct((4, 128, 256), jnp.float32)
+
+
+def processor(run: Callable[[], Any]) -> float:
+    """Processor seconds of this process that `run()` takes."""
+    gc.collect()
+    begin = time.process_time()
+    run()
+    return time.process_time() - begin
+
+
+def tracing(layers: int, policy: str) -> tuple[float, float]:
+    """Seconds to trace and lower a step under a policy of ours, and with `nn.remat` by hand."""
+    plain, by_hand = Stack(layers), Stack(layers, nn.remat(Block, policy=POLICIES[policy]))
+    params = jax.eval_shape(plain.init, jax.random.key(0), BATCH)
+
+    def seconds(model: Stack, ours: bool) -> float:
+        def loss(params: Any, x: jax.Array) -> jax.Array:
+            return jnp.mean(model.apply(params, x) ** 2)
+
+        under = rj.checkpoint_blocks(loss, {Block: policy}) if ours else loss
+        return processor(lambda: jax.jit(jax.value_and_grad(under)).lower(params, BATCH))
+
+    turns = [(seconds(plain, True), seconds(by_hand, False)) for _ in range(_RUNS)]
+    return min(ours for ours, _ in turns), min(hand for _, hand in turns)
+
+
+def measuring(layers: int) -> tuple[float, float]:
+    """Seconds of this process, and of XLA's, to measure a step under `full`."""
+    model = Stack(layers)
+    params = jax.eval_shape(model.init, jax.random.key(0), BATCH)
+    job = rj.Workload(
+        lambda p, x: jnp.mean(model.apply(p, x) ** 2), params, (BATCH,), Block, optimizer=optax.adam(1e-3), name="stack"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    own = processor(lambda: rj.measure(job, "full", "h200"))
+    return own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+
+
+def planning(layers: int) -> float:
+    """Seconds of this process to plan a scanned Llama for 85 % of an H200, divided by the steps that were compiled."""
+    job, plans = decoder(layers), []
+    own = processor(lambda: plans.append(rj.plan(job, "85%", "h200")))
+    return own / max(1, len(plans[0].tried))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--only", choices=("tracing", "measuring", "planning"))
+    options = parser.parse_args()
+    console = Console()
+    if options.only in (None, "tracing"):
+        table = Table("policy", "ours", "nn.remat by hand", "ratio", title=f"trace and lower {options.layers} unrolled layers")
+        tracing(2, "full")  # the first trace of a process loads modules
+        for policy in POLICIES:
+            ours, hand = tracing(options.layers, policy)
+            table.add_row(policy, f"{ours:.2f} s", f"{hand:.2f} s", f"{ours / hand:.2f}")
+        console.print(table)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        if options.only in (None, "measuring"):
+            layers = options.layers * 2 // 3
+            own, compiler = measuring(layers)
+            console.print(
+                f"measure {layers} unrolled layers: {own:.1f} s of our Python, {compiler:.1f} s of XLA: {own / compiler:.2f}"
+            )
+        if options.only in (None, "planning"):
+            few, many = planning(4), planning(64)
+            console.print(
+                f"plan a scanned stack, for each compiled step: 4 layers {few:.2f} s, 64 layers {many:.2f} s: {many / few:.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Identical layers are named and linearised once, and nothing else changes by it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import remat_jax as rj
+from remat_jax.graph import block as graph_block
+from remat_jax.graph import repeated
+
+
+class Layer(nn.Module):
+    width: int = 16
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.relu(nn.Dense(self.width)(nn.LayerNorm()(x)))
+        return x + jax.nn.softmax(nn.Dense(8)(jnp.tanh(h)))
+
+
+class Other(nn.Module):
+    """The same program as `Layer`, from other lines."""
+
+    width: int = 16
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.relu(nn.Dense(self.width)(nn.LayerNorm()(x)))
+        return x + jax.nn.softmax(nn.Dense(8)(jnp.tanh(h)))
+
+
+class Stack(nn.Module):
+    kinds: tuple = (Layer,) * 5
+    widths: tuple = (16,) * 5
+
+    @nn.compact
+    def __call__(self, x):
+        for index, (kind, width) in enumerate(zip(self.kinds, self.widths, strict=True)):
+            x = kind(width, name=f"layer_{index}")(x)
+        return x
+
+
+X = jnp.linspace(-1.0, 1.0, 32).reshape(4, 8)
+
+
+def loss_of(model):
+    params = model.init(jax.random.key(0), X)
+    return lambda params, x: (model.apply(params, x) ** 2).sum(), params
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    monkeypatch.setattr(repeated, "_first_layers", ())
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """How often blocks are named, and linearisations."""
+    found = {"named": 0, "linearised": 0}
+
+    def counting(what, function):
+        def run(*args):
+            found[what] += 1
+            return function(*args)
+
+        return run
+
+    monkeypatch.setattr(repeated, "name_residuals", counting("named", repeated.name_residuals))
+    monkeypatch.setattr(graph_block, "name_linearised", counting("linearised", graph_block.name_linearised))
+    return found
+
+
+def test_five_layers_are_named_and_linearised_once(counts):
+    loss, params = loss_of(Stack())
+    jax.make_jaxpr(jax.grad(rj.checkpoint_blocks(loss, {Layer: "dots"})))(params, X)
+    # The first layer is given the batch, along which nothing is differentiated.
+    assert counts == {"named": 1, "linearised": 2}
+
+
+def test_measure_residuals_and_plan_share_them(counts):
+    loss, params = loss_of(Stack())
+    job = rj.Workload(loss, params, (X,), Layer)
+    rj.residuals(job, "dots")
+    rj.measure(job, "full")
+    assert counts == {"named": 1, "linearised": 2}
+
+
+@pytest.mark.parametrize(
+    ("stack", "named"),
+    [
+        (Stack(widths=(16, 16, 32, 16, 16)), 2),
+        (Stack(kinds=(Layer, Other, Layer, Other, Layer)), 2),
+    ],
+)
+def test_layers_that_differ_are_told_apart(counts, stack, named):
+    loss, params = loss_of(stack)
+    jax.make_jaxpr(jax.grad(rj.checkpoint_blocks(loss, {"layer_*": "full"})))(params, X)
+    assert counts["named"] == named
+
+
+def test_a_layer_traced_under_other_settings_is_another(counts):
+    loss, params = loss_of(Stack())
+    traced = rj.checkpoint_blocks(loss, {Layer: "full"})
+    jax.make_jaxpr(traced)(params, X)
+    with jax.default_matmul_precision("highest"):
+        jax.make_jaxpr(traced)(params, X)
+    assert counts["named"] == 2
+
+
+def table(loss, params, policy):
+    rows = rj.residuals(rj.Workload(loss, params, (X,), Layer), policy).rows
+    return [(row.name, row.shape, row.action, row.source) for row in rows]
+
+
+@pytest.mark.parametrize("policy", ["full", "dots", "save: layer_3:*; offload: layer_1:tanh#0", "offload_inputs", "everything"])
+def test_names_actions_and_gradients_are_those_of_layers_that_share_nothing(monkeypatch, policy):
+    loss, params = loss_of(Stack())
+    shared = table(loss, params, policy)
+    gradients = jax.jit(jax.grad(rj.checkpoint_blocks(loss, {Layer: policy})))(params, X)
+    monkeypatch.setattr(repeated.FirstLayer, "is_like", lambda *_: False)
+    assert shared == table(loss, params, policy)
+    assert {name.partition("/")[0].partition(":")[0] for name, *_ in shared} >= {f"layer_{index}" for index in range(1, 5)}
+    alone = jax.jit(jax.grad(rj.checkpoint_blocks(loss, {Layer: policy})))(params, X)
+    jax.tree.map(np.testing.assert_array_equal, gradients, alone)
+
+
+def test_the_compiled_step_tells_each_layer_by_its_own_path():
+    loss, params = loss_of(Stack())
+    step = jax.jit(jax.grad(rj.checkpoint_blocks(loss, {Layer: "full"}))).lower(params, X)
+    text = step.as_text(debug_info=True)
+    of_layer = [sum(f"layer_{index}/" in line for line in text.splitlines()) for index in range(5)]
+    assert min(of_layer[1:]) == max(of_layer[1:]) > 0
+
+
+def test_layers_that_close_over_arrays_of_their_own_share_nothing(counts):
+    def layer(scale):
+        @jax.custom_jvp
+        def scaled(x):
+            return jnp.sin(x) * 2
+
+        scaled.defjvp(lambda primals, tangents: (scaled(*primals), tangents[0] * scale))
+        return rj.remat(lambda x: scaled(jnp.tanh(x)), "full")
+
+    scales = [jnp.float32(2.0), jnp.float32(3.0)]
+    layers = [layer(scale) for scale in scales]
+    gradient = jax.grad(lambda x: sum(layer(x).sum() for layer in layers))(X)
+    np.testing.assert_allclose(gradient, (1 - jnp.tanh(X) ** 2) * 5.0, rtol=1e-6)
+
+
+def test_nnx_layers_share_them(counts):
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return x + jnp.tanh(self.up(x))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([Block(rngs) for _ in range(4)])
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    job = rj.Workload.from_nnx(Model(nnx.Rngs(0)), lambda model, x: (model(x) ** 2).sum(), (X,))
+    names = {row.name for row in rj.residuals(job, "dots").rows}
+    assert counts["named"] == 1
+    assert {f"blocks/{index}:tanh#0" for index in range(4)} <= names

@@ -1,0 +1,292 @@
+"""What several blocks read stays on the device: bytes in closed form, gradients bit for bit, one copy in the compiled step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.extend import core as jex
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.graph import shared
+from remat_jax.planning.problem import describe, kept_bytes
+from tests.small_models import assert_bit_equal, assert_same, values
+
+BATCH, TOKENS, WIDTH, LAYERS = 2, 5, 4, 3
+X = 4 * BATCH * TOKENS * WIDTH
+"""Bytes of a layer's input; those of a mask and of an encoder's output follow."""
+MASK = 4 * BATCH * TOKENS * TOKENS
+STATES = X
+
+
+class Layer(nn.Module):
+    """Attention with a mask, which is added to the scores; all arguments are inputs."""
+
+    @nn.compact
+    def __call__(self, x: Any, mask: Any, states: Any = None) -> Any:
+        q, k, v = (nn.Dense(WIDTH, name=name)(x if name == "q" or states is None else states) for name in "qkv")
+        return x + jax.nn.softmax(q @ jnp.swapaxes(k, -1, -2) + mask) @ v
+
+
+class Encoder(nn.Module):
+    """Layers that read one mask, made of the input; the last of them add the input to what the layer gives."""
+
+    scanned: bool = False
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        mask = jnp.where(x @ jnp.swapaxes(x, -1, -2) > 0, 0.0, -1.0).astype(x.dtype)
+        if not self.scanned:
+            for index in range(LAYERS):
+                x = x + Layer(name=f"layers_{index}")(x, mask)
+            return x
+        scan = nn.scan(
+            lambda layer, x, mask: (x + layer(x, mask), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=LAYERS,
+        )
+        return scan(Layer(name="layers"), x, mask)[0]
+
+
+class Translator(nn.Module):
+    """A decoder whose layers all read the encoder's output, which is differentiated."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        states, mask = Encoder(name="encoder")(jnp.cos(x)), jnp.tril(jnp.ones((BATCH, TOKENS, TOKENS), x.dtype) * x[:, :, :1])
+        for index in range(LAYERS):
+            x = Layer(name=f"decoder_{index}")(x, mask, states)
+        return x
+
+
+class NnxLayer(nnx.Module):
+    """An MLP with a mask of its input's shape."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: Any, mask: Any) -> Any:
+        return x + jnp.tanh(self.dense(x) * mask)
+
+
+class NnxStack(nnx.Module):
+    """Layers in a list, or in `nnx.scan` with the mask broadcast or closed over."""
+
+    def __init__(self, kind: str, rngs: nnx.Rngs) -> None:
+        self.kind = kind
+        if kind == "unrolled":
+            self.layers = nnx.List([NnxLayer(rngs) for _ in range(LAYERS)])
+        else:
+            make = nnx.split_rngs(splits=LAYERS)(nnx.vmap(NnxLayer, in_axes=(0,), out_axes=0))
+            self.layers = make(rngs)
+
+    def __call__(self, x: Any) -> Any:
+        mask = jnp.sin(x)
+        if self.kind == "unrolled":
+            for layer in self.layers:
+                x = layer(x, mask)
+            return x
+        if self.kind == "broadcast":
+            run = nnx.scan(lambda layer, x, m: layer(x, m), in_axes=(0, nnx.Carry, None), out_axes=nnx.Carry)
+            return run(self.layers, x, mask)
+        return nnx.scan(lambda layer, x: layer(x, mask), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+
+
+def workload(model: nn.Module, **options: Any) -> rj.Workload:
+    x = jax.ShapeDtypeStruct((BATCH, TOKENS, WIDTH), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return rj.Workload(lambda p, x: jnp.sum(jnp.sin(model.apply(p, x))), params, (x,), Layer, **options)
+
+
+def nnx_workload(kind: str) -> rj.Workload:
+    x = jnp.ones((BATCH, TOKENS, WIDTH))
+    return rj.Workload.from_nnx(NnxStack(kind, nnx.Rngs(0)), lambda model, x: model(x).sum(), (x,), blocks=NnxLayer)
+
+
+@pytest.fixture
+def scans_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Refused for GPUs, by some JAX; here nothing is compiled for one.
+    monkeypatch.setattr(compat, "refuse_miscompiled_offload", lambda: None)
+
+
+def totals(job: rj.Workload, policy: Any) -> tuple[int, list[tuple[int, int | None]]]:
+    table = rj.residuals(job, policy)
+    return table.host_bytes, [(one.bytes, one.blocks) for one in table.shared]
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["offload_inputs", "offload: *:input#*", "1 × full | 2 × offload_inputs"])
+def test_a_mask_that_all_layers_read_is_kept_once_and_their_own_inputs_leave(policy: str) -> None:
+    table = rj.residuals(workload(Encoder()), policy)
+    assert table.host_bytes == (2 if "full" in policy else 3) * X
+    assert [(one.bytes, one.blocks) for one in table.shared] == [(MASK, LAYERS)]
+    masks = [
+        row for row in table if row.shape == (BATCH, TOKENS, TOKENS) and row.dtype == "float32" and row.action != "recompute"
+    ]
+    assert [(row.bytes, row.count, row.action) for row in masks] == [(MASK, 1, "save")]
+
+
+def test_a_decoder_that_reads_an_encoders_output() -> None:
+    table = rj.residuals(workload(Translator()), "offload_inputs")
+    # The encoder's own inputs, and the decoder's; what it reads of the encoder stays, and so do both masks.
+    assert table.host_bytes == 2 * LAYERS * X
+    assert [(one.bytes, one.blocks) for one in table.shared] == [(MASK, 3), (MASK, 3), (STATES, 3)]
+    assert "decoder_0:input#2, 160 B read by 3 blocks, stays on the device" in str(table)
+
+
+@pytest.mark.parametrize("policy", ["offload_inputs", "3 × offload_inputs"])
+def test_a_mask_that_a_scan_broadcasts(policy: str, scans_offload: None) -> None:
+    host, kept = totals(workload(Encoder(scanned=True)), policy)
+    assert (host, kept) == (LAYERS * X, [(MASK, None)])
+
+
+@pytest.mark.parametrize("kind", ["unrolled", "broadcast", "closed"])
+def test_nnx_layers(kind: str, scans_offload: None) -> None:
+    assert totals(nnx_workload(kind), "offload_inputs") == (LAYERS * X, [(X, LAYERS if kind == "unrolled" else None)])
+
+
+def test_regions_that_are_replanned() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        mask = jnp.cos(x)
+        for index in range(LAYERS):
+            x = jax.checkpoint(lambda x, m, index=index: jnp.tanh(x @ w[index]) * m)(x * 2, mask)
+        return jnp.sum(x)
+
+    replanned = rj.replan(loss, "offload_inputs")
+    w, x = values(LAYERS, WIDTH, WIDTH), values(TOKENS, WIDTH)
+    found = jax.make_jaxpr(jax.grad(replanned))(w, x)
+    # The inputs of the three regions, and not the mask.
+    assert fetched(found, (TOKENS, WIDTH)) == LAYERS
+
+
+def fetched(jaxpr: Any, shape: tuple[int, ...]) -> int:
+    """How many arrays of a shape come back from the host in a traced gradient."""
+    puts = [eqn.outvars[0].aval for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "device_put"]
+    return sum(aval.shape == shape and "host" not in str(aval) for aval in puts)
+
+
+def test_one_block_that_is_given_an_array_three_times_sends_it_once() -> None:
+    block = rj.remat(lambda q, k, v, w: jnp.tanh(q @ w) * k + v, "offload_inputs")
+
+    def loss(w: Any, x: Any) -> Any:
+        for index in range(LAYERS):
+            x = block(x, x, x, w[index])
+        return jnp.sum(x)
+
+    found = jax.make_jaxpr(jax.grad(loss))(values(LAYERS, WIDTH, WIDTH), values(TOKENS, WIDTH))
+    puts = [
+        eqn for eqn in found.jaxpr.eqns if eqn.primitive.name == "device_put" and eqn.outvars[0].aval.shape == (TOKENS, WIDTH)
+    ]
+    assert sum("host" in str(eqn.outvars[0].aval) for eqn in puts) >= LAYERS
+    assert sum("host" not in str(eqn.outvars[0].aval) for eqn in puts) == LAYERS
+
+
+def test_two_gradients_of_one_function_each_decide_for_themselves() -> None:
+    block = rj.remat(lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w), "offload_inputs")
+
+    def both(w: Any, x: Any) -> Any:
+        first = jax.grad(lambda w: jnp.sum(block(x, w * 1)))(w)
+        return jax.grad(lambda w: jnp.sum(block(x, w * 2)))(w + first)
+
+    # The first gradient is done before the second reads the input.
+    found = jax.make_jaxpr(both)(values(WIDTH, WIDTH), values(TOKENS, WIDTH))
+    assert fetched(found, (TOKENS, WIDTH)) == 2
+
+
+def test_where_all_that_a_policy_offloads_is_shared_the_receipt_says_so() -> None:
+    class Experts(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            mask = jnp.zeros((BATCH, TOKENS, TOKENS)) + x[:, :, :1]
+            return sum(Layer(name=f"layers_{index}")(x * 1, mask) for index in range(LAYERS))
+
+    job = workload(Experts())
+    receipt = rj.measure(job, "offload: *:input#1").receipt
+    assert receipt is not None and receipt.offered_bytes == 0
+    assert receipt.warnings[0].startswith("the policy offloads nothing that the backward pass reads but inputs of several")
+    assert [(one.bytes, one.blocks) for one in receipt.shared] == [(MASK, LAYERS)]
+    printed = str(rj.measure(job, "offload_inputs"))
+    assert "stays on the device" in printed and "200 B read by 3 blocks" in printed
+
+
+# --- the compiled step ------------------------------------------------------------------------------------------------
+
+
+def test_the_compiled_step_copies_no_mask() -> None:
+    report = rj.measure(workload(Encoder()), "offload_inputs", target="h200")
+    assert report.receipt is not None and report.overlap is not None
+    assert report.overlap.out.bytes == report.overlap.back.bytes == report.receipt.offered_bytes == LAYERS * X
+
+
+# --- the planner ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_the_planner_counts_what_the_table_counts(scanned: bool, scans_offload: None) -> None:
+    job = workload(Encoder(scanned))
+    found = describe(job, "h200")
+    for policy in ("offload_inputs", "offload: *:input#1, *:input#0"):
+        assert kept_bytes(found, policy) == (0, rj.residuals(job, policy).host_bytes) == (0, LAYERS * X)
+    assert all("input#1" not in name for kind in found.kinds for name in kind.residuals)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def op_by_op(fn: Callable[..., Any], *args: Any) -> Any:
+    """What the traced `fn` gives, its equations run one by one."""
+    jaxpr, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shape), jex.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(args)))
+
+
+@pytest.mark.parametrize("way", ["grad", "jit inside", "vmap outside", "forward over reverse"])
+def test_gradients_have_the_bits_of_those_under_full(way: str, x64: None) -> None:
+    model, x = Translator(), values(BATCH, TOKENS, WIDTH)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), model.init(jax.random.key(0), x))
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(model.apply(params, x)))
+
+    def gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
+        if way == "jit inside":
+            return jax.grad(jax.jit(loss), argnums=(0, 1))
+        if way == "vmap outside":
+            return jax.vmap(jax.grad(loss, argnums=(0, 1)), in_axes=(None, 0))
+        if way == "forward over reverse":
+            return lambda params, x: jax.jvp(jax.grad(loss, argnums=(0, 1)), (params, x), (params, x))
+        return jax.grad(loss, argnums=(0, 1))
+
+    x = jnp.stack([x, 2 * x]) if way == "vmap outside" else x
+    offloaded = gradient(rj.checkpoint_blocks(loss, {Layer: "offload_inputs"}))
+    kept = gradient(rj.checkpoint_blocks(loss, {Layer: "full"}))
+    if way == "jit inside":
+        # Compiled, and XLA fuses the two programs in its own ways.
+        assert_same(offloaded(params, x), kept(params, x))
+    else:
+        assert_bit_equal(op_by_op(offloaded, params, x), op_by_op(kept, params, x))
+
+
+def test_a_jit_inside_decides_before_it_is_differentiated() -> None:
+    job = workload(Encoder())
+    inner = rj.Workload(jax.jit(job.loss), job.params, job.batch, Layer)
+    assert totals(inner, "offload_inputs")[0] == LAYERS * X
+
+
+def test_no_trace_is_kept_alive() -> None:
+    job = workload(Encoder())
+    fn = rj.checkpoint_blocks(job.loss, {Layer: "offload_inputs"})
+    with jax.checking_leaks():
+        jax.jit(jax.grad(fn)).lower(job.params, *job.batch)
+    gc.collect()
+    assert not shared._readings
