@@ -125,14 +125,10 @@ def main() -> None:
         if options.only in (None, "measuring"):
             layers = options.layers * 2 // 3
             own, compiler = measuring(layers)
-            console.print(
-                f"measure {layers} unrolled layers: {own:.1f} s of our Python, {compiler:.1f} s of XLA: {own / compiler:.2f}"
-            )
+            console.print(f"measure {layers} unrolled layers: {own:.1f} s of our Python, {compiler:.1f} s of XLA: {own / compiler:.2f}")
         if options.only in (None, "planning"):
             few, many = planning(4), planning(64)
-            console.print(
-                f"plan a scanned stack, for each compiled step: 4 layers {few:.2f} s, 64 layers {many:.2f} s: {many / few:.2f}"
-            )
+            console.print(f"plan a scanned stack, for each compiled step: 4 layers {few:.2f} s, 64 layers {many:.2f} s: {many / few:.2f}")
 
 
 if __name__ == "__main__":
