@@ -56,6 +56,8 @@ def test_commands_have_these_names_and_options(line: str) -> None:
         read(line)
     elif line.startswith("python examples/train_anywhere.py "):
         read_by_script(line)
+    elif line.startswith("python "):
+        assert any(f"# {line.removeprefix('python ')}\n" in page.read_text() for page in PAGES)  # a script that the page shows
     else:
         program, *arguments = shlex.split(line)
         assert program == "make" and subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True).returncode == 0
