@@ -30,7 +30,7 @@ from remat_jax.mesh import (
 )
 from remat_jax.policy import as_block_policy, is_off
 from remat_jax.train import OffloadedOptimizer, plain
-from remat_jax.train.structs import result_structs, struct
+from remat_jax.train.structs import result_structs, structs
 from remat_jax.train.trainable import check_trained, path_text, split
 
 Blocks = tuple[type | str, ...]
@@ -125,8 +125,8 @@ class Workload:
         if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ArgumentError(f"optimizer={optimizer!r}: expected an optax optimizer, with init and update")
         self.own = OwnCheckpoints(own_checkpoints)
-        self.batch, self.optimizer = _structs(batch, "batch"), optimizer
-        self.params = _structs(params, "params")
+        self.batch, self.optimizer = structs(batch, "batch"), optimizer
+        self.params = structs(params, "params")
         self.mesh, self.shardings = _on_mesh(mesh, shardings, self.params, self.batch)
         self.loss, self._own_loss, self._states = under(self.mesh, loss), loss, 0
         self.blocks = _checked_blocks(blocks)
@@ -162,7 +162,7 @@ class Workload:
             raise ArgumentError(
                 f"donate_argnums={donate_argnums!r}: expected positions among the {len(args)} arguments of step"
             )
-        self._finished = Step(step, _structs(args, "args"), donated)
+        self._finished = Step(step, structs(args, "args"), donated)
         return self
 
     @classmethod
@@ -192,7 +192,7 @@ class Workload:
             raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
         if options.get("mesh") is not None and options.get("shardings") is not None:
             # Here, so that an error counts the arguments as the caller does. What is no parameter is on every device.
-            described = _structs(params, "params"), _structs(batch, "batch")
+            described = structs(params, "params"), structs(batch, "batch")
             of_state, of_batch = argument_shardings(as_mesh(options["mesh"]), options["shardings"], *described)
             options["shardings"] = (of_state, None, *of_batch)
         made = cls(of_params, params, (rest, *batch), blocks, **options)
@@ -365,23 +365,6 @@ class Workload:
             shown = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", out)
             expected = "(scalar, aux)" if self.has_aux else "a floating-point scalar; with aux, pass has_aux=True"
             raise ArgumentError(f"loss: it returns {shown}, expected {expected}")
-
-
-def _structs(tree: Any, argument: str) -> Any:
-    """`tree` with a `ShapeDtypeStruct` in place of every array; Python scalars become arrays of their JAX type."""
-
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, bool | int | float | complex):
-            leaf = jnp.asarray(leaf)
-        if not compat.is_array(leaf):
-            raise ArgumentError(
-                f"{argument} holds {leaf!r} of type {type(leaf).__name__}: expected arrays or jax.ShapeDtypeStruct. Bind other "
-                "values into the loss (a lambda or functools.partial)."
-            )
-        # NumPy's float64 and int64 are what JAX makes of them, which depends on jax_enable_x64.
-        return struct(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
-
-    return jax.tree.map(one, tree)
 
 
 def _checked_blocks(blocks: Any) -> Blocks:
