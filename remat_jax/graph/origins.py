@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,10 +83,15 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
     return Origin(("literal", id(atom)), "constant", "literal")
 
 
-@functools.lru_cache(maxsize=64)
+# By jaxpr, for as long as it lives.
+_known_makers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
 def _makers(jaxpr: Any) -> dict[Any, Any]:
     """By variable, the equation of the open `jaxpr` that computes it."""
-    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    if jaxpr not in _known_makers:
+        _known_makers[jaxpr] = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    return _known_makers[jaxpr]
 
 
 def _source(producer: Any, eqn: Any) -> str:

@@ -48,7 +48,7 @@ class FirstLayer:
         """`linearise(self.named)`, once for each `key`; None where a derivative rule closes over arrays of one block."""
         if key not in self._linearised:
             made = linearise(self.named)
-            if made.jaxpr.consts:
+            if holds_arrays(made.jaxpr):
                 return None
             self._linearised[key] = made
         return self._linearised[key]
