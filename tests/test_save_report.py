@@ -184,7 +184,9 @@ def test_usual_policies_without_effect_are_left_out_and_the_page_says_why(tmp_pa
 
 def test_traps_and_what_offload_did_are_told():
     inside = job(rows=64, layers=2)
-    nested = rj.Workload(jax.checkpoint(inside.loss), inside.params, inside.batch, MlpLayer, name="nested", own_checkpoints="keep")
+    nested = rj.Workload(
+        jax.checkpoint(inside.loss), inside.params, inside.batch, MlpLayer, name="nested", own_checkpoints="keep"
+    )
     found = overview(gather(nested, ["full"], "cpu"))
     (trap,) = found.findings
     assert (trap.name, trap.under) == ("nested_checkpoint", "full") and "Take the outer checkpoint away" in trap.remedy

@@ -117,7 +117,7 @@ class Record:
         self.replaced += inner.replaced
 
 
-_active = compat.trace_context(None)
+_active = compat.trace_context(None, reaches_blocks=False)
 _trials = itertools.count(1)
 # The records of the calls that are running, the innermost last.
 _calls: ContextVar[tuple[Record, ...]] = ContextVar("calls", default=())

@@ -73,6 +73,7 @@ from remat_jax.compat.rematerialisation import (
     require_named_policies,
 )
 from remat_jax.compat.tracing import (
+    block_settings,
     bound_axes,
     in_loop,
     is_array,
@@ -82,7 +83,6 @@ from remat_jax.compat.tracing import (
     is_staged,
     is_staging,
     is_traced,
-    jax_settings,
     made_by,
     on_device,
     program_id,
@@ -146,7 +146,7 @@ __all__ = [
     "is_staged",
     "is_staging",
     "is_traced",
-    "jax_settings",
+    "block_settings",
     "itemsize",
     "jaxpr_function",
     "layers_of",

@@ -193,14 +193,18 @@ def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     return bound
 
 
-def trace_context(default: Any) -> Callable[[Any], contextlib.AbstractContextManager[Any]]:
-    """A context whose value is part of JAX's trace caches: another value, another trace of every `jit` inside."""
+def trace_context(default: Any, *, reaches_blocks: bool = True) -> Callable[[Any], contextlib.AbstractContextManager[Any]]:
+    """A context whose value is part of JAX's trace caches: another value, another trace of every `jit` inside.
+
+    Without `reaches_blocks`, blocks with equal jaxprs are equal whatever the value is (`block_settings`).
+    """
     context = jax.make_user_context(default)
-    _contexts.append((context, default))
+    if not reaches_blocks:
+        _outside_blocks.append((context, default))
     return context
 
 
-_contexts: list[tuple[Any, Any]] = []
+_outside_blocks: list[tuple[Any, Any]] = []
 
 
 def trace_context_value(context: Any) -> Any:
@@ -213,9 +217,9 @@ def trace_settings() -> Any:
     return _config.trace_context()
 
 
-def jax_settings() -> Any:
-    """The settings of JAX's alone: the same under every policy of ours."""
+def block_settings() -> Any:
+    """`trace_settings`, without what does not reach blocks: the same under every policy."""
     with contextlib.ExitStack() as defaults:
-        for context, default in _contexts:
+        for context, default in _outside_blocks:
             defaults.enter_context(context(default))
-        return _config.trace_context()
+        return trace_settings()

@@ -262,7 +262,7 @@ def _linearisation(primals: list[Any], directions: list[Any], live: Sequence[int
     It takes `(*primals, *directions)` to the outputs and to the tangents of the smooth ones.
     """
     types = [compat.type_of(value) for value in (*primals, *directions)]
-    key = tuple(live), tuple((one, one.weak_type) for one in types), compat.jax_settings()
+    key = tuple(live), tuple((one, one.weak_type) for one in types), compat.block_settings()
 
     def linearise(named: Named) -> Named:
         function = compat.jaxpr_function(named.jaxpr)

@@ -104,7 +104,7 @@ def name_block(jaxpr: Any, path: str, inputs: Sequence[bool]) -> NamedBlock:
     global _first_layers
     path = "/".join(part for part in path.split("/") if part)
     line = compat.source_line(jaxpr.jaxpr.eqns[-1]) if jaxpr.jaxpr.eqns else ""
-    asked = tuple(inputs), compat.jax_settings(), line, bool(path)
+    asked = tuple(inputs), compat.block_settings(), line, bool(path)
     first = next((one for one in reversed(_first_layers) if one.is_like(jaxpr, path, asked)), None)
     if first is None:
         first = FirstLayer(Original(jaxpr), asked, name_residuals(jaxpr, path, inputs))
