@@ -194,8 +194,9 @@ def test_the_same_arguments_give_the_same_results(form: str, mode: str) -> None:
     assert len(found.tensors) == BLOCKS * len(LINEARS) + 6
     assert float64_error(plain.tensors, found.tensors)[0] <= s.LIMIT
     assert found.matmuls == in_torch(mode).matmuls == BLOCKS * MATMULS_PER_BLOCK[mode]
-    # What all blocks are given, each JAX block copies for itself.
-    assert found.to_host == (BLOCKS * (STREAMS + SHARED) if mode == "offload" else 0)
+    # What all blocks are given, PyTorch copies once. In JAX it stays on the device: the copy that the first block makes, before
+    # another one is known, is for the compiler to drop.
+    assert found.to_host == (BLOCKS * STREAMS + SHARED if mode == "offload" else 0)
 
 
 @pytest.mark.parametrize("mode", ["checkpoint", "offload"])
