@@ -286,7 +286,8 @@ def test_a_jit_inside_decides_before_it_is_differentiated() -> None:
 def test_no_trace_is_kept_alive() -> None:
     job = workload(Encoder())
     fn = rj.checkpoint_blocks(job.loss, {Layer: "offload_inputs"})
+    before = set(shared._readings)
     with jax.checking_leaks():
         jax.jit(jax.grad(fn)).lower(job.params, *job.batch)
     gc.collect()
-    assert not shared._readings
+    assert set(shared._readings) <= before
