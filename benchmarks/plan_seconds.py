@@ -29,8 +29,8 @@ from examples.models.functions import cross_entropy
 SHARES = ("65%", "70%", "75%", "80%", "85%", "90%")
 
 
-def decoder(layers: int) -> rj.Workload:
-    """One training step of the decoder."""
+def decoder(layers: int, optimizer: optax.GradientTransformation | None = None) -> rj.Workload:
+    """One training step of the decoder, with Adam unless another optimizer is given."""
     config = dataclasses.replace(llama.LlamaConfig.llama3_8b(), num_layers=layers)
     model = llama.Llama(config, scan=True, param_dtype=jnp.bfloat16)
     tokens = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
@@ -39,7 +39,7 @@ def decoder(layers: int) -> rj.Workload:
     def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         return cross_entropy(model.apply({"params": params}, tokens), targets)
 
-    return rj.Workload(loss, params, (tokens, tokens), llama.LlamaBlock, optimizer=optax.adam(1e-4), name="Llama 3 8B")
+    return rj.Workload(loss, params, (tokens, tokens), llama.LlamaBlock, optimizer=optimizer or optax.adam(1e-4), name="Llama 3 8B")
 
 
 def row(budget: str, layers: int) -> tuple[str, ...]:

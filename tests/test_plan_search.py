@@ -12,7 +12,7 @@ from remat_jax.planning.candidate import FAILED, Candidate, Compiled
 from remat_jax.planning.choices import block_policies, one_residual_more, runs
 from remat_jax.planning.fit import Fit
 from remat_jax.planning.fitting import Load, Seen, fitted, predicted
-from remat_jax.planning.proposals import Proposals
+from remat_jax.planning.proposals import WORTH_COMPILING, Proposals
 from remat_jax.planning.search import MORE_COMPILED, MOST_COMPILED, Search
 from remat_jax.solver import Block, Choice, HostLink, Residual, Stack, stack_plan
 
@@ -20,6 +20,7 @@ SAVE, OFFLOAD, AGAIN = Choice.SAVE, Choice.OFFLOAD, Choice.RECOMPUTE
 X, UP, ACT = Residual("x", 100.0), Residual("up", 400.0, 0.5, ("x",)), Residual("act", 300.0, 0.05, ("up",))
 LAYER = Block("layer", (X, UP, ACT), 1.0, 2.0, working_bytes=500.0, repeats=6)
 STACK = Stack((LAYER,), fixed_bytes=1000.0)
+WORTH = WORTH_COMPILING * STACK.base_seconds
 NAMED = {"off": (SAVE, SAVE, SAVE), "everything": (SAVE, SAVE, SAVE), "dots": (SAVE, SAVE, AGAIN), "full": (SAVE, AGAIN, AGAIN)}
 
 
@@ -98,7 +99,7 @@ def test_the_plan_fits_and_no_named_policy_that_fits_is_faster_and_six_are_compi
     if best.candidate.choices is not None:
         for changed in one_residual_more(STACK, best.candidate.choices):
             more = own(changed)
-            assert predicted(TRUTH, more.loads) > budget or more.seconds >= best.candidate.seconds - 0.018
+            assert predicted(TRUTH, more.loads) > budget or more.seconds >= best.candidate.seconds - WORTH
 
 
 def test_all_in_all_it_is_the_fastest_there_is():
@@ -108,7 +109,7 @@ def test_all_in_all_it_is_the_fastest_there_is():
     every = [(SAVE, AGAIN, AGAIN), (SAVE, SAVE, AGAIN), (SAVE, AGAIN, SAVE), (SAVE, SAVE, SAVE)]
     plans = [own((one,) * first + (two,) * (6 - first)) for first in range(7) for one in every for two in every]
     fits = [one.seconds for one in plans if predicted(TRUTH, one.loads) <= budget]
-    assert best.candidate.seconds <= min(fits) + 0.018  # one step has 18 s; a thousandth is not worth a compilation
+    assert best.candidate.seconds <= min(fits) + WORTH
 
 
 def test_off_is_compiled_alone_where_it_surely_fits():
@@ -284,7 +285,7 @@ def test_where_layers_must_do_the_same_the_leanest_plan_does_too():
         assert len(set(search.proposals.frontier(STACK, 1)[0].choices)) == policies
 
 
-def test_while_much_is_left_more_is_compiled_until_no_residual_more_fits():
+def test_while_much_is_left_more_is_compiled_until_nothing_is_worth_it():
     # Two compilations are the leanest policy and a first plan, by a prediction that is too large: much is left.
     truth = replace(STACK, blocks=(replace(LAYER, working_bytes=100.0),))
     stack = replace(STACK, blocks=(replace(LAYER, working_bytes=1500.0),))
@@ -293,8 +294,11 @@ def test_while_much_is_left_more_is_compiled_until_no_residual_more_fits():
     assert len(asked[0]) == 2 and all(len(one) == 1 for one in asked[1:])
     first = max(one.compiled.device_bytes for one in search.fit.tried[:2])
     assert first < 0.99 * 4900 and first < best.compiled.device_bytes <= 4900
-    enough = search.proposals.is_maximal(best) or best.compiled.device_bytes >= 0.99 * 4900
-    assert 2 < len(search.fit.tried) <= 2 + MORE_COMPILED and (enough or len(search.fit.tried) == 2 + MORE_COMPILED)
+    assert 2 < len(search.fit.tried) <= 2 + MORE_COMPILED
+    every = [(SAVE, AGAIN, AGAIN), (SAVE, SAVE, AGAIN), (SAVE, SAVE, SAVE)]
+    plans = [own((one,) * first + (two,) * (6 - first), stack) for first in range(7) for one in every for two in every]
+    # A step that is not worth its compilation does not correct the prediction of the next one either.
+    assert best.candidate.seconds <= min(one.seconds for one in plans if predicted(truth, one.loads) <= 4900) + 2 * WORTH
 
 
 def test_where_cutting_a_scan_costs_memory_a_plan_for_all_layers_is_found():

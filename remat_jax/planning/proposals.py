@@ -15,6 +15,10 @@ from remat_jax.solver import Solver as StackSolver
 from remat_jax.solver.solve import MOST_POLICIES
 
 
+WORTH_COMPILING = 3e-3
+"""The share of a step by which a plan must be faster for its compilation to be worth while."""
+
+
 class Proposals:
     """Ways to run the step, made from what a fit knows.
 
@@ -32,6 +36,7 @@ class Proposals:
         self.fit, self.named, self.own = fit, tuple(named), own
         self._recut = recut if most_runs != 1 else None
         self._most_runs = min(most_runs or MOST_POLICIES, MOST_POLICIES)
+        self.worth = WORTH_COMPILING * fit.guess.base_seconds
         self._solvers: dict[tuple[Stack, int], StackSolver] = {}
 
     def solve(self, stack: Stack, budget: float, *, most_runs: int | None = None) -> Candidate | None:
@@ -125,7 +130,8 @@ class Proposals:
 
     def least_more(self, best: Tried) -> list[Candidate]:
         """With one residual more that saves time: that which keeps fewest bytes, and that which is predicted to need least."""
-        faster = self.one_more(best.candidate)
+        worth = best.candidate.seconds - self.worth
+        faster = [one for one in self.one_more(best.candidate) if one.seconds <= worth]
         stack = self.fit.around(best.compiled.device_bytes)
         found: list[Candidate] = []
         for key in (lambda one: sum(load.saved for load in one.loads), lambda one: predicted(stack, one.loads)):

@@ -34,8 +34,6 @@ _MUCH_LEFT = 0.01
 """The share of the budget that is much, where it is left."""
 _AFTER_FAILURE = 0.05
 """The share of the budget by which a plan is made smaller where the last one could not be compiled."""
-_WORTH_COMPILING = 1e-3
-"""The share of a step by which a plan must be faster for its compilation to be worth while."""
 
 _WORTH_DARING = 5.0
 """How many times that must be gained where predictions have been too low before."""
@@ -56,7 +54,7 @@ class Search:
         self.fit, self.proposals = fit, proposals
         self._most, self._most_in_all = most_compiled, most_compiled + UNMOVED_COMPILED
         self._scanned = scanned
-        self._worth = _WORTH_COMPILING * fit.guess.base_seconds
+        self._worth = proposals.worth
 
     def run(self, compile_them: Compile) -> Tried:
         """The fastest candidate that was compiled and fits.
@@ -255,7 +253,7 @@ class Search:
         spared = max(0, best.predicted_bytes - best.compiled.device_bytes) if dares else 0
         for room in () if last else dict.fromkeys((self.fit.budget + spared, self.fit.budget, self._within(self._share))):
             found = self._filled(best, room)
-            if found.seconds < best.candidate.seconds and self.fit.known(found) is None:
+            if found.seconds < best.candidate.seconds - self._worth and self.fit.known(found) is None:
                 return [found]
         return [one for one in self.proposals.least_more(best) if self.fit.known(one) is None][:1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from remat_jax.planning.choices import Choices, Cuts, block_policies
 from remat_jax.planning.fitting import Load
 from remat_jax.planning.model import block_name
 from remat_jax.planning.point import Row
-from remat_jax.planning.problem import Described, Kind, extra_seconds, policy_of
+from remat_jax.planning.problem import Described, Kind, copy_seconds, extra_seconds, policy_of
 from remat_jax.policy import LayerPolicies, Policy, as_block_policy
 from remat_jax.solver import Block, BlockPolicy, Choice
 
@@ -21,14 +22,28 @@ Policies = dict[type | str, Any]
 
 
 def own_candidate(described: Described, choices: Choices) -> Candidate:
-    """What a solver chose, priced like any policy."""
-    chosen = block_policies(described.stack, choices)
-    loads = tuple(
-        Load(round(one.saved_bytes - one.block.input_bytes), round(_bytes(one, Choice.RECOMPUTE)), round(one.host_bytes))
-        for one in chosen
-    )
-    seconds = extra_seconds(described, _of_choices(described, choices, ()))
-    return Candidate("", loads, seconds, choices)
+    """What a solver chose, priced like any policy. Layers of a kind with the same choices are priced once."""
+    stack, loads, seconds, first = described.stack, list[Load](), 0.0, 0
+    for kind, block in zip(described.kinds, stack.blocks, strict=True):
+        chosen = choices[first : first + block.repeats]
+        first += block.repeats
+        load_of = {}
+        for one, count in Counter(chosen).items():
+            policy = BlockPolicy(block, one)
+            load_of[one] = _load(policy)
+            price = kind.program.price(policy_of(kind, policy), described.rates, kind.paths[0])
+            copies, last = (
+                copy_seconds(stack.link, block, price.host_bytes, price.seconds, last=last) for last in (False, True)
+            )
+            seconds += count * (price.seconds + copies)
+            seconds += last - copies if first == len(choices) and one == chosen[-1] else 0.0
+        loads += [load_of[one] for one in chosen]
+    return Candidate("", tuple(loads), seconds, choices)
+
+
+def _load(policy: BlockPolicy) -> Load:
+    again = round(_bytes(policy, Choice.RECOMPUTE))
+    return Load(round(policy.saved_bytes - policy.block.input_bytes), again, round(policy.host_bytes))
 
 
 def recut(described: Described, candidate: Candidate, cuts: Cuts) -> Candidate:
@@ -89,13 +104,10 @@ def _like(described: Described, named: Candidate) -> Choices | None:
 
 def policies_of(described: Described, candidate: Candidate) -> Policies:
     """Block → policy, or a policy for each layer where they differ."""
-    if candidate.choices is None:
+    choices, cuts = candidate.choices, candidate.cuts
+    if choices is None:
         named = as_block_policy(candidate.name)
         return dict.fromkeys((kind.block for kind in described.kinds), named)
-    return _of_choices(described, candidate.choices, candidate.cuts)
-
-
-def _of_choices(described: Described, choices: Choices, cuts: Cuts) -> Policies:
     layers: dict[Any, dict[int, Policy]] = {kind.block: {} for kind in described.kinds}
     cut: dict[Any, list[int]] = {kind.block: [] for kind in described.kinds}
     chosen = iter(enumerate(block_policies(described.stack, choices)))

@@ -85,9 +85,8 @@ class Hull:
         self._tables = [BlockTable(block, stack.link) for block in tables]
         self._codes = [_seeds(table, sum(run.repeats for run in self.runs)) for table in self._tables]
         if known is not None:
-            for run in range(len(self.runs)):
-                for codes in known.policies(run):
-                    self.add(run, codes)
+            for kind, other in dict.fromkeys(zip(self._kind, known._kind, strict=True)):
+                self._extend(kind, known._codes[other])
 
     def table(self, run: int) -> BlockTable:
         """The block of a run."""
@@ -99,11 +98,15 @@ class Hull:
 
     def add(self, run: int, codes: Array) -> bool:
         """Add a policy of a run; False where it is there or not legal in that run."""
-        kind = self._kind[run]
-        if not self._tables[kind].legal(codes[None])[0] or (self._codes[kind] == codes).all(axis=1).any():
-            return False
-        self._codes[kind] = np.concatenate([self._codes[kind], codes[None]])
-        return True
+        return self._extend(self._kind[run], codes[None])
+
+    def _extend(self, kind: int, codes: Array) -> bool:
+        """Add policies of a kind, behind those that are there; False where none is new and legal."""
+        before = self._codes[kind]
+        together = np.concatenate([before, codes[self._tables[kind].legal(codes)]])
+        _, first = np.unique(together, axis=0, return_index=True)
+        self._codes[kind] = together[np.sort(first)]
+        return len(first) > len(before)
 
     def relaxed(self, budget: float, host_budget: float) -> Relaxed:
         """The optimum at a budget; the policies that it needs are added."""
