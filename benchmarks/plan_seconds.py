@@ -39,7 +39,9 @@ def decoder(layers: int, optimizer: optax.GradientTransformation | None = None) 
     def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         return cross_entropy(model.apply({"params": params}, tokens), targets)
 
-    return rj.Workload(loss, params, (tokens, tokens), llama.LlamaBlock, optimizer=optimizer or optax.adam(1e-4), name="Llama 3 8B")
+    return rj.Workload(
+        loss, params, (tokens, tokens), llama.LlamaBlock, optimizer=optimizer or optax.adam(1e-4), name="Llama 3 8B"
+    )
 
 
 def row(budget: str, layers: int) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ def measuring(layers: int) -> tuple[float, float]:
 
 
 def planning(layers: int) -> float:
-    """Seconds of this process to plan a scanned Llama for a fifth more than `full` needs, divided by the steps that were compiled."""
+    """Seconds of this process to plan a scanned Llama for 1.2 × what `full` needs, divided by the steps that were compiled."""
     job, plans = decoder(layers, optimizer=optax.sgd(1e-4)), []
     budget = round(1.2 * rj.measure(job, "full", "h200").device_bytes)
     own = processor(lambda: plans.append(rj.plan(job, budget, "h200")))

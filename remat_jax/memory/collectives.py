@@ -37,7 +37,7 @@ class Collective:
     bytes: int
 
 
-def read_collectives(text: str) -> tuple[Collective, ...]:
+def read_collectives(text: str | Module) -> tuple[Collective, ...]:
     """The collectives that one execution of the compiled module `text` runs, by kind and phase.
 
     A loop runs as often as the compiler knows it does (once where it does not), and of a `conditional` every branch is counted.

@@ -18,6 +18,7 @@ from remat_jax.memory import cache
 from remat_jax.memory.collectives import Collective, read_collectives
 from remat_jax.memory.exporting import Program as Program
 from remat_jax.memory.exporting import export_step as export_step
+from remat_jax.memory.hlo import Module, parse
 from remat_jax.memory.kernels import Kernels, kernel_options, refuse
 from remat_jax.memory.limit import limit_options
 from remat_jax.memory.live import LiveBuffer, live_at_peak, named_arguments
@@ -274,57 +275,62 @@ def _with(entry: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 def _sizes(answer: dict[str, Any], folder: Path, program: Program, target: Target) -> Sizes:
     overlap, miscompiled = _copies(folder / "compiled.hlo", target)
-    seconds = overlap.step_seconds if overlap is not None else _dumped_seconds(folder / "dump", target)
-    live, sent = _live(folder / "dump", program), _collectives(folder / "dump", program)
+    dump = folder / "dump"
+    module = _module(_last(dump, OPTIMISED))
+    seconds, sent, live = overlap.step_seconds if overlap is not None else None, None, ()
+    if module is not None:
+        seconds = _step_seconds(module, target) if overlap is None else seconds
+        sent = read_collectives(module) if program.mesh else None
+        live = _live(module, dump, program)
     seen = {"live": live, "overlap": overlap, "miscompiled": miscompiled, "collectives": sent, "untiled": answer["untiled"]}
     return Sizes(**answer["sizes"], **seen, step_seconds=seconds)
 
 
-def _dumped_seconds(dump: Path, target: Target) -> float | None:
-    """The modelled time of a step without host copies, as XLA wrote it down."""
-    paths = sorted(dump.glob(f"*{OPTIMISED}"))
-    if not paths:
-        return None
-    try:
-        return read_overlap(paths[-1].read_text(encoding="utf-8", errors="replace"), target).step_seconds
-    except (ArgumentError, UnsupportedError):
-        return None  # a rate that the target does not say, or a text of a form that is not known: the sizes hold all the same
+def _last(dump: Path, ending: str) -> str | None:
+    """The text of the last file with this ending; None where the compiler wrote none down."""
+    paths = sorted(dump.glob(f"*{ending}"))
+    return paths[-1].read_text(encoding="utf-8", errors="replace") if paths else None
 
 
-def _collectives(dump: Path, program: Program) -> tuple[Collective, ...] | None:
-    """What the devices send each other; None for one device, and where nothing is written down that is understood."""
-    paths = sorted(dump.glob(f"*{OPTIMISED}"))
-    if not program.mesh or not paths:
-        return None
+def _module(text: str | None) -> Module | None:
+    """The compiled module; None where its text is missing or has a form that is not known: the sizes hold all the same."""
     try:
-        return read_collectives(paths[-1].read_text(encoding="utf-8", errors="replace"))
+        return None if text is None else parse(text)
     except UnsupportedError:
-        return None  # a text of a form that is not known: the sizes hold all the same
+        return None
 
 
-def _live(dump: Path, program: Program) -> tuple[LiveBuffer, ...]:
+def _step_seconds(module: Module, target: Target) -> float | None:
+    """The modelled time of a step without host copies."""
+    try:
+        return read_overlap(module, target).step_seconds
+    except ArgumentError:
+        return None  # a rate that the target does not say
+
+
+def _live(module: Module, dump: Path, program: Program) -> tuple[LiveBuffer, ...]:
     """What is on the device at the peak, arguments by their names; empty where the compiler wrote nothing down."""
-    endings = (OPTIMISED, "-buffer-assignment.txt", "-live-range.txt")
-    found = [sorted(dump.glob(f"*{ending}")) for ending in endings]
-    if not all(found):
+    assignment, ranges = _last(dump, "-buffer-assignment.txt"), _last(dump, "-live-range.txt")
+    if assignment is None or ranges is None:
         return ()
-    texts = [paths[-1].read_text(encoding="utf-8", errors="replace") for paths in found]
-    return tuple(named_arguments(live_at_peak(*texts), program.arguments))
+    return tuple(named_arguments(live_at_peak(module, assignment, ranges), program.arguments))
 
 
 def _copies(path: Path, target: Target) -> tuple[Overlap | None, bool | None]:
     """How the host copies are scheduled, and whether one takes the wrong slot; the child writes the text if there are any."""
     if not path.exists():
         return None, False
-    text = path.read_text(encoding="utf-8", errors="replace")
+    module = _module(path.read_text(encoding="utf-8", errors="replace"))
+    if module is None:
+        return None, None
     overlap: Overlap | None = None
     miscompiled: bool | None = None
     try:
-        overlap = read_overlap(text, target)
-    except (ArgumentError, UnsupportedError):
-        pass  # a rate that the target does not say, or a text of a form that is not known: the sizes hold all the same
+        overlap = read_overlap(module, target)
+    except ArgumentError:
+        pass  # a rate that the target does not say: the sizes hold all the same
     try:
-        miscompiled = scanned_offload_is_miscompiled(text)
+        miscompiled = scanned_offload_is_miscompiled(module)
     except UnsupportedError:
         pass  # what is said of it then is up to the receipt
     return (overlap if overlap is not None and overlap.out.count + overlap.back.count else None), miscompiled

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from remat_jax.errors import UnsupportedError
@@ -17,6 +17,8 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
 _NAMED = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_PARENTHESIS, _BRACKET_OR_COMMA = re.compile(r"[()]"), re.compile(r"[(\[{)\]},]")
 # What moves no data: it says where data is.
 FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "optimization-barrier"}
@@ -108,7 +110,15 @@ class Computation:
 
     def users(self, name: str) -> list[Instruction]:
         """The instructions that read `name`."""
-        return [one for one in self if name in one.operands]
+        return self._users.get(name, [])
+
+    @cached_property
+    def _users(self) -> dict[str, list[Instruction]]:
+        found: dict[str, list[Instruction]] = {}
+        for one in self:
+            for name in dict.fromkeys(one.operands):
+                found.setdefault(name, []).append(one)
+        return found
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,7 @@ class Module:
     entry: str
 
 
+@lru_cache(maxsize=4096)
 def arrays_of(shape: str) -> tuple[Array, ...]:
     """Every array in a shape's text.
 
@@ -139,20 +150,22 @@ def elements(shape: str) -> list[str]:
     if not shape.startswith("("):
         return [shape]
     parts, depth, start = [], 0, 1
-    for place, letter in enumerate(shape):
-        depth += (letter in "([{") - (letter in ")]}")
-        if (letter == "," and depth == 1) or (place == len(shape) - 1):
-            parts.append(re.sub(r"/\*.*?\*/", "", shape[start:place]).strip())
-            start = place + 1
+    for mark in _BRACKET_OR_COMMA.finditer(shape):
+        depth += (mark[0] in "([{") - (mark[0] in ")]}")
+        if (mark[0] == "," and depth == 1) or mark.end() == len(shape):
+            parts.append(_COMMENT.sub("", shape[start : mark.start()]).strip())
+            start = mark.end()
     return parts
 
 
-def parse(text: str) -> Module:
-    """The module that `compiled.as_text()` gave, or that XLA dumped.
+def parse(text: str | Module) -> Module:
+    """The module that `compiled.as_text()` gave, or that XLA dumped; a module that is parsed already stays as it is.
 
     Raises:
       UnsupportedError: a line of a computation is no instruction in a form that is known.
     """
+    if isinstance(text, Module):
+        return text
     computations: dict[str, Computation] = {}
     current, entry = None, ""
     for line in text.splitlines():
@@ -172,10 +185,10 @@ def parse(text: str) -> Module:
 
 def _closing(text: str, start: int) -> int:
     depth = 0
-    for place in range(start, len(text)):
-        depth += (text[place] == "(") - (text[place] == ")")
+    for mark in _PARENTHESIS.finditer(text, start):
+        depth += 1 if mark[0] == "(" else -1
         if depth == 0:
-            return place
+            return mark.start()
     return len(text) - 1
 
 

@@ -8,7 +8,8 @@ in the last file, is not used: it counts host buffers as device memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -105,24 +106,21 @@ class _Program:
         return home, self.instructions.get(self._loops.get(home, ""))
 
 
-def live_at_peak(program: str, assignment: str, live_ranges: str) -> list[LiveBuffer]:
+def live_at_peak(program: str | Module, assignment: str, live_ranges: str) -> list[LiveBuffer]:
     """The device buffers that are alive where the device holds most, the largest first.
 
     Args:
-      program: the optimised program, `….after_optimizations.txt`.
+      program: the optimised program, `….after_optimizations.txt`, or that as it is parsed.
       assignment: `…-buffer-assignment.txt`.
       live_ranges: `…-live-range.txt`.
     """
     places = _device_places(assignment)
     found = [one for one in map(_RANGE.match, live_ranges.splitlines()) if one is not None]
     ranges = {(one["name"], one["index"]): (int(one["start"]), int(one["end"])) for one in found}
-    most: dict[_Place, _Value] = {}
-    peak = 0
-    for moment in sorted({start for start, _ in ranges.values()}):
-        # The state of a loop has a name outside and one inside: what lies in one place is one buffer.
-        alive = {places[value]: value for value, (start, end) in ranges.items() if start <= moment <= end and value in places}
-        if _total(alive) > _total(most):
-            most, peak = alive, moment
+    placed = {value: one for value, one in ranges.items() if value in places}
+    peak = _fullest(placed, places)
+    # The state of a loop has a name outside and one inside: what lies in one place is one buffer.
+    most = {places[value]: value for value, (start, end) in placed.items() if start <= peak <= end}
     module = _Program(parse(program))
     # Of what lies in one place any name may be the one that a collective knows it by.
     kinds = {
@@ -158,8 +156,23 @@ class _Place(NamedTuple):
     nbytes: int
 
 
-def _total(places: Iterable[_Place]) -> int:
-    return sum(place.nbytes for place in places)
+def _fullest(ranges: Mapping[_Value, tuple[int, int]], places: Mapping[_Value, _Place]) -> int:
+    """The first moment at which the places of the values that are alive have most bytes together."""
+    begins, ends = defaultdict[int, list[_Place]](list), defaultdict[int, list[_Place]](list)
+    for value, (start, end) in ranges.items():
+        begins[start].append(places[value])
+        ends[end + 1].append(places[value])
+    users, held, most, peak = Counter[_Place](), 0, 0, 0
+    for moment in sorted({*begins, *ends}):
+        for place in ends[moment]:
+            users[place] -= 1
+            held -= 0 if users[place] else place.nbytes
+        for place in begins[moment]:
+            held += 0 if users[place] else place.nbytes
+            users[place] += 1
+        if held > most:
+            most, peak = held, moment
+    return peak
 
 
 def _device_places(assignment: str) -> dict[_Value, _Place]:

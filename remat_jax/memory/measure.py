@@ -22,7 +22,7 @@ from remat_jax.memory.devices import check_devices, host_shortage
 from remat_jax.memory.limit import limit_bytes
 from remat_jax.memory.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
-from remat_jax.memory.residuals import ResidualTable, residuals
+from remat_jax.memory.residuals import ResidualTable, kept_residuals, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, Rule, as_block_policy, is_off
 from remat_jax.warning import silenced, warn
 from remat_jax.workload import Step, Workload
@@ -193,7 +193,10 @@ def _without_replanned_offload(workload: Workload) -> Callable[..., Any] | None:
 def _residuals(workload: Workload, policy: Any) -> ResidualTable | None:
     """What `policy` keeps; None of a workload of a step, whose backward pass is not to be seen."""
     with silenced():  # the report has this warning too
-        return residuals(workload, _given(policy)) if workload.has_loss else None
+        if not workload.has_loss:
+            return None
+        # What is computed again is of no interest here, but where checkpoints of the model's own may leave nothing to compute.
+        return (residuals if workload.own.keeps else kept_residuals)(workload, _given(policy))
 
 
 def _given(policy: Any) -> Any:

@@ -187,6 +187,27 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
     >>> residuals(job, "offload: @inputs").host_bytes  # the inputs of both layers
     128
     """
+    kept, aliases = _checked_and_kept(workload, policy)
+    if is_off(policy if isinstance(policy, dict) else as_block_policy(policy)):
+        return kept
+    known = {(row.name, row.layers) for row in kept.rows} | aliases
+    given = policy if isinstance(policy, dict) else dict.fromkeys(workload.blocks, as_block_policy(policy))
+    everything = {block: _every_name(as_block_policy(one)) for block, one in given.items()}
+    named, _ = _kept(workload, everything, only_named=True)
+    again = [replace(row, action="recompute") for row in named if (row.name, row.layers) not in known]
+    # A policy that computes something again has an effect; looking costs another trace.
+    warning = None if again else _overruled(workload, everything)
+    warn(warning)
+    return replace(kept, rows=tuple(_ordered([*kept.rows, *again])), warning=warning)
+
+
+def kept_residuals(workload: Workload, policy: Any) -> ResidualTable:
+    """`residuals` without the rows that are computed again: the loss is traced once, not twice."""
+    return _checked_and_kept(workload, policy)[0]
+
+
+def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, set[tuple[str, Any]]]:
+    """The table of what is kept, and other names of the same arrays."""
     checked = as_block_policy(policy) if not isinstance(policy, dict) else None
     if not workload.has_loss:
         raise UnsupportedError(
@@ -194,23 +215,15 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
             "the passes cannot be read from outside. Make a Workload of the loss instead."
         )
     with collecting() as read:
-        (rows, aliases), warning = _kept(workload, policy), None
-    shared = _shared(read)
-    if not is_off(checked):
-        kept = {(row.name, row.layers) for row in rows} | aliases
-        given = dict.fromkeys(workload.blocks, checked) if checked is not None else policy
-        everything = {block: _every_name(as_block_policy(one)) for block, one in given.items()}
-        named, _ = _kept(workload, everything, only_named=True)
-        again = [replace(row, action="recompute") for row in named if (row.name, row.layers) not in kept]
-        rows += again
-        # A policy that computes something again has an effect; looking costs another trace.
-        warning = None if again else _overruled(workload, everything)
-        warn(warning)
-    order = [action.value for action in Action]
-    rows.sort(key=lambda row: (order.index(row.action), -row.bytes, row.name))
+        rows, aliases = _kept(workload, policy)
     text = str(checked) if checked is not None else "; ".join(f"{block}: {one}" for block, one in policy.items())
     replaced = 0 if is_off(checked) else workload.replaced_checkpoints
-    return ResidualTable(tuple(rows), workload.policy_text(text), warning, shared, replaced)
+    return ResidualTable(tuple(_ordered(rows)), workload.policy_text(text), None, _shared(read), replaced), aliases
+
+
+def _ordered(rows: list[Residual]) -> list[Residual]:
+    order = [action.value for action in Action]
+    return sorted(rows, key=lambda row: (order.index(row.action), -row.bytes, row.name))
 
 
 def _shared(read: list[Reading]) -> tuple[SharedInput, ...]:

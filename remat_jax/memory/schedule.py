@@ -102,7 +102,7 @@ class Overlap:
 
 
 def read_overlap(
-    text: str,
+    text: str | Module,
     target: Target,
     *,
     flops_per_s: float | None = None,

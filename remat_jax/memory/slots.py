@@ -39,7 +39,7 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
 }
 
 
-def scanned_offload_is_miscompiled(text: str) -> bool:
+def scanned_offload_is_miscompiled(text: str | Module) -> bool:
     """Whether a loop of the compiled module `text` copies another slot of a host buffer than the program asks for.
 
     Every iteration of every loop whose count the compiler knows is compared. False where no loop copies to or from host

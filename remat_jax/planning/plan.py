@@ -140,8 +140,8 @@ class Plan:
     def is_maximal(self) -> bool:
         """Whether compiling showed that no residual more can be saved in a run of equal layers within the budget.
 
-        Only residuals that save 0.3 % of the step count. It is one residual in all layers of one run, and the runs stay as they are
-        (`docs/how/planner.md`).
+        Only residuals that save 0.3 % of the step count. It is one residual in all layers of one run, and the runs stay as
+        they are (`docs/how/planner.md`).
         """
         return not any(note.startswith(NOT_MAXIMAL) for note in self.notes)
 

@@ -14,7 +14,6 @@ from remat_jax.solver import Choice, Prices, Stack, cheapest_policy
 from remat_jax.solver import Solver as StackSolver
 from remat_jax.solver.solve import MOST_POLICIES
 
-
 WORTH_COMPILING = 3e-3
 """The share of a step by which a plan must be faster for its compilation to be worth while."""
 
