@@ -277,7 +277,9 @@ def _sizes(answer: dict[str, Any], folder: Path, program: Program, target: Targe
     overlap, miscompiled = _copies(folder / "compiled.hlo", target)
     dump = folder / "dump"
     module = _module(_last(dump, OPTIMISED))
-    seconds, sent, live = overlap.step_seconds if overlap is not None else None, None, ()
+    seconds = None if overlap is None else overlap.step_seconds
+    sent: tuple[Collective, ...] | None = None
+    live: tuple[LiveBuffer, ...] = ()
     if module is not None:
         seconds = _step_seconds(module, target) if overlap is None else seconds
         sent = read_collectives(module) if program.mesh else None
