@@ -83,6 +83,25 @@ def test_a_plan_that_fits_is_kept_when_time_is_up(monkeypatch):
     assert any("The search ended after timeout=30 s" in note for note in found.notes)
 
 
+def test_tracing_is_within_the_timeout_too(monkeypatch):
+    """A step takes 10 s to trace and 5 s to compile: after 25 s the next step, traced and counted, would end after 45 s."""
+    compile_programs, export_step, now = compiling.compile_programs, compiling.export_step, [0.0]
+
+    def after(seconds, function):
+        def slow(*arguments, **options):
+            now[0] += seconds
+            return function(*arguments, **options)
+
+        return slow
+
+    monkeypatch.setattr(compiling, "compile_programs", after(5.0, compile_programs))
+    monkeypatch.setattr(compiling, "export_step", after(10.0, export_step))
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: now[0])
+    found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=40)
+    assert found.device_bytes <= BUDGET and now[0] == 30.0  # one pair, where two would end after 60
+    assert any("The search ended after timeout=40 s" in note for note in found.notes)
+
+
 def test_what_could_not_be_compiled_stands_beside_what_was():
     """`off` and `everything` take the same time by the estimate; of one of them the size is not known."""
     named = (

@@ -40,13 +40,11 @@ def counted_flops(workload: Workload, policy: Any) -> int | None:
 
 def as_written(
     workload: Workload, described: Described, full: Candidate | None, compile_: Callable[..., list[Compiled]], best: Any
-) -> Point | None:
-    """What the step takes as written; None where the model has no checkpoints of its own around the blocks.
+) -> Point:
+    """What the step of a model with checkpoints of its own around the blocks takes as written.
 
     The estimated time is that of `full`, in proportion to the operations that are computed again.
     """
-    if not workload.replaced_checkpoints:
-        return None
     answer = compile_([Candidate(AS_WRITTEN, (), 0.0)], best)
     compiled = answer[0] if answer and answer[0].device_bytes != FAILED else None
     again, of_full = (counted_flops(workload, policy) for policy in ("off", dict.fromkeys(workload.blocks, "full")))

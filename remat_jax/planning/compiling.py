@@ -54,6 +54,13 @@ class Compiler:
     progress: Progress
     notes: list[str]
     count: int = field(default=0, init=False)
+    _tracing: float = field(default=0.0, init=False)
+    """The most seconds that tracing one step took."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline would pass while a step is traced and what the plan computes again is counted."""
+        return time.monotonic() + 2 * self._tracing > self.deadline
 
     def compile(
         self, candidates: Sequence[Candidate], best: Tried | None, *, memory_limit: int | None = None
@@ -68,7 +75,7 @@ class Compiler:
         Raises:
           CompileError, PolicyError, BlockError, UnsupportedError: of the first step, where no step could be compiled so far.
         """
-        if best is not None and time.monotonic() > self.deadline:
+        if best is not None and self.is_over:
             self.notes.append(f"The search ended after timeout={self.timeout:g} s; with a longer one a plan may be faster")
             return []
         keys = [one.name or f"plan {self.count + index + 1}" for index, one in enumerate(candidates)]
@@ -101,12 +108,14 @@ class Compiler:
         self, pool: ThreadPoolExecutor, children: Children, key: str, candidate: Candidate, memory_limit: int | None
     ) -> Future[Sizes]:
         """The sizes of a candidate's step, once it is compiled; it is traced here."""
+        begin = time.monotonic()
         try:
             program = export_step(key, self._step(candidate), self.target)
         except _OF_ONE_STEP as error:
             refused: Future[Sizes] = Future()
             refused.set_exception(error)
             return refused
+        self._tracing = max(self._tracing, time.monotonic() - begin)
         return pool.submit(self._sizes, program, children, memory_limit)
 
     def _sizes(self, program: Program, children: Children, memory_limit: int | None) -> Sizes:

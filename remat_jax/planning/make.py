@@ -229,7 +229,7 @@ class _Making:
         asked = [one for one in off if self.fit.least_expected(one) <= _NEAR * self.budget]
         asked += sorted((one for one in over if one.name != "off"), key=lambda one: one.seconds)[:1]
         faster = [one for one in asked if best is None or one.seconds < best.candidate.seconds]
-        if not faster or self.target.kind == "cpu" or time.monotonic() > self.deadline:
+        if not faster or self.target.kind == "cpu" or self.compiler.is_over:
             return best
         answers = self.compiler.compile(faster, best, memory_limit=self.budget)
         found = [Tried(*pair, self.fit.expected(pair[0])) for pair in zip(faster, answers, strict=False)]
@@ -256,7 +256,7 @@ class _Making:
         """The fastest way to group the layers that fits, where the inputs of single layers are too much; None if none does."""
         full = next((one for one in self.fit.tried if one.candidate.name == "full"), None)
         asked = [] if full is None else grouped_candidates(self.workload, self.described, full, self.budget)
-        if not asked or time.monotonic() > self.deadline:
+        if not asked or self.compiler.is_over:
             return None
         self.fit.learn(asked, self.compiler.compile(asked, None))
         return self.fit.best
@@ -325,14 +325,17 @@ class _Making:
 
     def _recompute_flops(self, policies: Mapping[Any, Any]) -> int:
         """Counted, not estimated: the step under the plan against the step that computes nothing again."""
-        counted = counted_flops(self.workload, dict(policies))
-        # A loop of unknown length, in a kernel of Pallas's for one: what is computed again is known block by block.
+        late = time.monotonic() > self.deadline
+        counted = None if late else counted_flops(self.workload, dict(policies))
+        # Too late to trace, or a loop of unknown length, as in a Pallas kernel: what is computed again is known block by block.
         return recompute_flops(self.described, dict(policies)) if counted is None else counted
 
     def _add_as_written(self, best: Tried) -> None:
         """The author's own checkpoints beside the named policies, and that the plan takes their place."""
+        if not self.workload.replaced_checkpoints:
+            return
+        self.notes.append(replaced_text(self.workload.replaced_checkpoints))
+        if time.monotonic() > self.deadline:
+            return
         full = next((one for one in self.proposals.named if one.name == "full"), None)
-        point = as_written(self.workload, self.described, full, self.compiler.compile, best)
-        if point is not None:
-            self.remarks.append(point)
-            self.notes.append(replaced_text(self.workload.replaced_checkpoints))
+        self.remarks.append(as_written(self.workload, self.described, full, self.compiler.compile, best))
