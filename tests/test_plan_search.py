@@ -317,7 +317,8 @@ def test_where_cutting_a_scan_costs_memory_a_plan_for_all_layers_is_found():
     assert found[True].seconds == pytest.approx(0.3) and found[True].seconds < found[False].seconds
 
 
-def test_what_could_not_be_compiled_shows_nothing():
+def test_what_could_not_be_compiled_shows_nothing(monkeypatch):
+    monkeypatch.setattr(Fit, "missed", math.inf)  # no prediction is trusted
     truth = replace(STACK, blocks=(replace(LAYER, recomputed_share=0.4, working_bytes=900.0),))
     asked = []
 
@@ -331,6 +332,18 @@ def test_what_could_not_be_compiled_shows_nothing():
     search = Searched(4000, able, compile_them)
     best = search.run()
     assert len(asked) > 5 and best.compiled.device_bytes <= 4000 and not search.proposals.is_maximal(best)
+
+
+@pytest.mark.parametrize(("budget", "compiled"), [(3400, 6), (4200, 7), (4600, 6)])
+def test_what_is_surely_over_the_budget_is_not_compiled(monkeypatch, budget, compiled):
+    search, _ = searched(budget, TRUTH)
+    best = search.run()
+    assert search.fit.missed < 0.005 * budget and search.proposals.is_maximal(best) and len(search.fit.tried) == 5
+    for one in search.proposals.one_more(best.candidate):
+        assert predicted(TRUTH, one.loads) > budget or one.seconds > best.candidate.seconds - WORTH
+    monkeypatch.setattr(Fit, "missed", math.inf)  # no prediction is trusted: more is compiled, and nothing is gained
+    doubting, _ = searched(budget, TRUTH)
+    assert doubting.run().candidate.seconds == best.candidate.seconds and len(doubting.fit.tried) == compiled
 
 
 def test_where_a_named_policy_is_best_the_last_compilation_is_not_kept():

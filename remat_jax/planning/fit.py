@@ -10,6 +10,11 @@ from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Tried
 from remat_jax.planning.fitting import Seen, fitted, predicted
 from remat_jax.solver import Stack
 
+_FITTED = 2
+"""So many compiled steps make predictions of others more than a guess."""
+_OVER = 0.01
+"""The share of the budget by which a prediction must be over it to count as shown, at least."""
+
 _OFF_SHARE = 0.5
 """The share of what `off` keeps that it may really need, as XLA recomputes by itself: 0.55 was seen."""
 
@@ -107,6 +112,16 @@ class Fit:
         if candidate.name == "off" and self.known(candidate) is None:
             expected -= (1 - _OFF_SHARE) * sum(load.saved for load in candidate.loads)
         return expected
+
+    @property
+    def missed(self) -> float:
+        """The bytes by which the compiler missed the last plan predicted from compiled steps; infinite where there was none."""
+        seen = [one for one in self.tried[_FITTED:] if not one.candidate.name and one.compiled.device_bytes < FAILED]
+        return abs(seen[-1].predicted_bytes - seen[-1].compiled.device_bytes) if seen else math.inf
+
+    def is_surely_over(self, candidate: Candidate, stack: Stack) -> bool:
+        """Whether a candidate that was not compiled needs more than the budget, by twice what predictions have missed."""
+        return self.expected(candidate, stack) - self.budget > max(2 * self.missed, _OVER * self.budget)
 
     def shown(self, candidate: Candidate, stack: Stack | None = None) -> int:
         """The same, predicted as exactly as the compiled step of the nearest size allows; `stack` is `self.stack`."""

@@ -115,10 +115,10 @@ class Proposals:
         return sorted(able, key=lambda one: predicted(stack, one.loads))
 
     def is_maximal(self, best: Tried) -> bool:
-        """Whether it was shown that no single residual more can be saved in a run of its layers that would save time.
+        """Whether no single residual more that is worth it can be saved in a run of its layers.
 
         The one that takes least memory, as the compiled steps tell, and the one that keeps fewest bytes were compiled as well
-        and do not fit.
+        and do not fit, or are predicted to be over the budget by far more than predictions have missed.
         """
         if best.candidate.seconds <= 0:
             return True
@@ -128,16 +128,18 @@ class Proposals:
         return all(one is not None and one.compiled.device_bytes < FAILED and not self.fit.fits(one) for one in known)
 
     def least_more(self, best: Tried) -> list[Candidate]:
-        """With one residual more that saves time: that which keeps fewest bytes, and that which is predicted to need least."""
-        worth = best.candidate.seconds - self.worth
+        """With one residual more that is worth it: the one that keeps fewest bytes, and the one predicted to need least.
+
+        Those that are surely over the budget are left out.
+        """
+        stack, worth = self.fit.around(best.compiled.device_bytes), best.candidate.seconds - self.worth
         faster = [one for one in self.one_more(best.candidate) if one.seconds <= worth]
-        stack = self.fit.around(best.compiled.device_bytes)
         found: list[Candidate] = []
         for key in (lambda one: sum(load.saved for load in one.loads), lambda one: predicted(stack, one.loads)):
             least = min(faster, key=key, default=None)
             if least is not None and not any(least.is_same(one) for one in found):
                 found.append(least)
-        return found
+        return [one for one in found if self.fit.known(one) is not None or not self.fit.is_surely_over(one, stack)]
 
     def one_more(self, found: Candidate) -> list[Candidate]:
         """With one residual more in one of its runs, which stay cut as they are."""

@@ -32,6 +32,8 @@ PREDICTION_SLACK = 1.1
 """How much over the budget a prediction may be for the step to be compiled all the same."""
 _MUCH_LEFT = 0.01
 """The share of the budget that is much, where it is left."""
+_FAR_OFF = 0.02
+"""The share of the budget by which predictions miss for a second plan, half way to the best, to be compiled beside each."""
 _AFTER_FAILURE = 0.05
 """The share of the budget by which a plan is made smaller where the last one could not be compiled."""
 
@@ -189,7 +191,7 @@ class Search:
         return [found] if found else []
 
     def _own(self, stack: Stack, best: Tried | None) -> list[Candidate]:
-        """The planner's plan at the budget, and beside it one between it and the best, or one without a cut."""
+        """The planner's plan at the budget; beside it one without a cut, or while predictions miss one half way to the best."""
         bold = self._solved(stack, self._within(self._share) if self.fit.tried else self.fit.budget, best)
         if bold is None and self._share < 1:
             bold = self._solved(stack, self.fit.budget, best, worth=_WORTH_DARING * self._worth)
@@ -198,8 +200,10 @@ class Search:
         elif self._scanned and not any(self._is_uncut_plan(one.candidate) for one in self.fit.tried):
             # What cutting a scan costs is not predicted: a plan that cuts none is what is surest to fit.
             found = [bold, self._solved(self.fit.around(self.fit.budget, uncut=True), self.fit.budget, best, most_runs=1)]
-        else:
+        elif self.fit.missed > _FAR_OFF * self.fit.budget:
             found = [bold, self._solved(stack, self._within(0.5 * self._share), best)]
+        else:
+            found = [bold]
         return [one for one in found if one is not None]
 
     @property
