@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from remat_jax.apply.blocks import checkpoint_blocks
     from remat_jax.apply.jax_policies import jax_policy
     from remat_jax.apply.pytorch_style import checkpoint_sequential, gradient_checkpoint_forward
+    from remat_jax.apply.pytrees import block
     from remat_jax.apply.remat import remat
     from remat_jax.apply.replan import replan
     from remat_jax.apply.switch import disable_gradient_checkpointing, enable_gradient_checkpointing
@@ -44,6 +45,7 @@ __all__ = [
     "RematWarning",
     "Workload",
     "accumulate_gradients",
+    "block",
     "checkpoint_blocks",
     "checkpoint_sequential",
     "disable_gradient_checkpointing",
@@ -67,6 +69,7 @@ __all__ = [
 _HOMES = {
     "apply.blocks": ("checkpoint_blocks",),
     "apply.jax_policies": ("jax_policy",),
+    "apply.pytrees": ("block",),
     "apply.pytorch_style": ("checkpoint_sequential", "gradient_checkpoint_forward"),
     "apply.remat": ("remat",),
     "apply.replan": ("replan",),

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.apply import by_layer, linen, nnx, scope
-from remat_jax.apply.scope import Block, BlockPolicies, Record
+from remat_jax.apply import by_layer, linen, nnx, pytrees, regions, scope
+from remat_jax.apply.marking import Block
+from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.errors import BlockError, RematError
 
 Function = Callable[..., Any]
@@ -26,8 +27,7 @@ def run_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwar
     """`fn(*args, **kwargs)` with `policies` on its blocks, and what was traced meanwhile."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with linen.intercepting(), nnx.intercepting(policies, (args, kwargs)):
-            return fn(*args, **kwargs)
+        return with_blocks(policies, fn, args, kwargs)
 
     outer = scope.active()
     with scope.applying(policies) as found:
@@ -37,6 +37,13 @@ def run_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwar
         # What an enclosing call by layers has policies for is counted there.
         own = policies if outer is not None and outer.by_layer else together
         return by_layer.run(run, frozenset(block for block, _ in own.entries), args, kwargs, found), found
+
+
+def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`fn(*args, **kwargs)` with the calls of the blocks intercepted, of any library, and its checkpoint regions if asked."""
+    with linen.intercepting(), nnx.intercepting(policies, (args, kwargs)):
+        with pytrees.intercepting(policies, (*args, *kwargs.values())):
+            return regions.run(fn, args, kwargs)
 
 
 class Effect:

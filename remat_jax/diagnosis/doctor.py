@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from remat_jax.apply.marking import name_of
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.diagnosis.compiled import compiled_traps, pinned_pool
 from remat_jax.diagnosis.findings import Diagnosis, Finding, merged
@@ -125,7 +126,7 @@ def _is_none(workload: Workload, policy: Any) -> list[Finding]:
     return [
         Finding(
             "policy_none",
-            block if isinstance(block, str) else block.__name__,
+            name_of(block),
             "",
             "policy=None is no policy: jax.checkpoint and nn.remat recompute everything then, others take it for none, "
             "and remat_jax refuses it",
@@ -140,7 +141,7 @@ def _policies(workload: Workload, policy: Any) -> tuple[BlockPolicies | None, st
     """The policies of the blocks (None for `off`), and what they are called."""
     if isinstance(policy, dict):
         policies = workload.own.policies(policy)
-        named = [f"{block if isinstance(block, str) else block.__name__}: {_text(one)}" for block, one in policies.entries]
+        named = [f"{name_of(block)}: {_text(one)}" for block, one in policies.entries]
         return policies, ", ".join(named)
     checked = as_block_policy(policy)
     if is_off(checked):

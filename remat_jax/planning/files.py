@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from remat_jax.apply.marking import Block
 from remat_jax.errors import ArgumentError, PlanningError, RematError
 from remat_jax.memory.limit import OPTION
 from remat_jax.planning.model import Model, block_key, find_block
@@ -134,12 +135,12 @@ def _leaf(data: Any) -> tuple[str, tuple[int, ...], str]:
 
 def _key(data: dict[str, Any]) -> tuple[str, str, str]:
     kind, name, module = (_text(one, "block") for one in _items(data["block"], 3, "block"))
-    if kind not in ("class", "glob") or not name:
-        raise _Malformed(f"block={data['block']!r} is neither a class nor a glob")
+    if kind not in ("class", "function", "glob") or not name:
+        raise _Malformed(f"block={data['block']!r} is no class, no function and no glob")
     return kind, name, module
 
 
-def _policies(data: list[Any], workload: Workload | None, told: str) -> dict[type | str, Any]:
+def _policies(data: list[Any], workload: Workload | None, told: str) -> dict[Block, Any]:
     # Groups of layers are written where there are some: a reader that does not know them refuses the file.
     full = [{"groups": [], **one} if isinstance(one, dict) else one for one in data]
     found = [(find_block(_key(one), workload, told), _policy(one)) for one in full if _has(one, "block", "runs", "groups")]

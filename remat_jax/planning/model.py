@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
+from remat_jax.apply import scope
+from remat_jax.apply.marking import Block
 from remat_jax.apply.nnx import is_node
 from remat_jax.errors import PlanningError
 from remat_jax.workload import Workload
@@ -24,7 +26,7 @@ class Model:
 
     Attributes:
       parameters, batch: path, shape and dtype of every array.
-      blocks: of each block whether it is a `class` or a `glob`, its name, and its module (empty for a glob).
+      blocks: of each block whether it is a `class`, a `function` or a `glob`, its name, and its module (empty for a glob).
     """
 
     parameters: tuple[Leaf, ...]
@@ -70,21 +72,23 @@ class Model:
                 )
 
 
-def block_key(block: type | str) -> tuple[str, str, str]:
+def block_key(block: Block) -> tuple[str, str, str]:
     """A block as text: what it is, its name, its module.
 
     >>> block_key("layers_*"), block_key(linen.Dense)[:2]
     (('glob', 'layers_*', ''), ('class', 'Dense'))
     """
-    return ("glob", block, "") if isinstance(block, str) else ("class", block.__qualname__, block.__module__)
+    if isinstance(block, str):
+        return "glob", block, ""
+    return "class" if isinstance(block, type) else "function", block.__qualname__, block.__module__
 
 
-def block_name(block: type | str) -> str:
+def block_name(block: Block) -> str:
     """What reports call a block."""
     return block_key(block)[1]
 
 
-def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) -> type | str:
+def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) -> Block:
     """The block that `block_key` wrote as `key`: one of the workload, or a module class that is loaded. Nothing is imported.
 
     Raises:
@@ -100,16 +104,17 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) 
         raise PlanningError(f"{told} puts a policy on {name!r}, which is none of the blocks of {workload.name!r}; plan again")
     if kind == "glob":
         return name
-    known: list[type] = _subclasses(linen.Module) + _subclasses(nnx.Module)
-    found = {one for one in known if one.__qualname__ == name}
+    modules_known = _subclasses(linen.Module) + _subclasses(nnx.Module)
+    known: list[Block] = [*scope.marked] if kind == "function" else [*modules_known]
+    found = {one for one in known if not isinstance(one, str) and one.__qualname__ == name}
     exact = {one for one in found if one.__module__ == module}
     # A file that is run has another module name than the same file imported. Defined again in a notebook, the last one counts.
     chosen = exact if exact else found
     modules = sorted({one.__module__ for one in chosen})
     if len(modules) != 1:
-        how = f"several modules define one ({', '.join(modules)})" if modules else "no class of that name is loaded"
+        how = f"several modules define one ({', '.join(modules)})" if modules else f"no {kind} of that name is loaded"
         raise PlanningError(
-            f"{told} puts a policy on the class {name!r} of {module!r}, and {how}: import the model first, or give the "
+            f"{told} puts a policy on the {kind} {name!r} of {module!r}, and {how}: import the model first, or give the "
             "workload, as in Plan.load(path, workload)"
         )
     return next(one for one in reversed(known) if one in chosen)

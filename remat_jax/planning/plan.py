@@ -13,6 +13,7 @@ from rich.console import Group
 from rich.text import Text
 
 from remat_jax.apply.blocks import checkpoint_blocks
+from remat_jax.apply.marking import Block
 from remat_jax.errors import ArgumentError, NoEffectError
 from remat_jax.planning import files
 from remat_jax.planning.explain import explanation, plan_table
@@ -63,7 +64,7 @@ class Plan:
     (True, 0, True)
     """
 
-    policies: Mapping[type | str, Any]
+    policies: Mapping[Block, Any]
     device_bytes: int
     predicted_bytes: int
     host_bytes: int
