@@ -20,10 +20,11 @@ from remat_jax.memory.exporting import Program as Program
 from remat_jax.memory.exporting import export_step as export_step
 from remat_jax.memory.kernels import Kernels, kernel_options, refuse
 from remat_jax.memory.limit import limit_options
-from remat_jax.memory.live import LiveBuffer, live_at_peak, named_arguments
+from remat_jax.memory.live import LiveBuffer, Schedule, named_arguments
 from remat_jax.memory.process import Children, Question, ask, compiler_environment
 from remat_jax.memory.schedule import Copies, Overlap, read_overlap
 from remat_jax.memory.slots import scanned_offload_is_miscompiled
+from remat_jax.memory.timeline import Timeline
 
 MOST_CHILDREN = 4
 """Compiling processes at a time: each holds a compiler of its own, about 1 GB."""
@@ -40,6 +41,7 @@ class Sizes:
 
     Attributes:
       live: what is on the device at the peak; empty for the target `cpu`.
+      timeline: what is on the device over the schedule; None for the target `cpu`.
       overlap: how the copies to and from the host are scheduled; None where there are none, or a rate of the target's is not
         known.
       miscompiled: whether a loop copies another slot of a host buffer than the program asks for; None where the compiled text
@@ -66,6 +68,7 @@ class Sizes:
     untiled: bool = False
     step_seconds: float | None = None
     limit_options: dict[str, int] = field(default_factory=dict, hash=False)
+    timeline: Timeline | None = None
 
     @property
     def device(self) -> int:
@@ -90,7 +93,8 @@ class Sizes:
         sent = data["collectives"]
         collectives = None if sent is None else tuple(Collective(**one) for one in sent)
         live = tuple(LiveBuffer(**one) for one in data["live"])
-        return cls(**data | {"live": live, "overlap": overlap, "collectives": collectives})
+        timeline = None if data["timeline"] is None else Timeline.from_dict(data["timeline"])
+        return cls(**data | {"live": live, "overlap": overlap, "collectives": collectives, "timeline": timeline})
 
 
 def compile_programs(
@@ -275,8 +279,8 @@ def _with(entry: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 def _sizes(answer: dict[str, Any], folder: Path, program: Program, target: Target) -> Sizes:
     overlap, miscompiled = _copies(folder / "compiled.hlo", target)
     seconds = overlap.step_seconds if overlap is not None else _dumped_seconds(folder / "dump", target)
-    live, sent = _live(folder / "dump", program), _collectives(folder / "dump", program)
-    seen = {"live": live, "overlap": overlap, "miscompiled": miscompiled, "collectives": sent, "untiled": answer["untiled"]}
+    (live, timeline), sent = _live(folder / "dump", program), _collectives(folder / "dump", program)
+    seen = {"live": live, "timeline": timeline, "overlap": overlap, "miscompiled": miscompiled, "collectives": sent, "untiled": answer["untiled"]}
     return Sizes(**answer["sizes"], **seen, step_seconds=seconds)
 
 
@@ -302,14 +306,16 @@ def _collectives(dump: Path, program: Program) -> tuple[Collective, ...] | None:
         return None  # a text of a form that is not known: the sizes hold all the same
 
 
-def _live(dump: Path, program: Program) -> tuple[LiveBuffer, ...]:
-    """What is on the device at the peak, arguments by their names; empty where the compiler wrote nothing down."""
+def _live(dump: Path, program: Program) -> tuple[tuple[LiveBuffer, ...], Timeline | None]:
+    """What is on the device at the peak and over the schedule, arguments by their names; nothing where none is written down."""
     endings = (OPTIMISED, "-buffer-assignment.txt", "-live-range.txt")
     found = [sorted(dump.glob(f"*{ending}")) for ending in endings]
     if not all(found):
-        return ()
-    texts = [paths[-1].read_text(encoding="utf-8", errors="replace") for paths in found]
-    return tuple(named_arguments(live_at_peak(*texts), program.arguments))
+        return (), None
+    schedule = Schedule(*(paths[-1].read_text(encoding="utf-8", errors="replace") for paths in found))
+    timeline = Timeline.of(schedule)
+    timeline = replace(timeline, buffers=tuple(named_arguments(timeline.buffers, program.arguments)))
+    return tuple(named_arguments(schedule.at_peak(), program.arguments)), timeline
 
 
 def _copies(path: Path, target: Target) -> tuple[Overlap | None, bool | None]:
