@@ -280,7 +280,14 @@ def _sizes(answer: dict[str, Any], folder: Path, program: Program, target: Targe
     overlap, miscompiled = _copies(folder / "compiled.hlo", target)
     seconds = overlap.step_seconds if overlap is not None else _dumped_seconds(folder / "dump", target)
     (live, timeline), sent = _live(folder / "dump", program), _collectives(folder / "dump", program)
-    seen = {"live": live, "timeline": timeline, "overlap": overlap, "miscompiled": miscompiled, "collectives": sent, "untiled": answer["untiled"]}
+    seen = {
+        "live": live,
+        "timeline": timeline,
+        "overlap": overlap,
+        "miscompiled": miscompiled,
+        "collectives": sent,
+        "untiled": answer["untiled"],
+    }
     return Sizes(**answer["sizes"], **seen, step_seconds=seconds)
 
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from remat_jax.memory.live import LiveBuffer, Schedule
 
 _LARGE = 0.002
 """From which share of the peak on a buffer is followed by itself; smaller buffers count together."""
+
+
+RESULT = "result"
+"""The phase of what a step gives back in no argument's place."""
 
 
 class Span(NamedTuple):
@@ -32,7 +36,8 @@ class Timeline:
 
     Attributes:
       small: the most that small buffers take together in each segment, in bytes.
-      buffers: the large buffers.
+      buffers: the large buffers. The new value of a donated argument is that argument. Whatever else is there at the end of the
+        step has the phase `result`.
       spans: where they are alive; buffers of one place at one time are one buffer.
 
     >>> logits, kept = LiveBuffer("mul", "", "backward", 80, "f32[20]"), LiveBuffer("x", "", "forward", 60, "f32[15]")
@@ -66,10 +71,17 @@ class Timeline:
             segment = bisect_right(edges, moment) - 1
             small[segment] = max(small[segment], nbytes)
         places = {place: number for number, place in enumerate(dict.fromkeys(schedule.places[value] for value in large))}
+        last = max((end for _, end in schedule.ranges.values()), default=0)
+        described = {value: schedule.buffer(value) for value in large}
+        for value, (_, end) in large.items():
+            if end == last and described[value].phase != "argument":
+                described[value] = replace(described[value], phase=RESULT)
+        # A donated argument's place takes its new value: that counts as the argument.
+        arguments = {schedule.places[value]: one for value, one in described.items() if one.phase == "argument"}
         buffers: dict[LiveBuffer, int] = {}
         spans = []
         for value, (start, end) in large.items():
-            buffer = buffers.setdefault(schedule.buffer(value), len(buffers))
+            buffer = buffers.setdefault(arguments.get(schedule.places[value], described[value]), len(buffers))
             first, last = bisect_right(edges, start) - 1, bisect_right(edges, end) - 1
             spans.append(Span(first, last, places[schedule.places[value]], buffer))
         return cls(tuple(small), tuple(buffers), tuple(spans))

@@ -69,14 +69,14 @@ def accumulate_gradients(
         keys = [index for index, leaf in enumerate(leaves) if _is_key(leaf)]
         _check_sizes(batch, n)
         _check_devices(batch, n)
-        cut = [leaf if index in keys else cut(leaf, n) for index, leaf in enumerate(leaves)]
+        parted = [leaf if index in keys else cut(leaf, n) for index, leaf in enumerate(leaves)]
 
         def micro_batch(index: Any) -> Any:
             rows = [
                 jax.random.fold_in(leaf, index)
                 if place in keys
                 else jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False)
-                for place, leaf in enumerate(cut)
+                for place, leaf in enumerate(parted)
             ]
             return jax.tree.unflatten(treedef, rows)
 
@@ -96,6 +96,21 @@ def accumulate_gradients(
         mean = total / count.astype(total.dtype)
         gradients = jax.tree.map(lambda g, p: (g / count.astype(g.dtype)).astype(dtype or p.dtype), gradients, params)
         return ((mean, aux) if has_aux else mean), gradients
+
+    return value_and_gradient
+
+
+def value_and_grad_of_parts(loss: Callable[..., Any], n: int, *, has_aux: bool = False) -> Callable[..., Any]:
+    """`jax.value_and_grad` of `loss(trained, frozen, *batch)`, a scalar, in `n` micro-batches that count alike."""
+    if n == 1:
+        return jax.value_and_grad(loss, has_aux=has_aux)
+
+    def value_and_gradient(trained: Any, frozen: Any, *batch: Any) -> Any:
+        def counted(trained: Any, *micro_batch: Any) -> Any:
+            value, aux = loss(trained, frozen, *micro_batch) if has_aux else (loss(trained, frozen, *micro_batch), None)
+            return ((value, 1), aux) if has_aux else (value, 1)
+
+        return accumulate_gradients(counted, n, has_aux=has_aux)(trained, *batch)
 
     return value_and_gradient
 

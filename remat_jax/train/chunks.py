@@ -44,8 +44,8 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
     divide over the devices. `rj.replan` leaves the checkpoints of chunks as they are.
 
     Args:
-      fn: a function of arrays and pytrees of them. What it closes over (parameters, an NNX module) is the same for every chunk.
-        A bound Linen module is no such function: call its `apply` inside.
+      fn: a function of arrays and pytrees of them. What it closes over (parameters, a bound Linen module, an NNX module) is the
+        same for every chunk. A module's state cannot be written inside.
       n: the number of chunks; it divides the axis. With 1 the result is `fn(…)`, without a checkpoint.
       axis: the axis that is cut, of every array of every argument; or a tuple with an entry for each argument in the order of
         `fn`'s signature: an axis, or None for an argument that every chunk gets whole. Keyword-only arguments are whole under
@@ -65,12 +65,16 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
     True
     """
     if not callable(fn):
-        raise ArgumentError(f"fn={fn!r}: expected a function whose results are sums along the axis, such as a head and its loss")
+        raise ArgumentError(
+            f"fn={fn!r}: expected a function whose results are sums along the axis, such as a head and its loss"
+        )
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ArgumentError(f"n={n!r}: expected the number of chunks, a positive int")
     axes = axis if isinstance(axis, tuple) else (axis,)
     is_axis = [isinstance(one, int) and not isinstance(one, bool) for one in axes]
-    if not any(is_axis) or not all(ok or (one is None and isinstance(axis, tuple)) for ok, one in zip(is_axis, axes, strict=True)):
+    if not any(is_axis) or not all(
+        ok or (one is None and isinstance(axis, tuple)) for ok, one in zip(is_axis, axes, strict=True)
+    ):
         raise ArgumentError(
             f"axis={axis!r}: expected an int, the axis of every argument that is cut, or a tuple with an int or None for each "
             "argument, and an int for one of them at least"
@@ -133,7 +137,7 @@ def _place(name: str, axis: int, leaf: Any) -> tuple[str, int]:
     if not compat.is_array(leaf) or not -leaf.ndim <= axis < leaf.ndim:
         shown = f"{leaf.dtype}{list(leaf.shape)}" if compat.is_array(leaf) else repr(leaf)
         raise ArgumentError(
-            f"axis={axis}: {name} is {shown}, which has no such axis; give None for it in axis=(…), or bind it into the function"
+            f"axis={axis}: {name} is {shown}, which has no such axis; give None for it in axis=(…), or bind it into fn"
         )
     return name, axis % leaf.ndim
 
