@@ -43,8 +43,8 @@ class Advice:
       bytes: how much less device memory the step would need; of one device of a mesh.
       how: what to write.
       why: what takes the memory now.
-      compiled: whether the changed step was compiled (`doctor`). Otherwise `bytes` is estimated: the peak of the compiled schedule
-        is taken again without the buffers that the change takes away.
+      compiled: whether the changed step was compiled (`doctor`). Otherwise `bytes` is estimated: what the peak of the compiled
+        schedule loses where the buffers that the change takes away are left out.
     """
 
     what: str

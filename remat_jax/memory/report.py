@@ -71,8 +71,8 @@ class MemoryReport:
         asked for, or XLA's own is lower.
       step_seconds: the modelled time of the compiled schedule at the target's nominal rates, with copies to and from the host
         and without collectives; None for the target `cpu`, and where a rate is not known.
-      advice: changes that would give back at least 2 % of `device_bytes` and that no policy on the blocks reaches, each taken by
-        itself, the largest first; empty for the target `cpu`.
+      advice: changes beyond the policy that would give back at least 2 % of `device_bytes`, each taken by itself, the largest
+        first; empty for the target `cpu`.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_jax as rj

@@ -24,8 +24,8 @@ class SoftmaxProduct:
     """A matrix product, and what it is.
 
     Attributes:
-      is_head: it is a head's product, tokens × classes: it has no batch dimensions and stands in no loop. Otherwise it is a product
-        of queries and keys.
+      is_head: it is a head's product, tokens × classes, without batch dimensions and in no loop; otherwise it is a product of
+        queries and keys.
       shape: of its result, on all devices together.
       path: the module that has both the product and the softmax; empty where none is known.
       source: the user's source line.
