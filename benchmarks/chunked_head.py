@@ -3,8 +3,8 @@
     python -m benchmarks.chunked_head                               8 × 1024 tokens, policy full, one H200
     python -m benchmarks.chunked_head --batch 2 --length 4096       where the scores of attention hold the peak
 
-Adam, parameters in bfloat16, layers scanned, 128,256 words. Nothing is run. The last line is the advice in the report of the first
-row. The modelled step is that of the compiled schedule at the target's nominal rates.
+Adam, parameters in bfloat16, layers scanned, 128,256 words. Nothing is run. The last line is the advice of the first row. The
+modelled step is that of the compiled schedule at the target's nominal rates.
 """
 
 from __future__ import annotations

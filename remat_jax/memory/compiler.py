@@ -215,7 +215,9 @@ def _entry(folder: Path, program: Program, target: Target, options: dict[str, An
     entry["mesh"] = program.mesh
     if target.kind == "gpu":
         # Having XLA write down what it decided costs no time that could be measured.
-        entry["compiler_options"] = options | {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
+        dump = {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
+        # A program may have set XLA_FLAGS to write down its own step alone, as MaxText does.
+        entry["compiler_options"] = options | dump | {"xla_dump_hlo_module_re": ".*"}
         entry["text"] = str(folder / "compiled.hlo")
     return entry
 
