@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from remat_jax.planning.make import plan
     from remat_jax.planning.plan import Plan
     from remat_jax.policy import LayerPolicies, Policy
-    from remat_jax.train import accumulate_gradients, offload_optimizer
+    from remat_jax.train import accumulate_gradients, in_chunks, offload_optimizer
     from remat_jax.warning import RematWarning
     from remat_jax.workload import Workload
 
@@ -52,6 +52,7 @@ __all__ = [
     "doctor",
     "enable_gradient_checkpointing",
     "gradient_checkpoint_forward",
+    "in_chunks",
     "jax_policy",
     "largest_batch",
     "measure",
@@ -85,7 +86,7 @@ _HOMES = {
     "planning.plan": ("Plan",),
     "policy": ("LayerPolicies", "Policy"),
     "warning": ("RematWarning",),
-    "train": ("accumulate_gradients", "offload_optimizer"),
+    "train": ("accumulate_gradients", "in_chunks", "offload_optimizer"),
     "workload": ("Workload",),
 }
 _HOME_OF = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}

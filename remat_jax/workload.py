@@ -34,6 +34,7 @@ from remat_jax.mesh import (
 )
 from remat_jax.policy import as_block_policy, is_off
 from remat_jax.train import OffloadedOptimizer, plain
+from remat_jax.train.accumulate import value_and_grad_of_parts
 from remat_jax.train.structs import result_structs, structs
 from remat_jax.train.trainable import check_trained, path_text, split
 
@@ -335,12 +336,12 @@ class Workload:
         loss = self.with_policy(self.loss, policy)
         return (lambda trained, frozen, *batch: loss(join(trained, frozen), *batch)), trained, frozen
 
-    def step(self, policy: Any) -> Step:
-        """One training step under `policy`: the gradient, and the optimizer's update when there is one."""
+    def step(self, policy: Any, *, micro_batches: int = 1) -> Step:
+        """One training step under `policy`: the gradient (of several micro-batches), and an optimizer's update."""
         if self._finished is not None:
             return dataclasses.replace(self._finished, function=self.with_policy(self._finished.function, policy))
         loss, trained, frozen = self.split_loss(policy)
-        gradient = jax.value_and_grad(loss, has_aux=self.has_aux)
+        gradient = value_and_grad_of_parts(loss, micro_batches, has_aux=self.has_aux)
         batch_names = tuple(f"batch[{index}]" for index in range(len(self.batch)))
         if self.optimizer is None:
             names = ("parameters", "frozen parameters", *batch_names)
