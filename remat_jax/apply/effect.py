@@ -72,7 +72,7 @@ class Effect:
                 raise missed
             return
         _ever_reached.setdefault(self._policies, set()).update(found.reached)
-        signature = _signature(args, kwargs)
+        signature = call_signature(args, kwargs)
         if missed is not None and signature not in self._passed:
             self._try_anew(missed, (self._policies, self._code, signature), args, kwargs)
         if signature is not None:
@@ -117,7 +117,7 @@ def _traced(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs
     return records[0]
 
 
-def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """What the trace of a call depends on: structure, types of arrays and numbers, other values; None if it has no hash."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     kinds: list[Any] = []
