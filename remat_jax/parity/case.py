@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from flax.errors import InvalidRngError
 
-from remat_jax.errors import ArgumentError, RematError, UnsupportedError
+from remat_jax.errors import ArgumentError, RematError, UnsupportedError, described
 from remat_jax.parity.optimizers import Optimizer, OptimizerPair, as_optimizer
 from remat_jax.parity.tolerances import dtype_name, epsilon
 from remat_jax.policy import Policy, as_policy
@@ -189,8 +189,7 @@ def running(argument: str) -> Iterator[None]:
         hint = ""
         if isinstance(error, InvalidRngError):
             hint = "; what is random cannot be compared: make the model deterministic, in place of giving it random keys"
-        text = f"{argument} cannot be run on inputs: {type(error).__name__}: {str(error).strip()[:600]}{hint}"
-        raise ArgumentError(text) from error
+        raise ArgumentError(f"{argument} cannot be run on inputs: {described(error)}{hint}") from error
 
 
 def plain_call(model: Any, *args: Any, **kwargs: Any) -> Any:
