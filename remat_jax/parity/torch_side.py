@@ -118,11 +118,8 @@ class TorchSide:
                 f"modes has {mode!r}, but the PyTorch model has no list of modules of one class: "
                 "name the class to checkpoint with torch_blocks, or give modes=('off',)"
             )
-        for path in self.block_paths:
-            # A block in evaluation is not checkpointed; what is inside it stays as it is, dropout too.
-            model.get_submodule(path).training = True
         try:
-            with torch_ref.checkpoint_blocks(model, dict.fromkeys(self.blocks, mode)):
+            with torch_ref.checkpoint_blocks(model, dict.fromkeys(self.blocks, mode), in_evaluation=True):
                 yield
         except torch_ref.TorchRefError as error:
             raise ArgumentError(f"modes: {mode!r} in PyTorch: {error}") from error

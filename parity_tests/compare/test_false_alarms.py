@@ -1,0 +1,129 @@
+"""Right pairs that a comparison once called wrong; each beside a wrong pair of the same kind, which is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import remat_jax as rj
+from parity_tests.compare.cases import run
+from remat_jax.parity import ParityReport
+
+FLOAT64: dict[str, Any] = {"modes": "off", "dtypes": "float64", "memory": False}
+X = np.random.default_rng(0).normal(size=(6, 5, 4)).astype(np.float32)
+
+
+def check(report: ParityReport, name: str) -> rj.parity.Check:
+    return next(check for check in report.checks if check.name == name)
+
+
+# Functional dropout.
+
+
+class DroppingBlock(torch.nn.Module):
+    """A block that drops out by a function, of which only its own mode says whether it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(self.linear(x).tanh(), 0.5, training=self.training)
+
+
+class DroppingTorch(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([DroppingBlock(), DroppingBlock()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return x + jnp.tanh(nn.Dense(4, name="linear")(x))
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for index in range(2):
+            x = Block(name=f"layers_{index}")(x)
+        return x
+
+
+LAYERS = """
+    layers.{i}.linear.weight -> params/layers_{i}/linear/kernel | linear
+    layers.{i}.linear.bias -> params/layers_{i}/linear/bias
+"""
+
+
+def test_modes_do_not_switch_functional_dropout_on() -> None:
+    case = {"torch_module": DroppingTorch().eval(), "flax_module": Stack(), "inputs": X, "rules": LAYERS}
+    report = run(case, modes=("checkpoint", "offload"), dtypes="float64", memory=True)
+    assert report.passed, str(report)
+    kept = {row.mode: (row.device_bytes, row.host_bytes) for row in report.memory if row.framework == "PyTorch"}
+    assert kept == {"checkpoint": (2 * 960, 0), "offload": (960, 2 * 960)}  # the inputs of two blocks; the loss keeps one
+
+
+# Running statistics.
+
+NORM = """
+    weight -> params/scale
+    bias -> params/bias
+    running_{name} -> batch_stats/{name}
+    extra: num_batches_tracked
+"""
+
+
+def norms(*, train: bool, momentum: float = 0.9, channels: int = 5) -> dict[str, Any]:
+    flax = nn.BatchNorm(not train, momentum=momentum, epsilon=1e-5, use_fast_variance=False)
+    inputs = np.random.default_rng(1).normal(size=(7, channels)).astype(np.float32)
+    return {
+        "torch_module": torch.nn.BatchNorm1d(channels).train(train),
+        "flax_module": flax,
+        "inputs": inputs,
+        "rules": NORM,
+        "modes": "off",
+        "memory": False,
+    }
+
+
+def test_running_statistics_pass_in_evaluation_in_every_dtype() -> None:
+    report = run(norms(train=False))
+    assert report.passed, str(report)
+    assert {row.name: sorted(row.ratios) for row in report.rows if row.kind == "state"} == {
+        "batch_stats/mean": ["float32"],
+        "batch_stats/var": ["float32"],
+    }
+
+
+@pytest.mark.parametrize(("momentum", "named"), [(0.9, False), (0.8, True)])
+def test_the_convention_of_statistics_is_named(momentum: float, named: bool) -> None:
+    """PyTorch keeps the unbiased variance, of 7 / 6 the size; a momentum of 0.8 moves twice as far as one of 0.9."""
+    report = run(norms(train=True, momentum=momentum))
+    found = check(report, "batch statistics")
+    assert not found.passed
+    assert (
+        "PyTorch keeps the unbiased variance of the batch, 7/6 of the biased one that Flax keeps: batch_stats/var"
+        in found.found
+    )
+    moved = "Flax's statistics move 2 times as far in a step as PyTorch's (its momentum is another): batch_stats/mean"
+    assert (moved in found.found) == named
+
+
+def test_statistics_that_differ_otherwise_are_not_explained() -> None:
+    """The statistics of other inputs fit no convention."""
+    case = norms(train=True)
+    report = run(case, flax_call=lambda model, x: model(x * x), dtypes="float64")
+    assert not report.passed and "batch statistics" not in [check.name for check in report.checks]
