@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -127,3 +128,47 @@ def test_statistics_that_differ_otherwise_are_not_explained() -> None:
     case = norms(train=True)
     report = run(case, flax_call=lambda model, x: model(x * x), dtypes="float64")
     assert not report.passed and "batch statistics" not in [check.name for check in report.checks]
+
+
+# Casts.
+
+
+class BucketsTorch(torch.nn.Module):
+    """Distances in logarithmic buckets, each with a number that is learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = torch.nn.Embedding(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        distances = torch.arange(1, x.shape[1] + 1, dtype=torch.float64)
+        return self.linear(x) + self.table(torch.log2(distances).to(torch.long))
+
+
+class Buckets(nn.Module):
+    """The same, the distances in float32; with `after`, what is learnt goes through it as well."""
+
+    after: bool = False
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        distances = jnp.arange(1, x.shape[1] + 1) + 0 * jax.lax.stop_gradient(x[0, :, 0])
+        buckets = jnp.floor(jnp.log2(distances.astype(jnp.float32))).astype(jnp.int32)
+        chosen = nn.Embed(4, 4, name="table")(buckets)
+        return nn.Dense(4, name="linear")(x) + (chosen.astype(jnp.float32) if self.after else chosen)
+
+
+BUCKETS = """
+    table.weight -> params/table/embedding
+    linear.weight -> params/linear/kernel | linear
+    linear.bias -> params/linear/bias
+"""
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_cast_counts_only_where_what_is_compared_flows_through_it(after: bool) -> None:
+    case = {"torch_module": BucketsTorch(), "flax_module": Buckets(after), "inputs": X, "rules": BUCKETS, **FLOAT64}
+    report = run(case)
+    assert report.passed != after, str(report)
+    casts = [check.found for check in report.checks if check.name == "Flax stays in float64"]
+    assert casts == (["it falls to less in its float64 step: float64 to float32 in Buckets"] if after else [])
