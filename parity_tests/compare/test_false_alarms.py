@@ -172,3 +172,70 @@ def test_a_cast_counts_only_where_what_is_compared_flows_through_it(after: bool)
     assert report.passed != after, str(report)
     casts = [check.found for check in report.checks if check.name == "Flax stays in float64"]
     assert casts == (["it falls to less in its float64 step: float64 to float32 in Buckets"] if after else [])
+
+
+# A mask of the least number.
+
+
+class BiasTorch(torch.nn.Module):
+    """What is added to scores: a learnt bias, and the least number where a key comes after its query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        return self.bias + torch.zeros_like(self.bias).masked_fill(later, torch.finfo(x.dtype).min)
+
+
+class BiasedTorch(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.norm, self.linear = BiasTorch(), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        weights = (x @ x.transpose(1, 2) + self.bias(x)).softmax(-1)
+        return self.linear(weights @ x)
+
+
+class Bias(nn.Module):
+    scale: float = 1.0
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        later = ~jnp.tri(5, dtype=bool)
+        bias = self.param("bias", nn.initializers.normal(), (5, 5))
+        return jnp.where(later, jnp.finfo(x.dtype).min, self.scale * bias)
+
+
+class Biased(nn.Module):
+    """The same; with other numbers its norm or its bias is wrong."""
+
+    epsilon: float = 1e-5
+    scale: float = 1.0
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.LayerNorm(epsilon=self.epsilon, name="norm")(x)
+        weights = nn.softmax(x @ x.transpose(0, 2, 1) + Bias(self.scale, name="bias")(x))
+        return nn.Dense(4, name="linear")(weights @ x)
+
+
+BIAS = """
+    bias.bias -> params/bias/bias
+    norm.weight -> params/norm/scale
+    norm.bias -> params/norm/bias
+    linear.weight -> params/linear/kernel | linear
+    linear.bias -> params/linear/bias
+"""
+
+
+@pytest.mark.parametrize(("wrong", "named"), [({}, None), ({"epsilon": 1e-3}, "norm"), ({"scale": 0.999}, "bias")])
+def test_a_mask_of_the_least_number_hides_no_fault(wrong: dict[str, float], named: str | None) -> None:
+    """Its own size is none to measure errors by, its own or others'."""
+    report = run({"torch_module": BiasedTorch(), "flax_module": Biased(**wrong), "inputs": X, "rules": BIAS, **FLOAT64})
+    assert report.passed == (not wrong), str(report)
+    found = report.divergences.get("forward")
+    assert (found and found["flax_path"]) == named

@@ -11,6 +11,7 @@ import numpy as np
 from remat_jax.parity.tolerances import TOLERANCES
 
 _MASKED = -1e9  # what is added to a score that is not to be seen is at most this, or minus infinity
+_GAP = 1e-3  # and all else in the array is so much smaller
 
 
 class Distance(NamedTuple):
@@ -84,15 +85,32 @@ def best_layout(torch: np.ndarray, flax: np.ndarray) -> np.ndarray:
 
 def _distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
     one, other = torch.astype(np.float64), flax.astype(np.float64)
+    shown = ~hidden(one)
+    if not np.array_equal(shown, ~hidden(other)):
+        return Distance(np.inf, norm(one))
+    one, other = one[shown], other[shown]
     finite = np.isfinite(one)
     if not (np.array_equal(finite, np.isfinite(other)) and np.array_equal(one[~finite], other[~finite], equal_nan=True)):
         return Distance(np.inf, norm(one))
     return Distance(norm(one[finite] - other[finite]), norm(one))
 
 
+def hidden(x: np.ndarray) -> np.ndarray:
+    """Where an array hides a position from a softmax, by a number far below all others, such as a dtype's least.
+
+    How far below is no matter, and would hide every error beside it.
+
+    >>> hidden(np.array([0.5, -2.0, np.finfo(np.float64).min])), hidden(np.array([-2e9, 1e9]))
+    (array([False, False,  True]), array([False, False]))
+    """
+    low = x <= _MASKED
+    return low if low.any() and np.max(np.abs(x[~low]), initial=0.0) < -_MASKED * _GAP else np.zeros_like(low)
+
+
 def norm(x: np.ndarray) -> float:
-    """The Euclidean norm of what is finite in an array."""
-    x = x[np.isfinite(x)].astype(np.float64)
+    """The Euclidean norm of what is finite, and hides nothing, in an array."""
+    x = x.astype(np.float64)
+    x = x[np.isfinite(x) & ~hidden(x)]
     largest = float(np.max(np.abs(x), initial=0.0))
     return largest * float(np.linalg.norm(x / largest)) if largest else 0.0
 
