@@ -54,19 +54,21 @@ def first_forward(pairs: Sequence[Pair]) -> Divergence | None:
         if pair.bad("input"):
             continue
         if wrong and all(around.bad("output") for around in pair.all_around()):
-            return divergence_of(pair, *wrong, _given_otherwise(pair, pairs))
+            inner = _given_otherwise(pair, pairs)
+            if inner and pair.torch.name == "":  # there is no module around to name: the array that its code makes is named
+                what, found = inner.bad("input") or wrong
+                return divergence_of(pair, f"{what} of {inner.flax.name!r}", found)
+            given = inner and inner.bad("input")
+            return divergence_of(pair, *wrong, f"it gives {inner.flax.name!r} another {given[0]}" if inner and given else "")
         if written := pair.bad("state"):
             return divergence_of(pair, *written)
     return _around_the_model(pairs)
 
 
-def _given_otherwise(pair: Pair, pairs: Sequence[Pair]) -> str:
+def _given_otherwise(pair: Pair, pairs: Sequence[Pair]) -> Pair | None:
     """The first module inside to which the code of this one gives something else, such as another mask."""
-    for inner in sorted(pairs, key=lambda inner: inner.torch.started):
-        wrong = inner.bad("input") if pair in inner.all_around() else None
-        if wrong:
-            return f"it gives {inner.flax.name!r} another {wrong[0]}"
-    return ""
+    inside = (inner for inner in sorted(pairs, key=lambda inner: inner.torch.started) if pair in inner.all_around())
+    return next((inner for inner in inside if inner.bad("input")), None)
 
 
 def _around_the_model(pairs: Sequence[Pair]) -> Divergence | None:

@@ -194,7 +194,7 @@ def _wide(module: Any, variables: Any, inputs: Any) -> Iterator[tuple[Any, Any, 
 def _refuse_other_outputs(torch: Trace, flax: Trace, *, probed: bool) -> None:
     # A `torch_call` or `flax_call` that calls submodules alone has no call of the whole model.
     whole = [trace[""].outputs for trace in (torch, flax) if "" in trace]
-    alike = len(whole) < 2 or pairs_of(*whole)
+    alike = len(whole) < 2 or pairs_of(whole[0], whole[1])
     if not alike or (probed and torch.outputs != flax.outputs):
         raise ArgumentError(
             f"the models give outputs of shapes {list(torch.outputs)} (PyTorch) and {list(flax.outputs)} (Flax): they cannot "
