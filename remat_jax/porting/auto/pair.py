@@ -34,12 +34,25 @@ def as_module(flax_module: Any) -> Any:
     """The Flax module that is given, or that a function of a dtype makes in float64."""
     if isinstance(flax_module, (nn.Module, nnx.Module)):
         return flax_module
+    if wrapped := wrapper_text(flax_module):
+        raise PortingError(wrapped)
     made = flax_module("float64") if callable(flax_module) else None
     if not isinstance(made, (nn.Module, nnx.Module)):
         raise PortingError(
             f"flax_module={repr(flax_module)[:120]}: expected a Linen or NNX module, or a function that makes one of a dtype."
         )
     return made
+
+
+def wrapper_text(flax_module: Any) -> str:
+    """What to do with a wrapper that holds a module, such as those of transformers; empty for all else."""
+    inner = getattr(flax_module, "module", None)
+    if isinstance(flax_module, (nn.Module, nnx.Module, type)) or not isinstance(inner, nn.Module):
+        return ""
+    return (
+        f"flax_module is a {type(flax_module).__name__}, which holds a module and is none: give its module, "
+        f"a {type(inner).__name__}, as flax_module=wrapper.module, and its arguments as that takes them (by flax_call)"
+    )
 
 
 def torch_copy(torch_module: Any) -> Any:
