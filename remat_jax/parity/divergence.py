@@ -9,6 +9,8 @@ from remat_jax.parity.align import Distance
 from remat_jax.parity.capture import LOSS
 from remat_jax.parity.compared import Pair
 
+_OTHER_INPUTS = "the models are given other inputs"
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -75,7 +77,7 @@ def _around_the_model(pairs: Sequence[Pair]) -> Divergence | None:
     """What goes into the whole model, or what is made of its outputs before the loss."""
     whole = next((pair for pair in pairs if pair.torch.name == ""), None)
     if whole and (given := whole.bad("input")) and whole.bad("output"):
-        return divergence_of(whole, *given, "the models are given other inputs")
+        return divergence_of(whole, *given, _OTHER_INPUTS)
     loss = next((pair for pair in pairs if pair.torch.path == LOSS and pair.torch.parent is None), None)
     if whole and loss and (made := loss.bad("input")) and not whole.bad("output"):
         return divergence_of(whole, made[0].replace("input", "output"), made[1], "behind the model, in how it is called")
@@ -116,5 +118,4 @@ def noted(found: Divergence, unmatched_torch: Sequence[str], unmatched_flax: Seq
 
     theirs, ours = inside(found.torch_path, unmatched_torch), inside(found.flax_path, unmatched_flax)
     said = [f"{side} alone has {', '.join(paths[:4])}" for side, paths in (("PyTorch", theirs), ("Flax", ours)) if paths]
-    given = found.what.startswith("input")
-    return found if given else replace(found, note="; ".join(filter(None, (found.note, *said))))
+    return found if found.note == _OTHER_INPUTS else replace(found, note="; ".join(filter(None, (found.note, *said))))
