@@ -93,3 +93,12 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     by_lower = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1)
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def described(error: BaseException) -> str:
+    """What a model or a library raised, in one sentence: its type and its words.
+
+    >>> described(ValueError("no such axis"))
+    'ValueError: no such axis'
+    """
+    return f"{type(error).__name__}: {str(error).strip()[:600]}"

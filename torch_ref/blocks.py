@@ -18,7 +18,9 @@ from torch_ref.policy import Policy
 from torch_ref.selective import Seen, check_effect, run_under
 
 
-def checkpoint_blocks(model: nn.Module, policies: Mapping[type[nn.Module], Policy | str]) -> AppliedPolicies:
+def checkpoint_blocks(
+    model: nn.Module, policies: Mapping[type[nn.Module], Policy | str], *, in_evaluation: bool = False
+) -> AppliedPolicies:
     """Put a policy on every submodule of the named classes; the model is not edited.
 
     Parameter names, the state dict, the classes and their names stay; outputs and gradients are those of the plain
@@ -34,6 +36,8 @@ def checkpoint_blocks(model: nn.Module, policies: Mapping[type[nn.Module], Polic
     Args:
         model: the model, or a part of one.
         policies: a class of modules (subclasses count) → a policy, its name or its text.
+        in_evaluation: put the policy on blocks in evaluation mode too, which stay in it: gradients of a model that is to drop
+            nothing out.
 
     Returns:
         What `remove()`, or the end of a `with` block, takes away.
@@ -61,7 +65,7 @@ def checkpoint_blocks(model: nn.Module, policies: Mapping[type[nn.Module], Polic
         raise InvalidArgumentError(
             f"model is a {type(model).__name__}, expected a module; a function is for selective_checkpoint."
         )
-    return AppliedPolicies(model, checked_policies(policies))
+    return AppliedPolicies(model, checked_policies(policies), in_evaluation=in_evaluation)
 
 
 class AppliedPolicies:
@@ -79,9 +83,14 @@ class AppliedPolicies:
     """
 
     def __init__(
-        self, model: nn.Module, policies: dict[type[nn.Module], Policy], only: Collection[nn.Module] | None = None
+        self,
+        model: nn.Module,
+        policies: dict[type[nn.Module], Policy],
+        only: Collection[nn.Module] | None = None,
+        *,
+        in_evaluation: bool = False,
     ) -> None:
-        self._only = only
+        self._only, self._in_evaluation = only, in_evaluation
         self._records = [_Record(block, policy) for block, policy in policies.items()]
         found = {
             path: (module, self._record_for(module)) for path, module in model.named_modules() if only is None or module in only
@@ -122,7 +131,12 @@ class AppliedPolicies:
 
     def again(self, model: nn.Module) -> AppliedPolicies:
         """Put the same policies on the same blocks once more, after they were removed."""
-        return AppliedPolicies(model, {record.block: record.policy for record in self._records}, self._only)
+        policies = {record.block: record.policy for record in self._records}
+        return AppliedPolicies(model, policies, self._only, in_evaluation=self._in_evaluation)
+
+    def applies_to(self, module: nn.Module) -> bool:
+        """Whether a module that is called now is called under its policy."""
+        return (module.training or self._in_evaluation) and torch.is_grad_enabled() and not self.is_removed
 
     def __enter__(self) -> AppliedPolicies:
         return self
@@ -156,7 +170,7 @@ class AppliedPolicies:
                 record.clear()
 
     def _end(self, model: nn.Module, _: Any, __: Any) -> None:
-        if model.training and torch.is_grad_enabled() and not self.is_removed:
+        if self.applies_to(model):
             self._check(self._records)
 
     def _check(self, records: list[_Record]) -> None:
@@ -219,7 +233,7 @@ class _Forward:
         if self._applied.is_removed:
             return run(*args, **kwargs)
         self.record.was_called = True
-        if not (self._module.training and torch.is_grad_enabled()):
+        if not self._applied.applies_to(self._module):
             return run(*args, **kwargs)
         output, seen = run_under(self._module, self._noting_starts(run), self.record.policy, self.path, args, kwargs)
         if seen is not None:

@@ -141,7 +141,7 @@ def test_a_mapping_wins(tmp_path: Any) -> None:
 
 def test_other_inputs_are_named_as_such() -> None:
     found = of_decoder(flax_inputs=(pairs.tokens()[:, ::-1].copy(),))
-    assert found.forward is not None and (found.forward.flax_path, found.forward.what) == ("", "input 0")
+    assert found.forward is not None and (found.forward.flax_path, found.forward.what) == ("", "input tokens")
     assert found.forward.note == "the models are given other inputs"
 
 

@@ -152,7 +152,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             OUT,
         ),
         Mutant(
-            "gpt2", at("", inside(gpt2, "attention_bias", inverted)), FORWARD, "", OUT, "it gives 'layers_0' another input 1"
+            "gpt2", at("", inside(gpt2, "attention_bias", inverted)), FORWARD, "", "input 1 of 'layers_0'"
         ),
         Mutant("llama", at("layers_1", inside(llama, "attention", inverted_bias)), FORWARD, "model/layers/1/self_attn", OUT),
     ],

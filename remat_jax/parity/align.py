@@ -11,6 +11,7 @@ import numpy as np
 from remat_jax.parity.tolerances import TOLERANCES
 
 _MASKED = -1e9  # what is added to a score that is not to be seen is at most this, or minus infinity
+_GAP = 1e-3  # and all else in the array is so much smaller
 
 
 class Distance(NamedTuple):
@@ -84,33 +85,67 @@ def best_layout(torch: np.ndarray, flax: np.ndarray) -> np.ndarray:
 
 def _distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
     one, other = torch.astype(np.float64), flax.astype(np.float64)
+    shown = ~hidden(one)
+    if not np.array_equal(shown, ~hidden(other)):
+        return Distance(np.inf, norm(one))
+    one, other = one[shown], other[shown]
     finite = np.isfinite(one)
     if not (np.array_equal(finite, np.isfinite(other)) and np.array_equal(one[~finite], other[~finite], equal_nan=True)):
         return Distance(np.inf, norm(one))
     return Distance(norm(one[finite] - other[finite]), norm(one))
 
 
+def hidden(x: np.ndarray) -> np.ndarray:
+    """Where an array hides a position from a softmax, by a number far below all others, such as a dtype's least.
+
+    How far below is no matter, and would hide every error beside it.
+
+    >>> hidden(np.array([0.5, -2.0, np.finfo(np.float64).min])), hidden(np.array([-2e9, 1e9]))
+    (array([False, False,  True]), array([False, False]))
+    """
+    low = x <= _MASKED
+    return low if low.any() and np.max(np.abs(x[~low]), initial=0.0) < -_MASKED * _GAP else np.zeros_like(low)
+
+
 def norm(x: np.ndarray) -> float:
-    """The Euclidean norm of what is finite in an array."""
-    x = x[np.isfinite(x)].astype(np.float64)
+    """The Euclidean norm of what is finite, and hides nothing, in an array."""
+    x = x.astype(np.float64)
+    x = x[np.isfinite(x) & ~hidden(x)]
     largest = float(np.max(np.abs(x), initial=0.0))
     return largest * float(np.linalg.norm(x / largest)) if largest else 0.0
 
 
-def pairs(torch: Sequence[np.ndarray], flax: Sequence[np.ndarray]) -> list[tuple[int, int]]:
-    """Which arrays of two calls to compare: each of Flax's with the first of PyTorch's of its size and sort that is left.
+def pairs(
+    torch: Sequence[np.ndarray], flax: Sequence[np.ndarray], names: tuple[Sequence[str], Sequence[str]] = ((), ())
+) -> list[tuple[int, int]]:
+    """Which arrays of two calls to compare: those of one name, then each of Flax's with the first of PyTorch's that is left.
+
+    Both are of one size and sort. Where both sides have a name in common, integers of different names are different things.
 
     >>> pairs([np.zeros((2, 3)), np.zeros(4)], [np.zeros(4), np.zeros(5), np.zeros((3, 2))])
     [(1, 0), (0, 2)]
+    >>> ids, mask, places = np.array([3, 4]), np.array([1, 1]), np.array([0, 1])
+    >>> pairs([ids, mask], [mask, ids, places], (("ids", "mask"), ("mask", "ids", "places")))
+    [(1, 0), (0, 1)]
     """
-    left = list(range(len(torch)))
-    found = []
-    for place, array in enumerate(flax):
-        other = next((k for k in left if torch[k].size == array.size and _sort(torch[k]) == _sort(array)), None)
-        if other is not None:
+    theirs, ours = ([*side, *[""] * len(arrays)] for side, arrays in zip(names, (torch, flax), strict=True))
+    common = ({*theirs} & {*ours}) - {""}
+    left, found = list(range(len(torch))), dict[int, int]()
+
+    def fits(k: int, place: int, by_name: bool) -> bool:
+        if torch[k].size != flax[place].size or _sort(torch[k]) != _sort(flax[place]):
+            return False
+        if by_name:
+            return ours[place] in common and theirs[k] == ours[place]
+        different = theirs[k] and ours[place] and flax[place].dtype.kind in "iu"
+        return not {theirs[k], ours[place]} & common and not (common and different)
+
+    for by_name, place in itertools.product((True, False), range(len(flax))):
+        other = next((k for k in left if fits(k, place, by_name)), None)
+        if place not in found and other is not None:
             left.remove(other)
-            found.append((other, place))
-    return found
+            found[place] = other
+    return sorted(((other, place) for place, other in found.items()), key=lambda pair: pair[1])
 
 
 def _sort(x: np.ndarray) -> str:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from remat_jax.parity.align import best_layout, pairs, visible
+from remat_jax.parity.align import best_layout, visible
 from remat_jax.parity.assemble import Slots
 from remat_jax.parity.capture import Trace
 from remat_jax.parity.capture_flax import Step, read
-from remat_jax.parity.compared import Pair, compared
+from remat_jax.parity.compared import Pair, compared, pairs_of
 from remat_jax.parity.divergence import Divergence, divergence_of
 from remat_jax.parity.tapped import Place
 
@@ -62,7 +62,7 @@ def substitutes(places: Sequence[Place], slots: Slots, found: Sequence[Pair], ca
 
 def _reference(pair: Pair, role: str, number: int, what: str) -> np.ndarray | None:
     theirs, ours = (pair.torch.inputs, pair.flax.inputs) if role == "input" else (pair.torch.outputs, pair.flax.outputs)
-    other = next((i for i, j in pairs(theirs, ours) if j == number), None)
+    other = next((i for i, j in pairs_of(role, pair.torch, pair.flax) if j == number), None)
     if other is None or ours[number].dtype.kind != "f" or visible(ours[number]) is not None:
         return None
     if what == "value":

@@ -63,6 +63,8 @@ def assemble(
             state={traced[key[0]].state[which[1]]: x for which, x in kept[key].values.items() if which[0] == "state"},
             stale=kept[key].recomputed.stale,
             misled=kept[key].recomputed.misled,
+            input_names=kept[key].names_of("input", traced[key[0]]),
+            output_names=kept[key].names_of("output", traced[key[0]]),
         )
         for key in ordered
     )
@@ -114,6 +116,9 @@ class _Seen:
 
     def arrays(self, role: str) -> tuple[np.ndarray, ...]:
         return tuple(self.values[which] for which in sorted(self.values) if which[0] == role)
+
+    def names_of(self, role: str, call: Traced) -> tuple[str, ...]:
+        return tuple(call.names.get(which, "") for which in sorted(self.values) if which[0] == role)
 
     def cotangents_of(self, role: str, call: int, differentiated: Set[Label]) -> tuple[np.ndarray | None, ...]:
         """Where none arrived: zeros for what is differentiated; for what is not, such as a constant, nobody asked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ class Call:
         kind: the name of the module's class.
         number: 0 for the first call of this module, 1 for its second, …
         inputs, outputs: the arrays among its arguments and its results, in order.
+        input_names, output_names: the parameter, or the key of a result, that each of these belongs to; "" where it has none.
         input_cotangents, output_cotangents: the loss's gradients with respect to these, as far as they go through this very
             call; None where none arrived, or where the array is no floating-point one.
         gradients: of the parameters that the module itself has, by their own names.
@@ -50,6 +52,8 @@ class Call:
     state: Mapping[str, np.ndarray] = field(default_factory=dict)
     stale: Distance | None = None
     misled: bool = False
+    input_names: tuple[str, ...] = ()
+    output_names: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -105,6 +109,27 @@ class Trace:
             found.append(parent)
             parent = self.calls[parent].parent
         return found
+
+
+def argument_names(function: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+    """The arguments of a call by the names of the function's parameters; "" for those that it takes as `*args`.
+
+    >>> argument_names(lambda x, *rest, **options: None, (1, 2), {"mask": 3})
+    [('x', 1), ('', (2,)), ('mask', 3)]
+    """
+    try:
+        signature = inspect.signature(function)
+        bound = signature.bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return [("", args), *kwargs.items()]
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    found: list[tuple[str, Any]] = []
+    for name, value in bound.items():
+        if kinds[name] is inspect.Parameter.VAR_KEYWORD:
+            found += value.items()
+        else:
+            found.append(("" if kinds[name] is inspect.Parameter.VAR_POSITIONAL else name, value))
+    return found
 
 
 def probe(index: int, shape: tuple[int, ...]) -> np.ndarray:

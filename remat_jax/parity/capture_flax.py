@@ -16,6 +16,7 @@ from remat_jax.parity.assemble import Slots, assemble
 from remat_jax.parity.capture import Trace, probe
 from remat_jax.parity.recorder import Recorder, tag
 from remat_jax.parity.tapped import Place, evaluate, places
+from remat_jax.parity.trees import in_order
 from remat_jax.porting.variables import Variables
 
 
@@ -96,7 +97,7 @@ def trace_step(
     def run(variables: Any, inputs: Any) -> Any:
         args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
         outputs = apply(variables, args, kwargs)
-        recorder.outputs = tuple(tuple(x.shape) for x in jax.tree.leaves(outputs) if _is_floating(x))
+        recorder.outputs = tuple(tuple(x.shape) for x in (in_order(outputs) or jax.tree.leaves(outputs)) if _is_floating(x))
         of = _probed if loss is None else loss
         return recorder.run_loss(of, outputs) if backward else of(outputs)
 
@@ -134,7 +135,7 @@ def _merged(graph: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _probed(outputs: Any) -> Any:
-    floating = [x for x in jax.tree.leaves(outputs) if _is_floating(x)]
+    floating = [x for x in (in_order(outputs) or jax.tree.leaves(outputs)) if _is_floating(x)]
     return sum((jnp.sum(x * jnp.asarray(probe(k, x.shape), x.dtype)) for k, x in enumerate(floating)), jnp.zeros(()))
 
 

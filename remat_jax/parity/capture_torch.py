@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from remat_jax.parity.capture import LOSS, Call, Recomputed, Trace, probe
+from remat_jax.parity.capture import LOSS, Call, Recomputed, Trace, argument_names, probe
+from remat_jax.parity.trees import fields, in_order
 from remat_jax.porting import as_numpy
 
 Loss = Callable[[Any], Any]
@@ -51,6 +53,7 @@ class _Seen:
     parent: _Seen | None
     started: int
     finished: int = -1
+    names: dict[str, list[str]] = field(default_factory=lambda: {"input": [], "output": []})
     values: dict[str, list[np.ndarray]] = field(default_factory=lambda: {"input": [], "output": []})
     cotangents: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
     state: dict[str, np.ndarray] = field(default_factory=dict)
@@ -86,7 +89,7 @@ class _Recorder:
             return self._tap((args, kwargs), seen, "input", new=False)
         seen = _Seen(module, self.running[-1] if self.running else None, self._tick())
         self.running.append(seen)
-        return self._tap((args, kwargs), seen, "input", new=True)
+        return self._tap((args, kwargs), seen, "input", new=True, named=argument_names(module.forward, args, kwargs))
 
     def _after(self, module: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
         if not self.recording:
@@ -101,7 +104,7 @@ class _Recorder:
         seen.finished = self._tick()
         seen.state = {name: as_numpy(x) for name, x in module.named_buffers(recurse=False) if x.is_floating_point()}
         self.calls.append(seen)
-        return self._tap(outputs, seen, "output", new=True)
+        return self._tap(outputs, seen, "output", new=True, named=fields(outputs).items())
 
     def run_loss(self, loss: Loss, outputs: Any) -> Any:
         """The loss of a model's outputs, recorded as if it were a module behind the model."""
@@ -121,11 +124,14 @@ class _Recorder:
 
         return max((seen for seen in self.calls if seen.module is module), key=fits, default=None)
 
-    def _tap(self, values: Any, seen: _Seen | None, role: str, *, new: bool) -> Any:
+    def _tap(self, values: Any, seen: _Seen | None, role: str, *, new: bool, named: Iterable[tuple[str, Any]] = ()) -> Any:
         """`values`, every tensor with a gradient as an alias, so that what goes through this call has one of its own."""
         import torch
 
         made: dict[int, Any] = {}  # a tensor that is there several times has one alias, and one cotangent
+        names = dict[int, str]()
+        for name, value in named:
+            _map_tensors(value, functools.partial(_note, names, name))
         hooked = seen is not None and seen.has_graph and not new
 
         def tap(tensor: Any) -> Any:
@@ -135,6 +141,7 @@ class _Recorder:
             made[id(tensor)] = tensor
             if new:
                 seen.values[role].append(as_numpy(tensor))
+                seen.names[role].append(names.get(id(tensor), ""))
             elif len(seen.values[role]) > number:
                 seen.recomputed.compare(role, seen.values[role][number], as_numpy(tensor))
             if torch.is_grad_enabled() and tensor.requires_grad:
@@ -185,7 +192,14 @@ class _Recorder:
             state=seen.state,
             stale=seen.recomputed.stale,
             misled=seen.recomputed.misled,
+            input_names=tuple(seen.names["input"]),
+            output_names=tuple(seen.names["output"]),
         )
+
+
+def _note(names: dict[int, str], name: str, tensor: Any) -> Any:
+    names.setdefault(id(tensor), name)
+    return tensor
 
 
 def _ties(module: Any) -> dict[str, tuple[str, ...]]:
@@ -241,9 +255,9 @@ def _probed(outputs: Any) -> Any:
 
 
 def _floating(outputs: Any) -> list[Any]:
-    found: list[Any] = []
-    _map_tensors(outputs, found.append)
-    return [x for x in found if x.is_floating_point()]
+    import torch
+
+    return [x for x in in_order(outputs) if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
 
 def _map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:

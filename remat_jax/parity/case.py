@@ -13,11 +13,12 @@ import numpy as np
 from flax import nnx
 from flax.errors import InvalidRngError
 
-from remat_jax.errors import ArgumentError, RematError, UnsupportedError
+from remat_jax.errors import ArgumentError, RematError, UnsupportedError, described
 from remat_jax.parity.optimizers import Optimizer, OptimizerPair, as_optimizer
 from remat_jax.parity.tolerances import dtype_name, epsilon
 from remat_jax.policy import Policy, as_policy
 from remat_jax.porting import Rules
+from remat_jax.porting.auto.pair import wrapper_text
 from remat_jax.porting.tensors import as_numpy, is_torch
 
 Arrays = dict[str, np.ndarray]
@@ -70,6 +71,20 @@ class Case:
         """Whether `torch_module` is a function that builds the model."""
         return not _is_module(self.torch_module)
 
+    def torch(self) -> Any:
+        """The PyTorch model as it was given, or as the function for it builds it now.
+
+        Raises:
+            ArgumentError: the function cannot be run, or gave something else.
+        """
+        if not self.builds:
+            return self.torch_module
+        with running("torch_module()", "built"):
+            made = self.torch_module()
+        if not _is_module(made):
+            raise ArgumentError(f"torch_module() gave a {type(made).__name__}: expected a torch.nn.Module")
+        return made
+
     def flax(self, dtype: str) -> Any:
         """The Flax model for a dtype.
 
@@ -78,7 +93,8 @@ class Case:
         """
         if isinstance(self.flax_module, nn.Module | nnx.Module):
             return self.flax_module
-        made = self.flax_module(dtype)
+        with running(f"flax_module({dtype!r})", "made"):
+            made = self.flax_module(dtype)
         if not isinstance(made, nn.Module | nnx.Module):
             raise ArgumentError(
                 f"flax_module({dtype!r}) gave a {type(made).__name__}: expected a Linen or NNX module; "
@@ -142,6 +158,8 @@ def make_case(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) 
     require_torch()
     if not _is_module(torch_module) and (isinstance(torch_module, type) or not callable(torch_module)):
         raise ArgumentError(f"torch_module={_short(torch_module)}: expected a torch.nn.Module, or a function that builds one")
+    if wrapped := wrapper_text(flax_module):
+        raise ArgumentError(wrapped)
     if not isinstance(flax_module, nn.Module | nnx.Module) and (isinstance(flax_module, type) or not callable(flax_module)):
         raise ArgumentError(
             f"flax_module={_short(flax_module)}: expected a Linen or NNX module, or a function of a dtype that makes one"
@@ -179,7 +197,7 @@ def require_torch() -> None:
 
 
 @contextlib.contextmanager
-def running(argument: str) -> Iterator[None]:
+def running(argument: str, what: str = "run on inputs") -> Iterator[None]:
     """Whatever a user's model raises, as an error that names the argument; the model's own is its cause."""
     try:
         yield
@@ -189,8 +207,7 @@ def running(argument: str) -> Iterator[None]:
         hint = ""
         if isinstance(error, InvalidRngError):
             hint = "; what is random cannot be compared: make the model deterministic, in place of giving it random keys"
-        text = f"{argument} cannot be run on inputs: {type(error).__name__}: {str(error).strip()[:600]}{hint}"
-        raise ArgumentError(text) from error
+        raise ArgumentError(f"{argument} cannot be {what}: {described(error)}{hint}") from error
 
 
 def plain_call(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from remat_jax.parity.case import Run
+from remat_jax.parity.case import Arrays, Run
 from remat_jax.parity.ledger import Planted
 from remat_jax.parity.report import Check
 from remat_jax.parity.rule import float64_errors, judge, norm
@@ -16,6 +18,8 @@ from remat_jax.parity.tolerances import TOLERANCES
 _FULL = (None, "highest", "float32")
 _NAMED = 6
 """How many tensors a sentence names."""
+_SAME = 1e-9
+"""Numbers that float64 gives twice are as far apart at most, relatively."""
 
 
 def precision_check() -> Check:
@@ -46,6 +50,45 @@ def gradients_check(reference: Run) -> Check:
         remedy = "use them in the inputs and the loss, or freeze them (requires_grad=False)"
         return Check("gradients", False, f"0 in PyTorch, so that nothing is shown of {_several(zero)}; {remedy}")
     return Check("gradients", True, f"{total} parameters, none with a gradient of 0")
+
+
+def statistics_check(before: Mapping[str, Any], reference: Arrays, candidate: Arrays) -> list[Check]:
+    """Running statistics that differ by a convention alone: how far a step moves them, or which variance of a batch they keep.
+
+    A step moves statistics s by m·(u·b − s): b is of the batch, m is one minus Flax's momentum, and u is n / (n − 1) where the
+    variance is kept unbiased, else 1. So PyTorch's step is p·(Flax's step) + q·s with two numbers for all channels, which are
+    solved for; what no two numbers fit is another fault. None where nothing is explained.
+    """
+    fits = {path: _convention(before[path], reference[path], candidate[path]) for path in reference.keys() & candidate.keys()}
+    said: dict[str, list[str]] = {}
+    for path, (p, q) in sorted((path, fit) for path, fit in fits.items() if fit):
+        beside = fits.get(re.sub(r"var$", "mean", path))
+        moved = p if not q else beside[0] if beside and not beside[1] else 1.0
+        if abs(moved - 1) > _SAME:
+            text = f"Flax's statistics move {1 / moved:.3g} times as far in a step as PyTorch's (its momentum is another)"
+            said.setdefault(text, []).append(path)
+        ratio = p / moved
+        if abs(ratio - 1) > _SAME:
+            count = round(max(ratio, 1 / ratio) / (max(ratio, 1 / ratio) - 1))
+            names = ("PyTorch", "Flax") if ratio > 1 else ("Flax", "PyTorch")
+            factor = f"{count}/{count - 1} of the biased one that {names[1]} keeps"
+            text = f"{names[0]} keeps the unbiased variance of the batch, {factor}"
+            said.setdefault(text, []).append(path)
+    texts = [f"{text}: {_several(paths)}" for text, paths in said.items()]
+    return [Check("batch statistics", False, "; ".join(texts))] if texts else []
+
+
+def _convention(before: Any, reference: Any, candidate: Any) -> tuple[float, float] | None:
+    """The two numbers of `statistics_check`; None where the statistics agree or none fit."""
+    start, theirs, ours = (np.asarray(x, np.float64).reshape(-1) for x in (before, reference, candidate))
+    if start.size < 3 or norm(theirs - ours) <= TOLERANCES["float64"].value * norm(theirs):
+        return None
+    step, factors = theirs - start, np.stack([ours - start, start], axis=1)
+    for columns in (1, 2):  # a momentum alone first: it needs one number
+        found = np.linalg.lstsq(factors[:, :columns], step)[0]
+        if norm(factors[:, :columns] @ found - step) <= _SAME * norm(step):
+            return float(found[0]), float(found[1]) if columns == 2 else 0.0
+    return None
 
 
 def losses_check(reference: list[float], yardstick: list[float], found: list[float], dtype: str) -> list[Check]:

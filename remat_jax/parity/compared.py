@@ -95,15 +95,31 @@ def compared(
 
 def distances(torch: Call, flax: Call, gradients: Mapping[str, Distance] | None = None) -> dict[str, dict[str, Distance]]:
     """How far apart what two calls got and gave is, kind by kind; `gradients` are those of the parameters, where known."""
-    inputs, outputs = pairs(torch.inputs, flax.inputs), pairs(torch.outputs, flax.outputs)
+    inputs, outputs = pairs_of("input", torch, flax), pairs_of("output", torch, flax)
+    names = {"input": _labels("input", inputs, torch, flax), "output": _labels("output", outputs, torch, flax)}
     return {
-        "input": {f"input {j}": distance(torch.inputs[i], flax.inputs[j]) for i, j in inputs},
-        "output": {f"output {j}": distance(torch.outputs[i], flax.outputs[j]) for i, j in outputs},
+        "input": {names["input"][j]: distance(torch.inputs[i], flax.inputs[j]) for i, j in inputs},
+        "output": {names["output"][j]: distance(torch.outputs[i], flax.outputs[j]) for i, j in outputs},
         "state": dict(_state(torch, flax)),
-        "input cotangent": dict(_cotangents("input", inputs, torch.input_cotangents, flax.input_cotangents)),
-        "output cotangent": dict(_cotangents("output", outputs, torch.output_cotangents, flax.output_cotangents)),
+        "input cotangent": dict(_cotangents(names["input"], inputs, torch.input_cotangents, flax.input_cotangents)),
+        "output cotangent": dict(_cotangents(names["output"], outputs, torch.output_cotangents, flax.output_cotangents)),
         "gradient": dict(_gradients(torch, flax) if gradients is None else gradients),
     }
+
+
+def pairs_of(role: str, torch: Call, flax: Call) -> list[tuple[int, int]]:
+    """Which of the inputs or outputs of two calls to compare, by their places."""
+    names = (f"{role}s", f"{role}_names")
+    theirs, ours = ([getattr(call, name) for name in names] for call in (torch, flax))
+    return pairs(theirs[0], ours[0], (theirs[1], ours[1]))
+
+
+def _labels(role: str, which: Sequence[tuple[int, int]], torch: Call, flax: Call) -> dict[int, str]:
+    """What Flax's arrays are called: by a name that both sides and no other array have, else by number."""
+    theirs, ours = (getattr(call, f"{role}_names") for call in (torch, flax))
+    named = {j: ours[j] for i, j in which if i < len(theirs) and j < len(ours) and theirs[i] == ours[j]}
+    once = {j for j, name in named.items() if name and ours.count(name) == 1}
+    return {j: f"{role} {named[j] if j in once else j}" for _, j in which}
 
 
 def _state(torch: Call, flax: Call) -> Iterator[tuple[str, Distance]]:
@@ -114,12 +130,12 @@ def _state(torch: Call, flax: Call) -> Iterator[tuple[str, Distance]]:
 
 
 def _cotangents(
-    role: str, which: Sequence[tuple[int, int]], torch: Cotangents, flax: Cotangents
+    labels: Mapping[int, str], which: Sequence[tuple[int, int]], torch: Cotangents, flax: Cotangents
 ) -> Iterator[tuple[str, Distance]]:
     for i, j in which:
         one, other = torch[i], flax[j]
         if one is not None and other is not None:  # on one side alone it may be a constant, or frozen
-            yield f"gradient of {role} {j}", distance(one, other)
+            yield f"gradient of {labels[j]}", distance(one, other)
 
 
 def _gradients(torch: Call, flax: Call) -> Iterator[tuple[str, Distance]]:

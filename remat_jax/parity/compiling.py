@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from remat_jax.graph.walk import equations
+from remat_jax.graph.walk import bodies
 
 # In float64 only the mathematics counts, and what XLA spends on fast code is lost: about five times quicker to compile.
 _QUICK = {
@@ -40,21 +41,58 @@ def _known() -> dict[str, Any]:
 
 
 def down_casts(jaxpr: Any) -> list[str]:
-    """Where float64 becomes a smaller floating-point dtype, by the name stack; each place once.
+    """Where float64 becomes a smaller floating-point dtype on its way to a floating-point result, each place once.
 
+    A place is named by the name stack. What ends in integers or booleans, such as a position's bucket, may be computed in any
+    dtype: the results that are made with it are compared.
+
+    >>> def bucket(x):
+    ...     return x[jax.numpy.log2(x.astype("float32")).astype(int)]
     >>> with jax.enable_x64(True):
     ...     down_casts(jax.make_jaxpr(jax.jit(lambda x: x.astype("float32").sum()))(jnp.ones(2, "float64")))
+    ...     down_casts(jax.make_jaxpr(bucket)(jnp.ones(2, "float64")))
     ['float64 to float32']
+    []
     """
     found: dict[str, None] = {}
-    for eqn in equations(jaxpr):
-        if eqn.primitive.name != "convert_element_type":
-            continue
-        before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-        if before == jnp.float64 and jnp.issubdtype(after, jnp.floating) and after != before:
-            where = _place(str(eqn.source_info.name_stack))
-            found[f"float64 to {after}" + (f" in {where}" if where else "")] = None
+    _needed(jaxpr, [True] * len(jaxpr.jaxpr.outvars), found)
     return list(found)
+
+
+def _needed(jaxpr: Any, results: Sequence[bool], found: dict[str, None]) -> list[bool]:
+    """Which arguments of a closed jaxpr these results need through floating-point arrays alone; the casts on the way."""
+    needed = {var for var, yes in zip(jaxpr.jaxpr.outvars, results, strict=True) if yes and _is_float(var)}
+    for eqn in reversed(jaxpr.jaxpr.eqns):
+        which = [var in needed for var in eqn.outvars]
+        if not any(which):
+            continue
+        if eqn.primitive.name == "convert_element_type":
+            before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+            if before == jnp.float64 and after != before:
+                where = _place(str(eqn.source_info.name_stack))
+                found[f"float64 to {after}" + (f" in {where}" if where else "")] = None
+        needed |= {var for var in _given(eqn, which, found) if not hasattr(var, "val") and _is_float(var)}
+    return [var in needed for var in jaxpr.jaxpr.invars]
+
+
+def _given(eqn: Any, which: list[bool], found: dict[str, None]) -> list[Any]:
+    """The inputs of an equation that these of its outputs need: of a call those that its body needs, else all."""
+    inside = bodies(eqn)
+    if eqn.primitive.name in ("scan", "while"):  # a carry may need any other in the next iteration
+        which = [True] * len(which)
+    inputs = set[int]()
+    for body in inside:
+        same = len(body.jaxpr.outvars) == len(which)
+        used = _needed(body, which if same else [True] * len(body.jaxpr.outvars), found)
+        skipped = len(eqn.invars) - len(used)  # the index of a cond
+        inputs |= (
+            {place + skipped for place, yes in enumerate(used) if yes} if same and skipped >= 0 else {*range(len(eqn.invars))}
+        )
+    return [var for place, var in enumerate(eqn.invars) if place in inputs or not inside]
+
+
+def _is_float(var: Any) -> bool:
+    return hasattr(var.aval, "dtype") and bool(jnp.issubdtype(var.aval.dtype, jnp.floating))
 
 
 def _place(names: str) -> str:

@@ -9,6 +9,8 @@ from remat_jax.parity.align import Distance
 from remat_jax.parity.capture import LOSS
 from remat_jax.parity.compared import Pair
 
+_OTHER_INPUTS = "the models are given other inputs"
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -54,26 +56,28 @@ def first_forward(pairs: Sequence[Pair]) -> Divergence | None:
         if pair.bad("input"):
             continue
         if wrong and all(around.bad("output") for around in pair.all_around()):
-            return divergence_of(pair, *wrong, _given_otherwise(pair, pairs))
+            inner = _given_otherwise(pair, pairs)
+            if inner and pair.torch.name == "":  # there is no module around to name: the array that its code makes is named
+                what, found = inner.bad("input") or wrong
+                return divergence_of(pair, f"{what} of {inner.flax.name!r}", found)
+            given = inner and inner.bad("input")
+            return divergence_of(pair, *wrong, f"it gives {inner.flax.name!r} another {given[0]}" if inner and given else "")
         if written := pair.bad("state"):
             return divergence_of(pair, *written)
     return _around_the_model(pairs)
 
 
-def _given_otherwise(pair: Pair, pairs: Sequence[Pair]) -> str:
+def _given_otherwise(pair: Pair, pairs: Sequence[Pair]) -> Pair | None:
     """The first module inside to which the code of this one gives something else, such as another mask."""
-    for inner in sorted(pairs, key=lambda inner: inner.torch.started):
-        wrong = inner.bad("input") if pair in inner.all_around() else None
-        if wrong:
-            return f"it gives {inner.flax.name!r} another {wrong[0]}"
-    return ""
+    inside = (inner for inner in sorted(pairs, key=lambda inner: inner.torch.started) if pair in inner.all_around())
+    return next((inner for inner in inside if inner.bad("input")), None)
 
 
 def _around_the_model(pairs: Sequence[Pair]) -> Divergence | None:
     """What goes into the whole model, or what is made of its outputs before the loss."""
     whole = next((pair for pair in pairs if pair.torch.name == ""), None)
     if whole and (given := whole.bad("input")) and whole.bad("output"):
-        return divergence_of(whole, *given, "the models are given other inputs")
+        return divergence_of(whole, *given, _OTHER_INPUTS)
     loss = next((pair for pair in pairs if pair.torch.path == LOSS and pair.torch.parent is None), None)
     if whole and loss and (made := loss.bad("input")) and not whole.bad("output"):
         return divergence_of(whole, made[0].replace("input", "output"), made[1], "behind the model, in how it is called")
@@ -114,5 +118,4 @@ def noted(found: Divergence, unmatched_torch: Sequence[str], unmatched_flax: Seq
 
     theirs, ours = inside(found.torch_path, unmatched_torch), inside(found.flax_path, unmatched_flax)
     said = [f"{side} alone has {', '.join(paths[:4])}" for side, paths in (("PyTorch", theirs), ("Flax", ours)) if paths]
-    given = found.what.startswith("input")
-    return found if given else replace(found, note="; ".join(filter(None, (found.note, *said))))
+    return found if found.note == _OTHER_INPUTS else replace(found, note="; ".join(filter(None, (found.note, *said))))

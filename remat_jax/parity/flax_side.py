@@ -152,7 +152,8 @@ class FlaxSide:
             if self.case.loss is None:
                 value = default_loss({self.names[name]: x for name, x in outputs.items()}, targets)
             else:
-                value = self.case.loss[1](result)
+                with running("loss", "computed of Flax's output"):
+                    value = self.case.loss[1](result)
                 if not hasattr(value, "shape") or value.size != 1 or not jnp.issubdtype(value.dtype, jnp.floating):
                     raise ArgumentError(f"loss gave {value!r} for Flax: expected a floating-point scalar")
             written = {path: x for path, x in state.items() if path in self.sources}

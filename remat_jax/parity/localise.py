@@ -18,6 +18,7 @@ from remat_jax.parity.alone import each_alone
 from remat_jax.parity.capture import Trace, in_float64
 from remat_jax.parity.capture_flax import read, trace_step
 from remat_jax.parity.capture_torch import capture_torch
+from remat_jax.parity.case import running
 from remat_jax.parity.compared import compared, modules
 from remat_jax.parity.divergence import Divergence, first_backward, first_forward, noted
 from remat_jax.parity.match import match
@@ -116,7 +117,8 @@ def first_divergences(
     losses = loss if isinstance(loss, tuple) else (loss, loss)
     theirs = _torch_trace(torch_module, inputs, losses[0], torch_call)
     with _wide(flax_module, variables, inputs if flax_inputs is None else flax_inputs) as (module, given, arguments):
-        step = trace_step(module, given, arguments, losses[1], call=flax_call, transform=transform)
+        with running("flax_module"):
+            step = trace_step(module, given, arguments, losses[1], call=flax_call, transform=transform)
         ours, slots = read(step)
         _refuse_other_outputs(theirs, ours, probed=loss is None)
         matched = match(modules(theirs), modules(ours), mapping)
@@ -164,7 +166,8 @@ def _torch_trace(module: Any, inputs: Any, loss: Any, call: Any) -> Trace:
     with keep_float64():
         if any(x.dtype != torch.float64 for x in floating):
             module = copy.deepcopy(module).double()
-        return capture_torch(module, _map_arrays(inputs, in_float64), loss, call=call)
+        with running("torch_module"):
+            return capture_torch(module, _map_arrays(inputs, in_float64), loss, call=call)
 
 
 def _map_arrays(inputs: Any, change: Callable[[Any], Any]) -> Any:
@@ -194,7 +197,7 @@ def _wide(module: Any, variables: Any, inputs: Any) -> Iterator[tuple[Any, Any, 
 def _refuse_other_outputs(torch: Trace, flax: Trace, *, probed: bool) -> None:
     # A `torch_call` or `flax_call` that calls submodules alone has no call of the whole model.
     whole = [trace[""].outputs for trace in (torch, flax) if "" in trace]
-    alike = len(whole) < 2 or pairs_of(*whole)
+    alike = len(whole) < 2 or pairs_of(whole[0], whole[1])
     if not alike or (probed and torch.outputs != flax.outputs):
         raise ArgumentError(
             f"the models give outputs of shapes {list(torch.outputs)} (PyTorch) and {list(flax.outputs)} (Flax): they cannot "

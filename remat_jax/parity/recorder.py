@@ -15,8 +15,9 @@ from flax import linen, nnx
 
 from remat_jax import compat
 from remat_jax.apply.calls import patched
-from remat_jax.parity.capture import LOSS
+from remat_jax.parity.capture import LOSS, argument_names
 from remat_jax.parity.taps import Label, differentiated, step_traced, tap
+from remat_jax.parity.trees import fields
 
 _TAG = "parity_path"
 _steps = itertools.count(1)
@@ -32,6 +33,7 @@ class Traced:
         parent: the place of the call around it.
         parameters: the shapes and dtypes of the parameters that the module itself has, in a loop those of one iteration.
         state: the names of the variables that the module itself wrote.
+        names: role and number of an array → the parameter, or the key of the result, that it belongs to.
     """
 
     path: tuple[str, ...]
@@ -39,6 +41,7 @@ class Traced:
     parent: int | None
     parameters: dict[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
     state: list[str] = field(default_factory=list)
+    names: dict[tuple[str, int], str] = field(default_factory=dict)
 
 
 @dataclass
@@ -57,9 +60,13 @@ class Recorder:
         self.calls.append(Traced(path, module, self.running[-1] if self.running else None))
         self.running.append(number)
         try:
+            named = dict(argument_names(type(module).__call__, (module, *args), kwargs)[1:])
+            self.calls[number].names |= _names((args, kwargs), named, "input")
             args, kwargs = _tapped((args, kwargs), number, "input")
             before = written(module)
-            outputs = _tapped(call(*args, **kwargs), number, "output")
+            given = call(*args, **kwargs)
+            self.calls[number].names |= _names(given, fields(given), "output")
+            outputs = _tapped(given, number, "output")
             self._tap_state(number, module, before)
             self.calls[number].parameters |= _parameters(module)
             return outputs
@@ -164,11 +171,25 @@ def _classes(model: nnx.Module) -> set[type]:
     return {type(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
 
 
+def _names(values: Any, named: Mapping[str, Any], role: str) -> dict[tuple[str, int], str]:
+    """The names of the arrays that get taps, by role and number."""
+    names = dict[int, str]()
+    for name, value in named.items():
+        for leaf in _leaves(value):
+            names.setdefault(id(leaf), name)
+    return {(role, number): names.get(id(leaf), "") for number, leaf in enumerate(_leaves(values))}
+
+
+def _leaves(values: Any) -> list[Any]:
+    """The arrays that get taps, each once, in order."""
+    leaves = jax.tree.leaves(values, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable | nnx.Module))
+    return list({id(leaf): leaf for leaf in leaves if _is_tappable(leaf)}.values())
+
+
 def _tapped(values: Any, call: int, role: str) -> Any:
     """`values` with taps; an array that is there several times has one, and one cotangent."""
     leaves, treedef = jax.tree.flatten(values, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable | nnx.Module))
-    tapped = {id(leaf): leaf for leaf in leaves if _is_tappable(leaf)}
-    tapped = {key: tap(leaf, Label(call, role, number)) for number, (key, leaf) in enumerate(tapped.items())}
+    tapped = {id(leaf): tap(leaf, Label(call, role, number)) for number, leaf in enumerate(_leaves(values))}
     return jax.tree.unflatten(treedef, [tapped.get(id(leaf), leaf) for leaf in leaves])
 
 

@@ -13,7 +13,14 @@ import numpy as np
 from remat_jax import porting
 from remat_jax.errors import ArgumentError, PortingError
 from remat_jax.parity.case import Arrays, Case, Run
-from remat_jax.parity.checks import gradients_check, losses_check, planted_checks, precision_check, weight_check
+from remat_jax.parity.checks import (
+    gradients_check,
+    losses_check,
+    planted_checks,
+    precision_check,
+    statistics_check,
+    weight_check,
+)
 from remat_jax.parity.explain import computed_otherwise, first_difference
 from remat_jax.parity.flax_side import FlaxSide
 from remat_jax.parity.kept import KeptAlone
@@ -55,8 +62,8 @@ class Comparison:
             self.flax = FlaxSide(case, self.torch, rules, made)
             # Steps of training only where there is an optimizer.
             self.steps = case.steps if case.optimizer else 0
-            wants_state = len(self.flax.sources) > len(self.flax.trained)
-            self.exact = self.torch.run("float64", steps=self.steps, wants_state=wants_state)
+            self.wants_state = len(self.flax.sources) > len(self.flax.trained)
+            self.exact = self.torch.run("float64", steps=self.steps, wants_state=self.wants_state)
             self.before = self.flax.weights(self.torch.weights, "float64")
             self.reference = self._mapped(self.exact, "float64", self.before)
         self.checks.append(gradients_check(self.reference))
@@ -123,7 +130,8 @@ class Comparison:
         weights = self.before if dtype == "float64" else self.flax.weights(self.torch.weights, dtype)
         yardstick = self.reference
         if dtype != "float64":
-            yardstick = self._mapped(self.torch.run(dtype, steps=self.steps), dtype, weights)
+            plain = self.torch.run(dtype, steps=self.steps, wants_state=self.wants_state)
+            yardstick = self._mapped(plain, dtype, weights)
         for mode in self.case.modes:
             self.say(f"Flax in {dtype}, {mode}")
             steps = self.steps if mode == "off" else min(self.steps, 1)
@@ -148,6 +156,8 @@ class Comparison:
             if kind == "update" and dtype != "float64":
                 reference = {path: x + np.asarray(self.before[path]) for path, x in reference.items()}
             if dtype == "float64":
+                if kind == "state":
+                    self.checks += statistics_check(self.before, reference, candidate)
                 self.ledger.exact(kind, reference, candidate, mode, "float64_step" if kind == "update" else "float64")
             else:
                 self.ledger.working(kind, reference, _cast(candidate, kind, dtype), _cast(measure, kind, dtype), dtype, mode)

@@ -172,8 +172,8 @@ def _padding(padding: Any, size: Any, strides: Any, dilation: Any) -> Any:
     """Padding as pairs; "SAME" where the pairs depend on the size of the input."""
     if padding == "VALID":
         return tuple((0, 0) for _ in size)
-    if padding == "SAME" and all(stride == 1 for stride in strides):
-        spans = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
+    spans = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
+    if padding == "SAME" and all(stride == 1 or not span for stride, span in zip(strides, spans, strict=True)):
         return tuple((span // 2, span - span // 2) for span in spans)
     if isinstance(padding, str):
         return padding
@@ -186,7 +186,8 @@ def _rates(torch: Mapping[str, Any], flax: Mapping[str, Traced]) -> list[Differe
     theirs = {getattr(m, "p", None) for m in torch.values() if sort_of(type(m).__name__) == "dropout"} - {None, 0}
     dropouts = [call.module for call in flax.values() if sort_of(type(call.module).__name__) == "dropout"]
     rates = {module.rate for module in dropouts if getattr(module, "rate", None)}
-    return [] if theirs == rates else [Difference("", "dropout rates", sorted(theirs), sorted(rates))]
+    # Of a dropout that is a function in PyTorch no module tells.
+    return [] if theirs == rates or not theirs else [Difference("", "dropout rates", sorted(theirs), sorted(rates))]
 
 
 def _expanded(step: Step) -> dict[str, Traced]:
@@ -201,6 +202,8 @@ def _expanded(step: Step) -> dict[str, Traced]:
 # GELU: in JAX it is a function, and leaves an error function or a tanh; the taps tell in which module's call.
 
 _FORMS = {"erf": "exact", "erfc": "exact", "tanh": "by tanh"}
+_QUICK = 1.702
+"""What quick GELU multiplies its argument by, in x · sigmoid(1.702 · x)."""
 
 
 def _gelus(torch: Mapping[str, Any], step: Step, matched: Mapping[str, str]) -> list[Difference]:
@@ -230,6 +233,8 @@ def _torch_gelu(module: Any) -> str:
     name = type(module).__name__.lower()
     if "gelu" not in name:
         return ""
+    if "quick" in name:
+        return "quick"
     return "by tanh" if getattr(module, "approximate", "none") == "tanh" or re.search("tanh|new|fast", name) else "exact"
 
 
@@ -237,9 +242,17 @@ def _find_forms(jaxpr: Any, step: Step, running: Running, forms: dict[str, set[s
     for eqn in jaxpr.jaxpr.eqns:
         if is_tap(eqn):
             running.passes(eqn.params["label"])
-        elif eqn.primitive.name in _FORMS:
+        elif form := _form(eqn):
             call = running.innermost
             path = "" if call is None else "/".join(step.recorder.calls[call].path)
-            forms.setdefault(_without_indices(path), set()).add(_FORMS[eqn.primitive.name])
+            forms.setdefault(_without_indices(path), set()).add(form)
         for body in bodies(eqn):
             _find_forms(body, step, running, forms)
+
+
+def _form(eqn: Any) -> str:
+    """The form of GELU that an equation is of, if it is of one."""
+    if eqn.primitive.name == "mul":
+        numbers = [np.asarray(atom.val) for atom in eqn.invars if hasattr(atom, "val")]
+        return "quick" if any(x.ndim == 0 and abs(float(x) - _QUICK) < 1e-3 for x in numbers) else ""
+    return _FORMS.get(eqn.primitive.name, "")

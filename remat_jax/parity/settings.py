@@ -31,7 +31,7 @@ def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[t
     The check holds either way: whether a setting matters is for the values to say. Both models are read in the dtype of the
     PyTorch model as it was given. Where the modules cannot be read, the check says why.
     """
-    model = case.torch_module() if case.builds else case.torch_module
+    model = case.torch()
     dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()), "float32")
     found, unread = _precision(), ""
     try:

@@ -31,8 +31,8 @@ def torch_peak(side: TorchSide, dtype: str, mode: str) -> tuple[int | None, str]
             return torch_ref.peak_bytes(build).device_bytes, "tracked on fake tensors, without an optimizer"
     # The same step has run on real tensors: whatever is raised here, bare assertions of PyTorch's too, is for their being fake.
     except Exception as error:
-        said = str(error).splitlines() or [type(error).__name__]
-        return None, f"not on fake tensors: {said[0][:200]}"
+        text = " ".join(str(error).split()) or type(error).__name__
+        return None, f"not on fake tensors: {text}"
 
 
 def _empty_model(model: Any) -> None:

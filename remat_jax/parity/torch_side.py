@@ -118,11 +118,8 @@ class TorchSide:
                 f"modes has {mode!r}, but the PyTorch model has no list of modules of one class: "
                 "name the class to checkpoint with torch_blocks, or give modes=('off',)"
             )
-        for path in self.block_paths:
-            # A block in evaluation is not checkpointed; what is inside it stays as it is, dropout too.
-            model.get_submodule(path).training = True
         try:
-            with torch_ref.checkpoint_blocks(model, dict.fromkeys(self.blocks, mode)):
+            with torch_ref.checkpoint_blocks(model, dict.fromkeys(self.blocks, mode), in_evaluation=True):
                 yield
         except torch_ref.TorchRefError as error:
             raise ArgumentError(f"modes: {mode!r} in PyTorch: {error}") from error
@@ -140,21 +137,22 @@ class TorchSide:
             gc.unfreeze()
 
     def tables(self) -> list[str]:
-        """Buffers that are in no state dict and were not computed in float64: `.double()` keeps their rounding."""
+        """Buffers that are in no state dict and were not computed in float64: `.double()` keeps their rounding.
+
+        Whole numbers, as in a mask or a number to mask with, have none.
+        """
         if self.case.builds:
             return []
         model = self.case.torch_module
-        return [
-            n for n, b in model.named_buffers() if n not in self.weights and str(b.dtype) in ("torch.float32", "torch.bfloat16")
-        ]
+        small = ("torch.float32", "torch.bfloat16")
+        tables = ((name, x) for name, x in model.named_buffers() if name not in self.weights and str(x.dtype) in small)
+        return [name for name, x in tables if not (x == x.round()).all()]
 
     def _copy(self, dtype: str) -> Any:
         import torch
 
         with _precisely(dtype):
-            model = self.case.torch_module() if self.case.builds else copy.deepcopy(self.case.torch_module)
-            if not isinstance(model, torch.nn.Module):
-                raise ArgumentError(f"torch_module() gave a {type(model).__name__}: expected a torch.nn.Module")
+            model = self.case.torch() if self.case.builds else copy.deepcopy(self.case.torch_module)
             _refuse_spoilt(model)
             return model.to(getattr(torch, dtype))
 
@@ -190,7 +188,8 @@ class TorchSide:
                     "torch_module gives outputs without a graph, so that nothing has a gradient: do not detach them"
                 )
             return loss
-        loss = self.case.loss[0](result)
+        with running("loss", "computed of PyTorch's output"):
+            loss = self.case.loss[0](result)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ArgumentError(f"loss gave {repr(loss)[:80]} for PyTorch: expected a scalar tensor that depends on the model")
         return loss.reshape(())

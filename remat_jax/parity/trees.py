@@ -57,6 +57,24 @@ def _children(value: Any) -> dict[Any, Any] | None:
     return None
 
 
+def fields(value: Any) -> dict[str, Any]:
+    """The parts of an output that have names, by these."""
+    return {name: child for name, child in (_children(value) or {}).items() if isinstance(name, str)}
+
+
+def in_order(value: Any) -> list[Any]:
+    """The arrays of an output, those with names in the order of these: frameworks keep the keys of a dict in different orders.
+
+    >>> in_order({"b": (np.ones(1), None), "a": np.zeros(1)})
+    [array([0.]), array([1.])]
+    """
+    children = _children(value)
+    if children is None:
+        return [value] if hasattr(value, "shape") and hasattr(value, "dtype") else []
+    named = all(isinstance(name, str) for name in children)
+    return [leaf for name in (sorted(children) if named else children) for leaf in in_order(children[name])]
+
+
 def same_names(torch: Mapping[str, tuple[int, ...]], flax: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """Flax's name → PyTorch's, of outputs given as name → shape; a single array on both sides may be called differently.
 

@@ -3,47 +3,121 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from remat_jax.porting.links import Shape, fit
 from remat_jax.porting.pattern import Pattern, Target
 from remat_jax.porting.rule import Rule
 from remat_jax.porting.rules import Rules
 
-_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)|^(\d+)(?=\.)")
+_NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d{0,8})(?!\d)")
+_LETTERS = "ijklmn"
+
+Names = list[list[str]]
+"""The names of a rule, PyTorch's first, each split at its numbers: text, number, text, …"""
 
 
 def compress(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]) -> Rules:
-    """The same map with `{i}` for the number of a layer; as it is where that would say something else."""
-    shorter = tuple(dict.fromkeys(_general(rule) for rule in rules.rules))
-    result = Rules(shorter, rules.ties, rules.extra, rules.missing)
+    """The same map with `{i}`, `{j}`, … for numbers that run, such as a layer's.
+
+    Rules that differ in numbers alone become one rule, unless the map would be another with it.
+    """
     tied = {other.text for _, other in rules.ties}
     names = {name: shape for name, shape in tensors.items() if name not in tied}
-    before, after = (fit(each, names, arrays) for each in (rules, result))
-    same = [sorted((link.torch, link.flax, str(link.rule.transform)) for link in each[0]) for each in (before, after)]
-    return result if same[0] == same[1] and not after[1] else rules
+
+    def links(these: Sequence[Rule]) -> tuple[set[tuple[object, ...]], list[str]]:
+        good, problems = fit(Rules(tuple(these), rules.ties, rules.extra, rules.missing), names, arrays)
+        return {(link.torch, link.flax, str(link.rule.transform)) for link in good}, problems
+
+    wanted = links(rules.rules)
+    groups: dict[object, list[Rule]] = {}
+    for rule in rules.rules:
+        groups.setdefault(_skeleton(rule), []).append(rule)
+    shorter = {key: list(_general(group)) for key, group in groups.items()}
+    every = [rule for group in shorter.values() for rule in group]
+    if links(every) == wanted:
+        return Rules(tuple(every), rules.ties, rules.extra, rules.missing)
+    # One of them takes a name of another: each is tried by itself.
+    for key in groups:
+        trial = {**groups, key: shorter[key]}
+        if len(shorter[key]) < len(groups[key]) and links([rule for group in trial.values() for rule in group]) == wanted:
+            groups = trial
+    return Rules(tuple(rule for group in groups.values() for rule in group), rules.ties, rules.extra, rules.missing)
 
 
-def _general(rule: Rule) -> Rule:
-    """The rule with its first number that stands in all names as a placeholder."""
-    if any(name.placeholders for name in rule.torch) or any(target.placeholders for target in rule.flax):
+def _split(rule: Rule) -> Names:
+    """The pieces of every name: numbers stand at odd places."""
+    texts = [*(name.text for name in rule.torch), *map(str, rule.flax)]
+    pieces = []
+    for text in texts:
+        ends = [0, *(end for match in _NUMBER.finditer(text) for end in match.span()), len(text)]
+        pieces.append([text[start:end] for start, end in zip(ends, ends[1:], strict=False)])
+    return pieces
+
+
+def _skeleton(rule: Rule) -> object:
+    """What is the same in rules that differ in numbers alone; a rule with placeholders stays by itself."""
+    if rule.torch[0].placeholders:
         return rule
-    for match in _NUMBER.finditer(rule.torch[0].text):
-        number = match[0]
-        torch = [_put(_NUMBER, name.text, number) for name in rule.torch]
-        flax = [_in_target(target, number) for target in rule.flax]
-        if None not in torch and None not in flax:
-            return Rule(tuple(Pattern(name) for name in torch if name), tuple(t for t in flax if t), rule.transform)
-    return rule
+    return str(rule.transform), len(rule.torch), tuple(tuple(pieces[::2]) for pieces in _split(rule))
 
 
-def _put(pattern: re.Pattern[str], text: str, number: str) -> str | None:
-    places = [match for match in pattern.finditer(text) if match[0] == number]
-    return f"{text[: places[0].start()]}{{i}}{text[places[0].end() :]}" if places else None
+def _general(rules: Sequence[Rule]) -> Iterator[Rule]:
+    """As few rules as say the same as these, of one skeleton."""
+    whole = [_split(rule) for rule in rules]
+    varying = [place for place in _places(whole[0][0]) if len({names[0][place] for names in whole}) > 1]
+    if len(rules) == 1 or not varying:
+        yield from rules
+        return
+    placed = _with_placeholders(whole, varying)
+    if placed:
+        count = len(rules[0].torch)
+        flax = tuple(Target.parse(path) for path in placed[count:])
+        yield Rule(tuple(Pattern(name) for name in placed[:count]), flax, rules[0].transform)
+        return
+    # A number that the other names do not follow is left in place: a rule for each.
+    parted = []
+    for place in varying:
+        parts: dict[str, list[Rule]] = {}
+        for rule, names in zip(rules, whole, strict=True):
+            parts.setdefault(names[0][place], []).append(rule)
+        parted.append([rule for part in parts.values() for rule in _general(part)])
+    yield from min(parted, key=len)
 
 
-def _in_target(target: Target, number: str) -> Target | None:
-    if target.index and target.index[0] == Pattern(number):
-        return Target(target.path, (Pattern("{i}"), *target.index[1:]))
-    path = _put(re.compile(r"(?<=_)\d+(?=/)"), target.path.text, number)
-    return Target(Pattern(path), target.index) if path else None
+def _with_placeholders(whole: Sequence[Names], varying: Sequence[int]) -> list[str] | None:
+    """The names with a placeholder for each varying number of the first; None where another name does not follow."""
+    letters: dict[str, list[int]] = {}
+    for place in varying:
+        values = [int(names[0][place]) for names in whole]
+        if not _followed(values, letters)[0] and len(letters) < len(_LETTERS):
+            letters[_LETTERS[len(letters)]] = values
+    found = []
+    for number, name in enumerate(whole[0]):
+        pieces, used = list(name), set[str]()
+        for place in _places(name):
+            values = [int(names[number][place]) for names in whole]
+            if len(set(values)) == 1:
+                continue
+            letter, offset = _followed(values, letters)
+            if not letter:
+                return None
+            used.add(letter)
+            pieces[place] = f"{{{letter}{f'{offset:+d}' if offset else ''}}}"
+        if used != letters.keys():
+            return None
+        found.append("".join(pieces))
+    return found
+
+
+def _followed(values: list[int], letters: Mapping[str, list[int]]) -> tuple[str, int]:
+    """The placeholder that these numbers follow at one distance, and the distance; an empty one where there is none."""
+    for letter, others in letters.items():
+        offsets = {value - other for value, other in zip(values, others, strict=True)}
+        if len(offsets) == 1:
+            return letter, offsets.pop()
+    return "", 0
+
+
+def _places(pieces: Sequence[str]) -> range:
+    return range(1, len(pieces), 2)

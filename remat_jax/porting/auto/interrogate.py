@@ -100,14 +100,19 @@ def _equal(space: Space, gradients: Values, one: int, other: int) -> bool:
 
 
 def unexercised(pair: Pair, space: Space, answer: Candidate) -> list[str]:
-    """The tensors of modules that the outputs do not depend on at all, so that nothing can be proved of them."""
-    values = pair.generic(5)
+    """The tensors of modules that the outputs do not depend on at all, so that nothing can be proved of them.
+
+    A gradient of 0 is not enough: a frozen weight has none, and the outputs change with it.
+    """
+    values, other = pair.generic(5), pair.generic(6)
     gradients = pair.flax_gradients(space.rules(answer), values)
     total = max((float(np.abs(x).max(initial=0)) for x in gradients.values()), default=0.0)
     found = []
     for unit in range(len(answer.places)):
         names = [name for name in space.names(unit) if name in gradients]
-        if all(float(np.abs(gradients[name]).max(initial=0)) <= 1e-13 * total for name in names):
+        if any(float(np.abs(gradients[name]).max(initial=0)) > 1e-13 * total for name in names):
+            continue
+        if pair.change(space.rules(answer), values, space.with_one_other(values, other, unit)) <= LIMIT:
             found += names
     return found
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from remat_jax.errors import PortingError
+from remat_jax.errors import PortingError, RematError, described
 from remat_jax.porting.float64 import keep_float64
 from remat_jax.porting.rules import Rules
 from remat_jax.porting.tensors import as_numpy, is_torch
@@ -33,6 +34,8 @@ def as_module(flax_module: Any) -> Any:
     """The Flax module that is given, or that a function of a dtype makes in float64."""
     if isinstance(flax_module, (nn.Module, nnx.Module)):
         return flax_module
+    if wrapped := wrapper_text(flax_module):
+        raise PortingError(wrapped)
     made = flax_module("float64") if callable(flax_module) else None
     if not isinstance(made, (nn.Module, nnx.Module)):
         raise PortingError(
@@ -41,11 +44,50 @@ def as_module(flax_module: Any) -> Any:
     return made
 
 
+def wrapper_text(flax_module: Any) -> str:
+    """What to do with a wrapper that holds a module, such as those of transformers; empty for all else."""
+    inner = getattr(flax_module, "module", None)
+    if isinstance(flax_module, (nn.Module, nnx.Module, type)) or not isinstance(inner, nn.Module):
+        return ""
+    return (
+        f"flax_module is a {type(flax_module).__name__}, which holds a module and is none: give its module, "
+        f"a {type(inner).__name__}, as flax_module=wrapper.module, and its arguments as that takes them (by flax_call)"
+    )
+
+
+def torch_copy(torch_module: Any) -> Any:
+    """A copy in float64 of the PyTorch module that is given, or what a function makes in float64."""
+    import torch
+
+    is_module = isinstance(torch_module, torch.nn.Module)
+    if not is_module and not callable(torch_module):
+        raise PortingError(
+            f"torch_module={repr(torch_module)[:120]}: expected a torch.nn.Module, or a function that builds one."
+        )
+    with keep_float64():
+        made = copy.deepcopy(torch_module) if is_module else torch_module()
+    if not isinstance(made, torch.nn.Module):
+        raise PortingError(f"torch_module() gave a {type(made).__name__}: expected a torch.nn.Module.")
+    return made.double()
+
+
+@contextlib.contextmanager
+def _running(argument: str, module: Any) -> Iterator[None]:
+    """Whatever a model raises, as an error that says whose it is; the model's own is its cause."""
+    try:
+        yield
+    except RematError:
+        raise
+    except Exception as error:
+        text = f"{argument}: {type(module).__name__} cannot be run on inputs: {described(error)}"
+        raise PortingError(text) from error
+
+
 class Pair:
     """A PyTorch and a Flax model, run with the same values; the caller's PyTorch module is copied, never changed."""
 
     def __init__(self, torch_module: Any, flax_module: Any, inputs: Any, variables: Any, calls: tuple[Any, Any]) -> None:
-        self.torch = copy.deepcopy(torch_module).double()
+        self.torch = torch_copy(torch_module)
         self.torch_call, self.flax_call = (call or (lambda model, *args, **kwargs: model(*args, **kwargs)) for call in calls)
         self.args, self.kwargs = _inputs(inputs)
         self.module = as_module(flax_module)
@@ -80,11 +122,15 @@ class Pair:
                 f"the outputs have the shapes {shapes} in PyTorch and Flax; make them equal with torch_call or flax_call."
             )
         self._check_dtype(ours)
-        named = ({f"output {i}": x for i, x in enumerate(each)} for each in (theirs, ours))
-        worst = _largest(*named)
-        if not gradients or worst[0] > LIMIT:
+        worst = _largest(_named(theirs), _named(ours))
+        if not gradients or worst[0] > LIMIT or not their_gradients:
             return worst
         return max(worst, _largest(their_gradients, self.flax_gradients(rules, values)))
+
+    def change(self, rules: Rules, values: Values, others: Values) -> float:
+        """By how much Flax's outputs differ between two sets of values, relatively."""
+        before, after = (self._outputs(self.leaves(rules, each)) for each in (values, others))
+        return _largest(_named(before), _named(after))[0]
 
     def _answer(self, values: Values, gradients: bool) -> tuple[list[np.ndarray], Values]:
         """PyTorch's answer, which is asked for once where several maps are held against it."""
@@ -93,7 +139,7 @@ class Pair:
         return self._last[2]
 
     def run_torch(self, values: Values, *, gradients: bool = True) -> tuple[list[np.ndarray], Values]:
-        """PyTorch's outputs, and the gradients of its parameters; 0 where a parameter has none."""
+        """PyTorch's outputs, and the gradients of its parameters that are not frozen; 0 where there is none."""
         import torch
 
         with torch.no_grad():
@@ -106,12 +152,12 @@ class Pair:
         def convert(x: Any) -> Any:
             return torch.from_numpy(np.array(x))
 
-        with keep_float64(), torch.set_grad_enabled(gradients):
+        named = {name: p for name, p in self.torch.named_parameters() if p.requires_grad} if gradients else {}
+        with keep_float64(), torch.set_grad_enabled(gradients), _running("torch_module", self.torch):
             result = self.torch_call(self.torch, *map(convert, self.args), **{k: convert(v) for k, v in self.kwargs.items()})
             outputs = [x for x in _leaves(result) if is_torch(x) and x.is_floating_point()]
-            if gradients:
+            if named:
                 sum((x * torch.from_numpy(_weights(i, x.shape))).sum() for i, x in enumerate(outputs)).backward()
-        named = dict(self.torch.named_parameters()) if gradients else {}
         found = {name: np.zeros(p.shape) if p.grad is None else as_numpy(p.grad) for name, p in named.items()}
         return [as_numpy(x) for x in outputs], found
 
@@ -146,6 +192,10 @@ class Pair:
         return sum(jnp.sum(x * _weights(i, x.shape)) for i, x in enumerate(outputs))
 
     def _flax_outputs(self, leaves: dict[str, Any]) -> list[Any]:
+        with _running("flax_module", self.module):
+            return self._run_flax(leaves)
+
+    def _run_flax(self, leaves: dict[str, Any]) -> list[Any]:
         tree = self.variables.rebuild(leaves)
         if isinstance(self.module, nn.Module):
             # Statistics are written in training, and of no interest here.
@@ -162,7 +212,8 @@ class Pair:
         if given is not None:
             return given
         init: Callable[..., Any] = nn.init(self.flax_call, self.module)
-        return jax.eval_shape(lambda: init(jax.random.key(0), *self.args, **self.kwargs))
+        with _running("flax_module", self.module):
+            return jax.eval_shape(lambda: init(jax.random.key(0), *self.args, **self.kwargs))
 
     def _check_dtype(self, outputs: list[np.ndarray]) -> None:
         small = sorted({x.dtype.name for x in outputs} - {"float64"})
@@ -196,6 +247,10 @@ def _leaves(result: Any) -> list[Any]:
 def _weights(index: int, shape: Any) -> np.ndarray:
     """What an output is multiplied by to make a loss: all different, so that no gradient is hidden in a sum."""
     return np.random.default_rng((7, index)).normal(size=tuple(shape))
+
+
+def _named(outputs: list[Any]) -> Values:
+    return {f"output {i}": np.asarray(x) for i, x in enumerate(outputs)}
 
 
 def _largest(reference: Values, candidate: Values) -> tuple[float, str]:

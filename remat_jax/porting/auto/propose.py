@@ -37,7 +37,8 @@ def propose(
 
     `inputs` are arrays for both models: a tuple of positional ones, or a dictionary by name. `torch_call` and `flax_call` run
     a model otherwise than `model(*inputs)`, each `call(model, *inputs)`, as where one takes images with channels last.
-    `flax_module` may be a function of a dtype, for modules whose dtype is baked in. `variables` are those of a Linen module
+    `torch_module` may be a function that builds the model. `flax_module` may be a function of a dtype, for modules whose dtype
+    is baked in. `variables` are those of a Linen module
     that `init` cannot make; `rules` are held to, and cover what they match.
 
     Raises:
@@ -53,8 +54,8 @@ def propose(
     {i}.bias -> params/layers_{i}/bias
     """
     with jax.enable_x64(True):
-        _refuse_random(torch_module)
         pair = Pair(torch_module, flax_module, inputs, variables, (torch_call, flax_call))
+        _refuse_random(pair.torch)
         space, start = _space(pair, as_rules(rules))
         answer = start
         if not _proved(pair, space, answer):
