@@ -9,7 +9,12 @@ EasyLM puts `nn.remat` around its blocks by its own `remat_block`; the policy gi
 written for the transformers and the JAX of its day: the few names that its model needs of them stand below. Printed by commit
 fe5b2c3 (12 August 2024) with JAX 0.10.2:
 
-@FIGURES@
+    as written: 90.9 GiB, 756 ms
+    full: 90.9 GiB, 758 ms
+    a step of a small one under off: loss 10.374083, parameters changed by 0.203429
+    a step of a small one under full: loss 10.374083, parameters changed by 0.203429
+
+No plan is asked for: its 32 layers are unrolled, and one compilation took more than two minutes on a busy machine of two cores.
 """
 
 from __future__ import annotations
@@ -53,7 +58,9 @@ class Output:
     logits: Any = None
 
     def __getitem__(self, index: int) -> Any:
-        return [one for one in (self.last_hidden_state, self.logits, self.hidden_states, self.attentions) if one is not None][index]
+        return [one for one in (self.last_hidden_state, self.logits, self.hidden_states, self.attentions) if one is not None][
+            index
+        ]
 
 
 def updated(config: Any, updates: Any) -> Any:
@@ -103,4 +110,4 @@ def job(size: str = "llama_7b", rows: int = 4, length: int = 2048) -> rj.Workloa
 
 
 if __name__ == "__main__":
-    show(job, lambda: job("debug", rows=2, length=64), budget="60%")
+    show(job, lambda: job("debug", rows=2, length=64), budget=None)

@@ -63,17 +63,25 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Nothing to run."""
 
 
-def show(job: Callable[[], rj.Workload], small: Callable[[], rj.Workload], budget: str, target: str = "h200") -> None:
+def show(
+    job: Callable[[], rj.Workload], small: Callable[[], rj.Workload] | None, budget: str | None, target: str = "h200"
+) -> None:
     """Print what policies take of `job`, the plan within `budget`, and one step of `small` without and with a policy."""
     for policy in POLICIES:
         report = rj.measure(job(), policy, target)
         seconds = "" if report.step_seconds is None else f", {report.step_seconds * 1e3:.0f} ms"
         print(f"{report.policy}: {report.device_bytes / 2**30:.1f} GiB{seconds}", flush=True)
-    plan = rj.plan(job(), budget, target)
-    runs = ", ".join(f"{part.layers} × {part.where.split()[0]} saving {part.saved_bytes / 2**30:.1f} GiB" for part in plan.parts)
-    print(f"plan within {budget}: {plan.device_bytes / 2**30:.1f} GiB: {runs or 'no checkpoints'}", flush=True)
-    for policy in ("off", "full"):
+    if budget is not None:
+        _show_plan(rj.plan(job(), budget, target), budget)
+    for policy in ("off", "full") if small is not None else ():
         print(f"a step of a small one under {policy}: {step(small(), policy)}", flush=True)
+
+
+def _show_plan(plan: rj.Plan, budget: str) -> None:
+    runs = ", ".join(
+        f"{part.layers} × {part.where.split()[0]} saving {part.saved_bytes / 2**30:.1f} GiB" for part in plan.parts
+    )
+    print(f"plan within {budget}: {plan.device_bytes / 2**30:.1f} GiB: {runs or 'no checkpoints'}", flush=True)
 
 
 def step(job: rj.Workload, policy: Any) -> str:
@@ -82,6 +90,8 @@ def step(job: rj.Workload, policy: Any) -> str:
     keys = iter(jax.random.split(jax.random.key(0), 10_000))
 
     def array(leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jnp.broadcast_to(jax.random.key(0), leaf.shape)
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.ones(leaf.shape, leaf.dtype)
         return 0.02 * jax.random.normal(next(keys), leaf.shape, leaf.dtype)
