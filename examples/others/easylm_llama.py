@@ -64,11 +64,13 @@ class Output:
 
 
 def updated(config: Any, updates: Any) -> Any:
+    """The options with others in their place."""
     config.update(ConfigDict(updates or {}).copy_and_resolve_references())
     return config
 
 
 def module(name: str, **contents: Any) -> None:
+    """Have `import` find a module of these contents."""
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__dict__.update(contents)
 

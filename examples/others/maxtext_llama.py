@@ -15,8 +15,8 @@ Printed by commit e591f30 (22 August 2026) with JAX 0.10.2:
     a step of a small one under off: loss 5.541267, parameters changed by 0.025215
     a step of a small one under full: loss 5.541267, parameters changed by 0.025215
 
-Its own `remat_policy="full"` and our `full` need the same bytes, 89,074,109,312, and compute the same 1382 matrix products. Its own
-`minimal` needs 110,574,087,856, our `dots_with_no_batch_dims` 768 bytes more, with 1190 products each.
+Its own `remat_policy="full"` and our `full` need the same 89,074,109,312 bytes and compute the same 1382 matrix products.
+Its own `minimal` needs 110,574,087,856 bytes, our `dots_with_no_batch_dims` 768 more, with 1190 products each.
 """
 
 from __future__ import annotations

@@ -78,10 +78,8 @@ def show(
 
 
 def _show_plan(plan: rj.Plan, budget: str) -> None:
-    runs = ", ".join(
-        f"{part.layers} × {part.where.split()[0]} saving {part.saved_bytes / 2**30:.1f} GiB" for part in plan.parts
-    )
-    print(f"plan within {budget}: {plan.device_bytes / 2**30:.1f} GiB: {runs or 'no checkpoints'}", flush=True)
+    runs = " and ".join(str(part.layers) for part in plan.parts)
+    print(f"plan within {budget}: {plan.device_bytes / 2**30:.1f} GiB, in runs of {runs} layers", flush=True)
 
 
 def step(job: rj.Workload, policy: Any) -> str:
