@@ -138,16 +138,18 @@ class _Adviser:
         primitive = buffer.name.rpartition(":")[2]
         # In the backward pass products give gradients of their operands, and a head's may be as large as the logits.
         is_gradient = buffer.phase == "backward" and primitive in ("dot_general", "transpose")
-        # XLA forgets of some fusions what they were made of.
-        is_unnamed = not buffer.module and buffer.name == primitive and buffer.phase == "other"
-        if is_unnamed and _elements(buffer.shape) in self._sizes_of_parameters:
-            return False
+        is_unnamed = self._is_unnamed(buffer)
         if buffer.phase in ("argument", RESULT) or is_gradient or (buffer.phase == "other" and not is_unnamed):
             return False
         return any(
             self._is_part(buffer, one.elements) and (one.is_head or is_unnamed or _is_inside(buffer.module, one.path))
             for one in products
         )
+
+    def _is_unnamed(self, buffer: LiveBuffer) -> bool:
+        """Whether a buffer is made by a fusion of which XLA has forgotten what it was made of, and is no gradient."""
+        is_unnamed = not buffer.module and ":" not in buffer.name and buffer.phase == "other"
+        return is_unnamed and _elements(buffer.shape) not in self._sizes_of_parameters
 
     def _is_part(self, buffer: LiveBuffer, elements: int) -> bool:
         """Whether a buffer may be what one device has of so many elements."""
@@ -180,7 +182,7 @@ class _Adviser:
         yield Advice(MICRO, saved - sums, f"rj.accumulate_gradients(loss, {MICRO_BATCHES})", why)
 
     def _is_activation(self, buffer: LiveBuffer) -> bool:
-        is_made = buffer.phase in ("forward", "recomputed", "backward")
+        is_made = buffer.phase in ("forward", "recomputed", "backward") or self._is_unnamed(buffer)
         return is_made and _elements(buffer.shape) not in self._sizes_of_parameters
 
     def _donation(self) -> Iterator[Advice]:

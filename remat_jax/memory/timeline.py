@@ -7,14 +7,17 @@ of a change that was not compiled (a head in chunks, an attention kernel) is rea
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from remat_jax.memory.live import LiveBuffer, Schedule
+from remat_jax.memory.live import LiveBuffer, Place, Schedule
 
-_LARGE = 0.002
-"""From which share of the peak on a buffer is followed by itself; smaller buffers count together."""
+_LARGE = 0.0002
+"""From which share of the peak on a buffer is followed by itself; smaller buffers count together. Of a large unrolled model one
+array of a layer is less than a thousandth, and the arrays of all layers are most of the memory.
+"""
 
 
 RESULT = "result"
@@ -26,7 +29,6 @@ class Span(NamedTuple):
 
     first: int
     last: int
-    place: int
     buffer: int
 
 
@@ -38,10 +40,10 @@ class Timeline:
       small: the most that small buffers take together in each segment, in bytes.
       buffers: the large buffers. The new value of a donated argument is that argument. Whatever else is there at the end of the
         step has the phase `result`.
-      spans: where they are alive; buffers of one place at one time are one buffer.
+      spans: where they are alive. Of buffers that lie in one place at one time, one has a span.
 
     >>> logits, kept = LiveBuffer("mul", "", "backward", 80, "f32[20]"), LiveBuffer("x", "", "forward", 60, "f32[15]")
-    >>> timeline = Timeline((5, 5, 5), (logits, kept), (Span(1, 1, 0, 0), Span(0, 2, 1, 1)))
+    >>> timeline = Timeline((5, 5, 5), (logits, kept), (Span(1, 1, 0), Span(0, 2, 1)))
     >>> timeline.peak(), timeline.peak(lambda buffer: 0.25 if buffer is logits else 1)
     (145, 85)
     """
@@ -52,12 +54,12 @@ class Timeline:
 
     def peak(self, share: Callable[[LiveBuffer], float] = lambda buffer: 1.0) -> int:
         """The most that is alive at one time, where `share` says which part of each large buffer is there."""
-        sizes = [share(one) * one.nbytes for one in self.buffers]
-        alive: list[dict[int, float]] = [{} for _ in self.small]
+        changes = [0.0] * (len(self.small) + 1)
         for span in self.spans:
-            for segment in range(span.first, span.last + 1):
-                alive[segment][span.place] = sizes[span.buffer]
-        return max((round(small + sum(large.values())) for small, large in zip(self.small, alive, strict=True)), default=0)
+            size = share(self.buffers[span.buffer]) * self.buffers[span.buffer].nbytes
+            changes[span.first] += size
+            changes[span.last + 1] -= size
+        return max((round(small + large) for small, large in zip(self.small, accumulate(changes), strict=False)), default=0)
 
     @classmethod
     def of(cls, schedule: Schedule) -> Timeline:
@@ -70,24 +72,38 @@ class Timeline:
         for moment, nbytes in schedule.totals(most=least - 1).items():
             segment = bisect_right(edges, moment) - 1
             small[segment] = max(small[segment], nbytes)
-        places = {place: number for number, place in enumerate(dict.fromkeys(schedule.places[value] for value in large))}
-        last = max((end for _, end in schedule.ranges.values()), default=0)
+        end_of_step = max((end for _, end in schedule.ranges.values()), default=0)
         described = {value: schedule.buffer(value) for value in large}
         for value, (_, end) in large.items():
-            if end == last and described[value].phase != "argument":
+            if end == end_of_step and described[value].phase != "argument":
                 described[value] = replace(described[value], phase=RESULT)
         # A donated argument's place takes its new value: that counts as the argument.
         arguments = {schedule.places[value]: one for value, one in described.items() if one.phase == "argument"}
         buffers: dict[LiveBuffer, int] = {}
-        spans = []
+        in_place: dict[Place, list[Span]] = {}
         for value, (start, end) in large.items():
-            buffer = buffers.setdefault(arguments.get(schedule.places[value], described[value]), len(buffers))
+            place = schedule.places[value]
+            buffer = buffers.setdefault(arguments.get(place, described[value]), len(buffers))
             first, last = bisect_right(edges, start) - 1, bisect_right(edges, end) - 1
-            spans.append(Span(first, last, places[schedule.places[value]], buffer))
-        return cls(tuple(small), tuple(buffers), tuple(spans))
+            in_place.setdefault(place, []).append(Span(first, last, buffer))
+        spans = tuple(one for together in in_place.values() for one in _apart(together))
+        return cls(tuple(small), tuple(buffers), spans)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
         """What `dataclasses.asdict` gave; anything else raises TypeError, KeyError or ValueError."""
         buffers = tuple(LiveBuffer(**one) for one in data["buffers"])
         return cls(tuple(data["small"]), buffers, tuple(Span(*one) for one in data["spans"]))
+
+
+def _apart(spans: list[Span]) -> Iterator[Span]:
+    """Spans of one place, where of several at one time the one that began last stands.
+
+    >>> list(_apart([Span(0, 9, 1), Span(3, 5, 2)]))
+    [Span(first=0, last=2, buffer=1), Span(first=3, last=5, buffer=2), Span(first=6, last=9, buffer=1)]
+    """
+    edges = sorted({edge for one in spans for edge in (one.first, one.last + 1)})
+    for start, end in pairwise(edges):
+        alive = [one for one in spans if one.first <= start <= one.last]
+        if alive:
+            yield Span(start, end - 1, max(alive).buffer)
