@@ -84,8 +84,8 @@ def known_paths(*arguments: Any) -> Iterator[None]:
 
 
 def is_tree_class(block: Any) -> bool:
-    """Whether `block` is a class of callable instances, and of no Flax module."""
-    if not isinstance(block, type) or issubclass(block, linen.Module | nnx.Module):
+    """Whether `block` is a class of callable instances, and neither of Flax modules nor of functions with bound arguments."""
+    if not isinstance(block, type) or issubclass(block, linen.Module | nnx.Module | functools.partial):
         return False
     return any("__call__" in vars(base) for base in block.__mro__)
 
