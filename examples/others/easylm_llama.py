@@ -80,10 +80,8 @@ module("transformers.configuration_utils", PretrainedConfig=PretrainedConfig)
 module("transformers.modeling_flax_outputs", FlaxBaseModelOutput=Output, FlaxCausalLMOutput=Output)
 module("transformers.modeling_flax_utils", FlaxPreTrainedModel=object)
 module("mlxu", config_dict=lambda **k: ConfigDict(k), config_placeholder=config_dict.placeholder, update_config_dict=updated)
-if not hasattr(pxla, "thread_resources"):
-    from jax._src import mesh
-
-    pxla.thread_resources = mesh.thread_resources  # JAX has moved it
+# JAX has taken it away; EasyLM asks it for the axes of its mesh, of which there are none here.
+pxla.thread_resources = types.SimpleNamespace(env=types.SimpleNamespace(physical_mesh=types.SimpleNamespace(axis_names=())))
 
 from EasyLM.models.llama import llama_model  # noqa: E402
 
