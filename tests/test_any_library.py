@@ -331,3 +331,21 @@ def test_a_plan_of_a_marked_function_is_a_file(tmp_path):
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(PlanningError, match="no function of that name is loaded"):
         rj.Plan.load(tmp_path / "other.json")
+
+
+def test_a_base_class_stands_for_its_subclasses():
+    class Base(eqx.Module):
+        up: jax.Array
+
+    class Tanh(Base):
+        def __call__(self, x):
+            return jnp.tanh(x @ self.up)
+
+    def loss(layers, x):
+        for layer in layers:
+            x = layer(x)
+        return x.sum()
+
+    layers, x = [Tanh(jnp.ones((WIDTH, WIDTH)))] * 3, jnp.ones((2, WIDTH))
+    full = rj.checkpoint_blocks(loss, {Base: "full"})
+    assert matmuls(jax.grad(full), layers, x) == matmuls(jax.grad(loss), layers, x) + 3

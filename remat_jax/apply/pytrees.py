@@ -26,6 +26,7 @@ from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import ArgumentError, nearest
 from remat_jax.policy import JaxPolicy, Policy
 
+_NOT_TREES = (linen.Module, nnx.Module, functools.partial)
 F = TypeVar("F", bound=Callable[..., Any])
 
 # id of a callable pytree among the arguments → its attribute path.
@@ -58,7 +59,8 @@ def path_of(module: Any) -> str:
 def intercepting(policies: BlockPolicies, arguments: tuple[Any, ...]) -> Iterator[None]:
     """Intercept the calls of the blocks of `policies` that are no Flax modules; a function's `arguments` tell the paths."""
     blocks = [block for block, _ in policies.entries]
-    classes: set[Any] = {cls for block in blocks if is_tree_class(block) for cls in (block, *with_own_call(block))}
+    named: list[Any] = [block for block in blocks if isinstance(block, type) and not issubclass(block, _NOT_TREES)]
+    classes: set[Any] = {cls for block in named for cls in (block, *with_own_call(block)) if is_tree_class(cls)}
     any_path = any(isinstance(block, str) for block in blocks)
     if not classes and not any_path:
         yield
@@ -85,9 +87,7 @@ def known_paths(*arguments: Any) -> Iterator[None]:
 
 def is_tree_class(block: Any) -> bool:
     """Whether `block` is a class of callable instances, and neither of Flax modules nor of functions with bound arguments."""
-    if not isinstance(block, type) or issubclass(block, linen.Module | nnx.Module | functools.partial):
-        return False
-    return any("__call__" in vars(base) for base in block.__mro__)
+    return isinstance(block, type) and not issubclass(block, _NOT_TREES) and scope.has_call(block)
 
 
 def callables(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

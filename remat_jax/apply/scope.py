@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from flax import linen, nnx
+
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.marking import CHECKPOINTS, Block, Marked, name_of
@@ -100,7 +102,7 @@ def checked_block(block: Any, argument: str = "block") -> Block:
     if isinstance(block, str) and block:
         return block
     if isinstance(block, type):
-        if any("__call__" in vars(base) for base in block.__mro__):
+        if issubclass(block, linen.Module | nnx.Module) or has_call(block) or any(map(has_call, type.__subclasses__(block))):
             return block
         raise ArgumentError(
             f"{argument}={block!r}: its instances are not called, as it has no __call__. Name a class that has one, or mark "
@@ -110,9 +112,14 @@ def checked_block(block: Any, argument: str = "block") -> Block:
         return block
     raise ArgumentError(
         f"{argument}={block!r}: expected a class whose instances are called (a Flax or Equinox module), a function marked with "
-        "@remat_jax.block, a glob on module paths such as 'layers_*', or 'checkpoints'; for a policy on a plain function use "
+        "@remat_jax.block, a glob on module paths such as 'layers_*', or 'checkpoints'; for a plain function use "
         "remat_jax.remat(function, policy)"
     )
+
+
+def has_call(cls: type) -> bool:
+    """Whether the instances of a class are called."""
+    return any("__call__" in vars(base) for base in cls.__mro__)
 
 
 marked: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
