@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from remat_jax import compat
 from remat_jax.apply import nnx as nnx_blocks
 from remat_jax.apply.blocks import under_policies
 from remat_jax.apply.marking import Block
-from remat_jax.apply.pytrees import callables, known_paths
+from remat_jax.apply.pytrees import ModelArrays
 from remat_jax.apply.replaced import AS_WRITTEN, OwnCheckpoints
 from remat_jax.apply.scope import checked_block
 from remat_jax.apply.switch import repeated_modules
@@ -67,45 +66,6 @@ class Step:
         if self.mesh is None:
             return self.arguments
         return jax.tree.map(local_struct, self.arguments, self.shardings)
-
-
-class _Model:
-    """The parameters of a workload: a pytree of arrays, or a model that is called, with other leaves among its arrays.
-
-    Attributes:
-      arrays: the pytree with None in place of what is no array.
-      trainable: None for all arrays, or which of a model's arrays have gradients: those of floating-point numbers.
-    """
-
-    def __init__(self, params: Any) -> None:
-        leaves, self._treedef = jax.tree.flatten(params)
-        is_model = any(map(compat.is_array, leaves)) and any(callables(params))
-        self._others = {nth: leaf for nth, leaf in enumerate(leaves) if is_model and not compat.is_array(leaf)}
-        kept = [None if nth in self._others else leaf for nth, leaf in enumerate(leaves)]
-        self.arrays = jax.tree.unflatten(self._treedef, kept) if self._others else params
-        mixed = not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in kept if leaf is not None) if is_model else False
-        self.trainable = (lambda path, leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)) if mixed else None
-
-    def whole(self, arrays: Any) -> Any:
-        """The model with these arrays."""
-        if not self._others:
-            return arrays
-        given = iter(jax.tree.leaves(arrays))
-        leaves = [self._others[nth] if nth in self._others else next(given) for nth in range(self._treedef.num_leaves)]
-        return jax.tree.unflatten(self._treedef, leaves)
-
-    def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """`loss` of the arrays alone."""
-        if not self._others:
-            return loss
-
-        @functools.wraps(loss)
-        def of_arrays(arrays: Any, *batch: Any) -> Any:
-            model = self.whole(arrays)
-            with known_paths(model):
-                return loss(model, *batch)
-
-        return of_arrays
 
 
 class Workload:
@@ -174,7 +134,7 @@ class Workload:
             raise ArgumentError(f"optimizer={optimizer!r}: expected an optax optimizer, with init and update")
         self.own = OwnCheckpoints(own_checkpoints)
         self.batch, self.optimizer = structs(batch, "batch"), optimizer
-        self._model = _Model(params)
+        self._model = ModelArrays(params)
         self.params = structs(self._model.arrays, "params")
         self.mesh, self.shardings = _on_mesh(mesh, shardings, self.params, self.batch)
         self.loss, self._own_loss, self._states = under(self.mesh, self._model.loss(loss)), loss, 0

@@ -118,7 +118,7 @@ def test_what_is_applied_gives_the_same_gradients(made, x64):
     params = model.init(jax.random.key(0), x)
     loss = lambda params, x: jnp.mean(model.apply(params, x) ** 2)  # noqa: E731
     wide = replace(plan, model=replace(plan.model, parameters=tuple((p, s, "float64") for p, s, _ in plan.model.parameters)))
-    planned = wide.apply(loss)
+    planned = wide.apply(loss, strict=False)  # another batch and dtype
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
     assert_same(jax.jit(jax.grad(planned))(params, x), jax.jit(jax.grad(loss))(params, x))
     assert flops(jax.grad(planned), params, x) > flops(jax.grad(loss), params, x)
@@ -146,7 +146,7 @@ def test_with_memory_enough_nothing_is_checkpointed():
     assert [name for name, _ in plan.tried] == ["off"] and plan.next_gib_seconds is None
     assert "Nothing is checkpointed" in plan.explain()
     fn = lambda params: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))  # noqa: E731
-    assert float(plan.apply(fn)(_ones())) == 2 * LAYERS * 4 * WIDTH * WIDTH
+    assert float(plan.apply(fn, strict=False)(_ones())) == 2 * LAYERS * 4 * WIDTH * WIDTH
 
 
 def _ones():

@@ -22,6 +22,7 @@ from remat_jax.planning.translate import named_candidate, own_candidate, policie
 from tests import plan_models
 from tests.plan_by_hand import PlannedLayer, part
 from tests.plan_by_hand import plan as planned
+from tests.planning_models import RATES, decoder
 from tests.test_plan_search import LAYER, NAMED, SAVE, STACK, Searched, own
 
 
@@ -138,6 +139,16 @@ def test_the_likeness_of_named_policies():
     assert named_candidate(described, "off").like is None and full.choices is None
 
 
+@pytest.mark.parametrize("name", ["full", "dots", "dots_with_no_batch_dims"])
+def test_the_parts_of_a_named_policy_take_together_what_it_takes(name):
+    described = describe(decoder(scan=True), "h200", rates=RATES)
+    candidate = named_candidate(described, name)
+    parts = parts_of(described, described.stack, candidate)
+    assert (
+        sum(one.layers * one.recompute_seconds for one in parts) == pytest.approx(candidate.seconds) and candidate.seconds > 0
+    )
+
+
 def test_a_file_carries_the_cuts_and_one_without_is_read(tmp_path):
     cut = rj.LayerPolicies.parse("2 x full || 1 x full | 1 x dots")
     parts = (part(0, 2, "full"), part(2, 1, "full"), part(3, 1, "dots"))
@@ -145,7 +156,7 @@ def test_a_file_carries_the_cuts_and_one_without_is_read(tmp_path):
     assert rj.Plan.load(plan.save(tmp_path / "plan.json")) == plan
     assert "PlannedLayer 2, in a scan of its own:" in plan.explain() and plan.explain().count("of its own") == 1
     data = json.loads((tmp_path / "plan.json").read_text())
-    assert data["version"] == 2 and [count for count, _ in data["policies"][0]["runs"]] == [2, 1, 1]
+    assert data["version"] == 3 and [count for count, _ in data["policies"][0]["runs"]] == [2, 1, 1]
     data["version"], data["policies"][0]["runs"] = 1, [[4, rj.Policy.parse("full").to_dict()]]
     (tmp_path / "old.json").write_text(json.dumps(data))
     assert rj.Plan.load(tmp_path / "old.json").policies == {PlannedLayer: rj.LayerPolicies.parse("4 x full")}

@@ -397,13 +397,3 @@ def test_what_is_empty_is_not_offloaded():
     job = rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Empty)
     (block,) = describe(job, "h200").stack.blocks
     assert [one.name for one in block.residuals if one.may_offload and not one.bytes] == []
-
-
-@pytest.mark.parametrize("name", ["full", "dots", "dots_with_no_batch_dims"])
-def test_the_parts_of_a_named_policy_take_together_what_it_takes(name):
-    described = describe(decoder(scan=True), "h200", rates=RATES)
-    candidate = named_candidate(described, name)
-    parts = parts_of(described, described.stack, candidate)
-    assert (
-        sum(one.layers * one.recompute_seconds for one in parts) == pytest.approx(candidate.seconds) and candidate.seconds > 0
-    )

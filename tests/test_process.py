@@ -214,7 +214,7 @@ def test_an_interrupted_call_ends_its_compilers(monkeypatch: pytest.MonkeyPatch,
             time.sleep(0.01)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib.import_module("remat_jax.memory.measure"), "residuals", interrupted)
+    monkeypatch.setattr(importlib.import_module("remat_jax.memory.measure"), "_residuals", interrupted)
     x, dense = jnp.ones((8, 8)), nn.Dense(8)
     job = rj.Workload(
         lambda params, x: jnp.sum(jnp.sin(dense.apply(params, x))), dense.init(jax.random.key(0), x), (x,), nn.Dense

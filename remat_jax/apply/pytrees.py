@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import linen, nnx
 
 from remat_jax import compat
@@ -83,6 +84,45 @@ def known_paths(*arguments: Any) -> Iterator[None]:
         yield
     finally:
         _paths.reset(token)
+
+
+class ModelArrays:
+    """The parameters of a workload: a pytree of arrays, or a model that is called, with other leaves among its arrays.
+
+    Attributes:
+      arrays: the pytree with None in place of what is no array.
+      trainable: None for all arrays, or which of a model's arrays have gradients: those of floating-point numbers.
+    """
+
+    def __init__(self, params: Any) -> None:
+        leaves, self._treedef = jax.tree.flatten(params)
+        is_model = any(map(compat.is_array, leaves)) and any(callables(params))
+        self._others = {nth: leaf for nth, leaf in enumerate(leaves) if is_model and not compat.is_array(leaf)}
+        kept = [None if nth in self._others else leaf for nth, leaf in enumerate(leaves)]
+        self.arrays = jax.tree.unflatten(self._treedef, kept) if self._others else params
+        mixed = not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in kept if leaf is not None) if is_model else False
+        self.trainable = (lambda path, leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)) if mixed else None
+
+    def whole(self, arrays: Any) -> Any:
+        """The model with these arrays."""
+        if not self._others:
+            return arrays
+        given = iter(jax.tree.leaves(arrays))
+        leaves = [self._others[nth] if nth in self._others else next(given) for nth in range(self._treedef.num_leaves)]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """`loss` of the arrays alone."""
+        if not self._others:
+            return loss
+
+        @functools.wraps(loss)
+        def of_arrays(arrays: Any, *batch: Any) -> Any:
+            model = self.whole(arrays)
+            with known_paths(model):
+                return loss(model, *batch)
+
+        return of_arrays
 
 
 def is_tree_class(block: Any) -> bool:

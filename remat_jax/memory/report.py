@@ -138,7 +138,8 @@ class MemoryReport:
         """Plain data for JSON; the keys are the attribute names."""
         overlap = self.overlap.to_dict() if self.overlap else None
         more = {"overlap": overlap, "host_bytes_per_host": self.host_bytes_per_host, "exchanged_bytes": self.exchanged_bytes}
-        return asdict(self) | {"live": [asdict(one) for one in self.live]} | more
+        listed = {name: [asdict(one) for one in getattr(self, name)] for name in ("live", "advice")}
+        return asdict(self) | listed | more
 
     @property
     def live_bytes_by_module(self) -> dict[tuple[str, str], int]:
