@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import flax.nnx  # noqa: F401 - it looks for IPython, which may be a placeholder later
 import jax
 import jax.numpy as jnp
 

@@ -1,0 +1,54 @@
+"""Google DeepMind's Gemma 3 4B with Adafactor, 2 × 2048 tokens, one H200.
+
+    git clone https://github.com/google-deepmind/gemma && git -C gemma checkout 7691fd4
+    pip install kauldron etils einops jaxtyping typeguard ...  # what its imports ask for
+    PYTHONPATH=.:gemma python -m examples.others.gemma3
+    PYTHONPATH=.:gemma remat-jax plan examples/others/gemma3.py:job --target h200 --budget 50%
+
+Gemma's blocks have no checkpoint of their own; its 34 layers are unrolled, five of local attention to each of global.
+
+@FIGURES@
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import remat_jax as rj
+
+from .shared import show, without
+
+without("tensorflow", "clu", "tensorboard", "pandas", "IPython", "dialog", "sentencepiece")
+
+from gemma import gm  # noqa: E402
+from gemma.gm.nn._modules import Block  # noqa: E402
+
+
+def job(rows: int = 2, length: int = 2048, **sizes: Any) -> rj.Workload:
+    """A training step; `sizes` are Gemma's own names."""
+    model = gm.nn.Gemma3_4B(text_only=True)
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, **sizes)) if sizes else model
+    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+
+    def loss(params: Any, tokens: Any) -> jax.Array:
+        logits = model.apply(params, tokens).logits[:, :-1]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return rj.Workload(loss, params, (tokens,), blocks=Block, optimizer=optax.adafactor(1e-4), name="Gemma 3 4B")
+
+
+def small() -> rj.Workload:
+    """Six layers of width 64: five local, one global."""
+    sizes = {"embed_dim": 64, "hidden_dim": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "num_embed": 512}
+    kinds = gm.nn.Gemma3_4B.config.attention_types[:6]
+    return job(2, 64, **sizes, attention_types=kinds)
+
+
+if __name__ == "__main__":
+    show(job, small, "50%")
