@@ -151,9 +151,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "decoder/layers/1/self_attn",
             OUT,
         ),
-        Mutant(
-            "gpt2", at("", inside(gpt2, "attention_bias", inverted)), FORWARD, "", "input 1 of 'layers_0'"
-        ),
+        Mutant("gpt2", at("", inside(gpt2, "attention_bias", inverted)), FORWARD, "", "input 1 of 'layers_0'"),
         Mutant("llama", at("layers_1", inside(llama, "attention", inverted_bias)), FORWARD, "model/layers/1/self_attn", OUT),
     ],
     "a copy in the place of a tie": [
