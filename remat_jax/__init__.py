@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from remat_jax.apply.blocks import checkpoint_blocks
     from remat_jax.apply.jax_policies import jax_policy
     from remat_jax.apply.pytorch_style import checkpoint_sequential, gradient_checkpoint_forward
+    from remat_jax.apply.pytrees import block
     from remat_jax.apply.remat import remat
     from remat_jax.apply.replan import replan
     from remat_jax.apply.switch import disable_gradient_checkpointing, enable_gradient_checkpointing
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from remat_jax.planning.make import plan
     from remat_jax.planning.plan import Plan
     from remat_jax.policy import LayerPolicies, Policy
-    from remat_jax.train import accumulate_gradients, offload_optimizer
+    from remat_jax.train import accumulate_gradients, in_chunks, offload_optimizer
     from remat_jax.warning import RematWarning
     from remat_jax.workload import Workload
 
@@ -44,12 +45,14 @@ __all__ = [
     "RematWarning",
     "Workload",
     "accumulate_gradients",
+    "block",
     "checkpoint_blocks",
     "checkpoint_sequential",
     "disable_gradient_checkpointing",
     "doctor",
     "enable_gradient_checkpointing",
     "gradient_checkpoint_forward",
+    "in_chunks",
     "jax_policy",
     "largest_batch",
     "measure",
@@ -67,6 +70,7 @@ __all__ = [
 _HOMES = {
     "apply.blocks": ("checkpoint_blocks",),
     "apply.jax_policies": ("jax_policy",),
+    "apply.pytrees": ("block",),
     "apply.pytorch_style": ("checkpoint_sequential", "gradient_checkpoint_forward"),
     "apply.remat": ("remat",),
     "apply.replan": ("replan",),
@@ -82,7 +86,7 @@ _HOMES = {
     "planning.plan": ("Plan",),
     "policy": ("LayerPolicies", "Policy"),
     "warning": ("RematWarning",),
-    "train": ("accumulate_gradients", "offload_optimizer"),
+    "train": ("accumulate_gradients", "in_chunks", "offload_optimizer"),
     "workload": ("Workload",),
 }
 _HOME_OF = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}

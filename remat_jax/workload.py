@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
+from flax import nnx
 from jax.sharding import AbstractMesh
 
 from remat_jax import compat
+from remat_jax.apply import nnx as nnx_blocks
 from remat_jax.apply.blocks import under_policies
-from remat_jax.apply.nnx import known_paths
+from remat_jax.apply.marking import Block
+from remat_jax.apply.pytrees import callables, known_paths
 from remat_jax.apply.replaced import AS_WRITTEN, OwnCheckpoints
+from remat_jax.apply.scope import checked_block
 from remat_jax.apply.switch import repeated_modules
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.mesh import (
@@ -30,10 +34,11 @@ from remat_jax.mesh import (
 )
 from remat_jax.policy import as_block_policy, is_off
 from remat_jax.train import OffloadedOptimizer, plain
+from remat_jax.train.accumulate import value_and_grad_of_parts
 from remat_jax.train.structs import result_structs, structs
 from remat_jax.train.trainable import check_trained, path_text, split
 
-Blocks = tuple[type | str, ...]
+Blocks = tuple[Block, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +69,57 @@ class Step:
         return jax.tree.map(local_struct, self.arguments, self.shardings)
 
 
+class _Model:
+    """The parameters of a workload: a pytree of arrays, or a model that is called, with other leaves among its arrays.
+
+    Attributes:
+      arrays: the pytree with None in place of what is no array.
+      trainable: None for all arrays, or which of a model's arrays have gradients: those of floating-point numbers.
+    """
+
+    def __init__(self, params: Any) -> None:
+        leaves, self._treedef = jax.tree.flatten(params)
+        is_model = any(map(compat.is_array, leaves)) and any(callables(params))
+        self._others = {nth: leaf for nth, leaf in enumerate(leaves) if is_model and not compat.is_array(leaf)}
+        kept = [None if nth in self._others else leaf for nth, leaf in enumerate(leaves)]
+        self.arrays = jax.tree.unflatten(self._treedef, kept) if self._others else params
+        mixed = not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in kept if leaf is not None) if is_model else False
+        self.trainable = (lambda path, leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)) if mixed else None
+
+    def whole(self, arrays: Any) -> Any:
+        """The model with these arrays."""
+        if not self._others:
+            return arrays
+        given = iter(jax.tree.leaves(arrays))
+        leaves = [self._others[nth] if nth in self._others else next(given) for nth in range(self._treedef.num_leaves)]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """`loss` of the arrays alone."""
+        if not self._others:
+            return loss
+
+        @functools.wraps(loss)
+        def of_arrays(arrays: Any, *batch: Any) -> Any:
+            model = self.whole(arrays)
+            with known_paths(model):
+                return loss(model, *batch)
+
+        return of_arrays
+
+
 class Workload:
     """One training step of a model, described without running it.
 
     Args:
       loss: `loss(params, *batch)` gives a scalar, or a scalar and aux if `has_aux`.
-      params: pytree of arrays or `jax.ShapeDtypeStruct`; with the latter nothing is ever allocated.
+      params: pytree of arrays or `jax.ShapeDtypeStruct`; with the latter nothing is ever allocated. Or a model that is a
+        pytree and is called (an Equinox module, or a container of some): its arrays of floating-point numbers are the
+        parameters, as for `equinox.filter_value_and_grad`; its other arrays are frozen, and what is no array is left as it is.
       batch: a tuple of arguments, pytrees of the same.
-      blocks: the unit of checkpointing: a Linen or NNX module class, a tuple of them, or a glob on module paths.
+      blocks: the unit of checkpointing: a class whose instances are called (a Linen, NNX or Equinox module), a function that
+        `remat_jax.block` marked, a glob on module paths, a tuple of these, or `"checkpoints"`, the regions of `jax.checkpoint`
+        that the loss has.
       optimizer: an optax optimizer; its update is then part of the step.
       trainable: which parameters have gradients and optimizer state: None for all, a glob (or a tuple of globs) on parameter
         paths such as `"*lora*"`, or a function of the path and the leaf.
@@ -126,12 +174,14 @@ class Workload:
             raise ArgumentError(f"optimizer={optimizer!r}: expected an optax optimizer, with init and update")
         self.own = OwnCheckpoints(own_checkpoints)
         self.batch, self.optimizer = structs(batch, "batch"), optimizer
-        self.params = structs(params, "params")
+        self._model = _Model(params)
+        self.params = structs(self._model.arrays, "params")
         self.mesh, self.shardings = _on_mesh(mesh, shardings, self.params, self.batch)
-        self.loss, self._own_loss, self._states = under(self.mesh, loss), loss, 0
+        self.loss, self._own_loss, self._states = under(self.mesh, self._model.loss(loss)), loss, 0
         self.blocks = _checked_blocks(blocks)
-        self.trainable, self.has_aux, self.donate = trainable, has_aux, donate
-        check_trained(split(self.params, trainable)[0])
+        self.trainable = trainable if trainable is not None else self._model.trainable
+        self.has_aux, self.donate = has_aux, donate
+        check_trained(split(self.params, self.trainable)[0])
         self.name = name or str(getattr(loss, "__name__", "workload"))
         self._finished: Step | None = None
         self._check_loss()
@@ -184,7 +234,7 @@ class Workload:
         def of_params(params: Any, rest: Any, *batch: Any) -> Any:
             # Made anew at this level of tracing, or Flax would refuse to write to them (counters, statistics).
             merged = nnx.merge(graphdef, *jax.tree.map(lambda leaf: leaf, (params, rest)))
-            with known_paths(merged):
+            with nnx_blocks.known_paths(merged):
                 return loss(merged, *batch)
 
         of_params.__name__ = getattr(loss, "__name__", "loss")
@@ -233,14 +283,16 @@ class Workload:
             shardings = (first, *[None] * self._states, *others)
         kinds = ("optimizer", "trainable", "has_aux", "donate", "name")
         options = {name: getattr(self, name) for name in kinds} | {"own_checkpoints": self.own.choice}
-        made = Workload(self._own_loss, self.params, self.batch, self.blocks, mesh=found, shardings=shardings, **options)
+        made = Workload(
+            self._own_loss, self._model.whole(self.params), self.batch, self.blocks, mesh=found, shardings=shardings, **options
+        )
         made._states = self._states
         return made
 
     def with_loss(self, loss: Callable[..., Any]) -> Workload:
         """The same step of another loss, which takes the same arguments."""
         made = copy.copy(self)
-        made.loss, made._own_loss = under(self.mesh, loss), loss
+        made.loss, made._own_loss = under(self.mesh, self._model.loss(loss)), loss
         return made
 
     @property
@@ -284,12 +336,12 @@ class Workload:
         loss = self.with_policy(self.loss, policy)
         return (lambda trained, frozen, *batch: loss(join(trained, frozen), *batch)), trained, frozen
 
-    def step(self, policy: Any) -> Step:
-        """One training step under `policy`: the gradient, and the optimizer's update when there is one."""
+    def step(self, policy: Any, *, micro_batches: int = 1) -> Step:
+        """One training step under `policy`: the gradient (of several micro-batches), and an optimizer's update."""
         if self._finished is not None:
             return dataclasses.replace(self._finished, function=self.with_policy(self._finished.function, policy))
         loss, trained, frozen = self.split_loss(policy)
-        gradient = jax.value_and_grad(loss, has_aux=self.has_aux)
+        gradient = value_and_grad_of_parts(loss, micro_batches, has_aux=self.has_aux)
         batch_names = tuple(f"batch[{index}]" for index in range(len(self.batch)))
         if self.optimizer is None:
             names = ("parameters", "frozen parameters", *batch_names)
@@ -369,15 +421,9 @@ class Workload:
 
 def _checked_blocks(blocks: Any) -> Blocks:
     wanted = blocks if isinstance(blocks, tuple) else (blocks,)
-    for block in wanted:
-        is_module = isinstance(block, type) and issubclass(block, linen.Module | nnx.Module)
-        if not is_module and not (isinstance(block, str) and block):
-            raise ArgumentError(
-                f"blocks={blocks!r}: expected a flax.linen or flax.nnx module class, a tuple of them, or a glob on module paths"
-            )
     if not wanted:
-        raise ArgumentError("blocks=(): expected at least one module class or glob on module paths")
-    return wanted
+        raise ArgumentError("blocks=(): expected at least one class, marked function or glob on module paths")
+    return tuple(checked_block(block, "blocks") for block in wanted)
 
 
 def _on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[AbstractMesh | None, tuple[Any, ...]]:

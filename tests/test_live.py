@@ -202,6 +202,14 @@ def test_an_h200s_peak_is_told_by_module(scan: bool) -> None:
     assert f"{len(by_module) - 2} more" in shown and shown.count("MiB") >= 3
 
 
+def test_flags_that_have_xla_write_down_one_program_alone_take_nothing_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MaxText sets this one when its configuration is read."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_hlo_module_re=jit_train_step")
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    report = rj.measure(rj.Workload(lambda w, x: jnp.tanh(x @ w).sum(), x, (x,), blocks="*"), "off", "h200")
+    assert sum(one.nbytes for one in report.live) >= 3 * 64 * 64 * 4 and report.step_seconds is not None
+
+
 def test_several_devices_are_refused() -> None:
     model, x = Stack(False), jax.ShapeDtypeStruct((2, 256), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]

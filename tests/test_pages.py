@@ -56,6 +56,12 @@ def test_pages_that_compile_nothing(page: str, blocks: int) -> None:
     assert run(text_of(page), page, {"__name__": "page"}) == blocks
 
 
+def test_the_page_on_libraries() -> None:
+    written: dict[str, Any] = {"__name__": "page"}
+    assert run(text_of("docs/libraries.md"), "libraries.md", written) == 2
+    assert written["plan"].device_bytes <= 12_000_000 and written["job"].params.layers[0].up.weight.shape == (256, 64)
+
+
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_the_page_on_offload() -> None:
     assert run(text_of("docs/offload.md"), "offload.md", {"__name__": "page"}) == 4

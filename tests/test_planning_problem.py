@@ -369,12 +369,21 @@ def test_a_layer_behind_a_scan_of_its_kind_has_its_own_name():
     ]
 
 
-def test_a_block_under_vmap_is_refused_by_name():
-    model, params, x = of_layers(lambda x: Layer(name="a")(x))
-    batch = jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
-    job = rj.Workload(lambda p, x: jax.vmap(lambda one: model.apply(p, one).sum())(x).sum(), params, (batch,), Layer)
-    with pytest.raises(UnsupportedError, match="vmap"):
-        describe(job, "h200")
+@pytest.mark.parametrize("policy", ["full", "dots", "save: *:cos*"])
+def test_blocks_under_vmaps_are_those_of_the_whole_batch(policy):
+    """Two `vmap`s of two and of three: what is kept and computed again is six times as much."""
+    model, params, x = of_layers(lambda x: Layer(name="b")(Layer(name="a")(x)))
+    batch = jax.ShapeDtypeStruct((2, 3, *x.shape), x.dtype)
+
+    def loss(params: Any, x: Any) -> Any:
+        return jax.vmap(jax.vmap(lambda one: model.apply(params, one).sum()))(x).sum()
+
+    job = rj.Workload(loss, params, (batch,), Layer)
+    described = describe(job, "h200")
+    more = rj.residuals(job, policy).device_bytes - rj.residuals(job, "full").device_bytes
+    inputs = 2 * 6 * x.size * 4
+    assert (kept_bytes(described, "full")[0], kept_bytes(described, policy)[0]) == (inputs, inputs + more)
+    assert recompute_flops(described, policy) == step_flops(job, policy) - step_flops(job, "everything")
 
 
 class Empty(nn.Module):

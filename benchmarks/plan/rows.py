@@ -16,6 +16,7 @@ from remat_jax.planning import Plan
 from remat_jax.planning.make import leanest
 from remat_jax.planning.model import block_name
 from remat_jax.planning.problem import Described, Kind, extra_seconds, kept_bytes
+from remat_jax.planning.proposals import WORTH_COMPILING
 from remat_jax.planning.selectors import selectors
 from remat_jax.policy import LayerPolicies, Policy
 
@@ -98,9 +99,10 @@ def one_more(case: Case, described: Described, found: Plan, target: str) -> dict
 
 
 def further(described: Described, found: Plan) -> list[Further]:
-    """Every way to save one residual more in one run of equal layers that makes the step faster by the estimate."""
+    """Every way to save one residual more in one run of equal layers that is worth its compilation by the estimate."""
     if found.is_off:
         return []
+    worth = WORTH_COMPILING * found.base_seconds
     extra, kept, options = extra_seconds(described, found.policies), kept_bytes(described, found.policies)[0], []
     for part in found.parts:
         layers = range(part.first, part.first + part.layers * part.every, part.every)
@@ -114,7 +116,7 @@ def further(described: Described, found: Plan) -> list[Further]:
             if not residual.may_save or saved.intersection(members) or away.intersection(members):
                 continue
             policies = dict(found.policies) | {kind.block: saving(described, kind, found, layers, members)}
-            if extra_seconds(described, policies) < extra * (1 - 1e-9):
+            if extra_seconds(described, policies) < extra - worth:
                 more = kept_bytes(described, policies)[0] - kept
                 options.append(Further(part.where, residual.name, more, policies))
     return options

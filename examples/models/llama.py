@@ -173,7 +173,7 @@ class Llama(nn.Module):
 
     `mask` (B, T) is 1 for tokens and 0 for padding, without one nothing is padding; `positions` (B, T), by default
     0 … T − 1, are those of the rotations. `scan` stacks the layers' parameters on axis 0. `activations` says how what goes from
-    layer to layer lies on a mesh.
+    layer to layer lies on a mesh. `logits=False` gives what the head reads instead, (B, T, hidden_size).
 
     >>> model = Llama(LlamaConfig())
     >>> tokens = jnp.zeros((2, 5), jnp.int32)
@@ -187,7 +187,14 @@ class Llama(nn.Module):
     activations: PartitionSpec | None = None
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, mask: jax.Array | None = None, positions: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        logits: bool = True,
+    ) -> jax.Array:
         config, length = self.config, tokens.shape[-1]
         table = nn.Embed(config.vocab_size, config.hidden_size, param_dtype=self.param_dtype, name="embed")
         x = embed(table, tokens, config.padding)
@@ -200,6 +207,8 @@ class Llama(nn.Module):
 
         x = run_blocks(block, config.num_layers, x, rotation, bias, scan=self.scan)
         x = RMSNorm(config.rms_norm_eps, self.param_dtype, name="norm")(x)
+        if not logits:
+            return x
         if config.tie_embeddings:
             return unembed(table, x)
         return nn.Dense(config.vocab_size, use_bias=False, param_dtype=self.param_dtype, name="lm_head")(x)

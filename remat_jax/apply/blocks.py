@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from remat_jax.apply.effect import Effect, run_under
+from remat_jax.apply.marking import Block
 from remat_jax.apply.own_checkpoints import check_choice
-from remat_jax.apply.scope import Block, BlockPolicies, Record
+from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.errors import ArgumentError
 
 P = ParamSpec("P")

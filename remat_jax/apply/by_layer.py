@@ -11,9 +11,10 @@ from flax.errors import TraceContextError
 
 from remat_jax import compat
 from remat_jax.apply import kept_programs
+from remat_jax.apply.marking import Block
 from remat_jax.apply.nnx import is_node, refuse_nodes
 from remat_jax.apply.nnx_state import Changes, Snapshot
-from remat_jax.apply.scope import Block, Record
+from remat_jax.apply.scope import Record
 from remat_jax.errors import UnsupportedError
 
 _CLOSED_OVER = (

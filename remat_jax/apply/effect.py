@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.apply import by_layer, linen, nnx, scope
-from remat_jax.apply.scope import Block, BlockPolicies, Record
+from remat_jax.apply import by_layer, linen, nnx, pytrees, regions, scope
+from remat_jax.apply.marking import Block
+from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.errors import BlockError, RematError
 
 Function = Callable[..., Any]
@@ -26,8 +27,7 @@ def run_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwar
     """`fn(*args, **kwargs)` with `policies` on its blocks, and what was traced meanwhile."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with linen.intercepting(), nnx.intercepting(policies, (args, kwargs)):
-            return fn(*args, **kwargs)
+        return with_blocks(policies, fn, args, kwargs)
 
     outer = scope.active()
     with scope.applying(policies) as found:
@@ -37,6 +37,13 @@ def run_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwar
         # What an enclosing call by layers has policies for is counted there.
         own = policies if outer is not None and outer.by_layer else together
         return by_layer.run(run, frozenset(block for block, _ in own.entries), args, kwargs, found), found
+
+
+def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`fn(*args, **kwargs)` with the calls of the blocks intercepted, of any library, and its checkpoint regions if asked."""
+    with linen.intercepting(), nnx.intercepting(policies, (args, kwargs)):
+        with pytrees.intercepting(policies, (*args, *kwargs.values())):
+            return regions.run(fn, args, kwargs)
 
 
 class Effect:
@@ -65,7 +72,7 @@ class Effect:
                 raise missed
             return
         _ever_reached.setdefault(self._policies, set()).update(found.reached)
-        signature = _signature(args, kwargs)
+        signature = call_signature(args, kwargs)
         if missed is not None and signature not in self._passed:
             self._try_anew(missed, (self._policies, self._code, signature), args, kwargs)
         if signature is not None:
@@ -110,7 +117,7 @@ def _traced(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs
     return records[0]
 
 
-def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """What the trace of a call depends on: structure, types of arrays and numbers, other values; None if it has no hash."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     kinds: list[Any] = []

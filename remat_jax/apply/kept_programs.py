@@ -19,7 +19,7 @@ import jax
 from remat_jax import compat
 from remat_jax.apply import layered
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.layer_marks import Block
+from remat_jax.apply.marking import Block
 from remat_jax.graph.alike import Original, has_plain_rules, holds_arrays, holds_functions
 from remat_jax.graph.walk import interpret, retrace
 

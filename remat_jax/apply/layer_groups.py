@@ -15,8 +15,8 @@ import jax
 
 from remat_jax import compat
 from remat_jax.apply.audit import layers_text
-from remat_jax.apply.layer_marks import Block, Positions, name_of
-from remat_jax.apply.marking import mark_of
+from remat_jax.apply.layer_marks import Positions
+from remat_jax.apply.marking import Block, mark_of, name_of
 from remat_jax.apply.overlap import unlinked
 from remat_jax.apply.region import bind_block
 from remat_jax.errors import UnsupportedError

@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from remat_jax.apply.marking import Mark, mark_of
+from remat_jax.apply.marking import Block, Mark, mark_of, name_of
 from remat_jax.errors import BlockError, UnsupportedError
 from remat_jax.graph.walk import bodies, equations
 from remat_jax.policy import LayerPolicies
 
-Block = type | str
 Positions = dict[Block, int]
 
 # JAX differentiates these by rules of their own: what stands inside is never reached.
@@ -33,11 +32,6 @@ def checked_counts(jaxpr: Any, blocks: frozenset[Block]) -> Counter[Block]:
         if isinstance(marked.policy, LayerPolicies) and marked.policy.layers != counts[marked.block]:
             raise BlockError(_another_number(marked.block, marked.policy, counts[marked.block]))
     return counts
-
-
-def name_of(block: Block) -> str:
-    """What messages call a block."""
-    return block if isinstance(block, str) else block.__name__
 
 
 def _another_number(block: Block, policies: LayerPolicies, found: int) -> str:

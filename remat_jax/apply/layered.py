@@ -14,8 +14,8 @@ from typing import Any
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.layer_groups import FULL, EquationGroup, Groups, in_parts, run_group
-from remat_jax.apply.layer_marks import Block, Positions, checked_counts, count, count_in, marks, move
-from remat_jax.apply.marking import Mark, bind_mark, mark_of, vmapped
+from remat_jax.apply.layer_marks import Positions, checked_counts, count, count_in, marks, move
+from remat_jax.apply.marking import Block, Mark, bind_mark, mark_of, vmapped
 from remat_jax.apply.overlap import unlinked
 from remat_jax.apply.region import bind_block
 from remat_jax.apply.segments import Cut, Segment, Spans, is_opened

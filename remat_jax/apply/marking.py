@@ -7,7 +7,7 @@ jaxpr in it, which `layered` replaces in the traced function.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +20,29 @@ from remat_jax import compat
 from remat_jax.errors import UnsupportedError
 from remat_jax.policy import JaxPolicy, LayerPolicies, Policy
 
+Block = type | str | Callable[..., Any]
+"""A class whose instances are called (a Flax module or another), a function marked by `block`, or a glob on module paths."""
+
+CHECKPOINTS = "checkpoints"
+"""The regions of `jax.checkpoint` that a function has, as blocks."""
+
+
+def name_of(block: Block) -> str:
+    """What messages call a block."""
+    return block if isinstance(block, str) else block.__name__
+
 
 @dataclass(frozen=True)
 class Marked:
     """What stands for the policy of a block while a function is traced: a mark is made.
 
     Attributes:
-      block: the module class or glob that the policy was given for.
+      block: what the policy was given for.
       policy: policies by layer, or the same policy for every layer.
       keeps: whether the model's own checkpoints stay around the block.
     """
 
-    block: type | str
+    block: Block
     policy: Policy | JaxPolicy | LayerPolicies
     keeps: bool = False
 
@@ -116,10 +127,9 @@ def _batch(
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, mark: Mark) -> Any:
-    block = mark.marked.block if isinstance(mark.marked.block, str) else mark.marked.block.__name__
     raise UnsupportedError(
-        f"block={block}: policies by layer are set on the whole function, which takes the gradient of this block inside. Give "
-        "checkpoint_blocks the loss function, and take the gradient of what it returns."
+        f"block={name_of(mark.marked.block)}: policies by layer are set on the whole function, which takes the gradient of "
+        "this block inside. Give checkpoint_blocks the loss function, and take the gradient of what it returns."
     )
 
 

@@ -6,7 +6,6 @@ NNX leaves no module paths in the jaxpr; they are added while a block is traced,
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -15,9 +14,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from remat_jax import compat
-from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.calls import Call, Scopes, dispatching, entered, patched, with_own_call
 from remat_jax.apply.marking import Marked
 from remat_jax.apply.nnx_state import Changes, Snapshot
 from remat_jax.apply.region import run_block
@@ -25,12 +23,6 @@ from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import UnsupportedError
 from remat_jax.policy import JaxPolicy, Policy
 
-Call = Callable[..., Any]
-
-# The ids of the modules whose own call is being traced under its policy already.
-_inside: ContextVar[tuple[int, ...]] = ContextVar("inside", default=())
-# The globs whose blocks are being traced: a glob means the outermost modules that it matches.
-_globs: ContextVar[tuple[str, ...]] = ContextVar("globs", default=())
 # id of a module → its path from the outermost module that is known.
 _paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B039 - never mutated, only replaced
 
@@ -114,21 +106,6 @@ def refuse_nodes(outputs: Any, what: str) -> None:
             )
 
 
-def is_inside(module: nnx.Module) -> bool:
-    """Whether `module`'s own call is being traced under its policy."""
-    return id(module) in _inside.get()
-
-
-@contextmanager
-def entered(module: nnx.Module) -> Iterator[None]:
-    """While `module`'s own call runs inside its checkpoint, it is not checkpointed again."""
-    token = _inside.set((*_inside.get(), id(module)))
-    try:
-        yield
-    finally:
-        _inside.reset(token)
-
-
 # --- module paths -----------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +130,7 @@ def named_submodules(block: nnx.Module) -> Iterator[None]:
         id(node): "/".join(map(str, path)) for path, node in nnx.iter_graph(block) if isinstance(node, nnx.Module) and path
     }
     classes = {type(node) for path, node in nnx.iter_graph(block) if isinstance(node, nnx.Module) and path}
-    scopes = _Scopes(names)
+    scopes = Scopes(names)
 
     def wrap(original: Call) -> Call:
         @functools.wraps(original)
@@ -165,27 +142,6 @@ def named_submodules(block: nnx.Module) -> Iterator[None]:
 
     with patched(classes, wrap):
         yield
-
-
-class _Scopes:
-    """The named scope of a module, relative to that of the module that is being called around it."""
-
-    def __init__(self, names: dict[int, str]) -> None:
-        self.names, self.around = names, ContextVar("around", default="")
-
-    @contextmanager
-    def entered(self, module: Any) -> Iterator[None]:
-        name, around = self.names.get(id(module)), self.around.get()
-        if name is None or name == around:
-            yield
-            return
-        relative = name.removeprefix(around + "/") if around else name
-        token = self.around.set(name)
-        try:
-            with jax.named_scope(relative):
-                yield
-        finally:
-            self.around.reset(token)
 
 
 # --- intercepting -----------------------------------------------------------------------------------------------------
@@ -202,7 +158,7 @@ def intercepting(policies: BlockPolicies, arguments: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for root in roots:
             stack.enter_context(known_paths(root))
-        stack.enter_context(patched(classes, _dispatching))
+        stack.enter_context(patched(classes, functools.partial(dispatching, path_of=path_of, call=call)))
         yield
 
 
@@ -210,111 +166,7 @@ def _block_classes(policies: BlockPolicies) -> Iterable[type]:
     """The classes whose own `__call__` runs a block: the named ones with their subclasses, or all if a glob is asked for."""
     for block, _ in policies.entries:
         if isinstance(block, str):
-            yield from _with_own_call(nnx.Module)
-        elif issubclass(block, nnx.Module):
-            yield from _with_own_call(block)
+            yield from with_own_call(nnx.Module)
+        elif isinstance(block, type) and issubclass(block, nnx.Module):
+            yield from with_own_call(block)
             yield block
-
-
-def _with_own_call(cls: Any) -> Iterable[type]:
-    for subclass in cls.__subclasses__():
-        if "__call__" in vars(subclass):
-            yield subclass
-        yield from _with_own_call(subclass)
-
-
-def _dispatching(original: Call) -> Call:
-    @functools.wraps(original)
-    def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        policies = scope.active()
-        if policies is None or is_inside(self):
-            return original(self, *args, **kwargs)
-        found = scope.record()
-        path = path_of(self)
-        found.modules.setdefault(path, type(self).__name__)
-        entry = policies.find(type(self), path, _globs.get())
-        if entry is None:
-            return original(self, *args, **kwargs)
-        block, policy = entry
-        found.reached.add(block)
-        token = _globs.set((*_globs.get(), block) if isinstance(block, str) else _globs.get())
-        try:
-            with compat.blocks_around_which(checkpoints_stay=policies.keeps):
-                return call(self, original, policy, args, kwargs, found.audit)
-        finally:
-            _globs.reset(token)
-
-    return dispatch
-
-
-# Held for no longer than a class is changed: what runs meanwhile is the user's, and may wait for other threads.
-_patch_lock = threading.Lock()
-_patches: dict[type, _Patch] = {}
-# class → its call as it is wrapped here: another thread has a context of its own, with its own wraps.
-_wrapped: ContextVar[dict[type, Call]] = ContextVar("wrapped", default={})  # noqa: B039 - never mutated, only replaced
-
-
-@contextmanager
-def patched(classes: Iterable[type], wrap: Callable[[Call], Call]) -> Iterator[None]:
-    """Replace each class's `__call__` by `wrap` of it; NNX has no hook of its own around a call.
-
-    Other threads may do the same meanwhile: each sees what it has wrapped itself, and the last one that leaves a class gives
-    it back the method that it had.
-    """
-    with ExitStack() as stack:
-        found = dict(_wrapped.get())
-        for cls in classes:
-            if any("__call__" in vars(base) for base in cls.__mro__):
-                original = stack.enter_context(_one_patched(cls))
-                found[cls] = wrap(found.get(cls, original))
-        token = _wrapped.set(found)
-        try:
-            yield
-        finally:
-            _wrapped.reset(token)
-
-
-class _Patch:
-    """A class whose `__call__` is replaced by what looks up how it is wrapped where it is called.
-
-    Attributes:
-      own: what the class itself had; None where it inherits its call.
-      original: what is called where it is not wrapped.
-      users: how many contexts have wrapped it.
-    """
-
-    def __init__(self, cls: Any) -> None:
-        before, self.own, self.users = cls.__call__, vars(cls).get("__call__"), 0
-
-        @functools.wraps(before)
-        def inherited(module: Any, *args: Any, **kwargs: Any) -> Any:
-            # Looked up when it is called: the base may be patched, or no longer.
-            return super(cls, module).__call__(*args, **kwargs)  # type: ignore[misc]
-
-        self.original = original = inherited if self.own is None else before
-
-        @functools.wraps(before)
-        def look_up(module: Any, *args: Any, **kwargs: Any) -> Any:
-            return _wrapped.get().get(cls, original)(module, *args, **kwargs)
-
-        cls.__call__ = look_up
-
-
-@contextmanager
-def _one_patched(cls: Any) -> Iterator[Call]:
-    with _patch_lock:
-        if cls not in _patches:
-            _patches[cls] = _Patch(cls)
-        patch = _patches[cls]
-        patch.users += 1
-    try:
-        yield patch.original
-    finally:
-        with _patch_lock:
-            patch.users -= 1
-            if not patch.users:
-                del _patches[cls]
-                if patch.own is None:
-                    del cls.__call__
-                else:
-                    cls.__call__ = patch.own

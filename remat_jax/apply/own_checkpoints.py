@@ -8,6 +8,9 @@ region.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from remat_jax import compat
@@ -43,8 +46,25 @@ def check_choice(own_checkpoints: Any) -> bool:
     return bool(own_checkpoints == "keep")
 
 
+_noted: ContextVar[list[Any] | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def noting_regions() -> Iterator[list[Any]]:
+    """While this holds, the body of every checkpoint region of the model's own that is traced is entered in the list."""
+    found: list[Any] = []
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
+
+
 def _gives_way(body: Any) -> bool:
     """Whether a checkpoint region with this body stands around a block whose policy takes its place; counts it."""
+    noted = _noted.get()
+    if noted is not None:
+        noted.append(body)
     asked = {compat.replaces_checkpoints(eqn) for eqn in equations(body)}
     for mark in filter(None, map(mark_of, equations(body))):
         if not _is_all_off(mark.marked.policy):

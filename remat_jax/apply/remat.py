@@ -13,6 +13,7 @@ from remat_jax import compat
 from remat_jax.apply import linen as linen_blocks
 from remat_jax.apply import nnx as nnx_blocks
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.calls import is_inside
 from remat_jax.apply.region import run_block
 from remat_jax.errors import ArgumentError, nearest
 from remat_jax.policy import JaxPolicy, Policy, as_policy
@@ -123,7 +124,7 @@ def _linen_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArgumen
 
 def _nnx_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if nnx_blocks.is_inside(self):
+        if is_inside(self):
             return target.__call__(self, *args, **kwargs)
         static.check(self, *args, **kwargs)
         audit = Audit()

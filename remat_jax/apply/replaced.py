@@ -8,8 +8,9 @@ from typing import Any
 import jax
 
 from remat_jax.apply.blocks import under_policies
+from remat_jax.apply.marking import Block
 from remat_jax.apply.own_checkpoints import check_choice
-from remat_jax.apply.scope import Block, BlockPolicies, Record
+from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.errors import RematError
 from remat_jax.graph.walk import checkpoints_around_blocks
 from remat_jax.warning import silenced
@@ -55,10 +56,13 @@ class OwnCheckpoints:
     def count(self, function: Callable[..., Any], blocks: Iterable[Block], arguments: tuple[Any, ...]) -> int:
         """How many give way when `function` runs its `blocks` under a policy; traced once, where it has to be."""
         if self._count is None:
-            kept = under_policies(function, BlockPolicies.of(dict.fromkeys(blocks, "full"), keeps=True))
+            records: list[Record] = []
+            kept = under_policies(function, BlockPolicies.of(dict.fromkeys(blocks, "full"), keeps=True), records.append)
             try:
                 with silenced():
-                    self._count = checkpoints_around_blocks(jax.make_jaxpr(kept)(*arguments))
+                    around = checkpoints_around_blocks(jax.make_jaxpr(kept)(*arguments))
+                # Regions that are blocks themselves give way whatever stays around blocks.
+                self._count = around + records[-1].replaced
             except RematError:
                 # A block that is never called: whoever asks for a policy is told.
                 self._count = 0

@@ -8,17 +8,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
-import jax
-
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.region import bind_block
+from remat_jax.apply.regions import retraced, run_region
 from remat_jax.errors import ArgumentError, BlockError
-from remat_jax.graph import plan_block
 from remat_jax.graph.rewrite import count_regions, leaving_blocks, rewrite
 from remat_jax.graph.walk import equations
-from remat_jax.policy import Policy, as_policy
+from remat_jax.policy import as_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,24 +53,10 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def replanned(*args: P.args, **kwargs: P.kwargs) -> R:
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        arrays = [index for index, leaf in enumerate(leaves) if compat.is_array(leaf)]
-
-        def flat(*values: Any) -> Any:
-            filled = list(leaves)
-            for index, value in zip(arrays, values, strict=True):
-                filled[index] = value
-            positional, named = jax.tree.unflatten(treedef, filled)
-            return fn(*positional, **named)
-
-        values = [leaves[index] for index in arrays]
-        jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*values)
-        # Blocks of an enclosing `checkpoint_blocks` have its policy, and the checkpoints around them gave way to it.
-        with leaving_blocks() if scope.active() is not None else contextlib.nullcontext():
-            return cast(R, jax.tree.unflatten(jax.tree.structure(shape), replan_regions(jaxpr, values)))
+        return cast(R, retraced(fn, args, kwargs, replan_regions))
 
     def replan_regions(jaxpr: Any, values: list[Any]) -> list[Any]:
-        if count_regions(jaxpr) == 0:
+        if _count(jaxpr) == 0:
             if any(compat.replaces_checkpoints(eqn) is not None for eqn in equations(jaxpr)):
                 return list(compat.jaxpr_function(jaxpr)(*values))
             raise BlockError(
@@ -81,7 +64,9 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
                 "checkpoint_blocks(fn, {BlockClass: policy}) to put a policy on the blocks of a model that has none."
             )
         audit = Audit()
-        outputs = rewrite(jaxpr, values, functools.partial(_run_region, checked, audit))
+        # Blocks of an enclosing `checkpoint_blocks` have its policy, and the checkpoints around them gave way to it.
+        with leaving_blocks() if scope.active() is not None else contextlib.nullcontext():
+            outputs = rewrite(jaxpr, values, functools.partial(run_region, checked, audit))
         audit.check()
         return outputs
 
@@ -106,12 +91,6 @@ def replanned_from(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Any] | N
         return None
 
 
-def _run_region(
-    policy: Any, audit: Audit, body: Any, path: str, inputs: list[bool], values: list[Any], looped: bool
-) -> list[Any]:
-    if isinstance(policy, Policy) and not policy.checkpoint:
-        return compat.jaxpr_function(body)(*values)
-    block = plan_block(body, policy, path, inputs)
-    audit.saw(path, block)
-    known = True if looped else None
-    return bind_block(block, values, looped=known, apart=known)
+def _count(jaxpr: Any) -> int:
+    with leaving_blocks() if scope.active() is not None else contextlib.nullcontext():
+        return count_regions(jaxpr)

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from remat_jax.apply.layer_groups import Groups, run_group, torn
-from remat_jax.apply.layer_marks import Block, Positions, name_of
+from remat_jax.apply.layer_marks import Positions
+from remat_jax.apply.marking import Block, name_of
 from remat_jax.errors import UnsupportedError
 from remat_jax.policy import LayerPolicies
 

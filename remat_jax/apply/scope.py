@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,12 +16,9 @@ from flax import linen, nnx
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.marking import Marked
+from remat_jax.apply.marking import CHECKPOINTS, Block, Marked, name_of
 from remat_jax.errors import ArgumentError, BlockError, NoEffectError, RematError, nearest
 from remat_jax.policy import JaxPolicy, LayerPolicies, Policy, as_block_policy
-
-Block = type | str
-"""A Linen or NNX module class, or a glob on module paths."""
 
 
 @dataclass(frozen=True)
@@ -27,26 +26,28 @@ class BlockPolicies:
     """Blocks and their policies, in the order in which they are tried.
 
     Attributes:
-      entries: pairs of a module class (subclasses count) or a glob on module paths, and its policy.
+      entries: pairs of a block (of a class, subclasses count) and its policy.
       keeps: whether the model's own checkpoints stay around the blocks.
+      waits: whether every block waits for its policy, as it does where any has policies by layer.
       trial: another number is another set of policies for JAX's trace caches; 0 outside of trials.
     """
 
     entries: tuple[tuple[Block, Policy | JaxPolicy | LayerPolicies], ...]
     keeps: bool = False
+    waits: bool = False
     trial: int = 0
 
     @property
     def by_layer(self) -> bool:
         """Whether any block has policies by layer, so that all wait for their policies until everything is traced."""
-        return any(isinstance(policy, LayerPolicies) for _, policy in self.entries)
+        return self.waits or any(isinstance(policy, LayerPolicies) for _, policy in self.entries)
 
     @classmethod
     def of(cls, policies: Mapping[Block, Any], *, keeps: bool = False) -> BlockPolicies:
         """Checked `policies`.
 
         Raises:
-          ArgumentError: `policies` is no mapping, is empty, or has a key that is neither a module class nor a glob.
+          ArgumentError: `policies` is no mapping, is empty, or has a key that is no block.
           PolicyError: a value is no policy.
         """
         if not isinstance(policies, Mapping) or not policies:
@@ -54,37 +55,75 @@ class BlockPolicies:
                 f"policies={policies!r}: expected a mapping from block to policy with at least one entry, "
                 'for example {DecoderLayer: "full"}'
             )
-        return cls(tuple((_checked(block), as_block_policy(value)) for block, value in policies.items()), keeps)
+        return cls(tuple((checked_block(block), as_block_policy(value)) for block, value in policies.items()), keeps)
 
     def find(self, module: type, path: str, entered: Sequence[str]) -> tuple[Block, Policy | JaxPolicy | Marked] | None:
         """The first entry that means a module of this class at this path, but for the globs that are `entered` already."""
         for block, policy in self.entries:
-            if block not in entered and (issubclass(module, block) if isinstance(block, type) else fnmatchcase(path, block)):
+            if block not in entered and _means(block, module, path):
                 if self.by_layer or isinstance(policy, LayerPolicies):
                     return block, Marked(block, policy, self.keeps)
                 return block, policy
+        return None
+
+    def find_function(self, function: Block) -> Policy | JaxPolicy | Marked | None:
+        """The policy of a marked function, or of `CHECKPOINTS`."""
+        for block, policy in self.entries:
+            if block == function:
+                if self.by_layer or isinstance(policy, LayerPolicies):
+                    return Marked(block, policy, self.keeps)
+                return policy
         return None
 
     def over(self, outer: BlockPolicies | None) -> BlockPolicies:
         """These entries first, then those of an enclosing call for other blocks."""
         mine = {block for block, _ in self.entries}
         inherited = tuple(entry for entry in outer.entries if entry[0] not in mine) if outer else ()
-        return BlockPolicies(self.entries + inherited, self.keeps, self.trial or (outer.trial if outer else 0))
+        trial = self.trial or (outer.trial if outer else 0)
+        return BlockPolicies(self.entries + inherited, self.keeps, self.waits, trial)
 
     def anew(self) -> BlockPolicies:
         """The same policies, under which no trace is cached yet."""
-        return BlockPolicies(self.entries, self.keeps, next(_trials))
+        return replace(self, trial=next(_trials))
 
 
-def _checked(block: Any) -> Block:
+def _means(block: Block, module: type, path: str) -> bool:
+    if isinstance(block, type):
+        return issubclass(module, block)
+    return isinstance(block, str) and block != CHECKPOINTS and fnmatchcase(path, block)
+
+
+def checked_block(block: Any, argument: str = "block") -> Block:
+    """`block`, if it can be one.
+
+    Raises:
+      ArgumentError: it is no class whose instances are called, no marked function and no text.
+    """
     if isinstance(block, str) and block:
         return block
-    if isinstance(block, type) and issubclass(block, linen.Module | nnx.Module):
+    if isinstance(block, type):
+        if issubclass(block, linen.Module | nnx.Module) or has_call(block) or any(map(has_call, type.__subclasses__(block))):
+            return block
+        raise ArgumentError(
+            f"{argument}={block!r}: its instances are not called, as it has no __call__. Name a class that has one, or mark "
+            "the function or method that runs a layer with @remat_jax.block and name that."
+        )
+    if inspect.isfunction(block) and block in marked:
         return block
     raise ArgumentError(
-        f"block={block!r}: expected a flax.linen or flax.nnx module class, or a glob on module paths such as 'layers_*'; "
-        "for a plain function use remat_jax.remat(function, policy)"
+        f"{argument}={block!r}: expected a class whose instances are called (a Flax or Equinox module), a function marked with "
+        "@remat_jax.block, a glob on module paths such as 'layers_*', or 'checkpoints'; for a plain function use "
+        "remat_jax.remat(function, policy)"
     )
+
+
+def has_call(cls: type) -> bool:
+    """Whether the instances of a class are called."""
+    return any("__call__" in vars(base) for base in cls.__mro__)
+
+
+marked: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+"""The functions that `block` returned."""
 
 
 @dataclass
@@ -157,10 +196,9 @@ def missed(policies: BlockPolicies, found: Record) -> RematError | None:
     """The error for a block of `policies` that was not called, or for a policy without effect; None if there is neither."""
     for block, _ in policies.entries:
         if block not in found.reached and block in found.overruled:
-            name = block if isinstance(block, str) else block.__name__
             return BlockError(
-                f"block={name}: another checkpoint_blocks inside has a policy for this block, which wins, so that this one has "
-                "no effect. Take one of the two away."
+                f"block={name_of(block)}: another checkpoint_blocks inside has a policy for this block, which wins, so that "
+                "this one has no effect. Take one of the two away."
             )
         if block not in found.reached:
             return BlockError(_never_called(block, found))
@@ -175,10 +213,16 @@ def _never_called(block: Block, found: Record) -> str:
     called = sorted({f"{path or '(root)'}: {name}" for path, name in found.modules.items()})
     listing = "; ".join(called[:12]) + (f"; and {len(called) - 12} more" if len(called) > 12 else "")
     seen = f"The modules that were called: {listing}." if called else "No module of this kind was called at all."
+    if block == CHECKPOINTS:
+        return (
+            "block='checkpoints': the function has no region of jax.checkpoint. Name the class or function that runs a layer."
+        )
     if isinstance(block, str):
         hint = nearest(block.strip("*"), list(found.modules))
         return f"block={block!r}: the glob matches the path of no module that was called.{hint} {seen}"
     hint = nearest(block.__name__, set(found.modules.values()))
+    if not isinstance(block, type):
+        return f"block={block.__name__}: this function was never called, so its policy has no effect.{hint} {seen}"
     return (
         f"block={block.__name__}: this class was never called, so its policy has no effect.{hint} {seen} "
         "Name the class whose __call__ runs once per layer."

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 
 from remat_jax import compat
 from remat_jax.apply.layer_groups import Groups
-from remat_jax.apply.layer_marks import Block, Positions, count, count_in, marks
-from remat_jax.apply.marking import mark_of
+from remat_jax.apply.layer_marks import Positions, count, count_in, marks
+from remat_jax.apply.marking import Block, mark_of
 from remat_jax.apply.scanned_groups import RoundGroups, scan_of_groups
 from remat_jax.graph import Row
 from remat_jax.graph.walk import bodies

@@ -9,7 +9,7 @@ from typing import Any
 from jax._src import ad_checkpoint as _ad_checkpoint
 
 from remat_jax.compat.jaxprs import closed, jaxpr_function
-from remat_jax.compat.rematerialisation import is_binding_ours
+from remat_jax.compat.rematerialisation import is_binding_ours, is_chunk_policy
 
 
 def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
@@ -23,7 +23,8 @@ def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
 
     @functools.wraps(bind)
     def bind_or_evaluate(*args: Any, jaxpr: Any, differentiated: bool, **params: Any) -> list[Any]:
-        if not differentiated and not is_binding_ours() and gives_way(closed(jaxpr)):
+        ours = is_binding_ours() or is_chunk_policy(params.get("policy"))
+        if not differentiated and not ours and gives_way(closed(jaxpr)):
             return list(jaxpr_function(closed(jaxpr))(*args))
         return list(bind(*args, jaxpr=jaxpr, differentiated=differentiated, **params))
 

@@ -70,6 +70,26 @@ def bind_checkpoint(jaxpr: Any, args: Sequence[Any], *, policy: Any, prevent_cse
         return list(_ad_checkpoint.remat_p.bind(*consts, *args, **params))
 
 
+def _one_chunk(*_: Any, **__: Any) -> bool:
+    """A policy of JAX's that keeps nothing, by which the checkpoint of a chunk is known."""
+    return False
+
+
+def chunk_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` under a checkpoint that keeps nothing, and that is no region of the model's: the body of a loop of chunks."""
+
+    def checkpointed(*args: Any) -> Any:
+        with classic_rematerialisation():
+            return jax.checkpoint(function, prevent_cse=False, policy=_one_chunk)(*args)
+
+    return checkpointed
+
+
+def is_chunk_policy(policy: Any) -> bool:
+    """Whether `policy` is that of a checkpoint of a chunk."""
+    return policy is _one_chunk
+
+
 def bind_name(eqn: Any, name: str, value: Any) -> Any:
     """Give `value` the established `name`, where `eqn` gives it."""
     with eqn_context(eqn), classic_rematerialisation():

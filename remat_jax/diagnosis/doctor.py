@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from remat_jax.apply.marking import name_of
 from remat_jax.apply.scope import BlockPolicies
-from remat_jax.diagnosis.compiled import compiled_traps, pinned_pool
+from remat_jax.diagnosis.beyond import compiled_advice
+from remat_jax.diagnosis.compiled import compiled_traps, pinned_pool, policy_of
 from remat_jax.diagnosis.findings import Diagnosis, Finding, merged
 from remat_jax.diagnosis.kept import kernel_run_again, keyless_random, parameter_kept
 from remat_jax.diagnosis.policies import named_for_offload, nothing_offloaded, unmatched_name, unreached_block
@@ -14,8 +16,9 @@ from remat_jax.diagnosis.watch import observe
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
+from remat_jax.memory.advice import Advice
 from remat_jax.memory.devices import check_devices
-from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
+from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout, measure
 from remat_jax.policy import LayerPolicies, Policy, as_block_policy, is_off
 from remat_jax.warning import silenced
 from remat_jax.workload import Workload
@@ -68,6 +71,9 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     trap is named where tracing or compiling shows it, not by how code is written. Nothing is run. With a target the step is
     compiled, with a second one to compare where a trap needs it.
 
+    With a target the diagnosis also has `advice`: changes that give back memory which no policy on the blocks reaches. An
+    optimizer's state on the host, micro-batches and donation are compiled for it; the others are estimated.
+
     Random numbers of `jax.random` are no trap: drawn again with the same key they are the same. A `jax.checkpoint` that was
     meant to have a policy and has `None` cannot be told from one that is meant to recompute everything.
 
@@ -109,11 +115,14 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     observed = observe(workload, policies)
     found = [finding for trap in TRAPS for finding in trap(observed)]
     is_refused = policies is not None and bool(REFUSED & {one.trap for one in found})
+    advice: tuple[Advice, ...] = ()
     if described is not None and not is_refused:
         found += compiled_traps(observed, described, timeout)
+        asked = policy_of(observed)
+        advice = compiled_advice(workload, asked, measure(workload, asked, described, timeout), described, timeout)
     else:
         found += pinned_pool(observed)
-    return Diagnosis(workload.name, text, _name(described), merged(found), len(observed.regions), replaced)
+    return Diagnosis(workload.name, text, _name(described), merged(found), len(observed.regions), replaced, advice)
 
 
 def _name(target: Target | None) -> str | None:
@@ -125,7 +134,7 @@ def _is_none(workload: Workload, policy: Any) -> list[Finding]:
     return [
         Finding(
             "policy_none",
-            block if isinstance(block, str) else block.__name__,
+            name_of(block),
             "",
             "policy=None is no policy: jax.checkpoint and nn.remat recompute everything then, others take it for none, "
             "and remat_jax refuses it",
@@ -140,7 +149,7 @@ def _policies(workload: Workload, policy: Any) -> tuple[BlockPolicies | None, st
     """The policies of the blocks (None for `off`), and what they are called."""
     if isinstance(policy, dict):
         policies = workload.own.policies(policy)
-        named = [f"{block if isinstance(block, str) else block.__name__}: {_text(one)}" for block, one in policies.entries]
+        named = [f"{name_of(block)}: {_text(one)}" for block, one in policies.entries]
         return policies, ", ".join(named)
     checked = as_block_policy(policy)
     if is_off(checked):

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from remat_jax.apply.replaced import replaced_text
+from remat_jax.memory.advice import Advice
 from remat_jax.report.tables import render, table
 
 
@@ -42,6 +43,7 @@ class Diagnosis:
       findings: the mistakes; empty if there is none.
       regions: how many different checkpointed regions there are; equal blocks, and those of one scan, count once.
       replaced_checkpoints: how many checkpoints of the model's own around the blocks gave way to the policy.
+      advice: what would take memory away beyond the policy; no mistake, and without a target empty.
     """
 
     workload: str
@@ -50,6 +52,7 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     regions: int
     replaced_checkpoints: int = 0
+    advice: tuple[Advice, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -69,12 +72,14 @@ class Diagnosis:
             "findings": [asdict(one) for one in self.findings],
             "regions": self.regions,
             "replaced_checkpoints": self.replaced_checkpoints,
+            "advice": [asdict(one) for one in self.advice],
         }
 
     def __rich__(self) -> Any:
         where = f"compiled for {self.target}" if self.target else "traced, not compiled"
         title = f"{self.workload} under {self.policy} ({where}): {_counted(len(self.findings), 'trap')}"
         remark = f"\n{replaced_text(self.replaced_checkpoints)}." if self.replaced_checkpoints else ""
+        remark += "".join(f"\nbeyond the blocks: {one}" for one in self.advice)
         if self.ok:
             regions = _counted(self.regions, "different checkpointed region") if self.regions else "nothing is checkpointed"
             more = "" if self.target else "\nName a GPU as target to look for the traps that only compiling shows."

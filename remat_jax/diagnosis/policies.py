@@ -10,6 +10,7 @@ import jax
 
 from remat_jax import compat
 from remat_jax.apply.audit import closest
+from remat_jax.apply.marking import name_of
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import Observed, Region
@@ -22,7 +23,7 @@ from remat_jax.policy import Action, JaxPolicy, LayerPolicies, Policy
 def unreached_block(observed: Observed) -> Iterator[Finding]:
     """Blocks that are never called, so that their policy is nowhere."""
     for block, why in observed.unreached.items():
-        name = block if isinstance(block, str) else block.__name__
+        name = name_of(block)
         problem, _, remedy = why.partition(": ")[2].rstrip(".").rpartition(". ")
         if not remedy.startswith(("Name", "Take")):
             problem, remedy = f"{problem}. {remedy}", "Correct the glob: it is matched against module paths"

@@ -14,7 +14,8 @@ from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.effect import run_under
-from remat_jax.apply.scope import Block, BlockPolicies
+from remat_jax.apply.marking import Block
+from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import BlockError, RematError, UnsupportedError
 from remat_jax.graph import PlannedBlock, is_smooth, plan_block
 from remat_jax.graph.count import count, eqn_flops

@@ -137,7 +137,7 @@ def region_body(eqn: Any) -> Any | None:
         inside = body.jaxpr.eqns
         # A tied block is a block around a block.
         return region_body(inside[0]) if len(inside) == 1 and compat.is_block(inside[0]) else body
-    if not compat.is_checkpoint(eqn):
+    if not compat.is_checkpoint(eqn) or compat.is_chunk_policy(eqn.params.get("policy")):
         return None
     body, params = compat.checkpoint_parts(eqn)
     if params.get("differentiated"):

@@ -23,7 +23,7 @@ from remat_jax.memory.exporting import Program
 
 VARIABLE = "REMAT_JAX_CACHE"
 MOST_FILES = 1000
-"""Files kept, of some 10 kB each; beyond it the oldest go."""
+"""Files kept, of some 10 kB each, and of 1 MB for the largest unrolled models; beyond it the oldest go."""
 
 _ENVIRONMENT = ("JAX_", "XLA_", "TF_", "CUDA_", "NVIDIA_")
 _PACKAGES = ("jax", "nvidia")

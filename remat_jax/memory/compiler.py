@@ -21,10 +21,11 @@ from remat_jax.memory.exporting import export_step as export_step
 from remat_jax.memory.hlo import Module, parse
 from remat_jax.memory.kernels import Kernels, kernel_options, refuse
 from remat_jax.memory.limit import limit_options
-from remat_jax.memory.live import LiveBuffer, live_at_peak, named_arguments
+from remat_jax.memory.live import LiveBuffer, Schedule, named_arguments
 from remat_jax.memory.process import Children, Question, ask, compiler_environment
 from remat_jax.memory.schedule import Copies, Overlap, read_overlap
 from remat_jax.memory.slots import scanned_offload_is_miscompiled
+from remat_jax.memory.timeline import Timeline
 
 MOST_CHILDREN = 4
 """Compiling processes at a time: each holds a compiler of its own, about 1 GB."""
@@ -41,6 +42,7 @@ class Sizes:
 
     Attributes:
       live: what is on the device at the peak; empty for the target `cpu`.
+      timeline: what is on the device over the schedule; None for the target `cpu`.
       overlap: how the copies to and from the host are scheduled; None where there are none, or a rate of the target's is not
         known.
       miscompiled: whether a loop copies another slot of a host buffer than the program asks for; None where the compiled text
@@ -67,6 +69,7 @@ class Sizes:
     untiled: bool = False
     step_seconds: float | None = None
     limit_options: dict[str, int] = field(default_factory=dict, hash=False)
+    timeline: Timeline | None = None
 
     @property
     def device(self) -> int:
@@ -91,7 +94,8 @@ class Sizes:
         sent = data["collectives"]
         collectives = None if sent is None else tuple(Collective(**one) for one in sent)
         live = tuple(LiveBuffer(**one) for one in data["live"])
-        return cls(**data | {"live": live, "overlap": overlap, "collectives": collectives})
+        timeline = None if data["timeline"] is None else Timeline.from_dict(data["timeline"])
+        return cls(**data | {"live": live, "overlap": overlap, "collectives": collectives, "timeline": timeline})
 
 
 def compile_programs(
@@ -212,7 +216,9 @@ def _entry(folder: Path, program: Program, target: Target, options: dict[str, An
     entry["mesh"] = program.mesh
     if target.kind == "gpu":
         # Having XLA write down what it decided costs no time that could be measured.
-        entry["compiler_options"] = options | {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
+        dump = {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
+        # A program may have set XLA_FLAGS to write down its own step alone, as MaxText does.
+        entry["compiler_options"] = options | dump | {"xla_dump_hlo_module_re": ".*"}
         entry["text"] = str(folder / "compiled.hlo")
     return entry
 
@@ -280,11 +286,19 @@ def _sizes(answer: dict[str, Any], folder: Path, program: Program, target: Targe
     seconds = None if overlap is None else overlap.step_seconds
     sent: tuple[Collective, ...] | None = None
     live: tuple[LiveBuffer, ...] = ()
+    timeline: Timeline | None = None
     if module is not None:
         seconds = _step_seconds(module, target) if overlap is None else seconds
         sent = read_collectives(module) if program.mesh else None
-        live = _live(module, dump, program)
-    seen = {"live": live, "overlap": overlap, "miscompiled": miscompiled, "collectives": sent, "untiled": answer["untiled"]}
+        live, timeline = _live(module, dump, program)
+    seen = {
+        "live": live,
+        "timeline": timeline,
+        "overlap": overlap,
+        "miscompiled": miscompiled,
+        "collectives": sent,
+        "untiled": answer["untiled"],
+    }
     return Sizes(**answer["sizes"], **seen, step_seconds=seconds)
 
 
@@ -310,12 +324,15 @@ def _step_seconds(module: Module, target: Target) -> float | None:
         return None  # a rate that the target does not say
 
 
-def _live(module: Module, dump: Path, program: Program) -> tuple[LiveBuffer, ...]:
-    """What is on the device at the peak, arguments by their names; empty where the compiler wrote nothing down."""
+def _live(module: Module, dump: Path, program: Program) -> tuple[tuple[LiveBuffer, ...], Timeline | None]:
+    """What is on the device at the peak and over the schedule, arguments by their names; nothing where none is written down."""
     assignment, ranges = _last(dump, "-buffer-assignment.txt"), _last(dump, "-live-range.txt")
     if assignment is None or ranges is None:
-        return ()
-    return tuple(named_arguments(live_at_peak(module, assignment, ranges), program.arguments))
+        return (), None
+    schedule = Schedule(module, assignment, ranges)
+    timeline = Timeline.of(schedule)
+    timeline = replace(timeline, buffers=tuple(named_arguments(timeline.buffers, program.arguments)))
+    return tuple(named_arguments(schedule.at_peak(), program.arguments)), timeline
 
 
 def _copies(path: Path, target: Target) -> tuple[Overlap | None, bool | None]:

@@ -7,9 +7,10 @@ in the last file, is not used: it counts host buffers as device memory.
 
 from __future__ import annotations
 
+import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -106,33 +107,63 @@ class _Program:
         return home, self.instructions.get(self._loops.get(home, ""))
 
 
-def live_at_peak(program: str | Module, assignment: str, live_ranges: str) -> list[LiveBuffer]:
-    """The device buffers that are alive where the device holds most, the largest first.
+class Schedule:
+    """When each array of the device is alive in a compiled step, and where it lies.
 
     Args:
       program: the optimised program, `….after_optimizations.txt`, or that as it is parsed.
       assignment: `…-buffer-assignment.txt`.
       live_ranges: `…-live-range.txt`.
     """
-    places = _device_places(assignment)
-    found = [one for one in map(_RANGE.match, live_ranges.splitlines()) if one is not None]
-    ranges = {(one["name"], one["index"]): (int(one["start"]), int(one["end"])) for one in found}
-    placed = {value: one for value, one in ranges.items() if value in places}
-    peak = _fullest(placed, places)
-    # The state of a loop has a name outside and one inside: what lies in one place is one buffer.
-    most = {places[value]: value for value, (start, end) in placed.items() if start <= peak <= end}
-    module = _Program(parse(program))
-    # Of what lies in one place any name may be the one that a collective knows it by.
-    kinds = {
-        places[value]: kind
-        for value, kind in module.exchanged().items()
-        if value in places and value in ranges and ranges[value][0] <= peak <= ranges[value][1]
-    }
-    buffers = [
-        replace(_buffer(module, name, index, place.nbytes), collective=kinds.get(place, ""))
-        for place, (name, index) in most.items()
-    ]
-    return sorted(buffers, key=lambda one: (-one.nbytes, one.name))
+
+    def __init__(self, program: str | Module, assignment: str, live_ranges: str) -> None:
+        self.places = _device_places(assignment)
+        found = [one for one in map(_RANGE.match, live_ranges.splitlines()) if one is not None]
+        ranges = {(one["name"], one["index"]): (int(one["start"]), int(one["end"])) for one in found}
+        self.ranges = {value: span for value, span in ranges.items() if value in self.places}
+        self._program = _Program(parse(program))
+
+    def buffer(self, value: _Value) -> LiveBuffer:
+        """What a value is."""
+        return _buffer(self._program, *value, self.places[value].nbytes)
+
+    def at_peak(self) -> list[LiveBuffer]:
+        """The device buffers that are alive where the device holds most, the largest first."""
+        totals = self.totals()
+        peak = max(totals, key=lambda moment: (totals[moment], -moment), default=0)
+        # The state of a loop has a name outside and one inside: what lies in one place is one buffer.
+        alive = {self.places[value]: value for value, (start, end) in self.ranges.items() if start <= peak <= end}
+        # Of what lies in one place any name may be the one that a collective knows it by.
+        kinds = {
+            self.places[value]: kind
+            for value, kind in self._program.exchanged().items()
+            if value in self.ranges and self.ranges[value][0] <= peak <= self.ranges[value][1]
+        }
+        buffers = [replace(self.buffer(value), collective=kinds.get(place, "")) for place, value in alive.items()]
+        return sorted(buffers, key=lambda one: (-one.nbytes, one.name))
+
+    def totals(self, least: int = 0, most: float = math.inf) -> dict[int, int]:
+        """The bytes of the buffers of `least` to `most` bytes, at each moment at which any buffer begins."""
+        events: dict[int, list[tuple[Place, int]]] = {}
+        for value, (start, end) in self.ranges.items():
+            for moment, change in ((start, 1), (end + 1, -1)):
+                events.setdefault(moment, []).append((self.places[value], change))
+        begins = {start for start, _ in self.ranges.values()}
+        alive: Counter[Place] = Counter()
+        total, found = 0, {}
+        for moment in sorted(events):
+            for place, change in events[moment]:
+                before, alive[place] = alive[place], alive[place] + change
+                if least <= place.nbytes <= most:
+                    total += place.nbytes * ((alive[place] > 0) - (before > 0))
+            if moment in begins:
+                found[moment] = total
+        return found
+
+
+def live_at_peak(program: str | Module, assignment: str, live_ranges: str) -> list[LiveBuffer]:
+    """The device buffers that are alive where the device holds most, the largest first; the arguments are `Schedule`'s."""
+    return Schedule(program, assignment, live_ranges).at_peak()
 
 
 def named_arguments(buffers: Iterable[LiveBuffer], names: Sequence[str]) -> list[LiveBuffer]:
@@ -150,38 +181,21 @@ def named_arguments(buffers: Iterable[LiveBuffer], names: Sequence[str]) -> list
     return found
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
+    """Where a buffer lies: several values may have one place, one after the other or as names of one array."""
+
     allocation: int
     offset: int
     nbytes: int
 
 
-def _fullest(ranges: Mapping[_Value, tuple[int, int]], places: Mapping[_Value, _Place]) -> int:
-    """The first moment at which the places of the values that are alive have most bytes together."""
-    begins, ends = defaultdict[int, list[_Place]](list), defaultdict[int, list[_Place]](list)
-    for value, (start, end) in ranges.items():
-        begins[start].append(places[value])
-        ends[end + 1].append(places[value])
-    users, held, most, peak = Counter[_Place](), 0, 0, 0
-    for moment in sorted({*begins, *ends}):
-        for place in ends[moment]:
-            users[place] -= 1
-            held -= 0 if users[place] else place.nbytes
-        for place in begins[moment]:
-            held += 0 if users[place] else place.nbytes
-            users[place] += 1
-        if held > most:
-            most, peak = held, moment
-    return peak
-
-
-def _device_places(assignment: str) -> dict[_Value, _Place]:
+def _device_places(assignment: str) -> dict[_Value, Place]:
     places, allocation = {}, 0
     for line in assignment.splitlines():
         if (header := _ALLOCATION.match(line)) is not None:
             allocation = int(header["number"])
         elif (one := _VALUE.match(line)) is not None and int(one["space"]) == DEVICE_SPACE:
-            places[one["name"], one["index"] or ""] = _Place(allocation, int(one["offset"]), int(one["bytes"]))
+            places[one["name"], one["index"] or ""] = Place(allocation, int(one["offset"]), int(one["bytes"]))
     return places
 
 

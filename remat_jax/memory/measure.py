@@ -16,6 +16,7 @@ from remat_jax.apply.replan import replan, replanned_from
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
+from remat_jax.memory.advice import advise, traced_products
 from remat_jax.memory.attached import measured_peak
 from remat_jax.memory.compiler import Sizes, compile_programs, export_step
 from remat_jax.memory.devices import check_devices, host_shortage
@@ -138,8 +139,15 @@ def _measured(
         compiling = pool.submit(compile_programs, programs, described, **told)
         # While the steps are compiled the losses are traced.
         tables = [_residuals(workload, one.policy) for one in asked]
+        products = traced_products(workload) if described.kind == "gpu" else ()
         sizes = {policy: compiling.result()[key] for policy, key in keys.items()}
-    reports = [_report(workload, one, table, described, sizes, limit) for one, table in zip(asked, tables, strict=True)]
+    reports = [
+        replace(
+            _report(workload, one, table, described, sizes, limit),
+            advice=advise(workload, sizes[one.policy], products, described.devices),
+        )
+        for one, table in zip(asked, tables, strict=True)
+    ]
     if not described.attached:
         return reports
     by_key = {one.key: one for one in programs}

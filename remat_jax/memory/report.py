@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from remat_jax.apply.replaced import replaced_text
+from remat_jax.memory.advice import SHOWN, Advice
 from remat_jax.memory.collectives import Collective, executed
 from remat_jax.memory.live import LiveBuffer
 from remat_jax.memory.residuals import SharedInput
@@ -70,6 +71,8 @@ class MemoryReport:
         asked for, or XLA's own is lower.
       step_seconds: the modelled time of the compiled schedule at the target's nominal rates, with copies to and from the host
         and without collectives; None for the target `cpu`, and where a rate is not known.
+      advice: changes beyond the policy that would give back at least 2 % of `device_bytes`, each taken by itself, the largest
+        first; empty for the target `cpu`.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_jax as rj
@@ -110,6 +113,7 @@ class MemoryReport:
     compiler_options: dict[str, int] = field(default_factory=dict, hash=False)
     step_seconds: float | None = None
     replaced_checkpoints: int = 0
+    advice: tuple[Advice, ...] = ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -185,6 +189,7 @@ class MemoryReport:
         for kind, (count, nbytes) in executed(self.collectives or ()).items():
             rows.append((f"{kind}: {count} arrays", nbytes, format_bytes(nbytes)))
         remarks = [replaced_text(self.replaced_checkpoints)] if self.replaced_checkpoints else []
+        remarks += [f"beyond the blocks: {one}" for one in self.advice if one.bytes >= SHOWN * self.device_bytes]
         caption = "\n".join([*remarks, *(f"warning: {one}" for one in self.warnings)])
         each = f", each of {self.devices} devices; residuals of all" if self.devices > 1 else ""
         title = f"{self.workload} under {self.policy} on {self.target}{each} (JAX {self.jax_version})"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from remat_jax import compat
-from remat_jax.apply.nnx import patched
+from remat_jax.apply.calls import patched
 from remat_jax.parity.capture import LOSS, argument_names
 from remat_jax.parity.taps import Label, differentiated, step_traced, tap
 from remat_jax.parity.trees import fields

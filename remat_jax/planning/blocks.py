@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from remat_jax import compat
-from remat_jax.apply import linen, nnx, scope
-from remat_jax.apply.audit import Audit
+from remat_jax.apply import scope
+from remat_jax.apply.effect import with_blocks
+from remat_jax.apply.marking import Batch, Block, Mark, mark_of, vmapped
 from remat_jax.errors import BlockError, UnsupportedError
-from remat_jax.graph import PlannedBlock, is_smooth
+from remat_jax.graph import PlannedBlock, is_smooth, plan_block
 from remat_jax.graph.flat import called
 from remat_jax.graph.flow import flagged, has, inner_flags
-from remat_jax.graph.walk import holds_block
+from remat_jax.graph.walk import bodies, equations
 from remat_jax.policy import Policy
 from remat_jax.workload import Workload
 
@@ -39,11 +41,12 @@ class Call:
       rounds: how often it runs: the length of the scan around it.
       scanned: whether there is one.
       nested: whether there are several, one in another, so that its calls cannot have policies of their own.
+      batches: the `vmap`s around it, the innermost first.
       within: each `shard_map` that it stands in, whose devices run it on a part of their own.
       position: where it comes first among all calls of its key; `stride` further for each round.
     """
 
-    key: type | str
+    key: Block
     path: str
     block: PlannedBlock
     live: tuple[bool, ...]
@@ -56,6 +59,22 @@ class Call:
     stride: int = 1
     nested: bool = False
     within: tuple[Any, ...] = ()
+    batches: tuple[Batch, ...] = ()
+
+    def batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` of the block's inputs under the `vmap`s around its call."""
+        for batch in self.batches:
+            function = vmapped(function, batch, len(batch.in_axes))
+        return function
+
+    @property
+    def in_avals(self) -> list[Any]:
+        """The types of its inputs under the `vmap`s around its call."""
+        avals = list(self.block.jaxpr.in_avals)
+        for batch in self.batches:
+            pairs = zip(avals, batch.in_axes, strict=True)
+            avals = [aval if axis is None else aval.update(shape=(batch.size, *aval.shape)) for aval, axis in pairs]
+        return avals
 
     @property
     def parts(self) -> int:
@@ -67,15 +86,15 @@ class Call:
         """Equal for calls that run the same program on the same types, whatever module they are of."""
         # Flax folds a number made of the module's path into the keys that it draws from.
         program = _FOLDED.sub(":u32[]", str(self.block.jaxpr))
-        return self.key, self.live, self.free, self.same, self.shared, self.scanned, program
+        return self.key, self.live, self.free, self.same, self.shared, self.scanned, self.batches, program
 
     def layers(self) -> range:
         """Its positions in forward order among all calls of its key."""
         return range(self.position, self.position + self.stride * self.rounds, self.stride)
 
 
-def calls(workload: Workload) -> tuple[list[Call], Any]:
-    """The calls of the workload's blocks in forward order, and the loss as a closed jaxpr.
+def calls(workload: Workload) -> list[Call]:
+    """The calls of the workload's blocks in forward order.
 
     Raises:
       UnsupportedError: the workload was made by `Workload.from_step`; blocks stand inside each other, in a `while` loop, or
@@ -87,45 +106,32 @@ def calls(workload: Workload) -> tuple[list[Call], Any]:
             f"workload={workload.name!r} was made from a finished step, which takes its gradient inside: what its blocks keep "
             "cannot be read from outside. Make a Workload of the loss instead."
         )
-    jaxpr, seen = _traced(workload)
+    jaxpr = _traced(workload)
     trained = jax.tree.leaves(workload.split_loss("off")[1])
     known = [index >= len(trained) for index in range(len(jaxpr.in_avals))]
     arrays = [_Source(argument=True) for _ in jaxpr.in_avals]
     found = list(_walk(jaxpr, known, arrays, _Place()))
     if not found:
         raise BlockError(f"workload={workload.name!r}: its loss calls none of the blocks {workload.blocks!r}")
-    return _numbered(_matched(found, seen)), jaxpr
+    return _numbered(_calls(found))
 
 
-class _Watching(Audit):
-    """An audit that keeps the blocks that it is told of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks: list[tuple[str, PlannedBlock]] = []
-
-    def saw(self, path: str, block: PlannedBlock, **rest: Any) -> None:
-        super().saw(path, block, **rest)
-        self.blocks.append((path, block))
-
-
-def _traced(workload: Workload) -> tuple[Any, list[tuple[type | str, str, PlannedBlock]]]:
-    """The loss with every residual of every block saved, and the blocks that were traced in it, with their keys."""
-    # Equal, but not one and the same: by which of them a block runs says which key it is of.
-    policies = {key: Policy.parse("everything") for key in workload.blocks}
-    keys = {id(policy): key for key, policy in policies.items()}
-    checked = workload.own.policies(policies).anew()
+def _traced(workload: Workload) -> Any:
+    """The loss as a closed jaxpr, with a mark in place of every block."""
+    policies = workload.own.policies(dict.fromkeys(workload.blocks, _EVERYTHING))
+    checked = replace(policies, waits=True).anew()
     loss, trained, frozen = workload.split_loss("off")
     arguments = (trained, frozen, *workload.batch)
-    watching = _Watching()
-    with scope.applying(checked) as found, linen.intercepting(), nnx.intercepting(checked, (arguments, {})):
-        found.audit = watching
-        jaxpr = jax.make_jaxpr(lambda *args: loss(*args))(*arguments)
+    with scope.applying(checked) as found:
+        jaxpr = jax.make_jaxpr(lambda *args: with_blocks(checked, loss, args, {}))(*arguments)
         missing = scope.missed(checked, found)
     workload.own.note(found)
     if missing is not None:
         raise missing
-    return jaxpr, [(keys[id(block.policy)], path, block) for path, block in watching.blocks]
+    return jaxpr
+
+
+_EVERYTHING = Policy.parse("everything")
 
 
 @dataclass(eq=False)
@@ -151,6 +157,7 @@ class _Place:
 @dataclass(frozen=True)
 class _Found:
     eqn: Any
+    mark: Mark
     live: tuple[bool, ...]
     sources: tuple[_Source, ...]
     place: _Place
@@ -171,13 +178,13 @@ def _walk(jaxpr: Any, known: Sequence[bool], sources: Sequence[_Source], place: 
     for eqn in jaxpr.jaxpr.eqns:
         inputs = [_Source(argument=True) if hasattr(atom, "val") else where.get(atom, _SHARED) for atom in eqn.invars]
         flags = [has(atom, fixed) for atom in eqn.invars]
-        if compat.is_block(eqn):
-            found = _Found(eqn, tuple(not flag for flag in flags), tuple(inputs), place)
+        if (mark := mark_of(eqn)) is not None:
+            found = _Found(eqn, mark, tuple(not flag for flag in flags), tuple(inputs), place)
             # An array that a block is given twice is read by one block all the same.
             for source in {id(source): source for source in inputs}.values():
                 source.readers += 1
             yield found
-        elif holds_block(eqn):
+        elif any(mark_of(inner) is not None for body in bodies(eqn) for inner in equations(body)):
             yield from _inside(eqn, flags, inputs, place)
         view = eqn.primitive.name in _VIEWS and inputs and inputs[0].argument
         where.update((var, inputs[0] if view else _Source()) for var in eqn.outvars)
@@ -216,41 +223,29 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
         yield from _walk(body, flags, inputs, replace(place, within=(*place.within, eqn)) if name == "shard_map" else place)
 
 
-def _matched(found: Sequence[_Found], seen: Sequence[tuple[type | str, str, PlannedBlock]]) -> list[Call]:
-    """Each call with the block that was traced for it.
-
-    A block may be traced more often than it is called (a scan traces its body several times) or less (a `jit` is traced once
-    for many calls); blocks come in the order of the calls either way.
-    """
-    left: dict[Any, list[tuple[type | str, str, PlannedBlock]]] = {}
-    for traced in seen:
-        left.setdefault(_kind(traced[2].jaxpr), []).append(traced)
-    of: dict[int, tuple[type | str, str, PlannedBlock]] = {}
+def _calls(found: Sequence[_Found]) -> list[Call]:
+    """Each call with its block as a program."""
+    blocks: dict[int, PlannedBlock] = {}
     readers = _readers(found)
     result = []
     for one in found:
-        body = compat.closed(one.eqn.params["call_jaxpr"])
-        if any(compat.is_block(inner) or holds_block(inner) for inner in body.jaxpr.eqns):
+        mark = one.mark
+        if any(mark_of(inner) is not None for inner in equations(mark.jaxpr)):
             raise UnsupportedError(
                 "blocks inside blocks: a plan is made for blocks that follow each other; name the outer or the inner"
             )
-        if id(body.jaxpr) not in of:
-            queue = left.get(_kind(body))
-            if queue is None:
-                raise UnsupportedError(
-                    "a block that vmap maps over, or that is differentiated inside the loss, cannot be planned for: what it "
-                    "computes there is not what was traced. Give the blocks the whole batch."
-                )
-            # A scan's body is traced several times: what was left over of it is not taken for a block elsewhere.
-            first = next((at for at, (_, _, block) in enumerate(queue) if _scopes(block.jaxpr) == _scopes(body)), 0)
-            of[id(body.jaxpr)] = queue.pop(first) if len(queue) > 1 else queue[0]
-        key, path, block = of[id(body.jaxpr)]
+        if id(mark) not in blocks:
+            with contextlib.ExitStack() as stack:
+                for around in one.place.within:
+                    stack.enter_context(compat.inner_context(around))
+                blocks[id(mark)] = plan_block(mark.jaxpr, _EVERYTHING, mark.path, mark.inputs)
+        block = blocks[id(mark)]
         smooth = tuple(live and is_smooth(aval) for live, aval in zip(one.live, block.jaxpr.in_avals, strict=True))
         free = tuple(source.free for source in one.sources)
         same = tuple(source.shared for source in one.sources)
         shared = tuple(every or len(readers.get(atom, ())) > 1 for atom, every in zip(_atoms(one.eqn), same, strict=True))
-        call = Call(key, path, block, smooth, free, same, shared, one.place.rounds, bool(one.place.loops))
-        call = replace(call, nested=len(one.place.loops) > 1, within=one.place.within)
+        call = Call(mark.marked.block, mark.path, block, smooth, free, same, shared, one.place.rounds, bool(one.place.loops))
+        call = replace(call, nested=len(one.place.loops) > 1, within=one.place.within, batches=mark.batches)
         result.append((call, one.place.loops))
     return _strided(result)
 
@@ -268,18 +263,6 @@ def _readers(found: Sequence[_Found]) -> dict[Any, set[int]]:
 def _atoms(eqn: Any) -> list[Any]:
     """The variables that `eqn` reads; None for literals."""
     return [None if hasattr(atom, "val") else atom for atom in eqn.invars]
-
-
-def _kind(jaxpr: Any) -> tuple[Any, ...]:
-    """Equal for a program and what it is after being bound and traced again."""
-    return tuple(map(str, jaxpr.in_avals)), tuple(
-        (eqn.primitive.name, str(eqn.outvars[0].aval)) for eqn in jaxpr.jaxpr.eqns if eqn.outvars
-    )
-
-
-def _scopes(jaxpr: Any) -> list[tuple[str, ...]]:
-    """The module paths in a program; none where no one said."""
-    return [compat.scopes(eqn) for eqn in jaxpr.jaxpr.eqns]
 
 
 def _strided(found: Sequence[tuple[Call, tuple[int, ...]]]) -> list[Call]:

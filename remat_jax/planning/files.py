@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from remat_jax.apply.marking import CHECKPOINTS, Block
 from remat_jax.errors import ArgumentError, PlanningError, RematError
 from remat_jax.memory.limit import OPTION
 from remat_jax.planning.model import Model, block_key, find_block
@@ -22,9 +23,10 @@ from remat_jax.workload import Workload
 if TYPE_CHECKING:
     from remat_jax.planning.plan import Plan
 
-VERSION = 2
-READ = (1, 2)
-"""The versions that are read. Runs of one policy side by side are scans of their own from 2 on; in 1 there are none."""
+VERSION = 3
+READ = (1, 2, 3)
+"""The versions that are read. Runs of one policy side by side are scans of their own from 2 on; in 1 there are none. From 3 on
+the mesh and the loss's own checkpoints are there, and blocks may be functions and checkpoints."""
 MOST_BYTES = 64 * 2**20
 """A file of more is none of ours."""
 
@@ -122,9 +124,19 @@ def _checked(data: Any, workload: Workload | None, told: str) -> dict[str, Any]:
 
 
 def _model(data: Any) -> Model:
-    values = _fields(data, dict.fromkeys(("parameters", "batch", "blocks"), _list), "model")
+    checks: _Checks = {**dict.fromkeys(("parameters", "batch", "blocks"), _list), "mesh": _or_none(_list)}
+    checks["checkpoints"] = _or_none(_count)
+    # Plans of before version 3 say neither.
+    values = _fields({"mesh": None, "checkpoints": None, **data} if isinstance(data, dict) else data, checks, "model")
     parameters, batch = (tuple(_leaf(one) for one in values[name]) for name in ("parameters", "batch"))
-    return Model(parameters, batch, tuple(_key({"block": one}) for one in values["blocks"]))
+    blocks = tuple(_key({"block": one}) for one in values["blocks"])
+    mesh = None if values["mesh"] is None else tuple(_axis(one) for one in values["mesh"])
+    return Model(parameters, batch, blocks, mesh, values["checkpoints"])
+
+
+def _axis(data: Any) -> tuple[str, int]:
+    axis, size = _items(data, 2, "an axis of mesh")
+    return _text(axis, "mesh"), _count(size, "mesh", least=2)
 
 
 def _leaf(data: Any) -> tuple[str, tuple[int, ...], str]:
@@ -134,12 +146,12 @@ def _leaf(data: Any) -> tuple[str, tuple[int, ...], str]:
 
 def _key(data: dict[str, Any]) -> tuple[str, str, str]:
     kind, name, module = (_text(one, "block") for one in _items(data["block"], 3, "block"))
-    if kind not in ("class", "glob") or not name:
-        raise _Malformed(f"block={data['block']!r} is neither a class nor a glob")
+    if kind not in ("class", "function", "glob", CHECKPOINTS) or not name:
+        raise _Malformed(f"block={data['block']!r} is neither a class, a function nor a glob")
     return kind, name, module
 
 
-def _policies(data: list[Any], workload: Workload | None, told: str) -> dict[type | str, Any]:
+def _policies(data: list[Any], workload: Workload | None, told: str) -> dict[Block, Any]:
     # Groups of layers are written where there are some: a reader that does not know them refuses the file.
     full = [{"groups": [], **one} if isinstance(one, dict) else one for one in data]
     found = [(find_block(_key(one), workload, told), _policy(one)) for one in full if _has(one, "block", "runs", "groups")]

@@ -11,6 +11,7 @@ import jax
 from remat_jax import compat
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.hardware import Target
+from remat_jax.memory.advice import largest_advice
 from remat_jax.memory.compiler import Sizes
 from remat_jax.planning.candidate import Tried
 from remat_jax.report.stacked import merged_layers, without_common_root
@@ -64,12 +65,14 @@ def infeasible(workload: Workload, least: Tried, budget: int, host_budget: int |
             least.compiled.device_bytes,
         )
     held = held_by(workload, least.compiled.sizes) if isinstance(least.compiled.sizes, Sizes) else {}
+    sizes = least.compiled.sizes
+    beyond = largest_advice(workload, sizes, target.devices) if isinstance(sizes, Sizes) else None
     host = f" with host_budget={host_budget} ({format_bytes(host_budget)})" if host_budget is not None else ""
     name = least.candidate.name or "a plan of its own"
     return InfeasibleBudget(
         f"budget={budget} ({format_bytes(budget)}){host}: no policy of {workload.name!r} fits on {target.name}. The least that "
         f"was reached, compiled, is {format_bytes(least.compiled.device_bytes)}, by {name}. It is held up by {_listed(held)}. "
-        f"{remedy(held, on_mesh=workload.mesh is not None)}",
+        f"{beyond or remedy(held, on_mesh=workload.mesh is not None)}",
         least.compiled.device_bytes,
         held,
     )

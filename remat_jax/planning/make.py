@@ -16,6 +16,7 @@ from remat_jax.apply.replaced import replaced_text
 from remat_jax.errors import ArgumentError, InfeasibleBudget, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
+from remat_jax.memory.advice import largest_advice
 from remat_jax.memory.devices import check_devices, host_shortage
 from remat_jax.memory.kernels import Kernels
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, UNTILED, check_timeout
@@ -98,8 +99,8 @@ def plan(
     return made
 
 
-# Notes on how far the search went; the other notes change what the plan's step does, and are warnings too.
-_OF_THE_SEARCH = ("Not shown", "Left out", "The policy takes the place")
+# Notes on how far the search went, and advice; the other notes change what the plan's step does, and are warnings too.
+_OF_THE_SEARCH = ("Not shown", "Left out", "The policy takes the place", "Beyond the blocks")
 
 
 @silenced()
@@ -201,6 +202,8 @@ class _Making:
         self._add_as_written(best)
         found = outcome(self.described, self.fit, self.proposals, best, self.remarks)
         self._note(best)
+        if best.candidate.seconds > 0 and (beyond := largest_advice(self.workload, best.compiled.sizes, self.target.devices)):
+            self.notes.append(beyond)
         return Plan(
             policies=policies,
             recompute_flops=self._recompute_flops(policies),

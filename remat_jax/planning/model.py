@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen, nnx
 
+from remat_jax import compat
+from remat_jax.apply import scope
+from remat_jax.apply.marking import CHECKPOINTS, Block
 from remat_jax.apply.nnx import is_node
-from remat_jax.errors import PlanningError
+from remat_jax.errors import PlanningError, UnsupportedError
+from remat_jax.graph.rewrite import count_regions
 from remat_jax.workload import Workload
 
 Leaf = tuple[str, tuple[int, ...], str]
@@ -24,17 +31,26 @@ class Model:
 
     Attributes:
       parameters, batch: path, shape and dtype of every array.
-      blocks: of each block whether it is a `class` or a `glob`, its name, and its module (empty for a glob).
+      blocks: of each block what it is (a `class`, a `function`, a `glob`, the `checkpoints`), its name, and its module (empty
+        for a glob).
+      mesh: the axes with more than one device, and their sizes; None where a file of before does not say.
+      checkpoints: how many `jax.checkpoint` regions the loss has, a scanned one counted once; None where nobody said.
     """
 
     parameters: tuple[Leaf, ...]
     batch: tuple[Leaf, ...]
     blocks: tuple[tuple[str, str, str], ...]
+    mesh: tuple[tuple[str, int], ...] | None = None
+    checkpoints: int | None = None
 
     @classmethod
     def of(cls, workload: Workload) -> Model:
         """The model of a workload."""
-        return cls(_leaves(workload.params), _leaves(workload.batch), tuple(map(block_key, workload.blocks)))
+        loss, *arguments = workload.split_loss("off")
+        regions = _regions(loss, (*arguments, *workload.batch))
+        mesh = _axes(workload.mesh) if workload.mesh is not None else ()
+        keys = tuple(map(block_key, workload.blocks))
+        return cls(_leaves(workload.params), _leaves(workload.batch), keys, mesh, regions)
 
     def check_workload(self, workload: Workload, told: str) -> None:
         """Refuse a workload of another model, or with another batch.
@@ -52,6 +68,10 @@ class Model:
         if [key[:2] for key in self.blocks] != [key[:2] for key in other.blocks]:
             names = [[name for _, name, _ in one.blocks] for one in (self, other)]
             raise PlanningError(f"{told} was made for the blocks {names[0]}, and {workload.name!r} has {names[1]}; plan again")
+        if self.mesh is not None and self.mesh != other.mesh:
+            shown = [dict(one) or "one device" for one in (self.mesh, other.mesh or ())]
+            raise PlanningError(f"{told} was made for the mesh {shown[0]}, and {workload.name!r} has {shown[1]}; plan again")
+        self.check_number(other.checkpoints, told)
 
     def check_arguments(self, arguments: Any, told: str) -> None:
         """Refuse arguments of a loss among which the model's parameters are not.
@@ -59,8 +79,63 @@ class Model:
         Raises:
           PlanningError: naming a parameter that is missing.
         """
-        leaves = jax.tree.leaves(jax.tree.map(_state, arguments, is_leaf=is_node))
-        there = Counter((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves if hasattr(leaf, "dtype"))
+        self._check_parameters(_types(arguments), told)
+
+    def check_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], told: str) -> None:
+        """Refuse a call of `fn` for which the plan was not made: of another model, on another batch or mesh.
+
+        What a call is given beside the parameters and the batch is not looked at.
+
+        Raises:
+          PlanningError: with what differs.
+        """
+        given = _types((args, kwargs))
+        self._check_parameters(given, told)
+        there = Counter(one[1:] for one in given)
+        there.subtract(one[1:] for one in self.parameters)
+        for leaf in self.batch:
+            there[leaf[1:]] -= 1
+        missing = next((leaf for leaf in self.batch if there[leaf[1:]] < 0), None)
+        if missing is not None:
+            instead = [one for one in given if there[one[1:]] > 0]
+            raise PlanningError(f"{told} was {_planned_for(missing, instead, fn)}. {_REMEDY}")
+        mesh = _axes(jax.sharding.get_abstract_mesh())
+        if self.mesh is not None and mesh and mesh != self.mesh:
+            planned, called = (", ".join(f"{axis}={size}" for axis, size in one) or "one device" for one in (self.mesh, mesh))
+            raise PlanningError(f"{told} was planned for the mesh {planned}, called under {called}. {_REMEDY}")
+
+    def check_checkpoints(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], told: str) -> None:
+        """Refuse a function with another number of checkpoints of its own; traces it once.
+
+        Raises:
+          PlanningError: with both numbers.
+        """
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays = [place for place, leaf in enumerate(leaves) if compat.is_array(leaf)]
+
+        def flat(*values: Any) -> Any:
+            filled = list(leaves)
+            for place, value in zip(arrays, values, strict=True):
+                filled[place] = value
+            args, kwargs = jax.tree.unflatten(treedef, filled)
+            return [leaf for leaf in jax.tree.leaves(fn(*args, **kwargs)) if compat.is_array(leaf)]
+
+        self.check_number(_regions(flat, [leaves[place] for place in arrays]), told)
+
+    def check_number(self, regions: int | None, told: str) -> None:
+        """Refuse a loss with another number of `regions`.
+
+        Raises:
+          PlanningError: with both numbers.
+        """
+        if None not in (regions, self.checkpoints) and regions != self.checkpoints:
+            raise PlanningError(
+                f"{told} was planned for a loss with {self.checkpoints} checkpoints of its own, called for one with {regions}. "
+                f"{_REMEDY}"
+            )
+
+    def _check_parameters(self, given: Sequence[Leaf], told: str) -> None:
+        there = Counter(one[1:] for one in given)
         for path, shape, dtype in self.parameters:
             there[shape, dtype] -= 1
             if there[shape, dtype] < 0:
@@ -70,22 +145,73 @@ class Model:
                 )
 
 
-def block_key(block: type | str) -> tuple[str, str, str]:
+_REMEDY = (
+    "Plan again for this call, call the plain function (evaluation needs no plan), or use plan.apply(loss, strict=False), "
+    "whose memory nobody has measured"
+)
+
+
+def _regions(function: Callable[..., Any], arguments: Sequence[Any]) -> int | None:
+    """How many checkpoint regions a function has; None where it takes its gradient itself."""
+    try:
+        return count_regions(jax.make_jaxpr(function)(*arguments))
+    except UnsupportedError:
+        return None
+
+
+def _axes(mesh: Any) -> tuple[tuple[str, int], ...]:
+    """The axes of a mesh that divide arrays, without those of a `shard_map` around: inside it arrays are as on one device."""
+    manual = getattr(mesh, "manual_axes", ())
+    return tuple((str(axis), int(size)) for axis, size in mesh.shape.items() if size > 1 and axis not in manual)
+
+
+def _planned_for(planned: Leaf, given: Sequence[Leaf], fn: Callable[..., Any]) -> str:
+    """`planned for tokens int32[8, 1024], called with int32[16, 1024]`."""
+    place, _, path = planned[0].partition("/")
+    name = path or _argument_name(fn, int(place) + 1) or f"batch[{place}]"
+    alike = sorted(given, key=lambda one: (one[2] != planned[2], len(one[1]) != len(planned[1])))
+    called = f"called with {_type_text(alike[0])}" if alike else "called without it"
+    return f"planned for {name} {_type_text(planned)}, {called}"
+
+
+def _argument_name(fn: Callable[..., Any], place: int) -> str:
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        return ""
+    return names[place] if place < len(names) and names[place] not in ("args", "kwargs", "batch") else ""
+
+
+def _type_text(leaf: Leaf) -> str:
+    return f"{leaf[2]}{list(leaf[1])}"
+
+
+def _types(arguments: Any) -> tuple[Leaf, ...]:
+    """The arrays and numbers among the arguments of a call, with JAX's dtypes."""
+    leaves = jax.tree.leaves(jax.tree.map(_state, arguments, is_leaf=is_node))
+    numbers = [jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex) else leaf for leaf in leaves]
+    canonical = functools.partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
+    return tuple(("", tuple(one.shape), str(canonical(one.dtype))) for one in numbers if compat.is_array(one))
+
+
+def block_key(block: Block) -> tuple[str, str, str]:
     """A block as text: what it is, its name, its module.
 
     >>> block_key("layers_*"), block_key(linen.Dense)[:2]
     (('glob', 'layers_*', ''), ('class', 'Dense'))
     """
-    return ("glob", block, "") if isinstance(block, str) else ("class", block.__qualname__, block.__module__)
+    if isinstance(block, str):
+        return (CHECKPOINTS, block, "") if block == CHECKPOINTS else ("glob", block, "")
+    return "class" if isinstance(block, type) else "function", block.__qualname__, block.__module__
 
 
-def block_name(block: type | str) -> str:
+def block_name(block: Block) -> str:
     """What reports call a block."""
     return block_key(block)[1]
 
 
-def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) -> type | str:
-    """The block that `block_key` wrote as `key`: one of the workload, or a module class that is loaded. Nothing is imported.
+def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) -> Block:
+    """The block that `block_key` wrote as `key`: one of the workload, or what is loaded. Nothing is imported.
 
     Raises:
       PlanningError: there is none of that name, or several from other modules.
@@ -98,26 +224,35 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) 
             if block_key(block)[:2] == (kind, name):
                 return block
         raise PlanningError(f"{told} puts a policy on {name!r}, which is none of the blocks of {workload.name!r}; plan again")
-    if kind == "glob":
+    if kind in ("glob", CHECKPOINTS):
         return name
-    known: list[type] = _subclasses(linen.Module) + _subclasses(nnx.Module)
+    known: list[Any] = list(scope.marked) if kind == "function" else _subclasses(linen.Module) + _subclasses(nnx.Module)
+    if kind == "class" and not any(one.__qualname__ == name for one in known):
+        known = [one for one in _subclasses(object) if any("__call__" in vars(base) for base in one.__mro__)]
     found = {one for one in known if one.__qualname__ == name}
     exact = {one for one in found if one.__module__ == module}
     # A file that is run has another module name than the same file imported. Defined again in a notebook, the last one counts.
     chosen = exact if exact else found
     modules = sorted({one.__module__ for one in chosen})
     if len(modules) != 1:
-        how = f"several modules define one ({', '.join(modules)})" if modules else "no class of that name is loaded"
+        how = f"several modules define one ({', '.join(modules)})" if modules else f"no {kind} of that name is loaded"
         raise PlanningError(
-            f"{told} puts a policy on the class {name!r} of {module!r}, and {how}: import the model first, or give the "
+            f"{told} puts a policy on the {kind} {name!r} of {module!r}, and {how}: import the model first, or give the "
             "workload, as in Plan.load(path, workload)"
         )
     return next(one for one in reversed(known) if one in chosen)
 
 
-def _subclasses(base: type) -> list[type]:
-    direct: list[type] = list(base.__subclasses__())
-    return [below for one in direct for below in (one, *_subclasses(one))]
+def _subclasses(base: Any) -> list[Any]:
+    """All subclasses, each once, in the order in which they were made."""
+    found: dict[Any, None] = {}
+    waiting = list(type.__subclasses__(base))
+    while waiting:
+        one = waiting.pop(0)
+        if one not in found and one is not type:
+            found[one] = None
+            waiting += type.__subclasses__(one)
+    return list(found)
 
 
 def _state(leaf: Any) -> Any:

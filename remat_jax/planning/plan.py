@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -13,6 +13,9 @@ from rich.console import Group
 from rich.text import Text
 
 from remat_jax.apply.blocks import checkpoint_blocks
+from remat_jax.apply.effect import call_signature
+from remat_jax.apply.marking import Block
+from remat_jax.apply.own_checkpoints import noting_regions
 from remat_jax.errors import ArgumentError, NoEffectError
 from remat_jax.planning import files
 from remat_jax.planning.explain import explanation, plan_table
@@ -63,7 +66,7 @@ class Plan:
     (True, 0, True)
     """
 
-    policies: Mapping[type | str, Any]
+    policies: Mapping[Block, Any]
     device_bytes: int
     predicted_bytes: int
     host_bytes: int
@@ -99,7 +102,7 @@ class Plan:
         host = point.host_bytes <= self.host_budget if self.host_budget is not None else True
         return point.device_bytes is not None and point.device_bytes <= self.budget and not point.remark and host
 
-    def apply(self, fn: Callable[P, R]) -> Callable[P, R]:
+    def apply(self, fn: Callable[P, R], *, strict: bool = True) -> Callable[P, R]:
         """`fn`, a loss or anything else that runs the model, with the plan's policies on its blocks.
 
         A plan may fit only with a memory limit for XLA, which belongs to the outermost `jax.jit`:
@@ -109,25 +112,42 @@ class Plan:
 
         Without it XLA may use the memory of the whole device.
 
+        A call for which the plan was not made is refused: with another batch (an evaluation on another number of tokens: call
+        the plain function), under another mesh, of a function with other checkpoints of its own.
+
+        Args:
+          fn: takes the parameters and the batch that the plan was made for, and maybe other arguments.
+          strict: False lets every call pass that has the model's parameters. Then nobody has measured its memory.
+
         Raises:
           ArgumentError: at once, for what is no function.
-          PlanningError: when called, if the model's parameters are not among the arguments: it is another model.
+          PlanningError: when called, with what differs from what the plan was made for.
           BlockError, NoEffectError: when called, as `checkpoint_blocks` raises them.
         """
         if not callable(fn):
             raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
         planned = fn if self.is_off else checkpoint_blocks(fn, self.policies)
+        passed: set[Hashable] = set()
 
         @functools.wraps(fn)
         def with_plan(*args: P.args, **kwargs: P.kwargs) -> R:
-            self.model.check_arguments((args, kwargs), self._told)
+            if strict:
+                self.model.check_call(fn, args, kwargs, self._told)
+            else:
+                self.model.check_arguments((args, kwargs), self._told)
             try:
-                return planned(*args, **kwargs)
+                with noting_regions() as regions:
+                    outputs = planned(*args, **kwargs)
             except NoEffectError as error:
                 raise NoEffectError(
                     f"{self._told} is not for this function: it was made with JAX {self.jax_version}, and the model's code or "
                     f"dtypes, or JAX, are others here, so that it has other residuals. Plan again. ({error})"
                 ) from None
+            # Counting them takes another trace, once for each signature, and only where there are some.
+            if strict and (regions or self.model.checkpoints) and (signature := call_signature(args, kwargs)) not in passed:
+                self.model.check_checkpoints(fn, args, kwargs, self._told)
+                passed.add(signature)
+            return outputs
 
         return with_plan
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat, solver
+from remat_jax.apply.marking import Block
 from remat_jax.errors import PlanningError
 from remat_jax.graph.cost import jaxpr_cost
 from remat_jax.hardware.rates import Rates
@@ -43,7 +44,7 @@ class Kind:
     """
 
     name: str
-    block: type | str
+    block: Block
     layers: range
     scanned: bool
     paths: tuple[str, ...]
@@ -117,7 +118,7 @@ def describe(
     target = target if isinstance(target, Target) else target_named(target)
     rates = Rates.of(target) if rates is None else rates
     shares = residual_shares(workload, target, timeout=timeout) if workload.mesh is not None else None
-    found, _ = calls(workload)
+    found = calls(workload)
     kinds, blocks, alone = [], [], 0.0
     for number, (_, alike) in enumerate(groupby(found, key=lambda call: call.signature)):
         same = list(alike)
@@ -280,7 +281,7 @@ def _priced(described: Described, policy: Any) -> list[tuple[solver.Block, int, 
     return [*result[:-1], (*result[-1][:3], True)]
 
 
-def _for_block(policy: Any, key: type | str, described: Described) -> Any:
+def _for_block(policy: Any, key: Block, described: Described) -> Any:
     if not isinstance(policy, Mapping):
         return policy
     unknown = [block for block in policy if block not in {kind.block for kind in described.kinds}]

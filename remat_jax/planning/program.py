@@ -207,14 +207,14 @@ def block_program(call: Call) -> Program:
     A block that no trained parameter reaches has no backward pass, and needs nothing for it.
     """
     if not any(call.live):
-        only_inputs = Flat(tuple(Array(aval) for aval in call.block.jaxpr.in_avals), (), ())
-        return Program(call, only_inputs, jaxpr_cost(call.block.jaxpr), Cost(), {}, Flat((), (), ()))
+        only_inputs = Flat(tuple(Array(aval) for aval in call.in_avals), (), ())
+        return Program(call, only_inputs, _cost(call), Cost(), {}, Flat((), (), ()))
     block = replace(call.block, policy=_EVERYTHING)
     with contextlib.ExitStack() as stack:
         for around in call.within:
             stack.enter_context(compat.inner_context(around))
         # Kept with the call's block: who asks again is not inside.
-        (forward, backward), linearised = _passes(block, call.live), call.block.linearised.jaxpr
+        (forward, backward), linearised = _passes(block, call), call.block.linearised.jaxpr
     names = [array.names for array in flatten(linearised).inputs[: len(call.live)]]
     flat = flatten(compat.dce(forward))
     for array, given in zip(flat.inputs, names, strict=True):
@@ -227,13 +227,21 @@ def block_program(call: Call) -> Program:
         for name in array.names
         if name in block.named.candidates and block.named.candidates[name].is_input
     }
-    costs = jaxpr_cost(block.jaxpr), jaxpr_cost(backward)
+    costs = _cost(call), jaxpr_cost(backward)
     return Program(call, flat, *costs, inputs, flatten(compat.dce(backward)), own, dropped)
 
 
-def _passes(block: PlannedBlock, live: tuple[bool, ...]) -> tuple[Any, Any]:
+def _cost(call: Call) -> Cost:
+    """Of the block's forward pass."""
+    if not call.batches:
+        return jaxpr_cost(call.block.jaxpr)
+    return jaxpr_cost(jax.make_jaxpr(call.batched(compat.jaxpr_function(call.block.jaxpr)))(*call.in_avals))
+
+
+def _passes(block: PlannedBlock, call: Call) -> tuple[Any, Any]:
     """The closed jaxprs of the block's inputs to what backward reads, and of that and the cotangents to the gradients."""
-    run, places = block.checkpointed(prevent_cse=False), [index for index, flag in enumerate(live) if flag]
+    run, places = call.batched(block.checkpointed(prevent_cse=False)), [nth for nth, flag in enumerate(call.live) if flag]
+    outputs = jax.eval_shape(run, *call.in_avals)
     kept: list[Any] = []
 
     def forward(*primals: Any) -> Any:
@@ -245,8 +253,8 @@ def _passes(block: PlannedBlock, live: tuple[bool, ...]) -> tuple[Any, Any]:
         kept.append(structure)
         return leaves
 
-    known = jax.make_jaxpr(forward)(*block.jaxpr.in_avals)
-    cotangents = [aval for aval in block.jaxpr.out_avals if is_smooth(aval)]
+    known = jax.make_jaxpr(forward)(*call.in_avals)
+    cotangents = [out for out in outputs if is_smooth(out)]
     backward = jax.make_jaxpr(lambda leaves, outs: jax.tree.unflatten(kept[-1], leaves)(outs))(
         list(known.out_avals), cotangents
     )

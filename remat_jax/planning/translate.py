@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from remat_jax.apply import marking
 from remat_jax.apply.audit import Audit
 from remat_jax.errors import PlanningError
 from remat_jax.planning.candidate import Candidate
@@ -18,7 +19,7 @@ from remat_jax.planning.problem import Described, Kind, copy_seconds, extra_seco
 from remat_jax.policy import LayerPolicies, Policy, as_block_policy
 from remat_jax.solver import Block, BlockPolicy, Choice
 
-Policies = dict[type | str, Any]
+Policies = dict[marking.Block, Any]
 
 
 def own_candidate(described: Described, choices: Choices) -> Candidate:
@@ -122,7 +123,7 @@ def policies_of(described: Described, candidate: Candidate) -> Policies:
     return {key: _one_or_many(key, found, cut[key]) for key, found in layers.items()}
 
 
-def _one_or_many(key: type | str, layers: dict[int, Policy], cuts: list[int]) -> Any:
+def _one_or_many(key: marking.Block, layers: dict[int, Policy], cuts: list[int]) -> Any:
     if sorted(layers) != list(range(len(layers))):
         raise PlanningError(f"block {block_name(key)!r}: its layers are {sorted(layers)}, expected 0 to {len(layers) - 1}")
     if len(set(layers.values())) == 1 and not cuts:

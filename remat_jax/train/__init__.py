@@ -1,8 +1,17 @@
-"""What a training loop needs beside the model: optimizer state in host memory, gradients of a batch in parts."""
+"""What a training loop needs beside the model: optimizer state on the host, gradients in micro-batches, a head in chunks."""
 
 from __future__ import annotations
 
 from remat_jax.train.accumulate import accumulate_gradients
+from remat_jax.train.chunks import in_chunks
 from remat_jax.train.offload import OffloadedOptimizer, StateLeaf, StatePlacement, offload_optimizer, plain
 
-__all__ = ["accumulate_gradients", "OffloadedOptimizer", "StateLeaf", "StatePlacement", "offload_optimizer", "plain"]
+__all__ = [
+    "accumulate_gradients",
+    "in_chunks",
+    "OffloadedOptimizer",
+    "StateLeaf",
+    "StatePlacement",
+    "offload_optimizer",
+    "plain",
+]

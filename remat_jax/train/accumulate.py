@@ -6,7 +6,6 @@ up in their own dtype, and does not tell the function which micro-batch it is gi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from remat_jax.errors import ArgumentError
+from remat_jax.train.cut import check_devices, check_divides, cut
 
 
 def accumulate_gradients(
@@ -69,14 +69,14 @@ def accumulate_gradients(
         keys = [index for index, leaf in enumerate(leaves) if _is_key(leaf)]
         _check_sizes(batch, n)
         _check_devices(batch, n)
-        cut = [leaf if index in keys else _cut(leaf, n) for index, leaf in enumerate(leaves)]
+        parted = [leaf if index in keys else cut(leaf, n) for index, leaf in enumerate(leaves)]
 
         def micro_batch(index: Any) -> Any:
             rows = [
                 jax.random.fold_in(leaf, index)
                 if place in keys
                 else jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False)
-                for place, leaf in enumerate(cut)
+                for place, leaf in enumerate(parted)
             ]
             return jax.tree.unflatten(treedef, rows)
 
@@ -100,6 +100,21 @@ def accumulate_gradients(
     return value_and_gradient
 
 
+def value_and_grad_of_parts(loss: Callable[..., Any], n: int, *, has_aux: bool = False) -> Callable[..., Any]:
+    """`jax.value_and_grad` of `loss(trained, frozen, *batch)`, a scalar, in `n` micro-batches that count alike."""
+    if n == 1:
+        return jax.value_and_grad(loss, has_aux=has_aux)
+
+    def value_and_gradient(trained: Any, frozen: Any, *batch: Any) -> Any:
+        def counted(trained: Any, *micro_batch: Any) -> Any:
+            value, aux = loss(trained, frozen, *micro_batch) if has_aux else (loss(trained, frozen, *micro_batch), None)
+            return ((value, 1), aux) if has_aux else (value, 1)
+
+        return accumulate_gradients(counted, n, has_aux=has_aux)(trained, *batch)
+
+    return value_and_gradient
+
+
 def _wide(dtype: Any, asked: Any) -> Any:
     """The dtype to sum in: what is asked for, or at least float32."""
     return asked or jnp.promote_types(dtype, jnp.float32)
@@ -107,16 +122,6 @@ def _wide(dtype: Any, asked: Any) -> Any:
 
 def _is_key(leaf: Any) -> bool:
     return jnp.ndim(leaf) == 0 and jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
-
-
-def _cut(leaf: Any, n: int) -> Any:
-    """`leaf` with an axis of the micro-batches behind that of their rows.
-
-    In front of it that axis would take the sharding of the rows: each device would have whole micro-batches, and all of them
-    would compute every one.
-    """
-    leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-    return leaf.reshape(leaf.shape[0] // n, n, *leaf.shape[1:])
 
 
 def _check_sizes(batch: tuple[Any, ...], n: int) -> None:
@@ -139,31 +144,13 @@ def _check_sizes(batch: tuple[Any, ...], n: int) -> None:
             f"batch: expected leading axes of one length, but {shown}. A random key goes into the batch as jax.random.key(…)"
         )
     name, size = next(iter(sizes.items()))
-    if size == 0 or size % n:
-        divisors = [one for one in range(1, size + 1) if size % one == 0]
-        near = sorted({*[one for one in divisors if one < n][-1:], *[one for one in divisors if one > n][:1]})
-        raise ArgumentError(
-            f"n={n} does not divide the leading axis of {name}, which has {size} rows; the nearest that do: "
-            f"{' and '.join(map(str, near))}"
-        )
+    check_divides(n, size, f"the leading axis of {name}, which has {size} rows")
 
 
 def _check_devices(batch: tuple[Any, ...], n: int) -> None:
-    """On axes of type Explicit JAX refuses rows that do not divide, in words about a reshape; on others it knows no devices."""
     for path, leaf in jax.tree.leaves_with_path(batch):
-        sharding = getattr(jax.typeof(leaf), "sharding", None)
-        if _is_key(leaf) or sharding is None:
-            continue
-        entry = next(iter(sharding.spec), None)
-        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        devices = math.prod(sharding.mesh.shape[axis] for axis in axes)
-        rows = leaf.shape[0]
-        if rows // n % devices:
-            fitting = [one for one in range(1, rows + 1) if rows % (one * devices) == 0]
-            raise ArgumentError(
-                f"n={n}: a micro-batch of batch{jax.tree_util.keystr(path)} has {rows // n} rows, which do not divide over the "
-                f"{devices} devices of {entry!r}; n can be {', '.join(map(str, fitting))}, or take a larger batch"
-            )
+        if not _is_key(leaf):
+            check_devices(leaf, n, 0, f"a micro-batch of batch{jax.tree_util.keystr(path)}", "rows")
 
 
 def _parts(result: Any, has_aux: bool) -> Any:

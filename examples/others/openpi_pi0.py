@@ -1,0 +1,53 @@
+"""OpenPI's π0 at its published size with Adam, 32 observations, one H200.
+
+    git clone https://github.com/Physical-Intelligence/openpi && git -C openpi checkout 15a9616
+    pip install jaxtyping==0.2.36 beartype==0.19.0 augmax numpydantic einops ml_collections filelock fsspec safetensors torch
+    PYTHONPATH=.:openpi/src python -m examples.others.openpi_pi0
+    PYTHONPATH=.:openpi/src remat-jax measure examples/others/openpi_pi0.py:job --target h200
+
+OpenPI's model is NNX around Linen modules, with `nn.remat` around the layers of Gemma and SigLIP; the policy given here takes
+the place of these. Printed by commit 15a9616 (16 June 2026) with JAX 0.10.2:
+
+    as written: 55.0 GiB, 703 ms
+    full: 55.0 GiB, 703 ms
+    dots_with_no_batch_dims: 98.0 GiB, 685 ms
+    plan within 50%: 65.7 GiB, the vision tower's layers in runs of 60, 15 and 6, Gemma's in runs of 16, 1 and 1
+
+No step is run here: the vision tower has its published size in OpenPI's small variant too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+import remat_jax as rj
+
+from .shared import show, without
+
+without("tqdm_loggable", "tyro", "gcsfs")  # progress bars, command lines, cloud files
+
+from openpi.models import gemma, pi0_config, siglip  # noqa: E402
+from openpi.shared import array_typing  # noqa: E402
+
+
+def job(batch: int = 32, **settings: Any) -> rj.Workload:
+    """A training step; every parameter is trained."""
+    config = pi0_config.Pi0Config(**settings)
+    model = nnx.eval_shape(config.create, jax.random.key(0))
+    observation, actions = config.inputs_spec(batch_size=batch)
+
+    def loss(model: Any, key: jax.Array, observation: Any, actions: Any) -> jax.Array:
+        return model.compute_loss(key, observation, actions, train=True).mean()
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    blocks = (gemma.Block, siglip.Encoder1DBlock)
+    with array_typing.disable_typechecking():  # of the shapes' places
+        return rj.Workload.from_nnx(model, loss, (key, observation, actions), blocks, optimizer=optax.adam(1e-4), name="OpenPI")
+
+
+if __name__ == "__main__":
+    show(job, None, budget="50%")

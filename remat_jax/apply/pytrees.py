@@ -1,0 +1,215 @@
+"""Blocks of any JAX library: classes whose instances are called (Equinox, Penzai, callable pytrees), and marked functions.
+
+An instance is a pytree, so that its arrays are the block's parameters and all else in it stays as it is. Paths are attribute
+paths in the arguments of the function that runs the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import jax
+from flax import linen, nnx
+
+from remat_jax import compat
+from remat_jax.apply import scope
+from remat_jax.apply.audit import Audit
+from remat_jax.apply.calls import Call, Scopes, dispatching, entered, is_inside, patched, with_own_call
+from remat_jax.apply.marking import Marked
+from remat_jax.apply.region import run_block
+from remat_jax.apply.scope import BlockPolicies
+from remat_jax.errors import ArgumentError, nearest
+from remat_jax.policy import JaxPolicy, Policy
+
+_NOT_TREES = (linen.Module, nnx.Module, functools.partial)
+F = TypeVar("F", bound=Callable[..., Any])
+
+# id of a callable pytree among the arguments → its attribute path.
+_paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B039 - never mutated, only replaced
+
+
+def call(
+    module: Any,
+    original: Call,
+    policy: Policy | JaxPolicy | Marked,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    audit: Audit,
+) -> Any:
+    """`original(module, *args, **kwargs)` as one checkpointed block; the arrays in `module` are its parameters."""
+
+    def pure(module: Any, *args: Any, **kwargs: Any) -> Any:
+        with entered(module), _named_parts(module):
+            return original(module, *args, **kwargs)
+
+    return run_block(pure, policy, path_of(module), module, args, kwargs, audit)
+
+
+def path_of(module: Any) -> str:
+    """The attribute path of `module` in the arguments, or else the name of its class."""
+    return _paths.get().get(id(module), type(module).__name__)
+
+
+@contextmanager
+def intercepting(policies: BlockPolicies, arguments: tuple[Any, ...]) -> Iterator[None]:
+    """Intercept the calls of the blocks of `policies` that are no Flax modules; a function's `arguments` tell the paths."""
+    blocks = [block for block, _ in policies.entries]
+    named: list[Any] = [block for block in blocks if isinstance(block, type) and not issubclass(block, _NOT_TREES)]
+    classes: set[Any] = {cls for block in named for cls in (block, *with_own_call(block)) if is_tree_class(cls)}
+    any_path = any(isinstance(block, str) for block in blocks)
+    if not classes and not any_path:
+        yield
+        return
+    if any_path:
+        classes |= {type(node) for argument in arguments for _, node in callables(argument)}
+    with known_paths(*arguments), patched(classes, functools.partial(dispatching, path_of=path_of, call=call)):
+        yield
+
+
+@contextmanager
+def known_paths(*arguments: Any) -> Iterator[None]:
+    """While this holds, every callable pytree inside one of the `arguments` is known by its attribute path."""
+    paths = dict(_paths.get())
+    for argument in arguments:
+        for path, node in callables(argument):
+            paths.setdefault(id(node), path)
+    token = _paths.set(paths)
+    try:
+        yield
+    finally:
+        _paths.reset(token)
+
+
+def is_tree_class(block: Any) -> bool:
+    """Whether `block` is a class of callable instances, and neither of Flax modules nor of functions with bound arguments."""
+    return isinstance(block, type) and not issubclass(block, _NOT_TREES) and scope.has_call(block)
+
+
+def callables(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The callable nodes in a pytree that are no Flax modules, with their paths; those around others come first."""
+    if isinstance(tree, nnx.Module):
+        return
+    children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda one: one is not tree)[0]
+    if len(children) == 1 and children[0][1] is tree:
+        return  # a leaf
+    if is_tree_class(type(tree)):
+        yield "/".join(path) or type(tree).__name__, tree
+    for keys, child in children:
+        yield from callables(child, (*path, jax.tree_util.keystr(keys, simple=True, separator="/")))
+
+
+@contextmanager
+def _named_parts(module: Any) -> Iterator[None]:
+    """While this holds, a call of a part of `module` is traced under a named scope of its attribute path."""
+    parts = [(path, node) for path, node in callables(module) if node is not module]
+    scopes = Scopes({id(node): path for path, node in parts})
+
+    def wrap(original: Call) -> Call:
+        @functools.wraps(original)
+        def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with scopes.entered(self):
+                return original(self, *args, **kwargs)
+
+        return named
+
+    with patched({type(node) for _, node in parts}, wrap):
+        yield
+
+
+# --- marked functions -------------------------------------------------------------------------------------------------
+
+
+def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None) -> Any:
+    """Mark a function as a block, so that `blocks=` and `checkpoint_blocks` take it; it computes what it computed.
+
+    Args:
+      fn: the function, called once for each layer with pytrees of arrays; or none, for `@rj.block(parameters=…)`.
+      parameters: names of the arguments that hold parameters. They stay where they are whatever a policy says of inputs. By
+        default this is the first argument, unless that is an array.
+
+    Raises:
+      ArgumentError: `fn` is no function, or `parameters` names no argument of it.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from remat_jax import checkpoint_blocks
+    >>> from remat_jax.graph.count import matmuls
+    >>> @block
+    ... def layer(weights, x):
+    ...     return jnp.tanh(x @ weights["up"]) @ weights["down"]
+    >>> def loss(layers, x):
+    ...     for weights in layers:
+    ...         x = layer(weights, x)
+    ...     return x.sum()
+    >>> layers, x = [{"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4))}] * 2, jnp.ones((2, 4))
+    >>> full = checkpoint_blocks(loss, {layer: "full"})
+    >>> [matmuls(jax.value_and_grad(f), layers, x) for f in (loss, full)]  # full runs the first product of each layer again
+    [11, 13]
+    """
+    if fn is None:
+        return functools.partial(block, parameters=parameters)
+    if not inspect.isroutine(fn):
+        raise ArgumentError(f"fn={fn!r}: expected a function; a class whose instances are called needs no mark")
+    names = (parameters,) if isinstance(parameters, str) else parameters
+    held = None if names is None else _Parameters(fn, tuple(names))
+    path = fn.__name__.replace("<lambda>", "lambda")
+
+    @functools.wraps(fn)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        policies = scope.active()
+        policy = None if policies is None or is_inside(marked) else policies.find_function(marked)
+        if policies is None or policy is None:
+            return fn(*args, **kwargs)
+        found = scope.record()
+        found.reached.add(marked)
+        found.modules.setdefault(path, path)
+        parameters, args, kwargs = _split(args, kwargs) if held is None else held.split(args, kwargs)
+
+        def pure(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            if held is None:
+                args = (*parameters, *args)
+            else:
+                args, kwargs = held.join({**parameters, **kwargs})
+            with entered(marked):
+                return fn(*args, **kwargs)
+
+        with compat.blocks_around_which(checkpoints_stay=policies.keeps):
+            return run_block(pure, policy, path, parameters, args, kwargs, found.audit)
+
+    scope.marked.add(marked)
+    return marked
+
+
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The first argument as parameters, unless it is an array."""
+    count = 1 if args and not compat.is_array(args[0]) else 0
+    return args[:count], args[count:], kwargs
+
+
+class _Parameters:
+    """The arguments of a function that hold parameters, by name."""
+
+    def __init__(self, fn: Callable[..., Any], names: Sequence[str]) -> None:
+        self.names, self.signature = names, inspect.signature(fn)
+        for name in names:
+            if name not in self.signature.parameters:
+                known = list(self.signature.parameters)
+                raise ArgumentError(
+                    f"parameters={name!r}: no argument of {getattr(fn, '__name__', fn)} has this name."
+                    f"{nearest(name, known)} There are: {', '.join(known)}"
+                )
+
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """What the named arguments hold, and the others, all by name."""
+        others = dict(self.signature.bind(*args, **kwargs).arguments)
+        return {name: others.pop(name) for name in self.names if name in others}, (), others
+
+    def join(self, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as the function takes them."""
+        order = {name: arguments[name] for name in self.signature.parameters if name in arguments}
+        bound = inspect.BoundArguments(self.signature, order)
+        return bound.args, bound.kwargs

@@ -1,0 +1,271 @@
+"""Advice on memory that no policy on blocks reaches, read from the compiled schedule of the step that was measured."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from remat_jax import compat
+from remat_jax.memory.compiler import Sizes
+from remat_jax.memory.live import LiveBuffer
+from remat_jax.memory.softmax_products import SoftmaxProduct, softmax_products
+from remat_jax.memory.timeline import RESULT, Timeline
+from remat_jax.report.tables import format_bytes
+from remat_jax.train import OffloadedOptimizer
+from remat_jax.train.structs import device_bytes, result_structs
+from remat_jax.workload import Workload
+
+LEAST = 0.02
+"""The share of the device memory of the step below which nothing is advised."""
+
+SHOWN = 0.05
+"""The share from which on advice is printed with a report or a plan."""
+
+CHUNKS = 8
+MICRO_BATCHES = 2
+
+HEAD, SCORES, STATE = "head in chunks", "attention in a kernel", "optimizer state on the host"
+MICRO, DONATION, DTYPE = "micro-batches", "donated arguments", "parameters in bfloat16"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change beyond the policy of the blocks, and what it would give back by itself.
+
+    Attributes:
+      what: the change in a few words, such as `"head in chunks"`.
+      bytes: how much less device memory the step would need; of one device of a mesh.
+      how: what to write.
+      why: what takes the memory now.
+      compiled: whether the changed step was compiled (`doctor`). Otherwise `bytes` is estimated: what the peak of the compiled
+        schedule loses where the buffers that the change takes away are left out.
+    """
+
+    what: str
+    bytes: int
+    how: str
+    why: str
+    compiled: bool = False
+
+    def __str__(self) -> str:
+        known = "compiled" if self.compiled else "estimated"
+        return f"{self.what}: {format_bytes(self.bytes)} less ({known}): {self.how}. {self.why}."
+
+
+def traced_products(workload: Workload) -> tuple[SoftmaxProduct, ...]:
+    """The products in the traced step whose results a softmax reads."""
+    function, arguments = workload.loss, (workload.params, *workload.batch)
+    if not workload.has_loss:
+        step = workload.step("off")
+        function, arguments = step.function, step.arguments
+    return softmax_products(jax.make_jaxpr(function)(*arguments))
+
+
+def advise(workload: Workload, sizes: Sizes, products: tuple[SoftmaxProduct, ...], devices: int = 1) -> tuple[Advice, ...]:
+    """What would give back at least 2 % of the device memory of a compiled step, the largest first; nothing for the CPU.
+
+    Args:
+      sizes: of the step of `workload` under any policy.
+      products: `traced_products` of the workload.
+      devices: among how many the step is divided.
+    """
+    if sizes.timeline is None:
+        return ()
+    adviser = _Adviser(workload, sizes, sizes.timeline, products, devices)
+    made = [one for one in adviser.all() if one.bytes >= LEAST * sizes.device]
+    return tuple(sorted(made, key=lambda one: -one.bytes))
+
+
+def largest_advice(workload: Workload, sizes: Sizes, devices: int = 1) -> str | None:
+    """The first of `advise` in a sentence, for a step that had to be made smaller; None where it is below 5 %."""
+    found = advise(workload, sizes, traced_products(workload), devices)
+    return f"Beyond the blocks: {found[0]}" if found and found[0].bytes >= SHOWN * sizes.device else None
+
+
+class _Adviser:
+    def __init__(
+        self, workload: Workload, sizes: Sizes, timeline: Timeline, products: tuple[SoftmaxProduct, ...], devices: int
+    ) -> None:
+        self.workload, self.sizes, self.timeline, self.products, self.devices = workload, sizes, timeline, products, devices
+        self.step = workload.step("off")
+        self.arguments = dict(zip(self.step.names, self.step.local_arguments, strict=True)) if self.step.names else {}
+        self.parameters = {name: tree for name, tree in self.arguments.items() if "parameters" in name}
+        self._sizes_of_parameters = {math.prod(leaf.shape) for leaf in jax.tree.leaves(self.parameters)}
+
+    def all(self) -> Iterator[Advice]:
+        """All that could be advised, whatever it saves."""
+        yield from self._head()
+        yield from self._scores()
+        yield from self._state()
+        yield from self._micro_batches()
+        yield from self._donation()
+        yield from self._dtype()
+
+    def _saved(self, share: Callable[[LiveBuffer], float]) -> int:
+        return self.timeline.peak() - self.timeline.peak(share)
+
+    def _head(self) -> Iterator[Advice]:
+        heads = [one for one in self.products if one.is_head]
+        saved = self._saved(lambda one: 1 / CHUNKS if self._is_product(one, heads) else 1)
+        largest = max(heads, key=lambda one: one.elements, default=None)
+        if largest is not None:
+            how = f"rj.in_chunks(head_loss, {CHUNKS}, axis=…), a head and its loss in {CHUNKS} chunks"
+            yield Advice(HEAD, saved, how, self._why("logits", largest, heads))
+
+    def _scores(self) -> Iterator[Advice]:
+        scores = [one for one in self.products if not one.is_head]
+        saved = self._saved(lambda one: 0 if self._is_product(one, scores) else 1)
+        largest = max(scores, key=lambda one: one.elements, default=None)
+        if largest is not None:
+            how = (
+                'jax.nn.dot_product_attention(q, k, v, implementation="cudnn"), or another kernel that makes no array of scores'
+            )
+            yield Advice(SCORES, saved, how, self._why("attention scores", largest, scores))
+
+    def _why(self, what: str, product: SoftmaxProduct, products: list[SoftmaxProduct]) -> str:
+        held = sum(one.nbytes for one in self.sizes.live if self._is_product(one, products))
+        at = f" made at {product.source}" if product.source else ""
+        return f"{format_bytes(held)} at the peak are {what}, such as {list(product.shape)}{at}"
+
+    def _is_product(self, buffer: LiveBuffer, products: list[SoftmaxProduct]) -> bool:
+        """Whether a buffer is the result of one of the products, or computed from it element by element."""
+        primitive = buffer.name.rpartition(":")[2]
+        # In the backward pass products give gradients of their operands, and a head's may be as large as the logits.
+        is_gradient = buffer.phase == "backward" and primitive in ("dot_general", "transpose")
+        is_unnamed = self._is_unnamed(buffer)
+        if buffer.phase in ("argument", RESULT) or is_gradient or (buffer.phase == "other" and not is_unnamed):
+            return False
+        return any(
+            self._is_part(buffer, one.elements) and (one.is_head or is_unnamed or _is_inside(buffer.module, one.path))
+            for one in products
+        )
+
+    def _is_unnamed(self, buffer: LiveBuffer) -> bool:
+        """Whether a buffer is made by a fusion of which XLA has forgotten what it was made of, and is no gradient."""
+        is_unnamed = not buffer.module and ":" not in buffer.name and buffer.phase == "other"
+        return is_unnamed and _elements(buffer.shape) not in self._sizes_of_parameters
+
+    def _is_part(self, buffer: LiveBuffer, elements: int) -> bool:
+        """Whether a buffer may be what one device has of so many elements."""
+        own = _elements(buffer.shape)
+        return own > 0 and elements % own == 0 and self.devices % (elements // own) == 0
+
+    def _state(self) -> Iterator[Advice]:
+        state = self.arguments.get("optimizer state")
+        if state is None or isinstance(self.workload.optimizer, OffloadedOptimizer):
+            return
+        without = self.timeline.peak(lambda one: 0 if one.phase == "argument" and one.module == "optimizer state" else 1)
+        # The update streams it: beside parameters and gradients stand a few of its arrays, which come, change and go.
+        streamed = 3 * max(map(device_bytes, jax.tree.leaves(state)), default=0)
+        updating = sum(map(device_bytes, [*self.parameters.values(), self.arguments["parameters"]])) + streamed
+        saved = self.timeline.peak() - max(without, updating)
+        why = f"{format_bytes(device_bytes(state))} of state are on the device for the whole step, and read at its end"
+        yield Advice(STATE, saved, "rj.offload_optimizer(optimizer)", why)
+
+    def _micro_batches(self) -> Iterator[Advice]:
+        if not micro_batches_divide(self.workload, self.step.local_arguments):
+            return
+        saved = self._saved(lambda one: 1 / MICRO_BATCHES if self._is_activation(one) else 1)
+        trained = jax.tree.leaves(self.arguments.get("parameters", ()))
+        sums = sum(math.prod(one.shape) * max(4, compat.itemsize(one.dtype)) for one in trained)
+        held = sum(one.nbytes for one in self.sizes.live if self._is_activation(one))
+        why = (
+            f"{format_bytes(held)} at the peak are activations, half of which {MICRO_BATCHES} micro-batches leave; the sums of "
+            f"gradients take {format_bytes(sums)} more"
+        )
+        yield Advice(MICRO, saved - sums, f"rj.accumulate_gradients(loss, {MICRO_BATCHES})", why)
+
+    def _is_activation(self, buffer: LiveBuffer) -> bool:
+        is_made = buffer.phase in ("forward", "recomputed", "backward") or self._is_unnamed(buffer)
+        return is_made and _elements(buffer.shape) not in self._sizes_of_parameters
+
+    def _donation(self) -> Iterator[Advice]:
+        undonated = undonated_arguments(self.workload)
+        if not undonated:
+            return
+        given = [self.step.local_arguments[place] for place in undonated]
+        twice = sum(map(device_bytes, given))
+        elements = {math.prod(leaf.shape) for leaf in jax.tree.leaves(given)}
+        # What is not written yet has served as scratch, which then is needed beside the arguments.
+        left = self.timeline.peak(lambda one: 0 if one.phase == RESULT and _elements(one.shape) in elements else 1)
+        how = f"jax.jit(step, donate_argnums={undonated!r}), and donate=True (or donate_argnums) in the Workload"
+        named = [self.step.names[place] if self.step.names else f"argument {place}" for place in undonated]
+        why = f"the step gives back {' and '.join(named)} of the shapes that it is given, {format_bytes(twice)} twice"
+        yield Advice(DONATION, min(twice, self.sizes.device - left), how, why)
+
+    def _dtype(self) -> Iterator[Advice]:
+        wide = [leaf for leaf in jax.tree.leaves(self.parameters) if leaf.dtype == jnp.float32]
+        if not wide:
+            return
+        elements = {math.prod(leaf.shape) for leaf in wide}
+        state = self._state_follows()
+
+        def share(buffer: LiveBuffer) -> float:
+            is_given = buffer.phase == "argument" and (
+                "parameters" in buffer.module or (state and buffer.module == "optimizer state")
+            )
+            is_gradient = buffer.phase in ("backward", "other", RESULT)
+            is_wide = buffer.shape.startswith("f32") and _elements(buffer.shape) in elements
+            return 0.5 if is_wide and (is_given or is_gradient) else 1.0
+
+        how = "params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params); small updates are rounded away then"
+        parts = ["parameters", "gradients", *(["optimizer's state"] if state else [])]
+        why = f"{format_bytes(device_bytes(wide))} of parameters are float32, and so are {' and '.join(parts[1:])}"
+        yield Advice(DTYPE, self._saved(share), how, why)
+
+    def _state_follows(self) -> bool:
+        """Whether the optimizer's state has the parameters' dtype."""
+        if self.workload.optimizer is None or "parameters" not in self.arguments:
+            return False
+        trained = self.step.arguments[0]
+        narrow = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, jnp.bfloat16), trained)
+        return device_bytes(result_structs(self.workload.optimizer.init, narrow)) < device_bytes(self.step.arguments[1])
+
+
+def micro_batches_divide(workload: Workload, local_arguments: tuple[Any, ...]) -> bool:
+    """Whether every array of the batch has the same rows, and each device an even number of them."""
+    if not workload.has_loss:
+        return False
+    batch = jax.tree.leaves(local_arguments[len(local_arguments) - len(workload.batch) :])
+    rows = {leaf.shape[0] if leaf.ndim else 0 for leaf in batch}
+    return len(rows) == 1 and all(one and one % MICRO_BATCHES == 0 for one in rows)
+
+
+def undonated_arguments(workload: Workload) -> tuple[int, ...]:
+    """The arguments of the step that it gives back in their shapes and dtypes, and that are not donated."""
+    step = workload.step("off")
+    results = jax.eval_shape(step.function, *step.arguments)
+    given_back = {_signature(one) for one in (results if isinstance(results, tuple | list) else (results,))}
+    # A gradient without an optimizer has the shapes of the parameters and is no new value of them.
+    if workload.has_loss and workload.optimizer is None:
+        return ()
+    return tuple(
+        place
+        for place, argument in enumerate(step.arguments)
+        if place not in step.donate_argnums and jax.tree.leaves(argument) and _signature(argument) in given_back
+    )
+
+
+def _signature(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+
+
+def _is_inside(module: str, path: str) -> bool:
+    return not path or module == path or module.startswith(f"{path}/")
+
+
+def _elements(shape: str) -> int:
+    """How many numbers a buffer has, of its shape as XLA writes it; 0 where that is none.
+
+    >>> _elements("bf16[2,8]"), _elements("(f32[2])")
+    (16, 0)
+    """
+    found = re.fullmatch(r"\w+\[([\d,]*)\]", shape)
+    return math.prod(int(one) for one in found[1].split(",") if one) if found else 0

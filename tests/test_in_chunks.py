@@ -1,0 +1,177 @@
+"""`in_chunks`: values and gradients of the whole function, the logits of one chunk at a time, and its errors."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax import enable_x64
+
+import remat_jax as rj
+from remat_jax.errors import ArgumentError
+from remat_jax.graph.count import matmuls
+from remat_jax.graph.walk import equations
+
+ROWS, LENGTH, WIDTH, WORDS = 3, 12, 5, 11
+
+
+def head_loss(params: Any, hidden: Any, targets: Any, *, scale: float = 1.0) -> dict[str, Any]:
+    """A sum of losses, how many there are, and how often each word is a target."""
+    logits = hidden @ params["kernel"] * scale
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return {"total": losses.sum(), "count": targets.size, "words": jnp.zeros(WORDS).at[targets].add(losses)}
+
+
+def example(dtype: Any = jnp.float32) -> tuple[Any, Any, Any]:
+    kernel, hidden, targets = jax.random.split(jax.random.key(0), 3)
+    params = {"kernel": jax.random.normal(kernel, (WIDTH, WORDS), dtype)}
+    hidden = jax.random.normal(hidden, (ROWS, LENGTH, WIDTH), dtype)
+    return params, hidden, jax.random.randint(targets, (ROWS, LENGTH), 0, WORDS)
+
+
+def error(found: Any, expected: Any) -> float:
+    return max(float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize(("n", "axis"), [(1, 1), (4, -1), (12, 1)])
+def test_values_and_gradients_are_those_of_the_whole_in_float64(n: int, axis: int) -> None:
+    with enable_x64(True):
+        params, hidden, targets = example(jnp.float64)
+        chunked = rj.in_chunks(head_loss, n, axis=(None, 1, axis))
+
+        def total(fn: Any) -> Any:
+            return lambda params, hidden: fn(params, hidden, targets)["total"]
+
+        assert error(chunked(params, hidden, targets), head_loss(params, hidden, targets)) < 1e-12
+        for transform in (jax.grad, lambda fn, **args: jax.jit(jax.grad(fn, **args))):
+            found, expected = (transform(total(fn), argnums=(0, 1))(params, hidden) for fn in (chunked, head_loss))
+            assert error(found, expected) < 1e-12
+        tangent = jax.tree.map(jnp.ones_like, params)
+        found, expected = (jax.jvp(lambda p, fn=fn: total(fn)(p, hidden), (params,), (tangent,)) for fn in (chunked, head_loss))
+        assert error(found, expected) < 1e-12
+
+
+def test_each_chunk_has_its_own_positions_and_all_results_are_sums() -> None:
+    summed = rj.in_chunks(lambda x: (x.sum(), jnp.prod(x)), 3)(jnp.arange(1.0, 7.0))
+    assert summed[0] == 21 and summed[1] == 1 * 4 + 2 * 5 + 3 * 6
+
+
+def test_under_vmap_and_by_keyword() -> None:
+    params, hidden, targets = example()
+
+    def one_row(hidden: Any, targets: Any) -> Any:
+        chunked = rj.in_chunks(head_loss, 4, axis=(None, 0, 0))
+        return chunked(params, targets=targets, hidden=hidden, scale=0.5)
+
+    found = jax.vmap(one_row)(hidden, targets)
+    assert error({k: v.sum(0) for k, v in found.items()}, head_loss(params, hidden, targets, scale=0.5)) < 1e-5
+    everything = rj.in_chunks(lambda *, x, y: jnp.vdot(x, y), 2)
+    assert everything(x=jnp.arange(4.0), y=jnp.arange(4.0)) == 14
+
+
+def test_sums_of_low_precision_are_added_up_in_float32() -> None:
+    x = jnp.full((512,), 1.0, jnp.bfloat16)
+    found = rj.in_chunks(lambda x: x.sum(), 512)(x)
+    assert found == 512 and found.dtype == jnp.bfloat16  # in bfloat16, 256 + 1 is 256
+
+
+def test_one_chunk_of_logits_exists_and_each_is_computed_once_more() -> None:
+    params, hidden, targets = example()
+
+    def loss(n: int) -> Any:
+        return lambda params, hidden: rj.in_chunks(head_loss, n, axis=(None, 1, 1))(params, hidden, targets)["total"]
+
+    counts = {n: matmuls(jax.value_and_grad(loss(n), argnums=(0, 1)), params, hidden) for n in (1, 4)}
+    assert counts == {1: 3, 4: 16}  # three products, or four in each of four chunks
+    whole = ROWS * LENGTH * WORDS
+    for n, largest in ((1, whole), (4, whole // 4)):
+        jaxpr = jax.make_jaxpr(jax.grad(loss(n), argnums=(0, 1)))(params, hidden)
+        sizes = [var.aval.size for eqn in equations(jaxpr) for var in eqn.outvars if var.aval.shape[-1:] == (WORDS,)]
+        assert max(sizes) == largest
+
+
+def test_linen_and_nnx_modules() -> None:
+    _, hidden, targets = example()
+    layer = nn.Dense(WORDS)
+    variables = layer.init(jax.random.key(0), hidden)
+
+    def linen_loss(variables: Any, n: int) -> Any:
+        bound = layer.bind(variables)
+        return rj.in_chunks(lambda hidden, targets: head(bound, hidden, targets), n, axis=1)(hidden, targets)
+
+    def head(module: Any, hidden: Any, targets: Any) -> Any:
+        return optax.softmax_cross_entropy_with_integer_labels(module(hidden), targets).sum()
+
+    assert error(*(jax.grad(linen_loss)(variables, n) for n in (1, 4))) < 1e-5
+    model = nnx.Linear(WIDTH, WORDS, rngs=nnx.Rngs(0))
+    losses = [rj.in_chunks(head, n, axis=(None, 1, 1)) for n in (1, 4)]
+    assert error(*(nnx.grad(loss)(model, hidden, targets) for loss in losses)) < 1e-5
+
+
+def test_replan_and_policies_leave_the_chunks_as_they_are() -> None:
+    params, hidden, targets = example()
+
+    def loss(params: Any, hidden: Any) -> Any:
+        hidden = jax.checkpoint(jnp.sin)(hidden)
+        return rj.in_chunks(head_loss, 4, axis=(None, 1, 1))(params, hidden, targets)["total"]
+
+    for policy in ("off", "everything"):
+        assert matmuls(jax.value_and_grad(rj.replan(loss, policy), argnums=(0, 1)), params, hidden) == 16
+
+
+def test_a_block_in_a_chunk_has_its_policy_and_the_chunk_its_checkpoint() -> None:
+    _, hidden, targets = example()
+    model = nn.Dense(WORDS)
+    variables = jax.eval_shape(model.init, jax.random.key(0), hidden)
+
+    def loss(variables: Any, hidden: Any, targets: Any) -> Any:
+        chunked = rj.in_chunks(lambda hidden, targets: jnp.sin(model.apply(variables, hidden)).sum(), 4, axis=1)
+        return chunked(hidden, targets)
+
+    job = rj.Workload(loss, variables, (hidden, targets), nn.Dense)
+    kept = rj.residuals(job, "everything").device_bytes
+    assert kept < ROWS * LENGTH * WORDS * 4  # of the logits nothing
+
+
+ERRORS: dict[str, tuple[Any, str]] = {
+    "n": (lambda: rj.in_chunks(head_loss, 0), "n=0: expected the number of chunks, a positive int"),
+    "fn": (lambda: rj.in_chunks(3, 2), "fn=3: expected a function whose results are sums"),  # type: ignore[arg-type]
+    "axis": (lambda: rj.in_chunks(head_loss, 2, axis=None), "axis=None: expected an int"),  # type: ignore[arg-type]
+    "nothing cut": (lambda: rj.in_chunks(head_loss, 2, axis=(None, None)), "axis=(None, None): expected an int"),
+    "entries": (
+        lambda: rj.in_chunks(head_loss, 2, axis=(None, 1))(*example()),
+        "axis=(None, 1) has 2 entries, and the function is called with 3 positional arguments",
+    ),
+    "divides": (
+        lambda: rj.in_chunks(head_loss, 5, axis=(None, 1, 1))(*example()),
+        "n=5 does not divide axis 1 of argument 1, which has 12 positions; the nearest that do: 4 and 6",
+    ),
+    "lengths": (
+        lambda: rj.in_chunks(head_loss, 2, axis=(None, 2, 1))(*example()),
+        "axis: expected one length along it, but argument 1 has 5, argument 2 has 12",
+    ),
+    "rank": (
+        lambda: rj.in_chunks(head_loss, 2, axis=(None, 1, 2))(*example()),
+        "axis=2: argument 2 is int32[3, 12], which has no such axis; give None for it",
+    ),
+    "no array": (lambda: rj.in_chunks(lambda x, flag: x.sum(), 2)(jnp.ones(4), True), "axis=0: argument 1 is True, which has"),
+    "no sum": (
+        lambda: rj.in_chunks(lambda x: x * 2, 2)(jnp.ones(4)),
+        "fn: its result is float32[4], and float32[2] of one of 2 chunks: expected a sum along the axis",
+    ),
+    "no number": (lambda: rj.in_chunks(lambda x: x.any(), 2)(jnp.ones(4)), "fn: its result is bool[], and bool[] of one"),
+}
+
+
+@pytest.mark.parametrize("wrong", ERRORS)
+def test_errors_say_what_to_change(wrong: str) -> None:
+    call, message = ERRORS[wrong]
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        call()
