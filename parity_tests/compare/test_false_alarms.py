@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 import remat_jax as rj
 from parity_tests.compare.cases import run
-from remat_jax.errors import ArgumentError, RematError
+from remat_jax import porting
+from remat_jax.errors import ArgumentError, PortingError, RematError
 from remat_jax.parity import ParityReport
 
 FLOAT64: dict[str, Any] = {"modes": "off", "dtypes": "float64", "memory": False}
@@ -403,3 +404,60 @@ def test_what_cannot_be_run_is_an_error_with_the_remedy(wrong: dict[str, Any], t
     with pytest.raises(RematError, match=text) as error:
         run({**case, **wrong})
     assert type(error.value) is ArgumentError
+
+
+# Float32 that is written into the model.
+
+
+class ScaledTorch(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = torch.nn.LayerNorm(4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x.float()).softmax(-1)) * torch.sigmoid(x.float().mean())
+
+
+class Scaled(nn.Module):
+    """The same, by casts and by dtypes."""
+
+    epsilon: float = 1e-5
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        y = nn.softmax(nn.LayerNorm(self.epsilon, dtype=jnp.float32, name="norm")(x.astype(jnp.float32)))
+        y = nn.Dense(4, dtype=jnp.float32, name="linear")(y)
+        return y * nn.sigmoid(jnp.mean(x, dtype=jnp.float32))
+
+
+SCALED = """
+    norm.weight -> params/norm/scale
+    norm.bias -> params/norm/bias
+    linear.weight -> params/linear/kernel | linear
+    linear.bias -> params/linear/bias
+"""
+
+
+def test_float32_that_is_written_into_a_model_is_widened_where_it_is_meant() -> None:
+    case: dict[str, Any] = {
+        "torch_module": ScaledTorch(),
+        "flax_module": Scaled(),
+        "inputs": X,
+        "rules": SCALED,
+        "modes": "off",
+    }
+    with pytest.raises(ArgumentError, match=r"gives output in float32 .*; where the model means it, give keep_float64=True"):
+        run(case)
+    report = run(case, keep_float64=True, memory=False)
+    assert report.passed, str(report)
+    assert max(row.error or 0 for row in report.rows) < 1e-13
+    wrong = run({**case, "flax_module": Scaled(1e-4)}, keep_float64=True, **FLOAT64)
+    assert wrong.divergences["forward"]["flax_path"] == "norm"
+    alone = run(case, dtypes="float32", memory=False)  # the widening has left no trace
+    assert alone.passed, str(alone)
+
+
+def test_a_map_is_proposed_for_a_model_with_float32_inside() -> None:
+    with pytest.raises(PortingError, match="float32"):
+        porting.propose(ScaledTorch(), Scaled(), X)
+    assert len(porting.propose(ScaledTorch(), Scaled(), X, keep_float64=True).rules) == 4

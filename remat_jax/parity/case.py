@@ -65,6 +65,7 @@ class Case:
     torch_call: Call
     flax_call: Call
     excite: bool
+    keep_float64: bool
 
     @functools.cached_property
     def builds(self) -> bool:
@@ -181,6 +182,7 @@ def make_case(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) 
         torch_call=options["torch_call"] or plain_call,
         flax_call=options["flax_call"] or plain_call,
         excite=bool(options["excite"]),
+        keep_float64=bool(options["keep_float64"]),
     )
 
 

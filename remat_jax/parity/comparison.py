@@ -27,6 +27,7 @@ def compare(
     torch_call: Callable[..., Any] | None = None,
     flax_call: Callable[..., Any] | None = None,
     excite: bool = True,
+    keep_float64: bool = False,
     memory: bool = True,
     target: str | None = None,
     progress: Tell | None = None,
@@ -55,6 +56,8 @@ def compare(
         steps: of training with the optimizer.
         torch_call, flax_call: run a model otherwise than `model(*inputs)`: `call(model, *inputs)`.
         excite: give parameters that are constant, such as biases at 0, other values in both models, lest they hide faults.
+        keep_float64: in float64, make the Flax model compute in it where it asks for float32 by a cast or a dtype, as PyTorch
+            always is; without it such a fall is a fault.
         memory: count what both frameworks keep between the passes.
         target: compile the JAX step for this target too, for its peak memory; slow.
         progress: told `(what, done, total)`.
@@ -87,6 +90,7 @@ def compare(
         torch_call=torch_call,
         flax_call=flax_call,
         excite=excite,
+        keep_float64=keep_float64,
     )
     comparison = Comparison(case, progress or (lambda what, done, total: None))
     return comparison.report(memory=memory or target is not None, target=target)

@@ -24,6 +24,7 @@ from remat_jax.parity.flax_blocks import find_blocks
 from remat_jax.parity.structure import arrays_in
 from remat_jax.parity.trees import default_loss, named_outputs, same_names
 from remat_jax.porting import Rules, from_torch
+from remat_jax.porting.float64 import FLOAT32_REMEDY
 from remat_jax.porting.links import links_of_places
 from remat_jax.porting.transfer import take
 from remat_jax.porting.variables import Variables
@@ -180,7 +181,8 @@ class FlaxSide:
         if small:
             raise ArgumentError(
                 f"flax_module gives {', '.join(f'{name} in {found[name].dtype}' for name in small)} of weights and inputs in "
-                "float64: let it derive its dtypes from its inputs, or give a function of a dtype that makes it"
+                "float64: let it derive its dtypes from its inputs, or give a function of a dtype that makes it; "
+                f"{FLOAT32_REMEDY}"
             )
         return names, self.case.flax_blocks or find_blocks(self.case.flax("float64"), seen, self.torch, self.sources)
 

@@ -32,6 +32,7 @@ from remat_jax.parity.settings import settings
 from remat_jax.parity.structure import structure
 from remat_jax.parity.tolerances import TOLERANCES
 from remat_jax.parity.torch_side import TorchSide
+from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
 from remat_jax.porting.ties import pairs
 
 Tell = Callable[[str, int, int], None]
@@ -52,7 +53,7 @@ class Comparison:
         self.say("the settings of both models")
         self.differences, found = settings(case, made)
         self.checks.append(found)
-        with _precision("float64"):
+        with _precision("float64", case.keep_float64):
             self.say("the PyTorch model in float64")
             self.torch = TorchSide(case)
             if case.rules is None:
@@ -76,7 +77,7 @@ class Comparison:
     def report(self, *, memory: bool, target: str | None) -> ParityReport:
         """Run Flax in every dtype and mode, PyTorch in every mode, and say what was found."""
         for dtype in self.case.dtypes:
-            with _precision(dtype):
+            with _precision(dtype, self.case.keep_float64):
                 self._judge_dtype(dtype)
         self._torch_modes()
         if memory:
@@ -105,7 +106,7 @@ class Comparison:
     def explain(self, mode: str) -> dict[str, Any]:
         """The first module in either pass that differs in a mode."""
         self.say("where the two first differ")
-        with _precision("float64"):
+        with _precision("float64", self.case.keep_float64):
             model, variables = self.torch.make("float64"), self.flax.tree(self.before)
             divergences, self.hidden, checks = first_difference(
                 self.case, model, variables, self.flax.rules, self.flax.applied(mode)
@@ -174,7 +175,9 @@ class Comparison:
     def _casts(self) -> None:
         if self.flax.down_casts:
             where = "; ".join(self.flax.down_casts[:4])
-            self.checks.append(Check("Flax stays in float64", False, f"it falls to less in its float64 step: {where}"))
+            self.checks.append(
+                Check("Flax stays in float64", False, f"it falls to less in its float64 step: {where}; {FLOAT32_REMEDY}")
+            )
         tables = self.torch.tables()
         if tables and any(not row.passed for row in self.ledger.rows()):
             text = (
@@ -274,8 +277,14 @@ def _proposed(case: Case, torch: TorchSide) -> porting.Rules:
 
         return run
 
-    calls = {"torch_call": by_name(case.torch_call), "flax_call": by_name(case.flax_call)}
-    return porting.propose(torch.make("float64"), case.flax_module, dict(case.inputs.arrays), variables=case.variables, **calls)
+    return porting.propose(
+        torch.make("float64"),
+        case.flax_module,
+        dict(case.inputs.arrays),
+        variables=case.variables,
+        torch_call=by_name(case.torch_call),
+        flax_call=by_name(case.flax_call),
+    )
 
 
 def _refuse_parted(torch: TorchSide, rules: porting.Rules) -> None:
@@ -290,8 +299,12 @@ def _refuse_parted(torch: TorchSide, rules: porting.Rules) -> None:
 
 
 @contextlib.contextmanager
-def _precision(dtype: str) -> Iterator[None]:
-    """JAX's 64-bit types on for float64 and off for the rest, as a user has them; matmuls in full unless told otherwise."""
+def _precision(dtype: str, widens: bool = False) -> Iterator[None]:
+    """JAX's 64-bit types on for float64 and off for the rest, as a user has them; matmuls in full unless told otherwise.
+
+    `widens`: what falls to float32 in float64 does not.
+    """
     chosen = jax.config.jax_default_matmul_precision
-    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision(chosen or "highest"):
+    kept = keep_jax_float64() if widens and dtype == "float64" else contextlib.nullcontext()
+    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision(chosen or "highest"), kept:
         yield

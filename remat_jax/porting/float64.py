@@ -1,4 +1,4 @@
-"""PyTorch models in float64 from end to end, those too that fall to float32 inside."""
+"""Models in float64 from end to end, those too that fall to float32 inside: of PyTorch, and of JAX while they are traced."""
 
 from __future__ import annotations
 
@@ -6,6 +6,26 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+
+from remat_jax import compat
+
+FLOAT32_REMEDY = (
+    "where the model means it, give keep_float64=True, which widens it; to compare without float64, "
+    "give dtypes=('float32',) and rules"
+)
+"""What to do with a Flax model that has float32 written into it."""
+
+# A part of JAX's trace caches: what was traced while casts were widened is of no use outside.
+_widening = compat.trace_context(False)
+
+_FLOAT64 = jnp.dtype("float64")
+_ASKED = {"new_dtype", "preferred_element_type"}
+"""The parameters by which an operation is asked for a dtype."""
+_WHOLE = {"jit", "pjit", "scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "checkpoint", "bitcast_convert_type"}
 
 
 @contextmanager
@@ -38,6 +58,46 @@ def keep_float64() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(default)
+
+
+@contextmanager
+def keep_jax_float64() -> Iterator[None]:
+    """Make what JAX traces give float64 wherever a cast or a product to float32, float16 or bfloat16 is asked for.
+
+    Flax modules have `astype(jnp.float32)` and `dtype=jnp.float32` written into them for a norm, a softmax or a position, which
+    hides real faults of a port below 1e-7. Trace both passes inside, with 64-bit types on. Arrays that are made in float32
+    without a cast, such as a table of NumPy's, keep its rounding; a loop whose carry begins as one is an error of JAX's.
+
+    >>> with jax.enable_x64(True):
+    ...     x = jnp.ones(2, "float64")
+    ...     with keep_jax_float64():
+    ...         x.astype("float32").dtype.name, jnp.sum(x, dtype="float32").dtype.name
+    ...     x.astype("float32").dtype.name
+    ('float64', 'float64')
+    'float32'
+    """
+    bind = Primitive.bind
+
+    def wide(primitive: Any, *args: Any, **params: Any) -> Any:
+        # What is called or looped over has been traced, and widened, already.
+        if primitive.name not in _WHOLE:
+            params |= {name: _FLOAT64 for name in _ASKED & params.keys() if _is_narrow(params[name])}
+            dtypes = [getattr(x, "dtype", None) for x in args]
+            if _FLOAT64 in dtypes:
+                widen = functools.partial(jax.lax.convert_element_type, new_dtype=_FLOAT64)
+                args = tuple(widen(x) if _is_narrow(dtype) else x for x, dtype in zip(args, dtypes, strict=True))
+        return bind(primitive, *args, **params)
+
+    with _widening(True):
+        Primitive.bind = wide
+        try:
+            yield
+        finally:
+            Primitive.bind = bind
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype) != _FLOAT64
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import numpy as np
 from remat_jax.errors import PortingError
 from remat_jax.porting.auto.candidates import Candidate, Space
 from remat_jax.porting.auto.pair import LIMIT, Pair, Values
+from remat_jax.porting.float64 import FLOAT32_REMEDY
 
 # Two gradients that are equal by symmetry differ by rounding alone.
 EQUAL = 1e-9
@@ -54,7 +55,8 @@ def _agreeing_when_alike(pair: Pair, space: Space, start: Candidate) -> Candidat
     error, where = min(errors)
     raise PortingError(
         f"the models agree by no map: with equal weights in all modules of equal shapes, {where} still differs by {error:.1e}; "
-        "they differ in more than their weights (epsilon, padding, activation, mask, a missing layer, a computation in float32)"
+        "they differ in more than their weights (epsilon, padding, activation, mask, a missing layer, float32 inside); "
+        f"of the last: {FLOAT32_REMEDY}"
     )
 
 

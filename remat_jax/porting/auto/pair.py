@@ -197,13 +197,14 @@ class Pair:
 
     def _run_flax(self, leaves: dict[str, Any]) -> list[Any]:
         tree = self.variables.rebuild(leaves)
+        args, kwargs = jax.tree.map(jnp.asarray, (self.args, self.kwargs))  # NumPy's own casts are not JAX's
         if isinstance(self.module, nn.Module):
             # Statistics are written in training, and of no interest here.
             mutable = [name for name in tree if name != "params"]
-            result = nn.apply(self.flax_call, self.module, mutable=mutable)(tree, *self.args, **self.kwargs)[0]
+            result = nn.apply(self.flax_call, self.module, mutable=mutable)(tree, *args, **kwargs)[0]
         else:
             graph = nnx.split(self.module)[0]
-            result = self.flax_call(nnx.merge(graph, tree), *self.args, **self.kwargs)
+            result = self.flax_call(nnx.merge(graph, tree), *args, **kwargs)
         return [x for x in _leaves(result) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
 
     def _variables(self, given: Any) -> Any:

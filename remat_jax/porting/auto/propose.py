@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from remat_jax.porting.auto.interrogate import identify, other_answers, unexerci
 from remat_jax.porting.auto.match import by_names, likeness, table
 from remat_jax.porting.auto.pair import LIMIT, Pair
 from remat_jax.porting.auto.units import FlaxUnit, TorchParts, attentions, flax_units, stack_candidates, torch_parts
+from remat_jax.porting.float64 import keep_jax_float64
 from remat_jax.porting.links import links_of_places, links_of_tensors
 from remat_jax.porting.rules import Rules, as_rules
 
@@ -27,6 +29,7 @@ def propose(
     rules: Any = (),
     torch_call: Callable[..., Any] | None = None,
     flax_call: Callable[..., Any] | None = None,
+    keep_float64: bool = False,
 ) -> Rules:
     """Return a weight map between two models of the same function, proved by running both in float64 with random weights.
 
@@ -39,7 +42,8 @@ def propose(
     a model otherwise than `model(*inputs)`, each `call(model, *inputs)`, as where one takes images with channels last.
     `torch_module` may be a function that builds the model. `flax_module` may be a function of a dtype, for modules whose dtype
     is baked in. `variables` are those of a Linen module
-    that `init` cannot make; `rules` are held to, and cover what they match.
+    that `init` cannot make; `rules` are held to, and cover what they match. `keep_float64` widens what falls to float32 inside
+    the Flax model.
 
     Raises:
         PortingError: no map fits the shapes; the models agree by none; by several; or the inputs leave modules unused.
@@ -53,7 +57,7 @@ def propose(
     {i}.weight -> params/layers_{i}/kernel | linear
     {i}.bias -> params/layers_{i}/bias
     """
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), keep_jax_float64() if keep_float64 else contextlib.nullcontext():
         pair = Pair(torch_module, flax_module, inputs, variables, (torch_call, flax_call))
         _refuse_random(pair.torch)
         space, start = _space(pair, as_rules(rules))
