@@ -34,7 +34,9 @@ def job(rows: int = 16, length: int = 1024, **sizes: Any) -> rj.Workload:
         logits = wrapper(tokens, params=params, dropout_rng=jax.random.key(0), train=True).logits[:, :-1]
         return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]).mean()
 
-    return rj.Workload(loss, wrapper.params_shape_tree, (tokens,), blocks=FlaxGPT2Block, optimizer=optax.adamw(1e-4), name="GPT-2 medium")
+    return rj.Workload(
+        loss, wrapper.params_shape_tree, (tokens,), blocks=FlaxGPT2Block, optimizer=optax.adamw(1e-4), name="GPT-2 medium"
+    )
 
 
 def small() -> rj.Workload:
