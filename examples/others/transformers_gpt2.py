@@ -6,7 +6,14 @@
 
 The wrapper that users call, `FlaxGPT2LMHeadModel`, is no Flax module: `wrapper.module` is. Its 24 layers are unrolled.
 
-@FIGURES@
+Printed with transformers 4.56.2 and JAX 0.10.2:
+
+    off: 49.1 GiB, 91 ms
+    full: 9.6 GiB, 113 ms
+    dots_with_no_batch_dims: 15.6 GiB, 107 ms
+    plan within 30%: 41.5 GiB, in runs of 8 and 15 and 1 layers
+    a step of a small one under off: loss 6.240728, parameters changed by 0.034224
+    a step of a small one under full: loss 6.240728, parameters changed by 0.034224
 """
 
 from __future__ import annotations
