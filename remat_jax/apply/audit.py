@@ -19,6 +19,7 @@ class _Seen:
     candidates: dict[str, Candidate] = field(default_factory=dict)
     offloaded: set[str] = field(default_factory=set)
     moved: bool = False
+    kept: bool = False
 
 
 class Audit:
@@ -48,6 +49,7 @@ class Audit:
         seen.offloaded |= block.offloaded
         # One block that moves something is enough, and finding out costs a trace.
         seen.moved = seen.moved or (bool(block.offloaded) and (not whole or block.moves_bytes))
+        seen.kept = seen.kept or not whole or block.keeps_what_it_selects
         if isinstance(block.policy, Policy):
             missed = set(block.policy.unmatched(block.named.candidates.values()))
             if missed:
@@ -64,6 +66,7 @@ class Audit:
             seen.candidates |= theirs.candidates
             seen.offloaded |= theirs.offloaded
             seen.moved |= theirs.moved
+            seen.kept |= theirs.kept
             if theirs.unmatched is not None:
                 seen.unmatched = theirs.unmatched if seen.unmatched is None else seen.unmatched & theirs.unmatched
 
@@ -129,6 +132,11 @@ def _check_policy(policy: Policy, seen: _Seen, where: str) -> None:
                 f"{_of_convolutions(policy, seen)}{closest(selector, seen.candidates)} "
                 f"Its residuals are: {_some(seen.candidates, 8)}. Correct the selector or leave it out."
             )
+    if not seen.kept:
+        raise NoEffectError(
+            f"policy={str(policy)!r}{where} keeps nothing in {blocks}: the backward pass reads none of what it selects. "
+            'Save what is computed from it, or use policy="full".'
+        )
 
 
 def closest(selector: str, names: Iterable[str]) -> str:

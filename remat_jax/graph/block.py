@@ -21,7 +21,7 @@ from remat_jax.graph.origins import is_on_host
 from remat_jax.graph.repeated import Linearise, NamedBlock, name_block
 from remat_jax.graph.rows import read_row
 from remat_jax.graph.walk import of_some
-from remat_jax.policy import Action, Candidate, JaxPolicy, Policy
+from remat_jax.policy import Action, Candidate, JaxPolicy, Policy, Rule
 
 Function = Callable[..., list[Any]]
 
@@ -83,6 +83,20 @@ class PlannedBlock:
         except Exception:  # a block that has no reverse mode can still be run forwards
             return True
 
+    @property
+    def keeps_what_it_selects(self) -> bool:
+        """False where a policy that saves arrays by one selector of automatic names saves none that the backward pass reads."""
+        policy = self.policy
+        if not isinstance(policy, Policy) or policy.offloads or len(policy.automatic_globs) != 1:
+            return True
+        if [rule.selectors for rule in policy.rules if rule.action is Action.SAVE] != [policy.automatic_globs]:
+            return True
+        # A scalar is saved, and not offloaded.
+        names = [one.name for one in self.candidates if policy.action(one) is Action.SAVE and not one.is_input]
+        shapes = self.linearised.shapes | self.named.shapes
+        away = Policy((Rule(Action.OFFLOAD, policy.automatic_globs),))
+        return any(shapes[name] == () for name in names) or PlannedBlock(self.jaxpr, self.names, away).moves_bytes
+
     @functools.cached_property
     def host_residuals(self) -> tuple[Any, ...]:
         """The types of what is on the host between the passes when the block is differentiated along every input."""
@@ -141,7 +155,8 @@ def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequen
             f"block {path or 'function'!r} uses a mutable array (jax.new_ref), which JAX cannot differentiate under a "
             "checkpoint. Carry the value as an argument and a result instead."
         )
-    jaxpr = established(jaxpr)
+    # What no output depends on has no name: it could not be kept.
+    jaxpr = compat.dce(established(jaxpr))
     with compat.classic_rematerialisation():
         return PlannedBlock(jaxpr, name_block(jaxpr, path, inputs), policy)
 
@@ -238,7 +253,7 @@ def _differentiated_by_name(
             outputs = run(*primals)
             return outputs, [zero_tangent(out) for out in outputs]
         directions = [transposed_once(tangents[index]) if once else tangents[index] for index in live]
-        linearisation = _linearisation(list(primals[:size]), directions, live)
+        linearisation = _linearisation(list(primals[:size]), directions, live, names)
         saved, offloaded = decide(names.linearised(*linearisation), policy)
         kept = saved, offloaded.difference(names.named.inputs[place] for place in staying())
         linearised = names.keeping(frozenset.union(*kept), *linearisation)
@@ -256,10 +271,13 @@ def _differentiated_by_name(
     return block
 
 
-def _linearisation(primals: list[Any], directions: list[Any], live: Sequence[int]) -> tuple[Any, Linearise]:
+def _linearisation(
+    primals: list[Any], directions: list[Any], live: Sequence[int], names: NamedBlock | None = None
+) -> tuple[Any, Linearise]:
     """What a linearisation depends on beside the block; and what makes it.
 
-    It takes `(*primals, *directions)` to the outputs and to the tangents of the smooth ones.
+    It takes `(*primals, *directions)` to the outputs and to the tangents of the smooth ones. Along some of the inputs, arrays
+    have the names that they have along all, if the block's `names` are given.
     """
     types = [compat.type_of(value) for value in (*primals, *directions)]
     key = tuple(live), tuple((one, one.weak_type) for one in types), compat.block_settings()
@@ -274,9 +292,24 @@ def _linearisation(primals: list[Any], directions: list[Any], live: Sequence[int
 
         with compat.classic_rematerialisation():
             # A block's own constants are its inputs; the rule of a `custom_jvp` may read others, which stay where they are.
-            return name_linearised(named, jax.make_jaxpr(push)(primals, directions), len(primals))
+            jaxpr = compat.dce(jax.make_jaxpr(push)(primals, directions))
+            return name_linearised(named, jaxpr, len(primals), _along_all(named, primals, live, names))
 
     return key, linearise
+
+
+def _along_all(named: Named, primals: list[Any], live: Sequence[int], names: NamedBlock | None) -> Named | None:
+    """The linearisation along every input that has a derivative; None where that is along `live`, or where there is none."""
+    avals = [compat.type_of(value) for value in primals]
+    smooth = [index for index, aval in enumerate(avals) if is_smooth(aval)]
+    if names is None or list(live) == smooth:
+        return None
+    key, linearise = _linearisation(avals, [avals[index].to_tangent_aval() for index in smooth], smooth)
+    try:
+        found = names.first.linearised(key, linearise) if named is names.first.named else None
+        return found or linearise(named)
+    except Exception:  # an input that the caller does not differentiate may have no derivative
+        return None
 
 
 def is_live(tangent: Any) -> bool:

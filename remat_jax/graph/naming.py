@@ -7,11 +7,15 @@ Names are given twice. First to what the block computes, so that they do not dep
 linearisation, to what the derivative rules compute beside it (the mask of a ReLU, the log-sum-exp of an attention kernel), and
 there a name moves to where its array is made: a rule that reads its own output (exp, tanh, softmax) reads the named array too.
 Without that, JAX would save the named copy and compute the array again for the rule.
+
+Of what the derivative rules compute there is more the more inputs are differentiated. An array has the name that it has where
+all are: a layer whose input has no gradient names its arrays as the next layer does.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,6 +50,7 @@ class Named:
       shapes: name → the shape of the array (of a scanned one: in one round).
       counts: how many names each `module/path:primitive` has.
       inputs: for each input of the block's jaxpr its name, None of parameters and keys.
+      values: of a linearisation, which values its names stand for.
     """
 
     made: Callable[[], Any]
@@ -54,6 +59,7 @@ class Named:
     shapes: dict[str, tuple[int, ...]]
     counts: Counter[str] = field(default_factory=Counter)
     inputs: tuple[str | None, ...] = ()
+    values: _Values | None = None
 
     @functools.cached_property
     def jaxpr(self) -> Any:
@@ -80,14 +86,16 @@ def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool]) -> Named:
     return replace(namer.finished(retrace(jaxpr, named)), inputs=tuple(kept))
 
 
-def name_linearised(named: Named, linearised: Any, primals: int) -> Named:
+def name_linearised(named: Named, linearised: Any, primals: int, whole: Named | None = None) -> Named:
     """Name what the derivative rules made, in the jaxpr of `named`'s forward-mode derivative, and move the names it has.
 
     Args:
       linearised: the closed jaxpr of primals and tangents to both.
       primals: how many of its inputs are primals; only what depends on nothing else can be kept for a backward pass.
+      whole: the linearisation along all inputs, where this one is along some: equal values have its names.
     """
-    namer = _Namer(named.path, named.candidates, Counter(named.counts))
+    values = _Values() if whole is None else _Values(whole.values)
+    namer = _Namer(named.path, named.candidates, Counter((whole or named).counts), values)
     known = [index < primals for index in range(len(linearised.in_avals))]
     jaxpr = retrace(linearised, lambda *args: namer.run(linearised, args, (), known))
     return namer.finished(jaxpr)
@@ -103,17 +111,61 @@ def _is_known(eqn: Any, flags: list[bool]) -> bool:
     return all(flags)
 
 
+class _Values:
+    """Numbers for values: equal for the same operation on equal values. What has a name goes by that.
+
+    Args:
+      whole: another program's values, whose names equal values take, each once.
+    """
+
+    def __init__(self, whole: _Values | None = None) -> None:
+        self._numbers: dict[Any, int] = {} if whole is None else whole._numbers
+        self.names: dict[Any, list[str]] = {}
+        self._left = {} if whole is None else {value: list(names) for value, names in whole.names.items()}
+
+    def number(self, *key: Any) -> int:
+        """The number of a value that is described by `key`."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def of_outputs(self, eqn: Any, inputs: Sequence[int]) -> list[int]:
+        """The numbers of an equation's outputs, from those of its inputs."""
+        params = () if inner_jaxprs(eqn) else tuple((key, _hashable(value)) for key, value in eqn.params.items())
+        return [self.number(eqn.primitive.name, place, params, *inputs) for place in range(len(eqn.outvars))]
+
+    def of_inner(self, eqn: Any, inputs: Sequence[int], known: Sequence[bool]) -> list[int]:
+        """The numbers of the inputs of a jaxpr inside an equation; of what a loop carries, by their place among the known."""
+        if eqn.primitive.name in _CALLS and len(inputs) == len(known):
+            return list(inputs)
+        places = (place if flag else -1 for place, flag in zip(itertools.accumulate(known), known, strict=True))
+        return [self.number(eqn.primitive.name, "inner", place) for place in places]
+
+    def name(self, value: tuple[int, str], new: Callable[[], str]) -> str:
+        """The name that a value had, or a new one."""
+        left = self._left.get(value)
+        name = left.pop(0) if left else new()
+        self.names.setdefault(value, []).append(name)
+        return name
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return type(value)
+    return value
+
+
 class _Namer:
     """Names handed out so far."""
 
-    def __init__(self, path: str, before: dict[str, Candidate], counts: Counter[str]) -> None:
+    def __init__(self, path: str, before: dict[str, Candidate], counts: Counter[str], values: _Values | None = None) -> None:
         self.path = tuple(part for part in path.split("/") if part)
-        self.before, self.counts = before, counts
+        self.before, self.counts, self.values = before, counts, values or _Values()
         self.candidates: dict[str, Candidate] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def finished(self, jaxpr: Any) -> Named:
-        return Named(lambda: jaxpr, "/".join(self.path), self.candidates, self.shapes, self.counts)
+        return Named(lambda: jaxpr, "/".join(self.path), self.candidates, self.shapes, self.counts, values=self.values)
 
     def input_name(self) -> str:
         return self._next("/".join(self.path), "input")
@@ -121,36 +173,51 @@ class _Namer:
     def input(self, value: Any, name: str) -> Any:
         return self._name(value, Candidate(name, "input", is_input=True))
 
-    def run(self, jaxpr: Any, args: Sequence[Any], outer: tuple[str, ...], known: Sequence[bool]) -> list[Any]:
-        """Evaluate `jaxpr` on `args` with the names in it; `known` says which inputs depend on primals only."""
+    def run(
+        self, jaxpr: Any, args: Sequence[Any], outer: tuple[str, ...], known: Sequence[bool], numbers: Sequence[int] = ()
+    ) -> list[Any]:
+        """Evaluate `jaxpr` on `args` with the names in it; `known` says which inputs depend on primals only.
+
+        `numbers` are those of the inputs' values, by place where there are none.
+        """
         given = _given_names(jaxpr)
         fixed = flagged(jaxpr, known, _is_known)
+        number = dict(zip(jaxpr.jaxpr.invars, numbers or map(self.values.number, itertools.count()), strict=False))
+
+        def number_of(atom: Any) -> int:
+            if hasattr(atom, "val"):
+                return self.values.number("literal", str(atom.val))
+            return number[atom] if atom in number else self.values.number("constant")
 
         def visit(eqn: Any, inputs: list[Any]) -> list[Any]:
             path = self._relative(outer + compat.scopes(eqn))
             flags = [has(atom, fixed) for atom in eqn.invars]
             primitive = eqn.primitive.name
+            operands = [number_of(atom) for atom in eqn.invars]
+            for var, value in zip(eqn.outvars, self.values.of_outputs(eqn, operands), strict=True):
+                number[var] = self.values.number(*given[var]) if var in given else value
             if compat.given_name(eqn) is not None:
                 outputs = inputs
             elif primitive in _CALLS or primitive in _CONTROL:
-                outputs = compat.bind(eqn, inputs, **self._inside(eqn, flags, path))
+                outputs = compat.bind(eqn, inputs, **self._inside(eqn, flags, path, operands))
             else:
                 outputs = compat.bind(eqn, inputs)
             with compat.eqn_context(eqn):
                 return [
-                    self._named(eqn, var, out, path, given.get(var, ()), var in fixed)
+                    self._named(eqn, number[var], out, path, given.get(var, ()), var in fixed)
                     for var, out in zip(eqn.outvars, outputs, strict=True)
                 ]
 
         named_args = [self._given(arg, given.get(var, ()), None) for var, arg in zip(jaxpr.jaxpr.invars, args, strict=True)]
         return interpret(jaxpr, named_args, visit)
 
-    def _named(self, eqn: Any, var: Any, value: Any, path: tuple[str, ...], names: Sequence[str], known: bool) -> Any:
+    def _named(self, eqn: Any, number: int, value: Any, path: tuple[str, ...], names: Sequence[str], known: bool) -> Any:
         if names:
             return self._given(value, names, eqn)
         if not known or eqn.primitive.name in _UNNAMED or compat.given_name(eqn) is not None:
             return value
-        name = self._next("/".join((*self.path, *path)), eqn.primitive.name)
+        where, primitive = "/".join((*self.path, *path)), eqn.primitive.name
+        name = self.values.name((number, where), lambda: self._next(where, primitive))
         return self._name(value, Candidate(name, eqn.primitive.name, has_batch_dims=_has_batch_dims(eqn)))
 
     def _given(self, value: Any, names: Sequence[str], producer: Any) -> Any:
@@ -158,7 +225,7 @@ class _Namer:
             value = self._name(value, self.before.get(name) or _user_named(name, producer))
         return value
 
-    def _inside(self, eqn: Any, flags: list[bool], path: tuple[str, ...]) -> dict[str, Any]:
+    def _inside(self, eqn: Any, flags: list[bool], path: tuple[str, ...], numbers: Sequence[int]) -> dict[str, Any]:
         changed = {}
         for key, value in inner_jaxprs(eqn).items():
             many = isinstance(value, tuple)
@@ -166,8 +233,9 @@ class _Namer:
             for one in value if many else (value,):
                 inner = compat.closed(one)
                 known = inner_flags(eqn, key, inner, flags, _is_known)
+                inside = self.values.of_inner(eqn, numbers, known)
                 with compat.inner_context(eqn):
-                    renamed = retrace(inner, lambda *args, j=inner, k=known: self.run(j, args, path, k))
+                    renamed = retrace(inner, lambda *args, j=inner, k=known, n=inside: self.run(j, args, path, k, n))
                 new.append(compat.like(renamed, one))
             changed[key] = tuple(new) if many else new[0]
         return changed

@@ -1,0 +1,116 @@
+"""One name is one array in every layer: whatever is dead in a block, and whatever is differentiated outside of it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_jax as rj
+from remat_jax.errors import NoEffectError
+
+LAYERS = 3
+# Each on a line of its own, by which its arrays are known.
+UNARY = (
+    lambda x: jnp.sin(x),
+    lambda x: jnp.sin(2 * x),
+    lambda x: jnp.cos(x),
+    lambda x: jnp.cos(3 * x),
+    lambda x: jnp.tanh(x),
+    lambda x: jnp.exp(-(x**2)),
+)
+BINARY = (
+    lambda x, y: jnp.sin(x) * y,
+    lambda x, y: x * jnp.cos(y),
+    lambda x, y: jnp.maximum(x, y),
+    lambda x, y: x / (2 + y * y),
+)
+
+
+class Random(nn.Module):
+    """Some operations on the input, weights and each other; of what no output reads, too."""
+
+    seed: int
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        chosen = random.Random(self.seed)
+        values = [x, nn.Dense(4, name="dense")(x)]
+        for _ in range(chosen.randint(3, 9)):
+            if chosen.random() < 0.5:
+                values.append(chosen.choice(UNARY)(chosen.choice(values)))
+            else:
+                values.append(chosen.choice(BINARY)(chosen.choice(values), chosen.choice(values)))
+        return x + chosen.choice(values[1:])
+
+
+class Written(nn.Module):
+    """A dead cosine and sine; then a layer whose own sines have equal numbers in all layers."""
+
+    seed: int = 0
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        jnp.cos(x), jnp.sin(3 * x)
+        first = jnp.sin(nn.Dense(4)(x))
+        return x + jnp.sin(jnp.sin(x) * first)
+
+
+class Model(nn.Module):
+    block: Any
+    seed: int = 0
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for layer in range(LAYERS):
+            x = self.block(self.seed, name=f"layer_{layer}")(x)
+        return x.sum()
+
+
+def workload(block: Any, seed: int = 0) -> rj.Workload:
+    """The gradient of the parameters alone: the first layer's input has none."""
+    model, x = Model(block, seed), jnp.ones((2, 4))
+    return rj.Workload(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), (x,), block)
+
+
+def kept(job: rj.Workload, policy: str) -> list[tuple[int, str, str]]:
+    """Of every array that is kept: its layer, its name in that layer, and the line that makes it."""
+    rows = [row for row in rj.residuals(job, policy).rows if row.name.startswith("layer_") and row.action == "save"]
+    return [(int(row.name[6]), row.name[7:], row.source) for row in rows]
+
+
+def test_dead_code_and_an_input_without_gradient_do_not_move_names() -> None:
+    job = workload(Written)
+    lines: dict[str, set[str]] = {}
+    for _, name, line in kept(job, "everything"):
+        lines.setdefault(name, set()).add(line.split(":")[-1])
+    assert {name: len(some) for name, some in lines.items()} == dict.fromkeys(lines, 1)
+    own = [{name for layer, name, _ in kept(job, "everything") if layer == number} for number in range(LAYERS)]
+    # The slope of sin(x) is read by the gradient of x alone.
+    assert own[1] - {":add#0"} == own[2] == {":sin#0", ":sin#1", ":cos#0", ":cos#1", ":cos#2"}
+    assert own[2] - own[0] == {":cos#1", ":sin#0"}
+    found = [(layer, name) for layer, name, _ in kept(job, "save: *:cos#2") if "cos" in name]
+    assert found == [(layer, ":cos#2") for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("selector", ["*:sin#2", "*:cos#3"])
+def test_a_selector_that_keeps_nothing_is_an_error(selector: str) -> None:
+    """The one is the output's last sine, which nothing reads; the other is not there."""
+    with pytest.raises(NoEffectError, match="keeps nothing|matches no residual"):
+        rj.residuals(workload(Written), f"save: {selector}")
+
+
+@pytest.mark.parametrize("seed", [*range(8), 23, 95])
+def test_a_selector_of_one_residual_keeps_it_or_is_an_error(seed: int) -> None:
+    job = workload(Random, seed)
+    everything, full = kept(job, "everything"), kept(job, "full")
+    lines = {}
+    for layer, name, line in set(everything) - set(full):
+        assert lines.setdefault(name, line) == line
+        found = kept(job, f"save: layer_?{name}")
+        assert {one for one in found if one[1] == name} >= {(one, name, line) for one in (1, 2)}, found
+        assert (layer, name, line) in found
