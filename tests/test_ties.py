@@ -158,3 +158,36 @@ def test_a_gradient_beside_a_value_that_is_differentiated_again(policy: str, x64
         return jax.jit(jax.grad(lambda params: jax.value_and_grad(fn)(params, x)[0]))(params)
 
     assert_same(values_only(rj.checkpoint_blocks(loss, {Mlp: policy})), values_only(loss))
+
+
+@jax.custom_vjp
+def scaled(p: Any, y: Any) -> Any:
+    return p * y, y
+
+
+scaled.defvjp(lambda p, y: (scaled(p, y), (p, y)), lambda kept, g: (g[0] * kept[1], g[0] * kept[0] + g[1]))
+
+
+@pytest.mark.parametrize("policy", ["full", "offload: *", "offload_inputs", "offload_dot_with_no_batch_dims"])
+@pytest.mark.parametrize("times_called", [1, 2])
+def test_a_custom_vjp_that_gives_one_result_to_a_whole_batch(policy: str, times_called: int, x64: None) -> None:
+    """The gradient of JAX 0.10 itself is wrong here: it counts the shared result for each row; that of 0.12 is an error."""
+
+    def gradient(rule: Any, policy: str) -> Any:
+        block = rj.remat(lambda w, p, c: rule(jnp.sin(p), jnp.tanh(w @ c)), policy)
+
+        def row(w: Any, p: Any, c: Any) -> Any:
+            for _ in range(times_called):
+                p, y = block(w, p, c)
+            return p.sum() + y.sum()
+
+        return jax.jit(jax.grad(lambda w, p, c: jax.vmap(row, (None, 0, None))(w, p, c).sum(), (0, 1, 2)))
+
+    w, p, c = jnp.full((4, 4), 0.1), jnp.linspace(0.1, 1, 48).reshape(3, 4, 4), jnp.full((4, 4), 0.3)
+    expected = gradient(lambda p, y: (p * y, y), "off")(w, p, c)
+    try:
+        found = gradient(scaled, policy)(w, p, c)
+    except ValueError as error:
+        assert "primal output that is shared across" in str(error)
+    else:
+        assert_same(found, expected)

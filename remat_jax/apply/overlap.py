@@ -30,7 +30,7 @@ from remat_jax import compat
 from remat_jax.apply.parked import Offer, residuals_of
 from remat_jax.apply.ties import Links, can_be_handed, ghost, host_zeros, tied, tied_linear_p
 from remat_jax.graph import PlannedBlock, is_smooth
-from remat_jax.graph.walk import bodies, of_some
+from remat_jax.graph.walk import bodies, equations, of_some
 
 Block = Callable[..., list[Any]]
 
@@ -88,7 +88,7 @@ def run_tied(run: Block, block: PlannedBlock, values: Sequence[Any], offers: Seq
       values: the arrays it is called with.
       offers: the inputs to park in host memory.
     """
-    linkable = not _off.get() and not block.jaxpr.effects and all(map(_linkable, values))
+    linkable = not _off.get() and not block.jaxpr.effects and all(map(_linkable, values)) and not _shares(block, values)
     live = tuple(index for index, value in enumerate(values) if _differentiated(value))
     waits = any(map(compat.is_differentiated, values))
     offers = [offer for offer in offers if not offer.reading.is_shared] if waits else list(offers)
@@ -189,6 +189,12 @@ def _steps(jaxpr: Any) -> tuple[Any, ...]:
 def _linkable(value: Any) -> bool:
     # Inside a `shard_map` that checks how values vary, what is made here does not vary as it should.
     return _varying(value) == _varying(jnp.float32(0))
+
+
+def _shares(block: PlannedBlock, values: Sequence[Any]) -> bool:
+    """Whether a `custom_vjp` may give one result to a whole batch: JAX 0.10 cannot differentiate that once it is traced."""
+    batched = any(type(value).__name__ == "BatchTracer" for value in values)
+    return batched and any(eqn.primitive.name.startswith("custom_vjp") for eqn in equations(block.jaxpr))
 
 
 def _differentiated(value: Any) -> bool:
