@@ -1,9 +1,18 @@
-"""Reading a file that somebody else may have made."""
+"""Reading a file that somebody else may have made: its bytes, and what it says."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 import os
+import types
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+LARGEST = 2**62
+"""No number of bytes, of rounds or of places is larger."""
 
 
 def read_limited(path: str | os.PathLike[str], most: int) -> bytes:
@@ -27,3 +36,54 @@ def read_limited(path: str | os.PathLike[str], most: int) -> bytes:
     if len(content) > most:
         raise ValueError(f"it has more than {most} bytes")
     return content
+
+
+def from_plain(kind: Any, value: Any) -> Any:
+    """What `dataclasses.asdict` and JSON made plain, as a `kind`: a dataclass, or what its fields may be.
+
+    Raises:
+      ValueError: a value is of another type, not finite, negative or larger than any size; or a field is missing or unknown.
+
+    >>> from_plain(tuple[int, ...], [1, 2]), from_plain(float | None, 3)
+    ((1, 2), 3.0)
+    >>> from_plain(int, -1)
+    Traceback (most recent call last):
+    ...
+    ValueError: -1 is no int
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        for one in arguments:
+            try:
+                return from_plain(one, value)
+            except ValueError:
+                continue
+    elif origin is Literal and value in arguments and isinstance(value, str):
+        return value
+    elif origin in (dict, Mapping) and isinstance(value, dict):
+        return {from_plain(arguments[0], key): from_plain(arguments[1], one) for key, one in value.items()}
+    elif origin is tuple and isinstance(value, list | tuple):
+        each = [arguments[0]] * len(value) if arguments[1:] == (...,) else arguments
+        return tuple(from_plain(one, item) for one, item in _pairs(each, value))
+    elif hasattr(kind, "_fields") and isinstance(value, list | tuple):
+        return kind(*(from_plain(hint, item) for hint, item in _pairs(list(_hints(kind).values()), value)))
+    elif isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        hints = _hints(kind)
+        names = {one.name for one in dataclasses.fields(kind) if one.init}
+        if names != value.keys():
+            raise ValueError(f"{getattr(kind, '__name__', kind)} has {sorted(names ^ value.keys())} or lacks them")
+        return kind(**{name: from_plain(hints[name], value[name]) for name in names})
+    elif kind is float and type(value) in (int, float) and math.isfinite(value) and value >= 0:
+        return float(value)
+    elif type(value) is kind and not (kind is int and not 0 <= value < LARGEST):
+        return value
+    raise ValueError(f"{str(value)[:80]} is no {getattr(kind, '__name__', kind)}")
+
+
+_hints = functools.cache(get_type_hints)
+
+
+def _pairs(kinds: Any, values: Any) -> Any:
+    if len(kinds) != len(values):
+        raise ValueError(f"{len(values)} values where {len(kinds)} are expected")
+    return zip(kinds, values, strict=True)

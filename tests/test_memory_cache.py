@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import os
 import pathlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import CompileError
 from remat_jax.hardware import target
@@ -159,10 +163,10 @@ def test_the_folder_is_the_users_cache_folder_unless_named(monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache._folder(H200) == tmp_path / ".cache" / "remat_jax"
 
-    def homeless() -> pathlib.Path:
+    def homeless(_: pathlib.Path) -> pathlib.Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(pathlib.Path, "home", homeless)
+    monkeypatch.setattr(pathlib.Path, "expanduser", homeless)
     cache.forget()
     assert cache._folder(H200) is None and cache.read("none", H200, dict) is None
 
@@ -195,3 +199,77 @@ def test_a_failure_is_not_kept(monkeypatch: pytest.MonkeyPatch, folder: pathlib.
         with pytest.raises(CompileError, match="exit status 3"):
             ask(program(), name="cpu")
     assert ask(program(), name="cpu")["full"].argument == 32
+
+
+# --- what others may have written -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "used"), [(0o700, True), (0o755, True), (0o777, False), (0o1777, False)])
+def test_a_folder_that_others_may_write_is_not_used(folder: pathlib.Path, asked: list[str], mode: int, used: bool) -> None:
+    ask(program())
+    folder.chmod(mode)
+    cache.forget()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ask(program())
+    assert asked == ["full"] * (1 if used else 2)
+    told = [str(one.message) for one in caught if one.category is rj.RematWarning]
+    assert len(told) == (not used) and all(f"others may write the folder {str(folder)!r}" in one for one in told)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temp": "8"},
+        {"temp": -1},
+        {"temp": 2**80},
+        {"temp": 1.5},
+        {"temp": True},
+        {"live": [[1]]},
+        {"live": [{"name": "a"}]},
+        {"overlap": {}},
+        {"step_seconds": "soon"},
+        {"timeline": 0},
+        {"other": 1},
+    ],
+)
+def test_an_entry_of_another_form_is_none(folder: pathlib.Path, asked: list[str], wrong: dict[str, Any]) -> None:
+    """Its checksum is right: whoever wrote it could compute that."""
+    first = ask(program())
+    (path,) = folder.iterdir()
+    text = json.dumps(json.loads(path.read_text().split("\n", 1)[1]) | wrong)
+    path.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+    cache.forget()
+    assert ask(program())["full"] == dataclasses.replace(first["full"], temp=2) and len(asked) == 2
+
+
+def test_a_pipe_and_what_is_nested_too_deep_are_none(folder: pathlib.Path, asked: list[str]) -> None:
+    ask(program())
+    (path,) = folder.iterdir()
+    text = "[" * 100_000
+    path.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+    cache.forget()
+    ask(program())
+    path.unlink()
+    os.mkfifo(path)
+    cache.forget()
+    ask(program())
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("word", ["off", "OFF ", "none", "No", "0", "false"])
+def test_words_for_off(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    monkeypatch.setenv(cache.VARIABLE, word)
+    assert cache._folder(H200) is None
+
+
+def test_a_home_is_expanded_and_a_folder_that_cannot_be_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, asked: list[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(cache.VARIABLE, "~/kept")
+    assert cache._folder(H200) == tmp_path / "kept"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(cache.VARIABLE, f"{tmp_path}/file/kept")
+    with pytest.warns(rj.RematWarning, match="cannot be written .*nothing is kept"):
+        ask(program("none before", 7.0))

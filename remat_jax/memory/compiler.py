@@ -23,9 +23,10 @@ from remat_jax.memory.kernels import Kernels, kernel_options, refuse
 from remat_jax.memory.limit import limit_options
 from remat_jax.memory.live import LiveBuffer, Schedule, named_arguments
 from remat_jax.memory.process import Children, Question, ask, compiler_environment
-from remat_jax.memory.schedule import Copies, Overlap, read_overlap
+from remat_jax.memory.schedule import Overlap, read_overlap
 from remat_jax.memory.slots import scanned_offload_is_miscompiled
 from remat_jax.memory.timeline import Timeline
+from remat_jax.reading import from_plain
 
 MOST_CHILDREN = 4
 """Compiling processes at a time: each holds a compiler of its own, about 1 GB."""
@@ -87,15 +88,9 @@ class Sizes:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sizes:
-        """What `to_dict` gave; anything else raises TypeError, KeyError or ValueError."""
-        overlap = data["overlap"]
-        if overlap is not None:
-            overlap = Overlap(**overlap | {"out": Copies(**overlap["out"]), "back": Copies(**overlap["back"])})
-        sent = data["collectives"]
-        collectives = None if sent is None else tuple(Collective(**one) for one in sent)
-        live = tuple(LiveBuffer(**one) for one in data["live"])
-        timeline = None if data["timeline"] is None else Timeline.from_dict(data["timeline"])
-        return cls(**data | {"live": live, "overlap": overlap, "collectives": collectives, "timeline": timeline})
+        """What `to_dict` gave; anything else raises ValueError."""
+        found: Sizes = from_plain(cls, data)
+        return found
 
 
 def compile_programs(
@@ -188,7 +183,8 @@ class _Shapes:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> _Shapes:
-        return cls(tuple(map(tuple, data["shapes"])))
+        found: _Shapes = from_plain(cls, data)
+        return found
 
 
 def _compiled(

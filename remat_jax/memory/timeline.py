@@ -7,10 +7,10 @@ of a change that was not compiled (a head in chunks, an attention kernel) is rea
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from remat_jax.memory.live import LiveBuffer, Place, Schedule
 
@@ -88,12 +88,6 @@ class Timeline:
             in_place.setdefault(place, []).append(Span(first, last, buffer))
         spans = tuple(one for together in in_place.values() for one in _apart(together))
         return cls(tuple(small), tuple(buffers), spans)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
-        """What `dataclasses.asdict` gave; anything else raises TypeError, KeyError or ValueError."""
-        buffers = tuple(LiveBuffer(**one) for one in data["buffers"])
-        return cls(tuple(data["small"]), buffers, tuple(Span(*one) for one in data["spans"]))
 
 
 def _apart(spans: list[Span]) -> Iterator[Span]:
