@@ -7,6 +7,7 @@ import html
 import json
 import random
 import tracemalloc
+import warnings
 from pathlib import Path
 
 import jax
@@ -121,8 +122,8 @@ def test_the_keys_are_the_attribute_names():
     ("change", "message"),
     [
         (
-            lambda data: data.update(version=3),
-            "is of version 3, and this release reads versions 1 and 2 only: make the plan again",
+            lambda data: data.update(version=4),
+            "is of version 4, and this release reads versions 1, 2 and 3 only: make the plan again",
         ),
         (lambda data: data.update(version="1"), "is of version '1'"),
         (lambda data: data.update(version=True), "is of version True"),
@@ -133,7 +134,7 @@ def test_the_keys_are_the_attribute_names():
         (lambda data: data.update(device_bytes=1.5), "device_bytes=1.5 is no integer"),
         (lambda data: data.update(device_bytes=10**400), "device_bytes=1000.* is no integer"),
         (lambda data: data.update(policies=[]), "policies is empty"),
-        (lambda data: data["policies"][0]["block"].__setitem__(0, "module"), "neither a class nor a glob"),
+        (lambda data: data["policies"][0]["block"].__setitem__(0, "module"), "neither a class, a function nor a glob"),
         (lambda data: data["policies"][0]["runs"].__setitem__(0, [10**9, data["policies"][0]["runs"][0][1]]), "runs"),
         (lambda data: data["policies"][0]["runs"][0][1].update(rules=[]), "policies: a policy"),
         (lambda data: data.update(workload="\x1b[2J"), "no text of one line"),
@@ -273,6 +274,23 @@ def test_classes_of_one_name_keep_their_own_policies(tmp_path):
     data["policies"][1]["block"] = data["policies"][0]["block"]
     with pytest.raises(PlanningError, match="policies has a block twice"):
         rj.Plan.load(write(tmp_path, data), mine)
+
+
+class TakenByName(PlannedLayer):
+    """No other module has a class of this name."""
+
+
+def test_a_class_that_is_taken_by_its_name_only_is_a_warning(tmp_path):
+    made = plan(policies={TakenByName: rj.Policy.parse("full")})
+    data = json.loads(made.save(tmp_path / "plan.json").read_text())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rj.Plan.load(tmp_path / "plan.json")
+    data["policies"][0]["block"][2] = "gone"
+    with pytest.warns(
+        rj.RematWarning, match="'TakenByName' of the module 'gone', which is not loaded: that of 'tests.test_plan"
+    ):
+        assert rj.Plan.load(write(tmp_path, data)).policies == made.policies
 
 
 def test_wrong_arguments_are_named(tmp_path):

@@ -79,11 +79,14 @@ def test_shards_that_do_not_agree_with_their_index_are_named(tmp_path: Path) -> 
 
 def test_what_is_no_file_of_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"no such thing")
+    header = json.dumps({"a": {"dtype": "F32", "shape": [0, 2**62], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "huge.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     (tmp_path / "text.txt").write_text("")
     (tmp_path / "empty").mkdir()
     for name, message in (
         ("gone.safetensors", "no such file"),
         ("bad.safetensors", "not a safetensors file"),
+        ("huge.safetensors", r"not a safetensors file \(.*too (big|large)"),
         ("text.txt", "not a name of a model's"),
         ("empty", "a folder without a model"),
     ):

@@ -104,7 +104,7 @@ def _checked(data: Any, workload: Workload | None, told: str) -> dict[str, Any]:
     if not isinstance(data, dict) or "version" not in data:
         raise _Malformed("it is no object with a version")
     if type(data["version"]) is not int or data["version"] not in READ:
-        known = " and ".join(map(str, READ))
+        known = f"{', '.join(map(str, READ[:-1]))} and {READ[-1]}"
         raise PlanningError(
             f"{told} is of version {data['version']!r}, and this release reads versions {known} only: make the plan again"
         )

@@ -19,6 +19,7 @@ from remat_jax.apply.marking import CHECKPOINTS, Block
 from remat_jax.apply.nnx import is_node
 from remat_jax.errors import PlanningError, UnsupportedError
 from remat_jax.graph.rewrite import count_regions
+from remat_jax.warning import warn
 from remat_jax.workload import Workload
 
 Leaf = tuple[str, tuple[int, ...], str]
@@ -239,6 +240,11 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) 
         raise PlanningError(
             f"{told} puts a policy on the {kind} {name!r} of {module!r}, and {how}: import the model first, or give the "
             "workload, as in Plan.load(path, workload)"
+        )
+    if not exact:
+        warn(
+            f"{told} puts a policy on the {kind} {name!r} of the module {module!r}, which is not loaded: that of {modules[0]!r} was "
+            "taken for it, by its name only. Give the workload, as in Plan.load(path, workload), to be sure"
         )
     return next(one for one in reversed(known) if one in chosen)
 
