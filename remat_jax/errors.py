@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import Any
+
+from remat_jax.reading import visible
 
 
 class RematError(Exception):
@@ -16,6 +19,10 @@ class RematError(Exception):
     ...     type(error).__name__
     'PolicyError'
     """
+
+    def __init__(self, *args: Any) -> None:
+        # A name in the message may come from a file.
+        super().__init__(*(visible(one) if isinstance(one, str) else one for one in args))
 
 
 class PolicyError(RematError, ValueError):

@@ -1,4 +1,4 @@
-"""Reading a file that somebody else may have made: its bytes, and what it says."""
+"""What somebody else may have made: a file's bytes, what it says, and text that a terminal is to show."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import types
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -36,6 +37,20 @@ def read_limited(path: str | os.PathLike[str], most: int) -> bytes:
     if len(content) > most:
         raise ValueError(f"it has more than {most} bytes")
     return content
+
+
+def visible(text: str) -> str:
+    """`text` with what is no letter, mark, sign or space as an escape; lines and tabs stay.
+
+    >>> visible("a\x1b[31mb")
+    'a\\\\x1b[31mb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter.encode("unicode_escape").decode() if unicodedata.category(letter)[0] == "C" and letter not in "\n\t" else letter
+        for letter in text
+    )
 
 
 def from_plain(kind: Any, value: Any) -> Any:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 
+from remat_jax.reading import visible
+
 
 class RematWarning(UserWarning):
     """Category of every warning of ours: a policy without effect, an offload that moved less than was asked, a full host.
@@ -45,7 +47,7 @@ def warn(messages: str | Iterable[str] | None) -> None:
     if messages is None or _silenced.get():
         return
     file, line, depth = _caller()
-    for message in [messages] if isinstance(messages, str) else messages:
+    for message in map(visible, [messages] if isinstance(messages, str) else messages):
         key = (file, line, message)
         if key not in _given:
             warnings.warn(message, RematWarning, stacklevel=depth)

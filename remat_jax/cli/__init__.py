@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 
 def main() -> None:
     """Run the command line on the arguments of this process; exits 0, 1 (a check fails), 2 (bad usage) or 3 (nothing fits)."""
+    from remat_jax.cli.output import prepare_streams
+
+    prepare_streams()
+    try:
+        os.getcwd()
+    except OSError:
+        sys.exit("error: the working directory is gone; change into another one")
     from remat_jax.cli.app import app
 
     app(prog_name="remat-jax")

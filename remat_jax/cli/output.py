@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from remat_jax.errors import CompileError, InfeasibleBudget, RematError, UnsupportedError
+from remat_jax.reading import visible
+from remat_jax.report.tables import SafeConsole
 from remat_jax.warning import silenced
 
 FAILED, BAD_USAGE, INFEASIBLE = 1, 2, 3
@@ -24,10 +29,31 @@ _WIDTH_WITHOUT_TERMINAL = 120
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else there.")]
 
 
+_PLAIN = {"−": "-", "–": "-", "—": "-", "×": "x", "≤": "<=", "≥": ">=", "→": "->", "…": "...", "µ": "u", "·": ".", "█": "#"}
+
+
+def prepare_streams() -> None:
+    """Have standard output and error take every text: what their encoding lacks in other letters, and a closed one nothing."""
+    codecs.register_error("remat_jax", _otherwise)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="remat_jax")
+
+
+def _otherwise(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    wrong = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(letter, "?") for letter in wrong), error.end
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console on standard output or standard error, as they are now."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL, highlight=False)
+    return SafeConsole(file=stream, width=None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL, highlight=False)
 
 
 class Answer:
@@ -54,7 +80,7 @@ class Answer:
 
     def error(self, message: str, status: int, **more: Any) -> NoReturn:
         """End the command with a message on standard error, and the same, and `more`, as a JSON object with `--json`."""
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {visible(message)}", file=sys.stderr)
         self.data({"error": message, **more})
         raise typer.Exit(status)
 

@@ -159,7 +159,10 @@ def source_line(eqn: Any) -> str:
     """The user's `file:line (function)` that made `eqn`: the innermost line that is neither JAX's, Flax's nor ours."""
     for frame in _source_info.user_frames(eqn.source_info.traceback):
         if not frame.file_name.startswith(_LIBRARIES):
-            name = os.path.relpath(frame.file_name)
+            try:
+                name = os.path.relpath(frame.file_name)
+            except OSError:  # the working directory is gone
+                name = ".."
             shown = frame.file_name if name.startswith("..") else name
             return f"{shown}:{frame.start_line} ({frame.function_name})"
     return ""

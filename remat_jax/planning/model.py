@@ -243,8 +243,8 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) 
         )
     if not exact:
         warn(
-            f"{told} puts a policy on the {kind} {name!r} of the module {module!r}, which is not loaded: that of {modules[0]!r} was "
-            "taken for it, by its name only. Give the workload, as in Plan.load(path, workload), to be sure"
+            f"{told} puts a policy on the {kind} {name!r} of the module {module!r}, which is not loaded: that of "
+            f"{modules[0]!r} was taken for it, by its name only. Give the workload, as in Plan.load(path, workload), to be sure"
         )
     return next(one for one in reversed(known) if one in chosen)
 

@@ -13,6 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from remat_jax.reading import visible
+
 _THEME = (
     '<fieldset class="theme"><legend>Colours</legend>'
     + "".join(
@@ -58,7 +60,7 @@ def asset(name: str) -> str:
 
 def escaped(value: object) -> str:
     """`value` as text that stays text in a page."""
-    return html.escape(str(value))
+    return html.escape(visible(str(value)))
 
 
 def write_whole(path: str | os.PathLike[str], text: str, *, replace: bool = True) -> Path:

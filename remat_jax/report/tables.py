@@ -6,12 +6,15 @@ import io
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 from rich.console import Console
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from remat_jax.reading import visible
 
 MISSING = "n/a"
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -187,13 +190,22 @@ def _is_numeric(cells: Sequence[str]) -> bool:
     return bool(present) and all(_NUMBER.fullmatch(cell) for cell in present)
 
 
+class SafeConsole(Console):
+    """A console that shows control characters as escapes, wherever a name that has some comes from."""
+
+    def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+        """As Rich does, which calls this for what is inside `renderable` too."""
+        for one in super().render(renderable, options):
+            yield one if one.control else Segment(visible(one.text), one.style)
+
+
 def render(renderable: Any, width: int = 160) -> str:
     """`renderable` (a table, or anything that Rich can draw) as plain text of at most `width` columns.
 
     >>> "off" in render(table("", ["mode"], [["off"]]))
     True
     """
-    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console = SafeConsole(width=width, file=io.StringIO(), color_system=None)
     with console.capture() as capture:
         console.print(renderable)
     return capture.get().rstrip("\n")
