@@ -20,10 +20,15 @@ ROOT = Path(__file__).resolve().parents[1]
 TRAIN = r"""
 import flax.linen as nn, jax, jax.numpy as jnp, remat_jax as rj
 
+class Up(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.tanh(nn.Dense(8)(x))
+
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return x + jnp.tanh(nn.Dense(8, name="up\x1b[31m\x07")(x))
+        return x + Up(name="up\x1b[31m\x07")(x)
 
 def job():
     x, layer = jax.ShapeDtypeStruct((4, 8), jnp.float32), Layer()
