@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,3 +102,51 @@ def test_what_runs_on_a_device_ends_with_a_caller_that_is_killed() -> None:
         caller.wait()
         for pid in filter(is_running, found):
             os.kill(pid, signal.SIGKILL)
+
+
+JOB = """
+import os, sys
+import jax, jax.numpy as jnp
+import remat_jax as rj
+
+def job():
+    return rj.Workload(block, jax.ShapeDtypeStruct((4,), jnp.float32), (), block)
+
+@rj.block
+def block(w):
+    return jnp.sin(jnp.sin(w)).sum()
+"""
+FORKED = """
+rj.residuals(job(), "full")
+jnp.ones(3).sum()
+child = os.fork()
+if child == 0:
+    rj.measure(job(), "full", "cpu")
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+ZIPPED = """
+try:
+    rj.measure(job(), "full", "cpu")
+except rj.RematError as error:
+    print(error)
+"""
+
+
+def fresh(code: str, path: pathlib.Path) -> str:
+    environment = os.environ | {"PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-P", "-S", "-c", f"import sys; sys.path += {sys.path!r}\n{JOB}{code}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd="/")
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="Linux tells the threads of a process")
+def test_a_process_that_was_forked_after_jax_had_started_is_told_at_once() -> None:
+    assert "RematWarning: this process was forked from one in which JAX had started" in fresh(FORKED, ROOT)
+    assert "RematWarning" not in fresh(FORKED.replace("jnp.ones(3).sum()", "").replace("os.fork()", "0"), ROOT)
+
+
+def test_a_package_in_a_zip_file_is_an_error_with_the_remedy(tmp_path: pathlib.Path) -> None:
+    shutil.make_archive(str(tmp_path / "packed"), "zip", ROOT, "remat_jax")
+    said = fresh(ZIPPED, tmp_path / "packed.zip")
+    assert "Traceback" not in said and "packed.zip', which is no folder" in said and "install remat-jax, or unpack it" in said

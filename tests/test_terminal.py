@@ -35,7 +35,18 @@ def job():
     params = jax.eval_shape(layer.init, jax.random.key(0), x)
     return rj.Workload(lambda p, x: layer.apply(p, x).sum(), params, (x,), Layer, name="a \x1b]0;title \u202e job")
 """
-COMMAND = [sys.executable, "-m", "remat_jax.cli", "measure", "train.py:job", "--target", "cpu", "-p", "everything", "--residuals"]
+COMMAND = [
+    sys.executable,
+    "-m",
+    "remat_jax.cli",
+    "measure",
+    "train.py:job",
+    "--target",
+    "cpu",
+    "-p",
+    "everything",
+    "--residuals",
+]
 
 
 @pytest.fixture(scope="module")

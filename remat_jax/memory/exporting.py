@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,11 +19,26 @@ from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.mesh import check_context
 from remat_jax.train.structs import device_bytes
+from remat_jax.warning import warn
 from remat_jax.workload import Step
 
 # "ALL" is understood from JAX 0.11 on; before, each target that is refused is named in the error, and is let pass then.
 _CUSTOM_CALLS = ("annotate_device_placement", "ALL")
 _REFUSED = re.compile(r'custom_call @"?([^\s("]+)"?\(')
+
+
+def _check_process() -> None:
+    """Say at once what would fail later, or wait for ever."""
+    if not Path(__file__).is_file():
+        raise UnsupportedError(
+            f"remat_jax was imported from {__file__.partition('/remat_jax/')[0]!r}, which is no folder, and the process that "
+            "compiles is started from a file: install remat-jax, or unpack it"
+        )
+    if compat.lost_threads():
+        warn(
+            "this process was forked from one in which JAX had started, and JAX's threads stayed there: JAX may wait for ever. "
+            "Start it otherwise, as with multiprocessing.get_context('spawn')"
+        )
 
 
 @dataclass(frozen=True)
@@ -52,8 +68,9 @@ def export_step(key: str, step: Step, target: Target) -> Program:
     Raises:
       ArgumentError: this call stands under a `jax.set_mesh` of another size.
       CompileError: a kernel needs cuDNN, which is not installed.
-      UnsupportedError: the step names a mesh of its own, of another size.
+      UnsupportedError: the step names a mesh of its own, of another size; or this package is in a zip file.
     """
+    _check_process()
     devices = 1 if step.mesh is None else step.mesh.size
     check_context(devices, f"a step for {_counted(devices)}")
     leaves, treedef = jax.tree.flatten(step.arguments)
