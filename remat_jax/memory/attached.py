@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from remat_jax.errors import CompileError, TargetError
 from remat_jax.hardware import find_attached_with
 from remat_jax.memory.exporting import Program
 from remat_jax.memory.process import Question, ask
+from remat_jax.memory.scratch import scratch
 
 CHILD = Path(__file__).with_name("run_child.py")
 PLATFORM = "cuda"
@@ -48,8 +48,8 @@ def measured_peak(program: Program, timeout: float, compiler_options: Mapping[st
     Raises:
       CompileError: it could not be compiled or run there; not enough free memory among the reasons.
     """
-    with tempfile.TemporaryDirectory(prefix="remat_jax_") as folder:
-        path = Path(folder, "program.jaxexport")
+    with scratch() as folder:
+        path = folder / "program.jaxexport"
         path.write_bytes(program.blob)
         asked = {"path": str(path), "donated": program.donated, "compiler_options": dict(compiler_options or {})}
         request = {"key": program.key, "program": asked}
@@ -65,9 +65,9 @@ def _asked(request: dict[str, Any], doing: str, timeout: float) -> dict[str, Any
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_FLAGS": compat.xla_flags(*([compat.GPU_COMPILER_FLAGS] if PLATFORM != "cpu" else [])),
     }
-    with tempfile.TemporaryDirectory(prefix="remat_jax_") as folder:
+    with scratch() as folder:
         whole = request | {"platform": PLATFORM}
-        log = Path(folder, "stderr")
+        log = folder / "stderr"
         question = Question(CHILD, whole, [request["key"]], doing, environment, timeout, log, who="the device")
         return ask(question)[request["key"]]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -24,6 +23,7 @@ from remat_jax.memory.limit import limit_options
 from remat_jax.memory.live import LiveBuffer, Schedule, named_arguments
 from remat_jax.memory.process import Children, Question, ask, compiler_environment
 from remat_jax.memory.schedule import Overlap, read_overlap
+from remat_jax.memory.scratch import scratch
 from remat_jax.memory.slots import scanned_offload_is_miscompiled
 from remat_jax.memory.timeline import Timeline
 from remat_jax.reading import from_plain
@@ -165,9 +165,8 @@ def result_shapes(program: Program, target: Target, *, timeout: float) -> list[t
     digest = cache.digest(program, target, {"results": True}, CHILD)
     found = cache.read(digest, target, _Shapes.from_dict)
     if found is None:
-        with tempfile.TemporaryDirectory(prefix="remat_jax_") as temporary:
-            entry = _entry(Path(temporary, "0"), program, target, {})
-            folder = Path(temporary)
+        with scratch() as folder:
+            entry = _entry(folder / "0", program, target, {})
             answer = _answers([entry], target, timeout, folder, lambda key: None, Kernels(folder))[program.key]
         found = _Shapes(tuple(map(tuple, answer["results"])))
         cache.write(digest, target, found)
@@ -196,8 +195,7 @@ def _compiled(
     kernels: Kernels | None,
     children: Children | None,
 ) -> dict[str, Sizes]:
-    with tempfile.TemporaryDirectory(prefix="remat_jax_") as temporary:
-        folder = Path(temporary)
+    with scratch() as folder:
         entries = [_entry(folder / str(index), one, target, options[one.key]) for index, one in enumerate(programs)]
         answers = _answers(entries, target, timeout, folder, tell, kernels or Kernels(folder), children)
         return {one.key: _sizes(answers[one.key], folder / str(index), one, target) for index, one in enumerate(programs)}
@@ -230,7 +228,7 @@ def _answers(
 ) -> dict[str, dict[str, Any]]:
     """What the compiling processes answer together; the first failure ends them all."""
     side_by_side = max(1, min(len(entries), os.cpu_count() or 1, MOST_CHILDREN))
-    environment = compiler_environment(target)
+    environment = compiler_environment(target) | {"TMPDIR": str(folder)}
 
     ends = time.monotonic() + timeout
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from remat_jax.errors import CompileError
+from remat_jax.memory.scratch import scratch
 
 _NAMES = ("xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism")
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '(\w+)'")
@@ -38,8 +38,8 @@ class Kernels:
     @contextlib.contextmanager
     def temporary(cls) -> Iterator[Kernels]:
         """In a folder that is gone afterwards."""
-        with tempfile.TemporaryDirectory(prefix="remat_jax_") as folder:
-            yield cls(Path(folder))
+        with scratch() as folder:
+            yield cls(folder)
 
     def take(self) -> Path:
         """A file that no other process has: that with most in it, or a new one."""

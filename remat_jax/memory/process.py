@@ -17,6 +17,7 @@ from typing import Any
 from remat_jax import compat
 from remat_jax.errors import CompileError
 from remat_jax.hardware import Target
+from remat_jax.memory.scratch import full_disk
 
 _OUT_OF_MEMORY = (
     "RESOURCE_EXHAUSTED",
@@ -201,6 +202,8 @@ def _shortened(said: str) -> str:
 
 def _remedy(said: str, status: int) -> str:
     """What to do, as the end of a message, where the reason is known."""
+    if remedy := full_disk(said):
+        return remedy
     if any(word in said for word in _OUT_OF_MEMORY):
         return ". It ran out of memory: give it more (ulimit -v, the container's limit), or compile fewer policies at once"
     if status == -signal.SIGKILL:

@@ -1,0 +1,62 @@
+"""Folders for what a compilation writes: they go with it, and those of a killed process when the next one starts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from remat_jax.errors import CompileError
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing is swept
+    fcntl = None  # type: ignore[assignment]
+
+_PREFIX, _LOCK = "remat_jax_compile_", "held"
+_NEW = 60.0
+"""Seconds in which a folder may not be locked yet."""
+_FULL = {one: os.strerror(one) for one in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)}
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder of its own in the temporary folder.
+
+    Raises:
+      CompileError: the temporary folder is full.
+    """
+    _sweep(tempfile.gettempdir())
+    try:
+        with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, open(Path(folder, _LOCK), "w") as held:
+            if fcntl:
+                fcntl.flock(held, fcntl.LOCK_EX)
+            yield Path(folder)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise CompileError(f"what is to be compiled cannot be written ({error}){full_disk(str(error))}") from error
+
+
+def full_disk(said: str) -> str:
+    """What to do where a disk has no place for a file, as the end of a message; nothing where `said` is of something else."""
+    if not any(word in said for word in _FULL.values()):
+        return ""
+    where = tempfile.gettempdir()
+    return f". The temporary folder {where!r} is full, or no file may be so long (ulimit -f): name another in TMPDIR"
+
+
+@functools.cache
+def _sweep(parent: str) -> None:
+    """Remove what processes left that are gone: nobody holds its lock."""
+    for folder in Path(parent).glob(f"{_PREFIX}*") if fcntl else ():
+        with contextlib.suppress(OSError), open(folder / _LOCK, "r+") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - folder.stat().st_mtime > _NEW:
+                shutil.rmtree(folder, ignore_errors=True)

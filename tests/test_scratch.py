@@ -1,0 +1,69 @@
+"""What a compilation writes goes with it; where there is no place for it, the error says so."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_jax.errors import CompileError
+from remat_jax.hardware import target
+from remat_jax.memory import cache, scratch
+from remat_jax.memory.compiler import compile_programs, export_step
+from remat_jax.memory.process import _remedy
+from remat_jax.workload import Step
+
+HOLD = """
+import sys, time
+from remat_jax.memory.scratch import scratch
+with scratch() as folder:
+    print(folder, flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    scratch._sweep.cache_clear()
+    return tmp_path
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(parent: Path) -> None:
+    alive, killed = (subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True) for _ in range(2))
+    held, left = (Path(one.stdout.readline().strip()) for one in (alive, killed) if one.stdout)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    others = [parent / name for name in ("remat_jax_results", "remat_jax_compile_mine")]
+    for folder in (held, left, *others):
+        folder.mkdir(exist_ok=True)
+        os.utime(folder, (1, 1))
+    with scratch.scratch() as own:
+        assert set(parent.iterdir()) == {held, own, *others} and own.is_dir()
+    assert set(parent.iterdir()) == {held, *others}
+    alive.terminate()
+    alive.communicate()
+
+
+def test_a_full_disk_is_named_as_that_and_not_as_too_little_memory(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = export_step("full", Step(lambda x: x * 2, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
+    cache.forget()
+
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(CompileError, match=rf"No space left on device.*The temporary folder '{parent}' is full.*TMPDIR"):
+        compile_programs([program], target("cpu"), timeout=60)
+    said = "RESOURCE_EXHAUSTED: /tmp/tempfile-vm-1; No space left on device"
+    assert "is full" in _remedy(said, 1) and "memory" not in _remedy(said, 1)
+    assert "ran out of memory" in _remedy("RESOURCE_EXHAUSTED: out of memory", 1)
