@@ -102,7 +102,8 @@ def checked_block(block: Any, argument: str = "block") -> Block:
     if isinstance(block, str) and block:
         return block
     if isinstance(block, type):
-        if issubclass(block, linen.Module | nnx.Module) or has_call(block) or any(map(has_call, type.__subclasses__(block))):
+        below = type.__subclasses__(block) if block.__module__ != "builtins" else []
+        if issubclass(block, linen.Module | nnx.Module) or any(map(has_call, (block, *below))):
             return block
         raise ArgumentError(
             f"{argument}={block!r}: its instances are not called, as it has no __call__. Name a class that has one, or mark "
