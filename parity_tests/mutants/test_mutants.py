@@ -89,7 +89,7 @@ def doubled_backwards(y: Any) -> Any:
 
 
 FORWARD, BACKWARD = "forward", "backward"
-OUT, IN, TIED = "output 0", "gradient of input 0", ", one tensor with lm_head.weight"
+OUT, IN, IN_X, TIED = "output 0", "gradient of input 0", "gradient of input x", ", one tensor with lm_head.weight"
 NORM = "model.layers.1.self_attn.{}_norm.weight -> params/layers_1/self_attn/{}_norm/scale"
 
 MUTANTS: dict[str, list[Mutant]] = {
@@ -231,7 +231,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             plant.noise_of_the_host("model.layers.0.mlp", "layers_0/mlp"),
             BACKWARD,
             "model/layers/0/mlp",
-            IN,
+            IN_X,
             "only in checkpoint",
         ),
     ],
@@ -246,7 +246,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     "an input detached": [
         Mutant("decoder", at("layers_0/ffn", detached), BACKWARD, "decoder/layers/0/ffn", IN),
         Mutant("conv", at("blocks_1/conv1", detached), BACKWARD, "blocks/1/conv1", IN),
-        Mutant("llama", at("layers_0/mlp", detached), BACKWARD, "model/layers/0/mlp", IN),
+        Mutant("llama", at("layers_0/mlp", detached), BACKWARD, "model/layers/0/mlp", IN_X),
     ],
 }
 CASES = [pytest.param(fault, one, id=f"{fault}, {one.model}") for fault, several in MUTANTS.items() for one in several]
