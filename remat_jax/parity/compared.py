@@ -60,7 +60,8 @@ def modules(trace: Trace) -> list[Module]:
     first = {call.path: (place, call) for place, call in reversed(list(enumerate(trace.calls))) if not call.number}
     ordered = sorted(first.values(), key=lambda entry: entry[1].started)
     return [
-        Module(call.path, call.kind, call.outputs[0].size if call.outputs else None, place in leaves) for place, call in ordered
+        Module(call.path, call.kind, call.outputs[0].size if call.outputs else None, place in leaves, bool(call.gradients))
+        for place, call in ordered
     ]
 
 

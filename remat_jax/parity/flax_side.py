@@ -178,7 +178,7 @@ class FlaxSide:
             found = jax.eval_shape(outputs, leaves, arrays_in(self.case, "float64"))
         names = same_names({n: shape for n, (shape, _) in self.torch.shapes.items()}, {n: x.shape for n, x in found.items()})
         small = [n for n, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != np.float64]
-        if small:
+        if small and "float64" in self.case.dtypes:
             raise ArgumentError(
                 f"flax_module gives {', '.join(f'{name} in {found[name].dtype}' for name in small)} of weights and inputs in "
                 "float64: let it derive its dtypes from its inputs, or give a function of a dtype that makes it; "

@@ -32,6 +32,8 @@ _SORTS = (
     ("linear|dense|einsum", "linear"),
     ("relu|gelu|silu|swish|tanh|sigmoid|activation|identity", "activation"),
 )
+_MOVED = 0.75
+"""How much two modules are the same that have the same weights inside, and not the same functions."""
 _LEAST = 0.35  # of at most about 2.5: names have nothing in common and the places are apart
 
 
@@ -47,12 +49,14 @@ class Module:
         path, kind: its path, and the name of its class.
         size: how many numbers its first result has; None if that is not known.
         is_leaf: whether it calls no other module.
+        has_weights: whether it has trained weights of its own, unlike a rotation or a dropout.
     """
 
     path: str
     kind: str
     size: int | None
     is_leaf: bool
+    has_weights: bool = True
 
 
 def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) -> dict[str, str]:
@@ -79,12 +83,19 @@ def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) 
     # A leaf of one side may be no leaf on the other, such as an attention that has its projections inside.
     whole = [[m for m in side if not m.is_leaf or (sort_of(m.kind) == "other" and m.path not in used)]
              for side, used in zip(free, (found.keys(), {*found.values()}), strict=True)]  # fmt: skip
-    leaf_paths = [module.path for module in torch if module.is_leaf and module.path in found]
-    inside = {m.path: {found[path] for path in leaf_paths if _is_in(path, m.path)} for m in whole[0]}
-    contents = {m.path: {found[path] for path in leaf_paths if _is_in(found[path], m.path)} for m in whole[1]}
+    leaves_found = [module for module in torch if module.is_leaf and module.path in found]
+    weighted = [module for module in leaves_found if module.has_weights]
 
     def same(one: Module, other: Module) -> float | None:
-        return None if inside[one.path] != contents[other.path] else 1.0 if inside[one.path] else 0.0
+        within = [
+            ({found[leaf.path] for leaf in some if _is_in(leaf.path, one.path)},
+             {found[leaf.path] for leaf in some if _is_in(found[leaf.path], other.path)})
+            for some in (leaves_found, weighted)
+        ]  # fmt: skip
+        if within[0][0] == within[0][1]:
+            return 1.0 if within[0][0] else 0.0
+        # What has no weights, such as a rotation or a dropout, may stand in another module.
+        return _MOVED if within[1][0] and within[1][0] == within[1][1] else None
 
     return found | _assigned(whole[0], whole[1], same)
 
