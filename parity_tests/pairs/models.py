@@ -1,6 +1,6 @@
 """Pairs of models that nobody here wrote: transformers' Flax modules beside its PyTorch modules, tiny, with random weights.
 
-transformers 4.56.2 is the last release but one that has Flax classes; `make test-pairs` runs these in an environment of its own.
+Releases of transformers from 5 on have no Flax classes: `make test-pairs` runs 4.56.2 in an environment of its own.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ def compared(
         outside = {id(flax.calls[index]) for index in flax.ancestors(flax_places[name])}
         around = (found[index] for index in torch.ancestors(place) if index in found)
         nearest = next((pair for pair in around if id(pair.flax) in outside), None)
-        known = None if owned is None else owned.get(call.path, {})
+        # The gradient of a parameter is the sum over all calls: the first call is the last to add to it.
+        known = {} if call.number else None if owned is None else owned.get(call.path, {})
         found[place] = Pair(call, other, nearest, distances(call, other, known), floors)
     losses = [Pair(torch.loss, flax.loss, None, distances(torch.loss, flax.loss), floors)] if torch.loss and flax.loss else []
     return [*(found[place] for place in sorted(found)), *losses]

@@ -66,7 +66,7 @@ def keep_jax_float64() -> Iterator[None]:
     """Make what JAX traces give float64 wherever a cast or a product to float32, float16 or bfloat16 is asked for.
 
     Flax modules have `astype(jnp.float32)` and `dtype=jnp.float32` written into them for a norm, a softmax or a position, which
-    hides real faults of a port below 1e-7. Trace both passes inside, with 64-bit types on. Tables that the model's own code makes
+    hides real faults of a port below 1e-7. Trace both passes inside, with 64-bit types on. Tables that a model's own code makes
     with NumPy stay in float64 as well; other arrays that are made in float32 without a cast keep its rounding, and a loop whose
     carry begins as one is an error of JAX's.
 
