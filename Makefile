@@ -58,6 +58,18 @@ test-versions: $(STAMP)  ## run the tests that need no PyTorch on the oldest, a 
 test-newest: $(STAMP)  ## run a representative part of them with the newest JAX, where there is a Python for it
 	$(BIN)/python -m tests.versions --if-there --jax newest --remat3 off -m versions $(ARGS)
 
+PAIRS := .venv-pairs
+.PHONY: test-pairs
+test-pairs: $(PAIRS)/.installed  ## compare 16 pairs of models of transformers 4.56.2, Flax beside PyTorch, and write their note
+	JAX_PLATFORMS=cpu $(ONE_THREAD) $(PAIRS)/bin/python -m parity_tests.pairs $(ARGS)
+
+$(PAIRS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PAIRS)
+	$(PAIRS)/bin/python -m pip install -q --upgrade pip
+	sed '/^\(transformers\|huggingface.hub\|tokenizers\|diffusers\)==/Id' constraints.txt > $(PAIRS)/constraints.txt
+	$(PAIRS)/bin/python -m pip install -q -c $(PAIRS)/constraints.txt '$(TORCH)' transformers==4.56.2 -e .
+	@touch $@
+
 .PHONY: fuzz
 fuzz: $(STAMP)  ## try 2,000 random programs and 10,000 malformed texts and files
 	$(BIN)/python -m tests.fault $(or $(ARGS),--programs 2000 --texts 10000 --files 10000)

@@ -16,7 +16,6 @@ from flax import nnx
 from parity_tests.support import MODULES, SIZES, data, make_torch
 from remat_jax import porting
 from remat_jax.errors import PortingError
-from remat_jax.porting.float64 import keep_float64
 from remat_jax.porting.links import links_of_tensors
 
 F64 = {"param_dtype": jnp.float64}
@@ -283,47 +282,58 @@ def test_modules_that_the_outputs_do_not_depend_on_are_named() -> None:
     assert found(rules, Unused())["second.weight"][0] == "params/second/kernel"
 
 
-def test_a_function_that_builds_the_model_is_taken_and_errors_say_whose_they_are() -> None:
-    assert str(porting.propose(SquareTorch, SquareFlax(NAMES, (False,) * 3), random_input(3, 4))).count("linear") == 3
-    with pytest.raises(PortingError, match=r"torch_module=3: expected a torch\.nn\.Module, or a function that builds one"):
-        porting.propose(3, nn.Dense(4, **F64), random_input(3, 4))
-    with pytest.raises(PortingError, match=r"torch_module\(\) gave a dict: expected a torch\.nn\.Module"):
-        porting.propose(dict, nn.Dense(4, **F64), random_input(3, 4))
-    with pytest.raises(PortingError, match=r"torch_module: SquareTorch cannot be run on inputs: RuntimeError: .*shapes"):
-        porting.propose(SquareTorch(), SquareFlax(NAMES, (False,) * 3), random_input(3, 5), variables=square_variables())
-    with pytest.raises(PortingError, match=r"flax_module: SquareFlax cannot be run on inputs: TypeError: dot_general"):
-        porting.propose(
-            SquareTorch(),
-            SquareFlax(NAMES, (False,) * 3),
-            random_input(3, 4),
-            flax_call=lambda model, x: model(x[:, :3]),
-            variables=square_variables(),
+class DeepTorch(torch.nn.Module):
+    """Stages of blocks, a list in a list, as a residual network has them, and a table that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(3, 4), requires_grad=False)
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(4) for _ in range(2))
+        self.stages = torch.nn.ModuleList(
+            torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(blocks)) for blocks in (2, 3)
         )
 
-
-def square_variables() -> Any:
-    with jax.enable_x64(True):
-        return SquareFlax(NAMES, (False,) * 3).init(jax.random.key(0), np.ones((3, 4)))
-
-
-def test_what_cannot_be_proved_is_refused_before() -> None:
-    with pytest.raises(PortingError, match=r"dropout is on in 1; call torch_module.eval\(\) first"):
-        porting.propose(
-            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.1)), nn.Dense(4, **F64), random_input(3, 4)
-        )
-    with pytest.raises(PortingError, match=r"no map fits the shapes: PyTorch has 1 modules with weights, Flax 1"):
-        porting.propose(torch.nn.Linear(4, 5), nn.Dense(4, **F64), random_input(3, 4))
-    with pytest.raises(PortingError, match="expected a Linen or NNX module"):
-        porting.propose(torch.nn.Linear(4, 4), 3, random_input(3, 4))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.table
+        for norm, stage in zip(self.norms, self.stages, strict=True):
+            x = norm(x)
+            for block in stage:
+                x = block(x).tanh()
+        return x
 
 
-def test_casts_from_float64_are_left_out() -> None:
-    x = torch.ones(2, dtype=torch.float64)
-    with keep_float64():
-        kept = (x.float(), x.half(), x.to(torch.bfloat16), x.to(dtype=torch.float32), x.softmax(0, dtype=torch.float32))
-        assert {each.dtype for each in kept} == {torch.float64}
-        assert x.long().dtype == torch.int64
-    assert x.float().dtype == torch.float32
+class DeepFlax(nn.Module):
+    """The same with numbers as names, the norms counted from one, and the table behind a stop."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        class Numbered(nn.Module):
+            number: int
+            blocks: int
+
+            @nn.compact
+            def __call__(self, x: Any) -> Any:
+                for block in range(self.blocks):
+                    x = jnp.tanh(nn.Dense(4, name=str(block), **F64)(x))
+                return x
+
+        table = self.param("table", nn.initializers.normal(), (3, 4), jnp.float64)
+        x = x + jax.lax.stop_gradient(table)
+        for number, blocks in enumerate((2, 3)):
+            x = nn.LayerNorm(epsilon=1e-5, name=f"norm{number + 1}", **F64)(x)
+            x = Numbered(number, blocks, name=f"stages_{number}")(x)
+        return x
+
+
+def test_nested_numbers_become_placeholders_and_a_frozen_weight_is_mapped() -> None:
+    rules = porting.propose(DeepTorch(), DeepFlax(), random_input(2, 3, 4))
+    assert str(rules).splitlines() == [
+        "table -> params/table",
+        "norms.{i}.weight -> params/norm{i+1}/scale",
+        "norms.{i}.bias -> params/norm{i+1}/bias",
+        "stages.{i}.{j}.weight -> params/stages_{i}/{j}/kernel | linear",
+        "stages.{i}.{j}.bias -> params/stages_{i}/{j}/bias",
+    ]
 
 
 class TwoAttentions(torch.nn.Module):

@@ -99,7 +99,8 @@ def inside(owner: Any, name: str, change: Callable[[Call], Call]) -> Change:
 
 def detached(method: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The module's arguments have no gradient."""
-    return method(*jax.lax.stop_gradient(args), **jax.lax.stop_gradient(kwargs))
+    args, kwargs = jax.tree.map(lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x, (args, kwargs))
+    return method(*args, **kwargs)
 
 
 def skipped(method: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -89,7 +89,6 @@ def doubled_backwards(y: Any) -> Any:
 
 
 FORWARD, BACKWARD = "forward", "backward"
-# An argument goes by its name where it has one name in both frameworks.
 OUT, IN, IN_X, TIED = "output 0", "gradient of input 0", "gradient of input x", ", one tensor with lm_head.weight"
 NORM = "model.layers.1.self_attn.{}_norm.weight -> params/layers_1/self_attn/{}_norm/scale"
 

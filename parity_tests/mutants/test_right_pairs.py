@@ -48,7 +48,7 @@ RIGHT: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_pair_raises_no_alarm(name: str) -> None:
     make, mode = RIGHT[name]
-    options = {"modes": mode, "dtypes": "float64", "steps": 1, "excite": True}
+    options = {"modes": mode, "dtypes": "float64", "steps": 1, "excite": True, "keep_float64": False}
     comparison = Comparison(make_case(**{**UNUSED, **make(), **options}), lambda *progress: None)
     report = comparison.report(memory=False, target=None)
     assert report.passed and report.differences == (), str(report)

@@ -58,6 +58,7 @@ class _Seen:
     cotangents: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
     state: dict[str, np.ndarray] = field(default_factory=dict)
     has_graph: bool = False
+    aliases: set[int] = field(default_factory=set)
     recomputed: Recomputed = field(default_factory=Recomputed)
 
 
@@ -145,7 +146,10 @@ class _Recorder:
             elif len(seen.values[role]) > number:
                 seen.recomputed.compare(role, seen.values[role][number], as_numpy(tensor))
             if torch.is_grad_enabled() and tensor.requires_grad:
-                alias = made[id(tensor)] = tensor.view_as(tensor)
+                # What adds to a view in place takes its cotangent away: an output that the module has made is copied.
+                fresh = role == "output" and id(tensor) not in seen.aliases
+                alias = made[id(tensor)] = tensor.clone() if fresh else tensor.view_as(tensor)
+                seen.aliases.add(id(alias))
                 if not hooked:
                     seen.has_graph |= role == "output"
                     alias.register_hook(lambda gradient: self._arrived(seen, role, number, gradient))

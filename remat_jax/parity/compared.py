@@ -60,7 +60,8 @@ def modules(trace: Trace) -> list[Module]:
     first = {call.path: (place, call) for place, call in reversed(list(enumerate(trace.calls))) if not call.number}
     ordered = sorted(first.values(), key=lambda entry: entry[1].started)
     return [
-        Module(call.path, call.kind, call.outputs[0].size if call.outputs else None, place in leaves) for place, call in ordered
+        Module(call.path, call.kind, call.outputs[0].size if call.outputs else None, place in leaves, bool(call.gradients))
+        for place, call in ordered
     ]
 
 
@@ -87,7 +88,8 @@ def compared(
         outside = {id(flax.calls[index]) for index in flax.ancestors(flax_places[name])}
         around = (found[index] for index in torch.ancestors(place) if index in found)
         nearest = next((pair for pair in around if id(pair.flax) in outside), None)
-        known = None if owned is None else owned.get(call.path, {})
+        # The gradient of a parameter is the sum over all calls: the first call is the last to add to it.
+        known = {} if call.number else None if owned is None else owned.get(call.path, {})
         found[place] = Pair(call, other, nearest, distances(call, other, known), floors)
     losses = [Pair(torch.loss, flax.loss, None, distances(torch.loss, flax.loss), floors)] if torch.loss and flax.loss else []
     return [*(found[place] for place in sorted(found)), *losses]

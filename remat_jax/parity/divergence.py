@@ -97,7 +97,7 @@ def first_backward(pairs: Sequence[Pair], *, forward_agrees: bool) -> Divergence
         if pair.flax.stale:
             return divergence_of(pair, "output, computed again", pair.flax.stale)
         wrong = pair.bad("input cotangent") or pair.bad("gradient")
-        if wrong and not pair.bad("output cotangent"):
+        if wrong and pair.distances["output cotangent"] and not pair.bad("output cotangent"):
             return divergence_of(pair, *wrong)
     if not (forward_agrees and any(pair.bad("gradient") or pair.bad("input cotangent") for pair in pairs)):
         return None

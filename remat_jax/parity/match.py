@@ -32,6 +32,8 @@ _SORTS = (
     ("linear|dense|einsum", "linear"),
     ("relu|gelu|silu|swish|tanh|sigmoid|activation|identity", "activation"),
 )
+_MOVED = 0.75
+"""How much two modules are the same that have the same weights inside and other functions, or of which one is a convolution."""
 _LEAST = 0.35  # of at most about 2.5: names have nothing in common and the places are apart
 
 
@@ -47,12 +49,14 @@ class Module:
         path, kind: its path, and the name of its class.
         size: how many numbers its first result has; None if that is not known.
         is_leaf: whether it calls no other module.
+        has_weights: whether it has trained weights of its own, unlike a rotation or a dropout.
     """
 
     path: str
     kind: str
     size: int | None
     is_leaf: bool
+    has_weights: bool = True
 
 
 def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) -> dict[str, str]:
@@ -74,19 +78,46 @@ def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) 
     taken = {*given, ""}, {*found.values()}
     free = [[module for module in side if module.path not in used] for side, used in zip((torch, flax), taken, strict=True)]
     leaves = [[module for module in side if module.is_leaf] for side in free]
-    found |= _assigned(leaves[0], leaves[1], lambda a, b: 1.0 if sort_of(a.kind) == sort_of(b.kind) else None)
+    found |= _assigned(leaves[0], leaves[1], _same_sort)
 
     # A leaf of one side may be no leaf on the other, such as an attention that has its projections inside.
     whole = [[m for m in side if not m.is_leaf or (sort_of(m.kind) == "other" and m.path not in used)]
              for side, used in zip(free, (found.keys(), {*found.values()}), strict=True)]  # fmt: skip
-    leaf_paths = [module.path for module in torch if module.is_leaf and module.path in found]
-    inside = {m.path: {found[path] for path in leaf_paths if _is_in(path, m.path)} for m in whole[0]}
-    contents = {m.path: {found[path] for path in leaf_paths if _is_in(found[path], m.path)} for m in whole[1]}
+    leaves_found = [module for module in torch if module.is_leaf and module.path in found]
+    weighted = [module for module in leaves_found if module.has_weights]
+
+    def within(some: Sequence[Module], one: Module, other: Module) -> tuple[set[str], set[str]]:
+        """Flax's paths of the leaves inside of either."""
+        theirs = {found[leaf.path] for leaf in some if _is_in(leaf.path, one.path)}
+        return theirs, {found[leaf.path] for leaf in some if _is_in(found[leaf.path], other.path)}
 
     def same(one: Module, other: Module) -> float | None:
-        return None if inside[one.path] != contents[other.path] else 1.0 if inside[one.path] else 0.0
+        theirs, ours = within(leaves_found, one, other)
+        if theirs == ours:
+            return 1.0 if theirs else 0.0
+        # What has no weights, such as a rotation or a dropout, may stand in another module.
+        theirs, ours = within(weighted, one, other)
+        return _MOVED if theirs and theirs == ours else None
 
-    return found | _assigned(whole[0], whole[1], same)
+    def nearly_same(one: Module, other: Module) -> float | None:
+        """Of one name, and with more inside that is the same than not: a table that two modules share is inside of one."""
+        theirs, ours = within(weighted, one, other)
+        alike = words(one.path) == words(other.path) and 2 * len(theirs & ours) > len(theirs | ours)
+        return _MOVED if alike else None
+
+    found |= _assigned(whole[0], whole[1], same)
+    left = (
+        [m for m in side if m.path not in used] for side, used in zip(whole, (found.keys(), {*found.values()}), strict=True)
+    )
+    return found | _assigned(*left, nearly_same)
+
+
+def _same_sort(one: Module, other: Module) -> float | None:
+    sorts = {sort_of(one.kind), sort_of(other.kind)}
+    if len(sorts) == 1:
+        return 1.0
+    # A convolution of one pixel, or of patches that do not overlap, is a linear layer: libraries call it either.
+    return _MOVED if sorts == {"linear", "convolution"} else None
 
 
 def read_mapping(mapping: Any, torch: Sequence[Module], flax: Sequence[Module]) -> dict[str, str | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from remat_jax.parity.capture_flax import Step, trace_step
 from remat_jax.parity.match import Module, match, sort_of
 from remat_jax.parity.recorder import Traced
 from remat_jax.parity.tapped import Running, is_tap
+from remat_jax.porting.float64 import keep_float64
 
 Facts = dict[str, Any]
 
@@ -70,7 +70,10 @@ def step_differences(torch_module: Any, step: Step, mapping: Any = None) -> list
     """The same of a Flax model that has been traced."""
     theirs = {path.replace(".", "/"): module for path, module in torch_module.named_modules()}
     ours = _expanded(step)
-    listed = [Module(path, type(m).__name__, None, not list(m.children())) for path, m in theirs.items()]
+    listed = [
+        Module(path, type(m).__name__, None, not list(m.children()), any(True for _ in m.parameters()))
+        for path, m in theirs.items()
+    ]
     outer = {path.rpartition("/")[0] for path in ours} | {""}
     others = [Module(path, type(ours[path].module).__name__, None, path not in outer) for path in ours]
     matched = match(listed, others, mapping)
@@ -230,12 +233,25 @@ def _without_indices(path: str) -> str:
 
 
 def _torch_gelu(module: Any) -> str:
-    name = type(module).__name__.lower()
-    if "gelu" not in name:
+    """The form that a module computes, whatever its class is called; empty where it is none."""
+    import torch
+
+    if "gelu" not in type(module).__name__.lower():
         return ""
-    if "quick" in name:
-        return "quick"
-    return "by tanh" if getattr(module, "approximate", "none") == "tanh" or re.search("tanh|new|fast", name) else "exact"
+    x = torch.linspace(-3, 3, 25, dtype=torch.float64)
+    try:
+        with torch.no_grad(), keep_float64():
+            made = module.forward(x)
+        if made.shape != x.shape:
+            return ""
+    except Exception:  # a module that takes or gives something else than one array
+        return ""
+    forms = {
+        "exact": torch.nn.functional.gelu(x),
+        "by tanh": torch.nn.functional.gelu(x, approximate="tanh"),
+        "quick": x * torch.sigmoid(_QUICK * x),
+    }
+    return next((name for name, right in forms.items() if torch.allclose(made, right, 0, 1e-6)), "")
 
 
 def _find_forms(jaxpr: Any, step: Step, running: Running, forms: dict[str, set[str]]) -> None:

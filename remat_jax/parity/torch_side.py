@@ -265,16 +265,19 @@ def _excite(model: Any) -> list[str]:
 
 
 def _repeated(model: Any) -> tuple[type, ...]:
-    """The classes of modules that stand side by side in the outermost lists of the model."""
+    """The classes of modules that stand side by side in the outermost lists of the model; without any, in lists of one."""
     import torch
 
-    found: dict[str, type] = {}
-    for path, module in model.named_modules():
-        children = list(module.children()) if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) else []
-        inside = any(path.startswith(f"{other}.") for other in found)
-        if len(children) > 1 and len(set(map(type, children))) == 1 and not inside:
-            found[path] = type(children[0])
-    return tuple(dict.fromkeys(found.values()))
+    def outermost(kinds: Any, least: int) -> tuple[type, ...]:
+        found: dict[str, type] = {}
+        for path, module in model.named_modules():
+            children = list(module.children()) if isinstance(module, kinds) else []
+            inside = any(path.startswith(f"{other}.") for other in found)
+            if len(children) >= least and len(set(map(type, children))) == 1 and not inside:
+                found[path] = type(children[0])
+        return tuple(dict.fromkeys(found.values()))
+
+    return outermost((torch.nn.ModuleList, torch.nn.Sequential), 2) or outermost(torch.nn.ModuleList, 1)
 
 
 def _draws(model: Any) -> str:

@@ -114,5 +114,22 @@ def default_loss(outputs: Mapping[str, Any], targets: Mapping[str, Any]) -> Any:
     Not over the number itself: gradients would fall below what float16 holds.
     """
     return sum(
-        ((outputs[name] - target) ** 2).sum() * float(max(1, np.prod(target.shape)) ** -0.5) for name, target in targets.items()
+        in_halves((outputs[name] - target) ** 2) * float(max(1, np.prod(target.shape)) ** -0.5)
+        for name, target in targets.items()
     )
+
+
+def in_halves(x: Any) -> Any:
+    """The sum of an array of either framework, half of it added to the other half until one number is left.
+
+    Term after term, as XLA adds on a CPU, the rounding of many terms would be several times PyTorch's, and no fault.
+
+    >>> float(in_halves(np.arange(7.0)))
+    21.0
+    """
+    x, odd = x.reshape(-1), []
+    while len(x) > 1:
+        half = len(x) // 2
+        odd += [x[2 * half]] if len(x) % 2 else []
+        x = x[:half] + x[half : 2 * half]
+    return sum(odd, start=x.sum())

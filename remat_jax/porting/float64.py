@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from remat_jax import compat
+from remat_jax.porting.numpy_tables import keep_numpy_float64
 
 FLOAT32_REMEDY = (
     "where the model means it, give keep_float64=True, which widens it; to compare without float64, "
@@ -65,8 +66,9 @@ def keep_jax_float64() -> Iterator[None]:
     """Make what JAX traces give float64 wherever a cast or a product to float32, float16 or bfloat16 is asked for.
 
     Flax modules have `astype(jnp.float32)` and `dtype=jnp.float32` written into them for a norm, a softmax or a position, which
-    hides real faults of a port below 1e-7. Trace both passes inside, with 64-bit types on. Arrays that are made in float32
-    without a cast, such as a table of NumPy's, keep its rounding; a loop whose carry begins as one is an error of JAX's.
+    hides real faults of a port below 1e-7. Trace both passes inside, with 64-bit types on. Tables that a model's own code makes
+    with NumPy stay in float64 as well; other arrays that are made in float32 without a cast keep its rounding, and a loop whose
+    carry begins as one is an error of JAX's.
 
     >>> with jax.enable_x64(True):
     ...     x = jnp.ones(2, "float64")
@@ -88,7 +90,7 @@ def keep_jax_float64() -> Iterator[None]:
                 args = tuple(widen(x) if _is_narrow(dtype) else x for x, dtype in zip(args, dtypes, strict=True))
         return bind(primitive, *args, **params)
 
-    with _widening(True):
+    with _widening(True), keep_numpy_float64():
         Primitive.bind = wide
         try:
             yield

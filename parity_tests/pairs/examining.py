@@ -1,0 +1,99 @@
+"""One pair: what `compare` says of it, and of every fault that is planted in it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from parity_tests.pairs import faults, models
+
+QUICK: dict[str, Any] = {"modes": "off", "dtypes": "float64", "memory": False}
+"""What is wrong in float64 needs no other dtype and no other mode to be found."""
+WRONG = {"mistral": "model/layers/0/self_attn"}
+"""Pairs that are not the same: the module of PyTorch's that must be named."""
+
+
+@dataclass(frozen=True)
+class Planted:
+    """What became of a fault: the pass and the module that must be named, and those that were."""
+
+    name: str
+    expected: str
+    passed: bool
+    named: bool
+    said: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a pair."""
+
+    name: str
+    passed: bool
+    verdict: str
+    said: str
+    tensors: int
+    lines: int
+    proposed: bool
+    seconds: float
+    planted: list[Planted] = field(default_factory=list)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether a right pair passes, and a wrong one is found and named."""
+        return self.passed if self.name not in WRONG else not self.passed and f": {WRONG[self.name]} (" in self.said
+
+
+def examine(name: str) -> Result:
+    """Compare a pair by the default call; then, where it is one of the six, with every fault, in float64 alone."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)  # machine code that runs once
+    warnings.simplefilter("ignore")
+    from remat_jax.parity import compare
+
+    with models.old_jax():
+        case = models.make(name)
+        start = time.perf_counter()
+        report = compare(**case)
+        seconds = time.perf_counter() - start
+        rules = case.get("rules") or report.rules
+        planted = [_planted(fault, {**case, **QUICK, "rules": rules}) for fault in faults.FAULTS.get(name, list)()]
+    return Result(
+        name=name,
+        passed=report.passed,
+        verdict=report.verdict(),
+        said=_said(report.divergences),
+        tensors=len(report.rows),
+        lines=len(report.rules.splitlines()),
+        proposed="rules" not in case,
+        seconds=seconds,
+        planted=planted,
+    )
+
+
+def _planted(fault: faults.Fault, case: dict[str, Any]) -> Planted:
+    from remat_jax.parity import compare
+
+    start = time.perf_counter()
+    report = compare(**fault.plant(case))
+    named = {direction: found["torch_path"] for direction, found in report.divergences.items() if found}
+    return Planted(
+        name=fault.name,
+        expected=f"{fault.where}: {fault.modules[0] or 'the whole model'}",
+        passed=report.passed,
+        named=named.keys() == {fault.where} and named[fault.where] in fault.modules,
+        said=_said(report.divergences),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _said(divergences: dict[str, Any]) -> str:
+    from remat_jax.parity.report import said
+
+    return "; ".join(
+        said(direction, found).removeprefix("first difference, ") for direction, found in divergences.items() if found
+    )

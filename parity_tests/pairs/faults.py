@@ -1,0 +1,251 @@
+"""Ten faults that people make in ports, planted one at a time in the Flax side of six pairs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from parity_tests.mutants import planting as plant
+from parity_tests.mutants.planting import DOUBLED, FLIPPED, Plant, arguments, at, detached, fields, inside, mapped, output
+from parity_tests.pairs.models import module_of
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+class Fault(NamedTuple):
+    """What is planted, and the pass and PyTorch's modules of which one must be named.
+
+    There are two where the fault is between a module and the one inside that it hands something wrong.
+    """
+
+    name: str
+    plant: Plant
+    where: str
+    modules: tuple[str, ...]
+
+
+def forward(name: str, torch: str, planted: Plant) -> Fault:
+    return Fault(name, planted, FORWARD, (torch,))
+
+
+def backward(name: str, torch: str, planted: Plant) -> Fault:
+    return Fault(name, planted, BACKWARD, (torch,))
+
+
+def swapped(right: Any) -> Any:
+    return lambda query, key, **options: right(key, query, **options)
+
+
+def unmasked(right: Any) -> Any:
+    return lambda query, key, bias, **options: right(query, key, bias=jnp.zeros_like(bias), **options)
+
+
+def unscaled(right: Any) -> Any:
+    return lambda query, key, **options: right(query * query.shape[-1] ** 0.5, key, **options)
+
+
+def left_out(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A layer that gives its first argument back, beside what else it gives."""
+    made = method(*args, **kwargs)
+    return (args[0], *made[1:]) if isinstance(made, tuple) else args[0]
+
+
+def of_the_batch(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A batch norm by the statistics of its input."""
+    if "params" not in module.variables:
+        return method(*args, **kwargs)
+    x = args[0]
+    mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
+    scale, bias = (module.variables["params"][name] for name in ("scale", "bias"))
+    return (x - mean) / jnp.sqrt(variance + module.epsilon) * scale + bias
+
+
+def bert() -> list[Fault]:
+    torch, flax = "encoder/layer/{}", "encoder/layer/{}"
+    first, second = torch.format(0), flax.format(1)
+    theirs, weights = module_of("bert"), "encoder.layer.0.attention.self.query.weight"
+    attention = inside(theirs, "dot_product_attention_weights", swapped)
+    without = inside(theirs, "dot_product_attention_weights", unmasked)
+    return [
+        forward("another epsilon", f"{second}/output/LayerNorm", at(f"{second}/output/LayerNorm", fields(epsilon=1e-3))),
+        forward("another activation", f"{first}/intermediate", at(f"{first}/intermediate", fields(activation=jax.nn.silu))),
+        forward("queries and keys swapped", f"{second}/attention/self", at(f"{second}/attention/self", attention)),
+        forward("what pads is seen", f"{first}/attention/self", at(f"{first}/attention/self", without)),
+        forward(
+            "a square kernel not transposed",
+            f"{first}/attention/self/query",
+            mapped(f"{weights} -> params/{first}/attention/self/query/kernel"),
+        ),
+        forward(
+            "positions off by one",
+            "embeddings",
+            at("embeddings", arguments(lambda ids, kinds, at, *rest: (ids, kinds, at + 1, *rest))),
+        ),
+        forward("another token pooled", "pooler", at("pooler", arguments(lambda states: (states[:, ::-1],)))),
+        forward("a layer left out", second, at(second, left_out)),
+        backward("a sign flipped", f"{first}/output/dense", at(f"{first}/output/dense", FLIPPED)),
+        backward("an input detached", f"{second}/intermediate", at(f"{second}/intermediate", detached)),
+    ]
+
+
+def gpt2() -> list[Fault]:
+    theirs = module_of("gpt2")
+    first, second = "transformer/h/0", "transformer/h/1"
+    weights = "transformer.h.1.attn.c_proj.weight"
+    attention = inside(theirs, "dot_product_attention_weights", swapped)
+    causal = inside(theirs, "combine_masks", lambda right: lambda mask, causal: right(mask, mask))
+    return [
+        forward("another epsilon", f"{first}/ln_2", at(f"{first}/ln_2", fields(epsilon=1e-6))),
+        forward(
+            "the other GELU", f"{second}/mlp", at(f"{second}/mlp", fields(act=lambda x: jax.nn.gelu(x, approximate=False)))
+        ),
+        forward("queries and keys swapped", f"{second}/attn", at(f"{second}/attn", attention)),
+        forward("the future is seen", f"{first}/attn", at(f"{first}/attn", causal)),
+        forward(
+            "a square kernel not transposed",
+            f"{second}/attn/c_proj",
+            mapped(f"{weights} -> params/{second}/attn/c_proj/kernel"),
+        ),
+        forward(
+            "positions off by one",
+            "transformer",
+            at("transformer", arguments(lambda ids, mask, at, *rest: (ids, mask, at + 1, *rest))),
+        ),
+        forward("a layer left out", second, at(second, left_out)),
+        forward("logits scaled", "", at("", output(lambda made: made.replace(logits=made.logits * 1.001)))),
+        backward("a gradient doubled", f"{second}/ln_1", at(f"{second}/ln_1", DOUBLED)),
+        backward("a bias without a gradient", f"{first}/mlp/c_fc", at(f"{first}/mlp/c_fc", plant.without_bias_gradient)),
+    ]
+
+
+def vit() -> list[Fault]:
+    theirs = module_of("vit")
+    first, second = "encoder/layer/0", "encoder/layer/1"
+    weights = "encoder.layer.1.attention.output.dense.weight"
+    return [
+        forward("another epsilon", f"{first}/layernorm_after", at(f"{first}/layernorm_after", fields(epsilon=1e-5))),
+        forward("the other GELU", f"{second}/intermediate", at(f"{second}/intermediate", fields(activation=jax.nn.gelu))),
+        forward(
+            "scores not scaled",
+            f"{first}/attention/attention",
+            at(f"{first}/attention/attention", inside(theirs, "dot_product_attention_weights", unscaled)),
+        ),
+        forward(
+            "a square kernel not transposed",
+            f"{second}/attention/output/dense",
+            mapped(f"{weights} -> params/{second}/attention/output/dense/kernel"),
+        ),
+        Fault(
+            "height and width exchanged",
+            at("embeddings/patch_embeddings", arguments(lambda x: (x.transpose(0, 2, 1, 3),))),
+            FORWARD,
+            ("embeddings/patch_embeddings", "embeddings/patch_embeddings/projection"),
+        ),
+        forward("the class behind the patches", "embeddings", at("embeddings", output(lambda x: jnp.roll(x, -1, 1)))),
+        forward("a layer left out", first, at(first, left_out)),
+        forward("a norm in float32", f"{second}/layernorm_after", at(f"{second}/layernorm_after", fields(dtype=jnp.float32))),
+        backward("a sign flipped", f"{second}/layernorm_before", at(f"{second}/layernorm_before", FLIPPED)),
+        backward("an input detached", f"{first}/attention", at(f"{first}/attention", detached)),
+    ]
+
+
+def bart() -> list[Fault]:
+    theirs = module_of("bart")
+    encoder, decoder = "encoder/layers/1", "decoder/layers/0"
+    weights = "decoder.layers.0.encoder_attn.k_proj.weight"
+    attention = inside(theirs, "dot_product_attention_weights", swapped)
+    without = inside(theirs, "dot_product_attention_weights", unmasked)
+    causal = inside(theirs, "combine_masks", lambda right: lambda mask, causal: right(mask, mask))
+    return [
+        forward(
+            "another epsilon",
+            f"{decoder}/encoder_attn_layer_norm",
+            at(f"{decoder}/encoder_attn_layer_norm", fields(epsilon=1e-6)),
+        ),
+        forward("another activation", encoder, at(encoder, fields(activation_fn=jax.nn.silu))),
+        forward("queries and keys swapped", f"{encoder}/self_attn", at(f"{encoder}/self_attn", attention)),
+        forward("what pads is seen", f"{decoder}/encoder_attn", at(f"{decoder}/encoder_attn", without)),
+        forward("the future is seen", f"{decoder}/self_attn", at(f"{decoder}/self_attn", causal)),
+        forward(
+            "a square kernel not transposed",
+            f"{decoder}/encoder_attn/k_proj",
+            mapped(f"{weights} -> params/{decoder}/encoder_attn/k_proj/kernel"),
+        ),
+        Fault(
+            "positions off by one",
+            at("encoder", fields(offset=1)),
+            FORWARD,
+            ("encoder", "encoder/embed_positions"),
+        ),
+        forward("a layer left out", "decoder/layers/1", at("decoder/layers/1", left_out)),
+        backward("a gradient doubled", f"{encoder}/final_layer_norm", at(f"{encoder}/final_layer_norm", DOUBLED)),
+        backward("the encoder detached", f"{decoder}/encoder_attn", at(f"{decoder}/encoder_attn", detached)),
+    ]
+
+
+def resnet() -> list[Fault]:
+    first, second = "encoder/stages/0/layers/1", "encoder/stages/1/layers/0"
+    conv = "layer/{}/convolution", "layer/layer_{}/convolution"
+    norm = "layer/{}/normalization", "layer/layer_{}/normalization"
+
+    def mean_pool(x: jax.Array) -> jax.Array:
+        return nn.avg_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+
+    return [
+        forward("another epsilon", f"{first}/{norm[0]}".format(1), at(f"{first}/{norm[1]}".format(1), fields(epsilon=1e-3))),
+        forward("statistics of the batch", f"{second}/{norm[0]}".format(0), at(f"{second}/{norm[1]}".format(0), of_the_batch)),
+        forward(
+            "padding as TensorFlow's",
+            f"{second}/{conv[0]}".format(0),
+            at(f"{second}/{conv[1]}".format(0), fields(padding="SAME")),
+        ),
+        forward("another activation", f"{first}/layer/0", at(f"{first}/layer/layer_0", fields(activation_func=jax.nn.silu))),
+        Fault(
+            "height and width exchanged",
+            at("embedder/embedder", arguments(lambda x: (x.transpose(0, 2, 1, 3),))),
+            FORWARD,
+            ("embedder/embedder", "embedder/embedder/convolution"),
+        ),
+        forward("a residual twice", first, at(first, output(lambda x: 2 * x))),
+        forward("a norm left out", f"{second}/shortcut/normalization", at(f"{second}/shortcut/normalization", plant.skipped)),
+        forward("the mean pooled", "embedder", at("embedder", fields(max_pool=mean_pool))),
+        backward("a sign flipped", f"{second}/{conv[0]}".format(1), at(f"{second}/{conv[1]}".format(1), FLIPPED)),
+        backward("an input detached", f"{first}/layer/0", at(f"{first}/layer/layer_0", detached)),
+    ]
+
+
+def t5() -> list[Fault]:
+    theirs = module_of("t5")
+    encoder, decoder = "encoder/block/1/layer", "decoder/block/0/layer"
+    weights = "encoder.block.1.layer.0.SelfAttention.q.weight"
+    attention = inside(theirs, "dot_product_attention_weights", swapped)
+    causal = inside(theirs, "combine_masks", lambda right: lambda mask, causal: right(mask, mask))
+
+    def other_buckets(right: Any) -> Any:
+        return staticmethod(lambda *args, **options: right(*args, **{**options, "num_buckets": 16}))
+
+    first = "encoder/block/0/layer/0/SelfAttention"
+    return [
+        forward("another epsilon", f"{encoder}/1/layer_norm", at(f"{encoder}/1/layer_norm", fields(eps=1e-3))),
+        forward(
+            "another activation", f"{decoder}/2/DenseReluDense", at(f"{decoder}/2/DenseReluDense", fields(act=jax.nn.silu))
+        ),
+        forward("queries and keys swapped", f"{encoder}/0/SelfAttention", at(f"{encoder}/0/SelfAttention", attention)),
+        forward("the future is seen", f"{decoder}/0/SelfAttention", at(f"{decoder}/0/SelfAttention", causal)),
+        forward("other buckets", first, at(first, inside(theirs.FlaxT5Attention, "_relative_position_bucket", other_buckets))),
+        forward(
+            "a square kernel not transposed",
+            f"{encoder}/0/SelfAttention/q",
+            mapped(f"{weights} -> params/{encoder}/0/SelfAttention/q/kernel"),
+        ),
+        forward("a layer left out", f"{decoder}/1", at(f"{decoder}/1", left_out)),
+        forward("a norm left out", "decoder/final_layer_norm", at("decoder/final_layer_norm", plant.skipped)),
+        backward("a sign flipped", f"{decoder}/1/EncDecAttention/v", at(f"{decoder}/1/EncDecAttention/v", FLIPPED)),
+        backward("an input detached", f"{encoder}/1/DenseReluDense", at(f"{encoder}/1/DenseReluDense", detached)),
+    ]
+
+
+FAULTS = {"bert": bert, "gpt2": gpt2, "vit": vit, "bart": bart, "resnet": resnet, "t5": t5}

@@ -1,0 +1,246 @@
+"""Pairs of models that nobody here wrote: transformers' Flax modules beside its PyTorch modules, tiny, with random weights.
+
+Releases of transformers from 5 on have no Flax classes: `make test-pairs` runs 4.56.2 in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+Arrays = dict[str, np.ndarray]
+
+WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TEXT = {"vocab_size": 60, "max_position_embeddings": 16}
+ENCODER_DECODER = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+}
+BATCH, LENGTH = 2, 7
+RANDOM = np.random.default_rng(0)
+TOKENS = RANDOM.integers(3, 60, (BATCH, LENGTH))
+MASK = np.ones((BATCH, LENGTH), np.int64)
+MASK[1, 5:] = 0
+PLACES = np.maximum(np.cumsum(MASK, 1) * MASK - 1, 0)
+PIXELS = RANDOM.normal(size=(BATCH, 3, 32, 32)).astype(np.float32)
+SOUND = RANDOM.normal(size=(BATCH, 8, 16)).astype(np.float32)
+
+TOKENS_ONLY: Arrays = {"input_ids": TOKENS, "attention_mask": MASK}
+WITH_PLACES = {**TOKENS_ONLY, "position_ids": PLACES}
+WITH_TYPES = {**WITH_PLACES, "token_type_ids": TOKENS % 2}
+TWO_TEXTS = {**TOKENS_ONLY, "decoder_input_ids": TOKENS[:, :5]}
+STATES = ("last_hidden_state", "pooler_output")
+
+LLAMA = """
+    model.embed_tokens.weight -> params/model/embed_tokens/embedding
+    model.layers.{i}.{block}.{part}_proj.weight -> params/model/layers/{i}/{block}/{part}_proj/kernel | linear
+    model.layers.{i}.{norm}_layernorm.weight -> params/model/layers/{i}/{norm}_layernorm/weight
+    model.norm.weight -> params/model/norm/weight
+    lm_head.weight -> params/lm_head/kernel | linear
+"""
+
+
+class Pair(NamedTuple):
+    """Two classes of transformers and what both are made and called with.
+
+    Attributes:
+        torch: the name of PyTorch's class; Flax's is `Flax`, this name and `Module`.
+        config: what the class of its configuration is given.
+        inputs: what both are called with.
+        outputs: the names of what is compared.
+        options: further arguments of `compare`.
+        torch_only: further keywords of PyTorch's call.
+        flax_only: a function of the inputs to further keywords of Flax's call.
+    """
+
+    torch: str
+    config: dict[str, Any]
+    inputs: Arrays
+    outputs: tuple[str, ...] = ("logits",)
+    options: dict[str, Any] = {}
+    torch_only: dict[str, Any] = {}
+    flax_only: Callable[..., dict[str, Any]] = lambda **inputs: {}
+
+
+def both_places(**inputs: Any) -> dict[str, Any]:
+    """What Flax's encoders with decoders have no default for: positions from 0, and a mask that hides nothing."""
+    read, written = inputs["input_ids"], inputs["decoder_input_ids"]
+    return {
+        "position_ids": places(read),
+        "decoder_position_ids": places(written),
+        "decoder_attention_mask": jnp.ones_like(written),
+    }
+
+
+def places(tokens: Any) -> Any:
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+
+NO_CACHE = {"use_cache": False}
+FLOAT32_INSIDE = {"keep_float64": True}
+PAIRS: dict[str, Pair] = {
+    "bert": Pair("BertModel", WIDTHS | TEXT, WITH_TYPES, STATES),
+    "gpt2": Pair(
+        "GPT2LMHeadModel",
+        {"vocab_size": 60, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2},
+        WITH_PLACES,
+        torch_only=NO_CACHE,
+    ),
+    "clip": Pair(
+        "CLIPModel",
+        {
+            "text_config": WIDTHS | TEXT | {"eos_token_id": 2},
+            "vision_config": WIDTHS | {"image_size": 32, "patch_size": 8},
+            "projection_dim": 12,
+        },
+        {"input_ids": TOKENS, "attention_mask": MASK, "position_ids": PLACES, "pixel_values": PIXELS},
+        ("logits_per_text", "text_embeds", "image_embeds"),
+    ),
+    "vit": Pair("ViTModel", WIDTHS | {"image_size": 32, "patch_size": 8}, {"pixel_values": PIXELS}, STATES),
+    "gpt_neo": Pair(
+        "GPTNeoForCausalLM",
+        TEXT
+        | {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]], "window_size": 3},
+        WITH_PLACES,
+        torch_only=NO_CACHE,
+    ),
+    "electra": Pair("ElectraModel", WIDTHS | TEXT | {"embedding_size": 8}, WITH_TYPES, STATES[:1]),
+    # Its positions begin behind the one that pads.
+    "roberta": Pair("RobertaModel", WIDTHS | TEXT, WITH_TYPES | {"position_ids": PLACES + 2}, STATES),
+    "albert": Pair("AlbertModel", WIDTHS | TEXT | {"embedding_size": 8}, WITH_TYPES, STATES),
+    "bloom": Pair(
+        "BloomForCausalLM",
+        {"vocab_size": 60, "hidden_size": 16, "n_layer": 2, "n_head": 2},
+        TOKENS_ONLY,
+        options=FLOAT32_INSIDE,
+        torch_only=NO_CACHE,
+    ),
+    "llama": Pair(
+        "LlamaForCausalLM",
+        WIDTHS | TEXT | {"num_key_value_heads": 2},
+        WITH_PLACES,
+        options=FLOAT32_INSIDE,
+        torch_only=NO_CACHE,
+    ),
+    # A true fault of theirs: Flax's sliding window is one token too long.
+    "mistral": Pair(
+        "MistralForCausalLM",
+        WIDTHS | TEXT | {"num_key_value_heads": 1, "sliding_window": 3, "attn_implementation": "eager"},
+        WITH_PLACES,
+        options={"rules": LLAMA, **FLOAT32_INSIDE},
+        torch_only=NO_CACHE,
+    ),
+    "bart": Pair("BartModel", TEXT | ENCODER_DECODER, TWO_TEXTS, STATES[:1], torch_only=NO_CACHE, flax_only=both_places),
+    "opt": Pair(
+        "OPTForCausalLM",
+        WIDTHS | TEXT | {"ffn_dim": 32, "word_embed_proj_dim": 16},
+        WITH_PLACES,
+        torch_only=NO_CACHE,
+    ),
+    "resnet": Pair(
+        "ResNetModel",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic"},
+        {"pixel_values": PIXELS},
+        STATES,
+    ),
+    "t5": Pair(
+        "T5ForConditionalGeneration",
+        {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0},
+        TWO_TEXTS,
+        options=FLOAT32_INSIDE,
+        torch_only=NO_CACHE,
+        flax_only=lambda **inputs: {"decoder_attention_mask": jnp.ones_like(inputs["decoder_input_ids"])},
+    ),
+    "whisper": Pair(
+        "WhisperForConditionalGeneration",
+        ENCODER_DECODER
+        | {
+            "vocab_size": 60,
+            "num_mel_bins": 8,
+            "max_source_positions": 8,
+            "max_target_positions": 16,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "decoder_start_token_id": 1,
+        },
+        {"input_features": SOUND, "decoder_input_ids": TOKENS[:, :5]},
+        torch_only=NO_CACHE,
+        flax_only=lambda **inputs: {"decoder_position_ids": places(inputs["decoder_input_ids"])},
+    ),
+}
+
+
+def has_flax_classes() -> bool:
+    """Whether a release of transformers is installed that has Flax classes."""
+    try:
+        return importlib.util.find_spec("transformers.modeling_flax_utils") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def module_of(name: str) -> Any:
+    """The module of transformers that has the Flax classes of a pair."""
+    return importlib.import_module(f"transformers.models.{name}.modeling_flax_{name}")
+
+
+def make(name: str) -> dict[str, Any]:
+    """The arguments of `compare` for a pair."""
+    import transformers
+
+    pair = PAIRS[name]
+    classes = module_of(name), getattr(transformers, pair.torch)
+    flax = getattr(classes[0], f"Flax{pair.torch.removesuffix('Model')}Module")
+    config = classes[1].config_class(**pair.config)
+
+    def torch_call(model: Any, **inputs: Any) -> dict[str, Any]:
+        made = model(**inputs, **pair.torch_only)
+        return {key: made[key] for key in pair.outputs}
+
+    def flax_call(model: Any, **inputs: Any) -> dict[str, Any]:
+        given = dict(inputs)
+        if name == "resnet":
+            given["pixel_values"] = jnp.transpose(given["pixel_values"], (0, 2, 3, 1))
+        if name == "vit":
+            given["pixel_values"] = jnp.transpose(given["pixel_values"], (0, 2, 3, 1))
+        if name == "clip":
+            given["pixel_values"] = jnp.transpose(given["pixel_values"], (0, 2, 3, 1))
+        made = model(**given, **pair.flax_only(**inputs))
+        return {key: made[key] for key in pair.outputs}
+
+    def torch_module() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return classes[1](config).eval()
+
+    return {
+        "torch_module": torch_module,
+        "flax_module": lambda dtype: flax(config, dtype=jnp.dtype(dtype)),
+        "inputs": dict(pair.inputs),
+        "torch_call": torch_call,
+        "flax_call": flax_call,
+        **pair.options,
+    }
+
+
+def old_jax() -> Any:
+    """The names of `jnp.clip`'s arguments that JAX 0.10 has no more and transformers 4.56 writes."""
+    clip = jnp.clip
+
+    @functools.wraps(clip)
+    def old(x: Any, a_min: Any = None, a_max: Any = None, **options: Any) -> Any:
+        return clip(x, a_min, a_max, **options)
+
+    return mock.patch.object(jnp, "clip", old)

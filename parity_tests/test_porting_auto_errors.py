@@ -1,0 +1,59 @@
+"""What `porting.propose` takes for a model, what it refuses, and that an error says whose it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+import torch
+
+from parity_tests.test_porting_auto import F64, NAMES, SquareFlax, SquareTorch, random_input
+from remat_jax import porting
+from remat_jax.errors import PortingError
+from remat_jax.porting.float64 import keep_float64
+
+
+def test_a_function_that_builds_the_model_is_taken_and_errors_say_whose_they_are() -> None:
+    assert str(porting.propose(SquareTorch, SquareFlax(NAMES, (False,) * 3), random_input(3, 4))).count("linear") == 3
+    with pytest.raises(PortingError, match=r"torch_module=3: expected a torch\.nn\.Module, or a function that builds one"):
+        porting.propose(3, nn.Dense(4, **F64), random_input(3, 4))
+    with pytest.raises(PortingError, match=r"torch_module\(\) gave a dict: expected a torch\.nn\.Module"):
+        porting.propose(dict, nn.Dense(4, **F64), random_input(3, 4))
+    with pytest.raises(PortingError, match=r"torch_module: SquareTorch cannot be run on inputs: RuntimeError: .*shapes"):
+        porting.propose(SquareTorch(), SquareFlax(NAMES, (False,) * 3), random_input(3, 5), variables=square_variables())
+    with pytest.raises(PortingError, match=r"flax_module: SquareFlax cannot be run on inputs: TypeError: dot_general"):
+        porting.propose(
+            SquareTorch(),
+            SquareFlax(NAMES, (False,) * 3),
+            random_input(3, 4),
+            flax_call=lambda model, x: model(x[:, :3]),
+            variables=square_variables(),
+        )
+
+
+def square_variables() -> Any:
+    with jax.enable_x64(True):
+        return SquareFlax(NAMES, (False,) * 3).init(jax.random.key(0), np.ones((3, 4)))
+
+
+def test_what_cannot_be_proved_is_refused_before() -> None:
+    with pytest.raises(PortingError, match=r"dropout is on in 1; call torch_module.eval\(\) first"):
+        porting.propose(
+            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.1)), nn.Dense(4, **F64), random_input(3, 4)
+        )
+    with pytest.raises(PortingError, match=r"no map fits the shapes: PyTorch has 1 modules with weights, Flax 1"):
+        porting.propose(torch.nn.Linear(4, 5), nn.Dense(4, **F64), random_input(3, 4))
+    with pytest.raises(PortingError, match="expected a Linen or NNX module"):
+        porting.propose(torch.nn.Linear(4, 4), 3, random_input(3, 4))
+
+
+def test_casts_from_float64_are_left_out() -> None:
+    x = torch.ones(2, dtype=torch.float64)
+    with keep_float64():
+        kept = (x.float(), x.half(), x.to(torch.bfloat16), x.to(dtype=torch.float32), x.softmax(0, dtype=torch.float32))
+        assert {each.dtype for each in kept} == {torch.float64}
+        assert x.long().dtype == torch.int64
+    assert x.float().dtype == torch.float32
