@@ -102,7 +102,7 @@ def checked_block(block: Any, argument: str = "block") -> Block:
     if isinstance(block, str) and block:
         return block
     if isinstance(block, type):
-        below = type.__subclasses__(block) if block.__module__ != "builtins" else []
+        below: list[type] = type.__subclasses__(block) if block.__module__ != "builtins" else []
         if issubclass(block, linen.Module | nnx.Module) or any(map(has_call, (block, *below))):
             return block
         raise ArgumentError(
