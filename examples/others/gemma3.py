@@ -1,13 +1,18 @@
 """Google DeepMind's Gemma 3 4B with Adafactor, 2 × 2048 tokens, one H200.
 
     git clone https://github.com/google-deepmind/gemma && git -C gemma checkout 7691fd4
-    pip install kauldron etils einops jaxtyping typeguard ...  # what its imports ask for
+    pip install kauldron einops  # and what their imports ask for; readers of data are left out below
     PYTHONPATH=.:gemma python -m examples.others.gemma3
-    PYTHONPATH=.:gemma remat-jax plan examples/others/gemma3.py:job --target h200 --budget 50%
+    PYTHONPATH=.:gemma remat-jax measure examples/others/gemma3.py:job --target h200
 
 Gemma's blocks have no checkpoint of their own; its 34 layers are unrolled, five of local attention to each of global.
 
-@FIGURES@
+Printed by commit 7691fd4 (24 July 2026) with JAX 0.10.2, its first two lines:
+
+    off: 32.8 GiB, 154 ms
+    full: 12.2 GiB, 190 ms
+
+No plan is asked for: one compilation of the unrolled layers took 75 to 93 s on two cores.
 """
 
 from __future__ import annotations
@@ -51,4 +56,4 @@ def small() -> rj.Workload:
 
 
 if __name__ == "__main__":
-    show(job, small, "50%")
+    show(job, small, None)
