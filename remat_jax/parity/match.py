@@ -106,10 +106,9 @@ def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) 
         return _MOVED if alike else None
 
     found |= _assigned(whole[0], whole[1], same)
-    left = (
-        [m for m in side if m.path not in used] for side, used in zip(whole, (found.keys(), {*found.values()}), strict=True)
-    )
-    return found | _assigned(*left, nearly_same)
+    mine = [module for module in whole[0] if module.path not in found]
+    others = [module for module in whole[1] if module.path not in found.values()]
+    return found | _assigned(mine, others, nearly_same)
 
 
 def _same_sort(one: Module, other: Module) -> float | None:
