@@ -275,9 +275,10 @@ def test_modules_that_the_outputs_do_not_depend_on_are_named() -> None:
             third(x)
             return second(jnp.tanh(first(x)))
 
-    with pytest.raises(PortingError, match=r"the outputs do not depend on third\.weight, third\.bias"):
-        porting.propose(Unused(), Flax(), random_input(3, 4))
     given = "third.weight -> params/third/kernel | linear\nthird.bias -> params/third/bias"
+    with pytest.raises(PortingError, match=r"the outputs do not depend on third\.weight, third\.bias") as error:
+        porting.propose(Unused(), Flax(), random_input(3, 4))
+    assert str(error.value).endswith("or rules for them, such as:\n  " + given.replace("\n", "\n  "))
     rules = porting.propose(Unused(), Flax(), random_input(3, 4), rules=given)
     assert found(rules, Unused())["second.weight"][0] == "params/second/kernel"
 

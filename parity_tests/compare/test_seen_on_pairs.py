@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from parity_tests.compare.cases import run
+from remat_jax.errors import ArgumentError
 from remat_jax.parity.localise import first_divergences
 from remat_jax.parity.match import Module, match
 from remat_jax.parity.semantics import differences
@@ -292,3 +293,46 @@ def test_without_a_loss_nothing_is_accused_where_all_agrees() -> None:
     names = ("first", "second", "head")
     params = {name: {"kernel": weights[f"{name}.weight"].T, "bias": weights[f"{name}.bias"]} for name in names}
     assert first_divergences(module, InPlaceFlax(), {"params": params}, (X,)).none
+
+
+# Random numbers that are drawn and not used; a table that is a frozen parameter, and a constant in Flax.
+
+
+class Tabled(torch.nn.Module):
+    """Positions by a table that is made in float32, as a parameter; a random number that only training would use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.linear = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4)
+        angles = np.arange(5)[:, None] / 10 ** (np.arange(4)[None] / 4)
+        self.positions.weight = torch.nn.Parameter(torch.FloatTensor(np.sin(angles)), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skipped = self.training and bool(torch.rand([]) < 0.1)
+        torch.rand([])
+        return x if skipped else self.linear(x + self.positions(torch.arange(5)))
+
+
+class TabledFlax(nn.Module):
+    slower: float = 1.0
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        angles = np.arange(5)[:, None] / (10 * self.slower) ** (np.arange(4)[None] / 4)
+        return nn.Dense(4, name="linear")(x + jnp.array(np.sin(angles)))
+
+
+def test_a_frozen_table_is_a_constant_in_flax_and_an_unused_draw_is_none() -> None:
+    case = {"torch_module": lambda: Tabled().eval(), "flax_module": TabledFlax(), "inputs": X}
+    report = run(case, **FLOAT64)
+    assert report.passed, str(report)
+    assert report.rules.splitlines()[-1] == "extra: positions.weight"
+    wrong = run({**case, "flax_module": TabledFlax(1.001)}, rules=report.rules, **FLOAT64)
+    assert wrong.divergences["forward"]["what"] == "input 0 of 'linear'"
+
+
+def test_a_draw_that_changes_outputs_is_refused() -> None:
+    module = Tabled().eval()
+    case = {"torch_module": module, "flax_module": TabledFlax(), "inputs": X, "rules": "extra: *"}
+    with pytest.raises(ArgumentError, match="draws random numbers in its forward pass"):
+        run(case, torch_call=lambda model, x: model(x) + torch.rand([]), **FLOAT64)

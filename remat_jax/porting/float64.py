@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,8 @@ def keep_float64() -> Iterator[None]:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _mode()():
+        # A constructor of its own dtype, by which old code makes its tables.
+        with _mode()(), mock.patch.object(torch, "FloatTensor", torch.DoubleTensor):
             yield
     finally:
         torch.set_default_dtype(default)

@@ -67,9 +67,11 @@ def propose(
             _require_proof(pair, space, answer)
         unused = unexercised(pair, space, answer)
         if unused:
+            units = [unit for unit in range(len(space.torch)) if set(space.names(unit)) & {*unused}]
+            lines = [rule for unit in units for rule in space.way(answer, unit)]
             raise PortingError(
                 f"the outputs do not depend on {', '.join(unused)}, so nothing can be proved of these; "
-                "give inputs that use them, or rules for them."
+                "give inputs that use them, or rules for them, such as:\n" + "\n".join(f"  {rule}" for rule in lines)
             )
         _require_one(pair, space, answer)
         return compress(space.rules(answer), {n: x.shape for n, x in pair.initial.items()}, pair.shapes)
@@ -77,6 +79,18 @@ def propose(
 
 def _space(pair: Pair, given: Rules) -> tuple[Space, Candidate]:
     """The units of both models and the candidate that names speak for, in the first way of seeing Flax's that fits."""
+    fits, reason = _fitting(pair, given)
+    frozen = tuple(name for name, parameter in pair.torch.named_parameters() if not parameter.requires_grad)
+    if fits is None and frozen:  # a table that a constructor computes, and that Flax computes where it is used
+        pair.written -= set(frozen)
+        fits, _ = _fitting(pair, given | Rules((), (), frozen))
+    if fits is None:
+        raise PortingError(reason)
+    return fits
+
+
+def _fitting(pair: Pair, given: Rules) -> tuple[tuple[Space, Candidate] | None, str]:
+    """What `_space` gives, or None and why nothing fits."""
     covered = links_of_tensors(given, pair.initial)
     taken = {name for link in covered.values() for name in link.torch} | {n for n in pair.initial if given.allows_extra(n)}
     filled = {place.path for place in links_of_places(given, pair.shapes)}
@@ -85,15 +99,15 @@ def _space(pair: Pair, given: Rules) -> tuple[Space, Candidate]:
     ties = tuple(tie for tie in parts.ties if tie not in [(one.text, other.text) for one, other in given.ties])
     given = given | Rules((), ties, tuple(parts.buffers))  # type: ignore[arg-type]  # texts are taken
     if not parts.units and not shapes:
-        return Space([], [], [], given), Candidate((), ())
+        return (Space([], [], [], given), Candidate((), ())), ""
     for stack in ("", *stack_candidates(shapes)):
         for together in _together(parts, attentions(shapes, stack)):
             flax = flax_units(shapes, stack=stack, together=together)
             found = table(parts.units, flax) if len(flax) == len(parts.units) else []
             places = by_names(parts.units, flax, found) if found else None
             if places is not None:
-                return Space(parts.units, flax, found, given), Candidate(tuple(places), (0,) * len(places))
-    raise PortingError(_no_match(parts, flax_units(shapes)))
+                return (Space(parts.units, flax, found, given), Candidate(tuple(places), (0,) * len(places))), ""
+    return None, _no_match(parts, flax_units(shapes))
 
 
 def _together(parts: TorchParts, found: Sequence[str]) -> list[list[str]]:
