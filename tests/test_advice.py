@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.experimental.pallas.ops.gpu.attention import mha
 from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
+from benchmarks.predict_memory import pallas_attention
 from remat_jax import compat
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.memory.advice import DONATION, DTYPE, HEAD, MICRO, SCORES, STATE, Advice, micro_batches_divide
@@ -34,7 +34,7 @@ class Block(nn.Module):
         if self.attention != "none":
             q, k, v = (dense(WIDTH)(x).reshape(*x.shape[:2], HEADS, WIDTH // HEADS) for _ in range(3))
             if self.attention == "kernel":
-                mixed = mha(q, k, v, segment_ids=None)
+                mixed = pallas_attention()(q, k, v, segment_ids=None)
             else:
                 mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v)
             x = x + mixed.reshape(x.shape)
@@ -122,6 +122,7 @@ def test_a_head_on_a_mesh_is_that_of_one_device() -> None:
     assert_mended(before, after, HEAD, 0.05, target="2xh200")
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_attention_in_a_kernel() -> None:
     """The Pallas kernel stands for cuDNN's: neither makes the scores."""
     found = assert_mended(job(attention="scores"), job(attention="kernel"), SCORES, 0.1)

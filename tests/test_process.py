@@ -9,7 +9,6 @@ import pathlib
 import signal
 import threading
 import time
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import pytest
 
 import remat_jax as rj
+from benchmarks.predict_memory import pallas_attention
 from remat_jax import compat
 from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.hardware import target
@@ -253,10 +253,7 @@ BATCH, LENGTH, HEADS, WIDTH = 2, 512, 4, 64
 def attention(x: Any, implementation: str) -> Any:
     if implementation != "pallas":
         return jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation=implementation)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.12 points to another package
-        from jax.experimental.pallas.ops.gpu.attention import mha
-    return mha(x, x, x, segment_ids=None, causal=True)
+    return pallas_attention()(x, x, x, segment_ids=None, causal=True)
 
 
 def attention_job(implementation: str) -> rj.Workload:
