@@ -13,6 +13,7 @@ from remat_jax.apply import by_layer, linen, nnx, pytrees, regions, scope
 from remat_jax.apply.marking import Block
 from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.errors import BlockError, RematError
+from remat_jax.graph.walk import of_arrays
 
 Function = Callable[..., Any]
 
@@ -102,18 +103,13 @@ class Effect:
 
 def _traced(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
     """What is traced when `fn` is run on the types of its arguments; other values in them reach it as they are."""
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    arrays = [index for index, leaf in enumerate(leaves) if compat.is_array(leaf)]
     records: list[Record] = []
 
-    def flat(*values: Any) -> None:
-        filled = list(leaves)
-        for index, value in zip(arrays, values, strict=True):
-            filled[index] = value
-        args, kwargs = jax.tree.unflatten(treedef, filled)
+    def run(*args: Any, **kwargs: Any) -> None:
         records.append(run_under(policies, fn, args, kwargs)[1])
 
-    jax.eval_shape(flat, *(leaves[index] for index in arrays))
+    flat, arrays = of_arrays(run, args, kwargs)
+    jax.eval_shape(flat, *arrays)
     return records[0]
 
 

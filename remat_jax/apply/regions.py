@@ -15,6 +15,7 @@ from remat_jax.apply.marking import CHECKPOINTS, Mark, Marked, bind_mark
 from remat_jax.apply.region import bind_block
 from remat_jax.graph import plan_block
 from remat_jax.graph.rewrite import count_regions, leaving_blocks, rewrite
+from remat_jax.graph.walk import of_arrays
 from remat_jax.policy import is_off
 
 RunJaxpr = Callable[[Any, list[Any]], list[Any]]
@@ -22,17 +23,7 @@ RunJaxpr = Callable[[Any, list[Any]], list[Any]]
 
 def retraced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: RunJaxpr) -> Any:
     """`fn(*args, **kwargs)`, traced and evaluated by `run(jaxpr, values)`; what is no array reaches `fn` as it is."""
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    arrays = [index for index, leaf in enumerate(leaves) if compat.is_array(leaf)]
-
-    def flat(*values: Any) -> Any:
-        filled = list(leaves)
-        for index, value in zip(arrays, values, strict=True):
-            filled[index] = value
-        positional, named = jax.tree.unflatten(treedef, filled)
-        return fn(*positional, **named)
-
-    values = [leaves[index] for index in arrays]
+    flat, values = of_arrays(fn, args, kwargs)
     jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*values)
     return jax.tree.unflatten(jax.tree.structure(shape), run(jaxpr, values))
 

@@ -16,7 +16,6 @@ from remat_jax.compat.gpu_compiler import (
     cudnn_explained,
     gpu_compiler_installed,
     keep_to_cpu_without_gpu,
-    lost_threads,
     lowering_for,
     require_gpu_compiler,
     wants_cudnn,
@@ -49,7 +48,7 @@ from remat_jax.compat.jaxprs import (
     with_equations,
     with_params,
 )
-from remat_jax.compat.limits import limits
+from remat_jax.compat.limits import limits, lost_threads
 from remat_jax.compat.own_checkpoints import let_checkpoints_give_way
 from remat_jax.compat.rematerialisation import (
     BLOCK_NAME,
@@ -136,7 +135,6 @@ __all__ = [
     "gpu_compiler_installed",
     "hoist_consts",
     "in_loop",
-    "lost_threads",
     "inner_context",
     "manual_devices",
     "moved_scopes",
@@ -160,6 +158,7 @@ __all__ = [
     "keep_to_cpu_without_gpu",
     "like",
     "limits",
+    "lost_threads",
     "lowering_for",
     "made_by",
     "named",

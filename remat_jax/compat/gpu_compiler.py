@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 
 import jax
 from jax._src import config as _config
-from jax._src import xla_bridge as _bridge
 
 from remat_jax.errors import CompileError, UnsupportedError
 
@@ -122,14 +121,3 @@ def lowering_for(target: str, device_kinds: Sequence[str]) -> Iterator[None]:
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         yield
-
-
-def lost_threads() -> bool:
-    """Whether JAX started in the process that this one was forked from: its threads stayed there, and what asks them waits.
-
-    Known on Linux, and as long as this process has started no thread of its own.
-    """
-    try:
-        return len(os.listdir("/proc/self/task")) == 1 and _bridge.backends_are_initialized()
-    except OSError:
-        return False

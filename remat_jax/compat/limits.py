@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 
 import jax
+from jax._src import xla_bridge as _bridge
 
 from remat_jax.compat.gpu_compiler import require_gpu_compiler
 from remat_jax.compat.rematerialisation import require_named_policies
@@ -55,3 +57,14 @@ def _numbers(version: str) -> str:
     # As jaxlib compares them: what follows the numbers does not count.
     found = re.match(r"\d+(\.\d+)*", version)
     return found.group() if found else version
+
+
+def lost_threads() -> bool:
+    """Whether JAX started in the process that this one was forked from: its threads stayed there, and what asks them waits.
+
+    Known on Linux, and as long as this process has started no thread of its own.
+    """
+    try:
+        return len(os.listdir("/proc/self/task")) == 1 and _bridge.backends_are_initialized()
+    except OSError:
+        return False

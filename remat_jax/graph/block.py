@@ -91,7 +91,7 @@ class PlannedBlock:
             return True
         if [rule.selectors for rule in policy.rules if rule.action is Action.SAVE] != [policy.automatic_globs]:
             return True
-        # A scalar is saved, and not offloaded.
+        # What would be moved if it were offloaded is what the backward pass reads. Only a scalar is saved and never offloaded.
         names = [one.name for one in self.candidates if policy.action(one) is Action.SAVE and not one.is_input]
         shapes = self.linearised.shapes | self.named.shapes
         away = Policy((Rule(Action.OFFLOAD, policy.automatic_globs),))

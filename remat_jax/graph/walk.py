@@ -62,6 +62,18 @@ def of_some(function: Callable[..., Any], arguments: Sequence[Any], places: Sequ
     return function_of_some
 
 
+def of_arrays(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """The call `fn(*args, **kwargs)` as a function of the arrays in its arguments, and these; other values stay as they are."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if compat.is_array(leaf)]
+
+    def of_leaves(*filled: Any) -> Any:
+        positional, named = jax.tree.unflatten(treedef, filled)
+        return fn(*positional, **named)
+
+    return of_some(of_leaves, leaves, places), [leaves[place] for place in places]
+
+
 def inner_jaxprs(eqn: Any) -> dict[str, Any]:
     """The parameters of `eqn` that are jaxprs or hold one, or tuples of jaxprs (the branches of a `cond`)."""
     hidden = compat.hidden_body(eqn)

@@ -19,6 +19,7 @@ from remat_jax.apply.marking import CHECKPOINTS, Block
 from remat_jax.apply.nnx import is_node
 from remat_jax.errors import PlanningError, UnsupportedError
 from remat_jax.graph.rewrite import count_regions
+from remat_jax.graph.walk import of_arrays
 from remat_jax.warning import warn
 from remat_jax.workload import Workload
 
@@ -111,17 +112,12 @@ class Model:
         Raises:
           PlanningError: with both numbers.
         """
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        arrays = [place for place, leaf in enumerate(leaves) if compat.is_array(leaf)]
+        flat, arrays = of_arrays(fn, args, kwargs)
 
-        def flat(*values: Any) -> Any:
-            filled = list(leaves)
-            for place, value in zip(arrays, values, strict=True):
-                filled[place] = value
-            args, kwargs = jax.tree.unflatten(treedef, filled)
-            return [leaf for leaf in jax.tree.leaves(fn(*args, **kwargs)) if compat.is_array(leaf)]
+        def arrays_out(*values: Any) -> list[Any]:
+            return [leaf for leaf in jax.tree.leaves(flat(*values)) if compat.is_array(leaf)]
 
-        self.check_number(_regions(flat, [leaves[place] for place in arrays]), told)
+        self.check_number(_regions(arrays_out, arrays), told)
 
     def check_number(self, regions: int | None, told: str) -> None:
         """Refuse a loss with another number of `regions`.
