@@ -175,6 +175,39 @@ def inside(case: str, mesh: Any) -> Callable[..., Any]:
     return jax.shard_map(of_part, mesh=mesh, in_specs=(specs, P("fsdp", "sequence")), out_specs=specs)
 
 
+def constrained(mesh: Any, within: bool) -> tuple[Callable[..., Any], Any]:
+    """The loss of two dense layers with a sharding constraint within the second or before it, and its parameters."""
+    divided = jax.sharding.NamedSharding(mesh, P("fsdp"))
+
+    class Wave(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            hidden = nn.Dense(WIDTH)(x)
+            return x + jnp.sin(
+                jax.lax.with_sharding_constraint(hidden, divided) if within and self.name == "second" else hidden
+            )
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = Wave(name="first")(x)
+            x = Wave(name="second")(x if within else jax.lax.with_sharding_constraint(x, divided))
+            return (x**2).sum()
+
+    x = jnp.ones((BATCH, WIDTH))
+    params = Model().init(jax.random.key(0), x)
+    return rj.checkpoint_blocks(lambda params: Model().apply(params, x), {Wave: "offload_inputs"}), params
+
+
+def refused(function: Callable[..., Any], *arguments: Any) -> str:
+    """What the gradient of `function` says where it is not under `jit`."""
+    try:
+        jax.grad(function)(*arguments)
+    except rj.errors.UnsupportedError as error:
+        return str(error)
+    return ""
+
+
 def main(path: str) -> None:
     """Write the gradients of each case on one device and inside `shard_map` on eight, under each policy."""
     mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
@@ -190,6 +223,12 @@ def main(path: str) -> None:
         for name in POLICIES if case == "scanned" else UNROLLED:
             keep(f"{case}/{name}", jax.jit(jax.grad(rj.checkpoint_blocks(divided, {of_blocks: POLICIES[name]})))(params, x))
     keep("linen/inside", jax.jit(inside("linen", mesh))(CASES["linen"]()[0], x))
+    params, of_blocks, _, divided = losses("linen", mesh)
+    found["eager/inside"] = refused(rj.checkpoint_blocks(divided, {of_blocks: "offload_inputs"}), params, x)
+    for within in (True, False):
+        loss, params = constrained(mesh, within)
+        found[f"eager/constraint {within}"] = refused(loss, params)
+        keep(f"constraint {within}", jax.jit(jax.grad(loss))(params))
     np.savez(Path(path), **found)
 
 

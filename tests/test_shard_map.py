@@ -29,6 +29,18 @@ def test_gradients_inside_shard_map_are_those_of_one_device(results, case, polic
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("case", ["inside", "constraint True", "constraint False"])
+def test_offload_on_several_devices_without_jit_says_what_to_do(results, case):
+    assert "put the function that takes the gradient under jax.jit" in str(results[f"eager/{case}"])
+
+
+def test_offload_with_a_sharding_constraint_works_under_jit(results):
+    for place in range(4):
+        within, between = (results[f"constraint {one}/{place}"] for one in (True, False))
+        assert np.abs(within).max() > 1e-3
+        np.testing.assert_allclose(within, between, rtol=0, atol=1e-12 * np.abs(within).max())
+
+
 @pytest.fixture(scope="module")
 def workloads():
     mesh = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -42,7 +43,9 @@ def run_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwar
 
 def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`fn(*args, **kwargs)` with the calls of the blocks intercepted, of any library, and its checkpoint regions if asked."""
-    with linen.intercepting(), nnx.intercepting(policies, (args, kwargs)):
+    offloads = any(getattr(policy, "offloads", False) for _, policy in policies.entries)
+    explained = compat.eager_offload_explained() if offloads else contextlib.nullcontext()
+    with explained, linen.intercepting(), nnx.intercepting(policies, (args, kwargs)):
         with pytrees.intercepting(policies, (*args, *kwargs.values())):
             return regions.run(fn, args, kwargs)
 

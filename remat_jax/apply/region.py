@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -112,7 +113,9 @@ def bind_block(
         offer.reading.name = offer.reading.name or offer.name
     if not looped:
         kept = tuple(offer.place for offer in offers)
-        return run_tied(block.checkpointed(prevent_cse=not apart, staying=lambda: kept), block, values, offers)
+        run = block.checkpointed(prevent_cse=not apart, staying=lambda: kept)
+        with compat.eager_offload_explained() if block.offloaded else contextlib.nullcontext():
+            return run_tied(run, block, values, offers)
     checkpointed = functools.partial(block.checkpointed, prevent_cse=not apart, staying=lambda: staying(read))
     if rows and isinstance(block.policy, Policy):
         places = tuple(rows)

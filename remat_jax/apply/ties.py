@@ -121,6 +121,7 @@ def _abstract(*_: Any, jaxpr: Any, handed: tuple[Any, ...], **__: Any) -> list[A
     return [*jaxpr.out_avals, *handed]
 
 
+@compat.eager_offload_explained()
 def _transpose(
     cotangents: Sequence[Any],
     *args: Any,

@@ -48,7 +48,7 @@ from remat_jax.compat.jaxprs import (
     with_equations,
     with_params,
 )
-from remat_jax.compat.limits import limits, lost_threads
+from remat_jax.compat.limits import eager_offload_explained, limits, lost_threads
 from remat_jax.compat.own_checkpoints import let_checkpoints_give_way
 from remat_jax.compat.rematerialisation import (
     BLOCK_NAME,
@@ -126,6 +126,7 @@ __all__ = [
     "cudnn_explained",
     "dce",
     "disabled_passes",
+    "eager_offload_explained",
     "eqn_context",
     "eqn_outputs",
     "equations_of",

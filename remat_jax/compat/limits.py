@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import re
+from collections.abc import Iterator
 
 import jax
 from jax._src import xla_bridge as _bridge
@@ -68,3 +70,25 @@ def lost_threads() -> bool:
         return len(os.listdir("/proc/self/task")) == 1 and _bridge.backends_are_initialized()
     except OSError:
         return False
+
+
+# What JAX says of an array that was moved to the host alone where the others are on a mesh, and of a move inside `shard_map`.
+_NOT_EAGERLY = re.compile(r"Received incompatible devices for jitted computation|device_put with explicit device not allowed")
+
+
+@contextlib.contextmanager
+def eager_offload_explained() -> Iterator[None]:
+    """Around what offloads: where JAX cannot without `jax.jit`, its error becomes one with the remedy.
+
+    Raises:
+      UnsupportedError: instead of JAX's ValueError.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, UnsupportedError) or not _NOT_EAGERLY.search(str(error)):
+            raise
+        raise UnsupportedError(
+            "a policy offloads in a call that is not under jax.jit, and JAX cannot move to the host there what lies on several "
+            f"devices or is in a shard_map: put the function that takes the gradient under jax.jit. JAX said: {error}"
+        ) from error
