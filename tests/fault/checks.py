@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
@@ -43,9 +44,28 @@ _ALWAYS_EFFECTIVE = frozenset({"off", "full", "everything"})
 TRANSFORMS = ("grad", "grad", "grad", "grad of integers", "vmap of grad", "grad of vmap", "jvp", "hvp")
 """What is done with a loss; the gradient alone most often. That of integers too is JAX's `allow_int`."""
 
-RUNS = (*["traced"] * 7, *["eager"] * 2, "jit")
+RUNS = (*["traced"] * 7, *["eager"] * 2, "jit", "export")
 """Compiling takes most of the time, and finds least of what is wrong in a trace."""
-_RUN: dict[str, Callable[..., Any]] = {"traced": traced, "eager": lambda fn: fn, "jit": jax.jit}
+
+
+def _exported(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` as a serialised program that is read again; an RNG key cannot be an argument of it."""
+
+    def run(params: Any, x: Any, ids: Any, keys: Any) -> Any:
+        kind = jax.random.key_impl(keys) if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else None
+        plain = keys if kind is None else jax.random.key_data(keys)
+
+        def of_arrays(params: Any, x: Any, ids: Any, plain: Any) -> Any:
+            return fn(params, x, ids, plain if kind is None else jax.random.wrap_key_data(plain, impl=kind))
+
+        moved = [jax.export.DisabledSafetyCheck.custom_call("annotate_device_placement")]
+        whole = jax.export.export(jax.jit(of_arrays), disabled_checks=moved)(params, x, ids, plain)
+        return jax.jit(jax.export.deserialize(whole.serialize()).call)(params, x, ids, plain)
+
+    return run
+
+
+_RUN: dict[str, Callable[..., Any]] = {"traced": traced, "eager": lambda fn: fn, "jit": jax.jit, "export": _exported}
 
 
 @dataclass(frozen=True)
@@ -276,7 +296,12 @@ def _compare(case: Case, plain: dict[str, np.ndarray], found: dict[str, np.ndarr
 
 
 def _lowest(program: Program) -> float:
-    return max(epsilon(np.dtype(LOW[step.number % 3])) for step in program.every() if step.op == "narrow")
+    return max(_epsilon(LOW[step.number % len(LOW)]) for step in program.every() if step.op == "narrow")
+
+
+def _epsilon(dtype: Any) -> float:
+    """As in the table of tolerances, which has no dtype of 8 bits: nothing is compared in one."""
+    return float(jnp.finfo(dtype).eps) if np.dtype(dtype).itemsize == 1 else epsilon(np.dtype(dtype))
 
 
 def _judge_low(reference: dict[str, Any], plain: dict[str, Any], found: dict[str, Any], lowest: float) -> None:

@@ -4,7 +4,7 @@
 | --- | --- |
 | f | float64 of the shape (ROWS, WIDTH): what flows through |
 | s | a float64 scalar |
-| l | float32, bfloat16 or float16 (float64 where the reference is computed), as f |
+| l | float32, bfloat16, float16 or one of two of 8 bits (float64 where the reference is computed), as f |
 | c | complex128, as f |
 | e | float64 of no rows |
 | i | int32 of the shape (ROWS,) |
@@ -26,10 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 ROWS, WIDTH = 3, 4
 
-LOW = (jnp.float32, jnp.bfloat16, jnp.float16)
+LOW = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 low_precision: ContextVar[Any] = ContextVar("low_precision", default=None)
 """What kind `l` is computed in; None for the one of `LOW` that a step's number says."""
 
@@ -86,6 +87,21 @@ def _dropout(n: int, x: Any, key: Any) -> Any:
     return jnp.where(jax.random.bernoulli(jax.random.fold_in(key, n), 0.7, x.shape), x / 0.7, 0.0)
 
 
+def _dead(n: int, x: Any) -> Any:
+    # What is computed first nobody reads.
+    return (jnp.cos(x).sum() * jnp.exp(x), x * 0.9)[1]
+
+
+def _constrained(n: int, x: Any) -> Any:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("one",))
+    return lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, P("one", None) if n % 2 else P()))
+
+
+def _told(n: int, x: Any) -> Any:
+    jax.debug.callback(lambda total: None, x.sum(), ordered=n % 2 == 0)
+    return jnp.sin(x)
+
+
 def _normalised(x: Any) -> Any:
     return x / (1.0 + jnp.abs(x))
 
@@ -114,6 +130,9 @@ OPS: dict[str, Op] = {
     "half_stopped": Op("ff", "f", lambda n, x, y: x + lax.stop_gradient(y)),
     "named": Op("f", "f", lambda n, x: checkpoint_name(jnp.sin(x), f"user_{n % 3}")),
     "scoped": Op("f", "f", lambda n, x: jax.named_scope(f"part_{n % 3}")(jnp.cos)(x)),
+    "dead": Op("f", "f", _dead),
+    "constrained": Op("f", "f", _constrained),
+    "told": Op("f", "f", _told),
     "barrier": Op("ff", "f", lambda n, x, y: lax.optimization_barrier((x, y))[n % 2]),
     "rounded": Op("f", "f", lambda n, x: x + jnp.floor(x)),
     "pool": Op("f", "f", _pool),
@@ -152,7 +171,7 @@ OPS: dict[str, Op] = {
     "scalar_sin": Op("ss", "s", lambda n, a, b: jnp.sin(a) * b),
     "empty": Op("f", "e", lambda n, x: jnp.cos(x[:0])),
     "empty_product": Op("ew", "e", lambda n, e, w: e @ w),
-    "narrow": Op("f", "l", lambda n, x: x.astype(low_precision.get() or LOW[n % 3])),
+    "narrow": Op("f", "l", lambda n, x: x.astype(low_precision.get() or LOW[n % len(LOW)])),
     "low_sin": Op("l", "l", lambda n, x: jnp.sin(x) * 2),
     "widen": Op("fl", "f", lambda n, x, low: x + low.astype(x.dtype)),
     "complex": Op("ff", "c", lambda n, x, y: lax.complex(x, jnp.sin(y))),

@@ -14,14 +14,15 @@ from flax import nnx
 from jax import lax
 
 import remat_jax as rj
+from tests.fault.ops import WIDTH
 from tests.fault.programs import Program, run
 
 Loss = Callable[..., Any]
 
-BY_CLASS = ("linen", "nnx")
+BY_CLASS = ("linen", "nnx", "nnx_state", "inner")
 """Ways in which `checkpoint_blocks` finds the layers."""
 WAYS = (*BY_CLASS, "remat", "forward", "sequential", "replan", "by_hand")
-LOOPS = ("none", "scan", "reverse", "unroll", "nested")
+LOOPS = ("none", "scan", "reverse", "unroll", "nested", "vmap")
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Stack:
 
     Attributes:
       way: how a policy is put on them.
-      loop: whether they are written one by one, or in a scan: forward, in reverse, two a round, or in a scan inside a scan.
+      loop: whether they are written one by one, or in a scan: forward, in reverse, two a round, or in a scan inside a scan;
+        or written one by one, each under a `vmap`.
     """
 
     program: Program
@@ -46,6 +48,8 @@ class Stack:
 
     def under(self, policy: Any) -> Loss:
         """The same with `policy` on every layer."""
+        if self.way == "inner":
+            return rj.checkpoint_blocks(self.plain(), {LinenOuter: "full", LinenBlock: policy})
         if self.way in BY_CLASS:
             return rj.checkpoint_blocks(self.plain(), {_BLOCKS[self.way]: policy})
         if self.way == "replan":
@@ -90,6 +94,12 @@ class Stack:
                 x, given = one(x, jax.tree.map(lambda leaf, index=index: leaf[index], rows))
                 found.append(given)
             return x, found
+        if self.loop == "vmap":
+            found, pair = [], jnp.stack([x, jnp.cos(x)])
+            for index in range(self.layers):
+                pair, given = jax.vmap(one, in_axes=(0, None))(pair, jax.tree.map(lambda leaf, index=index: leaf[index], rows))
+                found.append(given)
+            return pair, found
         if self.loop == "nested":
             return lax.scan(lambda x, row: lax.scan(one, x, row), x, jax.tree.map(lambda leaf: leaf[None], rows))
         return lax.scan(one, x, rows, reverse=self.loop == "reverse", unroll=2 if self.loop == "unroll" else 1)
@@ -120,6 +130,23 @@ def _linen(program: Program) -> Callable[..., Any]:
     return lambda weights, x, ids, key: LinenBlock(program).apply({"params": weights}, x, ids, key)
 
 
+class LinenOuter(nn.Module):
+    """A layer with such a block inside."""
+
+    program: Program
+
+    @nn.compact
+    def __call__(self, x: Any, ids: Any, key: Any) -> Any:
+        x, given = LinenBlock(self.program)(jnp.sin(x), ids, key)
+        return jnp.tanh(x) + x, given
+
+
+def _inner(program: Program) -> Callable[..., Any]:
+    return lambda weights, x, ids, key: LinenOuter(program).apply(
+        {"params": {"LinenBlock_0": {name: weights[name] for name in "wz"}}}, x, ids, key
+    )
+
+
 class NnxBlock(nnx.Module):
     """A program with its weights as parameters."""
 
@@ -134,5 +161,27 @@ def _nnx(program: Program) -> Callable[..., Any]:
     return lambda weights, x, ids, key: NnxBlock(program, weights)(x, ids, key)
 
 
-_MODULES = {"linen": _linen, "nnx": _nnx}
-_BLOCKS: dict[str, type] = {"linen": LinenBlock, "nnx": NnxBlock}
+class NnxStateBlock(nnx.Module):
+    """The same with a mean that each call moves."""
+
+    def __init__(self, program: Program, weights: Any) -> None:
+        self.inner = NnxBlock(program, weights)
+        self.mean = nnx.BatchStat(jnp.ones(WIDTH))
+
+    def __call__(self, x: Any, ids: Any, key: Any) -> Any:
+        x, given = self.inner(x, ids, key)
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * x.mean(0)
+        return x - self.mean[...], given
+
+
+def _nnx_state(program: Program) -> Callable[..., Any]:
+    def layer(weights: Any, x: Any, ids: Any, key: Any) -> Any:
+        block = NnxStateBlock(program, weights)
+        x, given = block(x, ids, key)
+        return x, {**given, "mean": block.mean[...]}
+
+    return layer
+
+
+_MODULES = {"linen": _linen, "nnx": _nnx, "nnx_state": _nnx_state, "inner": _inner}
+_BLOCKS: dict[str, type] = {"linen": LinenBlock, "nnx": NnxBlock, "nnx_state": NnxStateBlock}
