@@ -36,7 +36,7 @@ def test_a_file_that_nobody_wrote_is_not_kept(tmp_path):
 
 OTHER = """
 import json, sys
-request = json.load(sys.stdin)
+request = json.loads(sys.stdin.readline())
 for one in request["programs"]:
     options = one["compiler_options"]
     for name in {unknown}:

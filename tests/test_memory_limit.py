@@ -132,6 +132,7 @@ def test_the_limit_is_the_one_that_xla_says(tmp_path: Path) -> None:
     options = limit_options(40 * GIB, H200, program.held_bytes)
     asked = {"key": "off", "path": str(path), "donated": [], "mesh": [], "compiler_options": options}
     request = {"programs": [asked], "compiler_description": H200.compiler_description, "devices": 1, "hosts": 1}
+    request["folder"] = str(tmp_path)
     environment = compiler_environment(H200) | {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "hlo_rematerialization=1"}
     command = [sys.executable, "-P", str(compiler.CHILD)]
     given = json.dumps(request | {"parent": os.getpid()})

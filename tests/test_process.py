@@ -7,6 +7,8 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -23,7 +25,7 @@ from remat_jax import compat
 from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.target import read_table
-from remat_jax.memory import cache, compiler
+from remat_jax.memory import cache, compiler, process
 from remat_jax.memory.compiler import Program, Sizes, compile_programs, export_step
 from remat_jax.memory.measure import measure_many
 from remat_jax.workload import Step
@@ -179,7 +181,7 @@ def test_a_compiler_that_hangs_is_stopped_with_what_it_started(monkeypatch: pyte
 
 SLOW = """
 import json, os, pathlib, sys, time
-keys = [one["key"] for one in json.load(sys.stdin)["programs"]]
+keys = [one["key"] for one in json.loads(sys.stdin.readline())["programs"]]
 if "quick" in keys:
     print(json.dumps({"key": "quick", "error": "refused at once"}), flush=True)
     sys.exit()
@@ -225,6 +227,78 @@ def test_an_interrupted_call_ends_its_compilers(monkeypatch: pytest.MonkeyPatch,
     for path in tmp_path.glob("started_*"):
         state = pathlib.Path("/proc", path.name.removeprefix("started_"), "stat")
         assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+# --- it is asked again ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def none_waiting() -> None:
+    process._idle.end()
+
+
+def test_the_next_program_is_compiled_by_the_same_process(none_waiting: None) -> None:
+    before = children()
+    assert compiled(program()).argument == 64 * 32 * 4
+    (first,) = children() - before
+    with pytest.raises(CompileError, match="no_such_option"):
+        compile_programs([program(2)], target("cpu"), timeout=60, compiler_options={"no_such_option": "1"})
+    assert compiled(program(3)).argument == 64 * 32 * 4
+    assert children() - before == {first}
+
+
+def test_another_environment_or_a_long_wait_is_another_process(none_waiting: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = children()
+    compiled(program())
+    (first,) = children() - before
+    with monkeypatch.context() as patched:
+        patched.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+        compiled(program())
+    (second,) = children() - before - {first}
+    monkeypatch.setattr(process, "IDLE_SECONDS", 0.0)
+    compiled(program(2))
+    assert not children() & {first, second} and len(children() - before) == 1
+
+
+def test_what_an_earlier_program_said_is_not_said_of_a_later_one(
+    none_waiting: None, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    script = """
+import json, sys
+for place, line in enumerate(sys.stdin):
+    print(f"line {place}", file=sys.stderr, flush=True)
+    if place:
+        sys.exit(3)
+    sizes = dict.fromkeys("temp argument output alias host_temp host_argument host_output host_alias".split(), 0)
+    print(json.dumps({"key": "full", "untiled": False, "sizes": sizes}))
+    print(json.dumps({"done": True}), flush=True)
+"""
+    other_child(monkeypatch, tmp_path, script)
+    compiled(program())
+    with pytest.raises(CompileError, match="exit status 3 at policy='full'. It said: line 1$"):
+        compiled(program(2))
+
+
+def test_a_process_that_nobody_asks_again_leaves(tmp_path: pathlib.Path) -> None:
+    soon = (
+        f"import runpy; main = runpy.run_path({str(compiler.CHILD)!r})['main']; main.__globals__['IDLE_SECONDS'] = 1.0; main()"
+    )
+    request = {"programs": [], "compiler_description": None, "folder": str(tmp_path), "parent": os.getpid()}
+    with subprocess.Popen([sys.executable, "-c", soon], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write(json.dumps(request) + "\n")
+        child.stdin.flush()
+        assert json.loads(child.stdout.readline()) == {"done": True}
+        assert child.wait(timeout=60) == 1
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_a_forked_process_starts_its_own(none_waiting: None) -> None:
+    compiled(program())
+    (mine,) = process._idle._waiting
+    if (fork := os.fork()) == 0:
+        os._exit(len(process._idle._waiting))
+    assert os.waitpid(fork, 0)[1] == 0 and mine.process.poll() is None and process._idle._waiting == [mine]
 
 
 # --- it refuses -------------------------------------------------------------------------------------------------------

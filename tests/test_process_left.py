@@ -41,6 +41,7 @@ def test_a_caller_that_is_gone_when_the_child_has_started_is_seen(tmp_path: path
     path.write_bytes(export_step("k", Step(step, (jax.ShapeDtypeStruct((64, 32), jnp.float32),), ()), target("cpu")).blob)
     program = {"key": "k", "path": str(path), "donated": [], "mesh": None, "compiler_options": {}}
     request = {"key": "k", "platform": "cpu", "program": program, "programs": [program], "compiler_description": None}
+    request["folder"] = str(tmp_path)
     none_such = {"parent": 0}  # as where the parent has died: the child's is another one then
     done = subprocess.run(
         [sys.executable, "-P", str(child)],

@@ -65,11 +65,8 @@ def _asked(request: dict[str, Any], doing: str, timeout: float) -> dict[str, Any
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_FLAGS": compat.xla_flags(*([compat.GPU_COMPILER_FLAGS] if PLATFORM != "cpu" else [])),
     }
-    with scratch() as folder:
-        whole = request | {"platform": PLATFORM}
-        log = folder / "stderr"
-        question = Question(CHILD, whole, [request["key"]], doing, environment, timeout, log, who="the device")
-        return ask(question)[request["key"]]
+    whole = request | {"platform": PLATFORM}
+    return ask(Question(CHILD, whole, [request["key"]], doing, environment, timeout, who="the device"))[request["key"]]
 
 
 find_attached_with(device_kind)

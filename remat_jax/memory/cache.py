@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 from remat_jax import compat
 from remat_jax.hardware import Target
 from remat_jax.memory.exporting import Program
+from remat_jax.memory.process import ENVIRONMENT
 from remat_jax.reading import read_limited
 from remat_jax.warning import warn
 
@@ -33,7 +34,6 @@ MOST_BYTES = 256 * 2**20
 
 _OFF = ("off", "0", "no", "false", "none", "disabled")
 _REMEDY = f"Name another folder in {VARIABLE}, or 'off'"
-_ENVIRONMENT = ("JAX_", "XLA_", "TF_", "CUDA_", "NVIDIA_")
 _PACKAGES = ("jax", "nvidia")
 _memory: dict[str, Any] = {}
 
@@ -56,7 +56,7 @@ def digest(program: Program, target: Target, options: dict[str, Any], child: Pat
         "mesh": program.mesh,
         "options": options,
         "target": target.to_dict() | {"name": "", "attached": False, "host_memory_bytes": None},
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)},
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT)},
         "flags": compat.xla_flags(),  # the variable may name a file of them
         "packages": _packages(),
         "sources": _sources(child),

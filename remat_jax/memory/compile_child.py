@@ -1,7 +1,8 @@
 """The process that compiles: reads exported programs, compiles each for the target, prints what the compiler says.
 
 Run as a script, by path, so that it imports nothing but JAX: the CUDA plugin is loaded here and nowhere else, and whatever the
-compiler does (abort, hang, run out of memory) it does here. One JSON object per program on standard output, flushed at once.
+compiler does (abort, hang, run out of memory) it does here. One JSON object per program on standard output, flushed at once. It
+waits for more requests: starting takes longer than compiling a small program.
 """
 
 from __future__ import annotations
@@ -102,17 +103,39 @@ def compiled(program: dict[str, Any], where: list[Any]) -> dict[str, Any]:
     return {"sizes": sizes, "results": shapes, "untiled": untiled}
 
 
+_asked = threading.Event()
+IDLE_SECONDS = 60.0
+"""Longer than the process that asks keeps this one."""
+
+
 def end_with(parent: int) -> None:
-    """Leave when the process that asked is gone, maybe while JAX was imported: nobody reads the answer any more."""
-    while os.getppid() == parent:
+    """Leave when the process that asked is gone, maybe while JAX was imported, or has asked nothing for long."""
+    idle = 0.0
+    while os.getppid() == parent and idle < IDLE_SECONDS:
         time.sleep(1.0)
+        idle = 0.0 if _asked.is_set() else idle + 1.0
     os._exit(1)
 
 
 def main() -> None:
-    """Answer the request on standard input."""
-    request = json.load(sys.stdin)
-    threading.Thread(target=end_with, args=(request["parent"],), daemon=True).start()
+    """Answer the requests on standard input, a line each, until it ends."""
+    watched = False
+    for line in iter(sys.stdin.readline, ""):
+        request = json.loads(line)
+        _asked.set()
+        if not watched:
+            threading.Thread(target=end_with, args=(request["parent"],), daemon=True).start()
+            watched = True
+        # What the compiler leaves behind goes with the call.
+        os.environ["TMPDIR"] = request["folder"]
+        answer_programs(request)
+        jax.clear_caches()
+        _asked.clear()
+        print(json.dumps({"done": True}), flush=True)
+
+
+def answer_programs(request: dict[str, Any]) -> None:
+    """Compile the programs one after another, and print what the compiler says of each."""
     where = devices(request)
     for program in request["programs"]:
         answer: dict[str, Any]

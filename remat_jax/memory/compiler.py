@@ -228,27 +228,25 @@ def _answers(
 ) -> dict[str, dict[str, Any]]:
     """What the compiling processes answer together; the first failure ends them all."""
     side_by_side = max(1, min(len(entries), os.cpu_count() or 1, MOST_CHILDREN))
-    environment = compiler_environment(target) | {"TMPDIR": str(folder)}
-
+    environment = compiler_environment(target)
     ends = time.monotonic() + timeout
 
-    def asked(part: Sequence[dict[str, Any]], number: int) -> dict[str, dict[str, Any]]:
+    def asked(part: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         left = min(timeout, max(1.0, ends - time.monotonic()))
         request = {"programs": part, "compiler_description": target.compiler_description, "devices": target.devices}
-        request["hosts"] = target.hosts
-        keys, log = [entry["key"] for entry in part], folder / f"stderr_{number}"
-        doing = f"compiling for target={target.name!r}"
-        return ask(Question(CHILD, request, keys, doing, environment, timeout, log, left=left), tell, own)
+        request |= {"hosts": target.hosts, "folder": str(folder)}
+        doing, keys = f"compiling for target={target.name!r}", [entry["key"] for entry in part]
+        return ask(Question(CHILD, request, keys, doing, environment, timeout, left=left, again=True), tell, own)
 
     def run(number: int) -> dict[str, dict[str, Any]]:
         part = entries[number::side_by_side]
         if target.kind != "gpu":
-            return asked(part, number)
+            return asked(part)
         file = kernels.take()
         options = kernel_options(file)
         while options:
             try:
-                found = asked([_with(one, options) for one in part], number)
+                found = asked([_with(one, options) for one in part])
             except CompileError as error:
                 if not refuse(error):
                     raise
@@ -257,7 +255,7 @@ def _answers(
             else:
                 kernels.give_back(file)
                 return found
-        return asked(part, number)
+        return asked(part)
 
     own = children or Children()
     if side_by_side == 1:

@@ -73,7 +73,7 @@ def end_with(parent: int) -> None:
 
 def main() -> None:
     """Answer the request on standard input."""
-    request = json.load(sys.stdin)
+    request = json.loads(sys.stdin.readline())
     threading.Thread(target=end_with, args=(request["parent"],), daemon=True).start()
     answer: dict[str, Any]
     try:
