@@ -23,6 +23,8 @@ ON_GPU = (
 if not ON_GPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+IN_A_HURRY = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
+
 # What a test compiles it compiles itself: an answer kept by an earlier run would hide a compiler that fails.
 os.environ["REMAT_JAX_CACHE"] = "off"
 
@@ -57,8 +59,12 @@ def pytest_configure() -> None:
         return
     import jax
 
-    # LLVM's passes alone are left out: what XLA does with a program, and how it lays out memory, stays.
+    # LLVM's passes alone are left out, and the older of XLA's ways to write a fusion's code is taken, a third of the time:
+    # what XLA does with a program, and how it lays out memory, stays.
     jax.config.update("jax_disable_most_optimizations", True)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {' '.join(IN_A_HURRY)}".strip())
+        jax.devices()  # XLA reads its flags once, as it starts
 
 
 @pytest.fixture(scope="module", autouse=True)
