@@ -90,6 +90,12 @@ def warnings_of_this_test_alone() -> None:
         sys.modules["remat_jax.warning"]._given.clear()
 
 
+@pytest.fixture
+def children_as_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the processes that compile do it as this one does, where their figures are compared."""
+    monkeypatch.setenv("XLA_FLAGS", " ".join(IN_A_HURRY))
+
+
 @pytest.fixture(scope="session")
 def in_a_hurry() -> dict[str, str]:
     """The environment of a command that compiles for the CPU what it runs a few times, as this process does."""

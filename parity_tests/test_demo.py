@@ -41,7 +41,7 @@ ROW_KEYS = [
 @pytest.fixture(scope="module")
 def evidence() -> list[Evidence]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "FORMS", FORMS)
+        patch.setattr(setting, "FORMS", FORMS)
         return driver.collect(SMALL)[0]
 
 
@@ -87,6 +87,7 @@ def test_checkpointing_costs_less_memory_in_every_figure(evidence: list[Evidence
         assert on.peak_bytes[kind] <= off.peak_bytes[kind]
 
 
+@pytest.mark.usefixtures("children_as_here")
 def test_the_cpu_figure_is_what_measure_says(evidence: list[Evidence]) -> None:
     job = CASES["ByteDecoder"](SMALL).jax_job(setting.LINEN, "float32").workload
     assert row(evidence, "JAX Linen", "checkpoint").peak_bytes["cpu"] == rj.measure(job, "checkpoint").device_bytes
@@ -155,8 +156,8 @@ def test_planted_faults_end_the_command_with_1(monkeypatch: pytest.MonkeyPatch, 
         dataclasses.replace(setting.THREE_MODES[1], policy="everything"),  # recomputes nothing
         dataclasses.replace(setting.THREE_MODES[2], policy="full"),  # moves nothing
     )
-    monkeypatch.setattr(driver, "FORMS", {"ByteDecoder": (dataclasses.replace(setting.LINEN, asked=faulty),)})
-    monkeypatch.setattr(demo, "QUICK", SMALL)
+    monkeypatch.setattr(setting, "FORMS", {"ByteDecoder": (dataclasses.replace(setting.LINEN, asked=faulty),)})
+    monkeypatch.setattr(demo, "QUICK", dataclasses.asdict(SMALL))
     right = jax_rows.gradients
 
     def flipped(case: object, form: object, policy: str, dtype: str) -> dict[str, np.ndarray]:
@@ -212,3 +213,10 @@ def test_wrong_settings_are_refused() -> None:
         demo.Setting(steps=0)
     with pytest.raises(ValueError, match="expected one or more of ByteDecoder"):
         demo.Setting(models=("Bytedecoder",))
+    with pytest.raises(ValueError, match="frameworks=.*: expected one or more of JAX Linen, JAX NNX"):
+        demo.Setting(frameworks=("Linen",))
+
+
+def test_the_full_demo_has_every_row() -> None:
+    rows = {one: sum(len(form.asked) for name in one.models for form in one.forms(name)) for one in (demo.Setting(), demo.FULL)}
+    assert list(rows.values()) == [9, 18]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .driver import run
 from .outcome import Check, Outcome, Row
-from .setting import QUICK, Setting
+from .setting import FULL, QUICK, Setting
 from .show import LEGEND, reading, tables
 
-__all__ = ["LEGEND", "QUICK", "Check", "Outcome", "Row", "Setting", "reading", "run", "tables"]
+__all__ = ["FULL", "LEGEND", "QUICK", "Check", "Outcome", "Row", "Setting", "reading", "run", "tables"]

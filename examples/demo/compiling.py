@@ -10,7 +10,7 @@ from remat_jax.errors import UnsupportedError
 from remat_jax.memory.measure import measure_many
 
 from .cases import Case
-from .setting import FORMS, Asked, Form
+from .setting import Asked, Form
 
 # Each holds a compiler; more than the machine has cores only take turns.
 PROCESSES = 2
@@ -56,7 +56,11 @@ class Compiling:
 def _by_size(cases: list[Case]) -> list[tuple[Case, Form, tuple[Asked, ...]]]:
     """What one process compiles, the longest first, so that both processes end at about the same time."""
     batches = [
-        (case, form, part) for case in cases for form in FORMS[case.name] for part in (form.asked[:3], form.asked[3:]) if part
+        (case, form, part)
+        for case in cases
+        for form in case.setting.forms(case.name)
+        for part in (form.asked[:3], form.asked[3:])
+        if part
     ]
     return sorted(batches, key=lambda one: (one[1].scan, -len(one[2])))
 

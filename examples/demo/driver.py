@@ -14,7 +14,7 @@ from .cases import CASES, Case
 from .checks import grad_error, judged, reference_of
 from .compiling import Compiling, Key
 from .outcome import Evidence, Outcome, Row
-from .setting import FORMS, Setting
+from .setting import Setting
 from .timing import Trainer, relative_times
 
 Tell = Callable[[str, int, int], None]
@@ -40,7 +40,8 @@ def collect(setting: Setting, tell: Tell | None = None) -> tuple[list[Evidence],
     cases = [CASES[name](setting) for name in setting.models]
     progress = _Progress(tell)
     with torch_rows.one_thread(), Compiling(cases, setting.target, setting.timeout, progress.done) as compiling:
-        progress.expect(len(compiling.jobs) + sum(len(MODES) + sum(len(f.asked) for f in FORMS[c.name]) for c in cases))
+        rows = sum(len(MODES) + sum(len(form.asked) for form in setting.forms(case.name)) for case in cases)
+        progress.expect(len(compiling.jobs) + rows)
         # PyTorch first: meanwhile the other threads trace, which JAX does better undisturbed.
         trained = [*_torch_rows(cases, progress), *_jax_rows(cases, progress)]
         progress.say("waiting for XLA's GPU compiler")
@@ -63,7 +64,7 @@ def _torch_rows(cases: Sequence[Case], progress: _Progress) -> Trained:
 def _jax_rows(cases: Sequence[Case], progress: _Progress) -> Trained:
     trained: Trained = []
     for case in cases:
-        for form in FORMS[case.name]:
+        for form in case.setting.forms(case.name):
             for asked in form.asked:
                 progress.say(f"{case.name} in {form.framework}: {asked.mode}")
                 trainer = jax_rows.JaxTrainer(case, form, asked.policy)

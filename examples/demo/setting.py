@@ -9,7 +9,7 @@ from torch_ref import MODES
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes, steps and seeds of the demo; the defaults take a few minutes on two cores.
+    """Sizes, steps and seeds of the demo, and its rows; the defaults take two minutes on two cores.
 
     Attributes:
       d_model, nhead, num_layers: of the decoder and the stack.
@@ -19,6 +19,7 @@ class Setting:
       learning_rate, seed: of Adam, and of weights and data. Adam turns rounding into steps of the learning rate wherever a
         gradient is next to nothing, so that a high rate drives two correct trainings apart.
       models: which of `ByteDecoder`, `DecoderStack` and `ToyModel` take part.
+      frameworks: which of `JAX Linen`, `JAX NNX` and `JAX Linen, unrolled` stand beside PyTorch.
       target: the GPU that the JAX steps are compiled for; None leaves that out.
       timeout: seconds that compiling for it may take.
 
@@ -38,7 +39,8 @@ class Setting:
     rounds: int = 5
     learning_rate: float = 1e-4
     seed: int = 1
-    models: tuple[str, ...] = ("ByteDecoder", "DecoderStack", "ToyModel")
+    models: tuple[str, ...] = ("ByteDecoder",)
+    frameworks: tuple[str, ...] = ("JAX Linen", "JAX NNX")
     target: str | None = "h200"
     timeout: float = 600.0
 
@@ -46,13 +48,14 @@ class Setting:
         for name in ("d_model", "nhead", "num_layers", "length", "batch", "steps", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
-        known = ("ByteDecoder", "DecoderStack", "ToyModel")
-        if not self.models or set(self.models) - set(known):
-            raise ValueError(f"models={self.models}: expected one or more of {', '.join(known)}")
+        for argument, known in (("models", MODELS), ("frameworks", FRAMEWORKS)):
+            given = getattr(self, argument)
+            if not given or set(given) - set(known):
+                raise ValueError(f"{argument}={given}: expected one or more of {', '.join(known)}")
 
-
-QUICK = Setting(num_layers=2, length=16, batch=4, steps=6, rounds=3)
-"""A small one, to see that everything works."""
+    def forms(self, model: str) -> tuple[Form, ...]:
+        """The ways in which a model is written in Flax, each with its rows."""
+        return tuple(form for form in FORMS[model] if form.framework in self.frameworks)
 
 
 @dataclass(frozen=True)
@@ -111,3 +114,10 @@ FORMS: dict[str, tuple[Form, ...]] = {
     "ToyModel": (LINEN,),
 }
 """The Flax rows of every model; PyTorch's rows are the three modes."""
+
+MODELS = tuple(FORMS)
+FRAMEWORKS = tuple(form.framework for form in FORMS["ByteDecoder"])
+FULL = Setting(models=MODELS, frameworks=FRAMEWORKS)
+"""Every model in every form."""
+QUICK = {"num_layers": 2, "length": 16, "batch": 4, "steps": 6, "rounds": 3}
+"""A small model and few steps, to see that everything works."""
