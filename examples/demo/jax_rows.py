@@ -10,6 +10,7 @@ import numpy as np
 
 from remat_jax import residuals
 from remat_jax.graph.count import count
+from remat_jax.parity.compiling import compile_options
 
 from .cases import Batch, Case
 from .outcome import Evidence
@@ -70,7 +71,5 @@ def gradients(case: Case, form: Form, policy: str, dtype: str) -> dict[str, np.n
         job = case.jax_job(form, dtype)
         loss = job.workload.with_policy(job.workload.loss, policy)
         batch = tuple(x if x.dtype.kind == "i" else x.astype(dtype) for x in case.batches()[0])
-        # The proof in float64 does not need fast code; half of its time goes into optimising it.
-        options = {"xla_backend_optimization_level": 0} if dtype == "float64" else None
-        gradient = jax.jit(jax.grad(loss), compiler_options=options)(job.params, *job.extra, *batch)
+        gradient = jax.jit(jax.grad(loss), compiler_options=compile_options(dtype))(job.params, *job.extra, *batch)
         return job.to_torch(gradient)

@@ -15,14 +15,13 @@ import numpy as np
 import remat_jax as rj
 import torch_ref
 from remat_jax.graph.count import matmuls
+from remat_jax.parity.compiling import compile_options
 
 from ..demo.timing import KEEP_BARRIERS
 from ..models import deep_mlp_linen, deep_mlp_scan, weights
 from .setting import Setting
 
 FRAMEWORK = "JAX Linen"
-# Nothing is timed where gradients are compared: what XLA spends on fast code is lost.
-QUICKLY = {"xla_backend_optimization_level": 0}
 
 
 class Form(NamedTuple):
@@ -106,7 +105,7 @@ def gradients(setting: Setting, form: Form, state: dict[str, Any]) -> dict[str, 
     with jax.enable_x64(True):
         params = parameters(setting, form, state, "float64")
         data = setting.data("float64")
-        step = jax.jit(jax.grad(loss_of(form))).lower(params, *data).compile(compiler_options=QUICKLY)
+        step = jax.jit(jax.grad(loss_of(form))).lower(params, *data).compile(compiler_options=compile_options("float64"))
         found = step(params, *data)
         return weights.gradients_to_torch(form.unfold(found), "DeepMLP")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from remat_jax.compat import mapped as mapped
 from remat_jax.compat.capture import not_captured
-from remat_jax.compat.flags import disabled_passes, xla_flags
+from remat_jax.compat.flags import disabled_passes, quick_compile_options, xla_flags
 from remat_jax.compat.gpu_compiler import (
     CUDNN_CHECK,
     CUDNN_REMEDY,
@@ -168,6 +168,7 @@ __all__ = [
     "on_device",
     "optimization_barrier",
     "program_id",
+    "quick_compile_options",
     "miscompiles_scanned_offload",
     "refuse_miscompiled_offload",
     "remat3",

@@ -1,9 +1,13 @@
-"""The flags that a process of XLA's gets from its environment, as XLA reads them: once, when it starts."""
+"""XLA's flags: those that a process gets from its environment as it starts, and those by which it compiles quickly."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+from typing import Any
+
+import jax
 
 from remat_jax.errors import CompileError
 from remat_jax.reading import read_limited
@@ -37,6 +41,31 @@ def disabled_passes() -> tuple[str, ...]:
     """
     given = _DISABLED_PASSES.findall(xla_flags())
     return tuple(one for names in given for one in names.strip("'\"").split(",") if one)
+
+
+_QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+
+
+@functools.cache
+def quick_compile_options() -> dict[str, Any]:
+    """Compiler options for what runs a few times on a processor: about five times quicker to compile, and slower code.
+
+    Only those that this XLA knows; none where JAX runs on something else.
+    """
+    found: dict[str, Any] = {}
+    for name, value in _QUICK.items() if jax.default_backend() == "cpu" else ():
+        try:
+            jax.jit(lambda: 1).lower().compile(compiler_options={name: value})
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+        else:
+            found[name] = value
+    return found
 
 
 def _content(path: str) -> str:

@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+from remat_jax import compat
 from remat_jax.graph.walk import bodies
-
-# In float64 only the mathematics counts, and what XLA spends on fast code is lost: about five times quicker to compile.
-_QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
 
 
 def compile_options(dtype: str) -> dict[str, Any]:
-    """Options for XLA: quick code for float64, the user's own code for what is judged by its rounding."""
-    return _known() if dtype == "float64" and jax.default_backend() == "cpu" else {}
-
-
-@functools.cache
-def _known() -> dict[str, Any]:
-    """Those of `_QUICK` that this XLA knows."""
-    found: dict[str, Any] = {}
-    for name, value in _QUICK.items():
-        try:
-            jax.jit(lambda: 1).lower().compile(compiler_options={name: value})
-        except jax.errors.JaxRuntimeError as error:
-            if "No such compile option" not in str(error):
-                raise
-        else:
-            found[name] = value
-    return found
+    """Options for XLA: for float64, where only the mathematics counts, quick ones; elsewhere roundings stay the user's own."""
+    return compat.quick_compile_options() if dtype == "float64" else {}
 
 
 def down_casts(jaxpr: Any) -> list[str]:
@@ -46,6 +23,7 @@ def down_casts(jaxpr: Any) -> list[str]:
     A place is named by the name stack. What ends in integers or booleans, such as a position's bucket, may be computed in any
     dtype: the results that are made with it are compared.
 
+    >>> import jax
     >>> def bucket(x):
     ...     return x[jax.numpy.log2(x.astype("float32")).astype(int)]
     >>> with jax.enable_x64(True):

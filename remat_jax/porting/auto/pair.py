@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from remat_jax import compat
 from remat_jax.errors import PortingError, RematError, described
 from remat_jax.porting.float64 import keep_float64
 from remat_jax.porting.rules import Rules
@@ -26,8 +27,6 @@ Values = dict[str, np.ndarray]
 LIMIT = 1e-9
 # A tensor is judged by its own norm, but not below this share of the norm of all: an exact 0 has no digits.
 FLOOR = 1e-3
-# A few runs: most of the time would go into compiling fast code.
-_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def as_module(flax_module: Any) -> Any:
@@ -94,8 +93,9 @@ class Pair:
         self.variables = Variables(self._variables(variables))
         self.trainable = set(Variables(self._variables(variables), trainable=True).leaves)
         self.shapes = {path: tuple(leaf.shape) for path, leaf in self.variables.leaves.items()}
-        self._outputs = jax.jit(self._flax_outputs, compiler_options=_QUICK)
-        self._gradients = jax.jit(jax.grad(self._flax_loss), compiler_options=_QUICK)
+        quickly = compat.quick_compile_options()
+        self._outputs = jax.jit(self._flax_outputs, compiler_options=quickly)
+        self._gradients = jax.jit(jax.grad(self._flax_loss), compiler_options=quickly)
         self.initial = {name: as_numpy(tensor) for name, tensor in self.torch.state_dict().items()}
         self._last: tuple[Values, bool, tuple[list[np.ndarray], Values]] | None = None
         weights = {name for name, parameter in self.torch.named_parameters() if parameter.is_floating_point()}
