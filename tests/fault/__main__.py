@@ -10,12 +10,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import pytest
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import seed as seeded
 
 from tests.fault.checks import Case, Tally, cases, check
 from tests.fault.files import check_files
+from tests.fault.selectors import check_selectors
 from tests.fault.texts import check_texts
+
+ATTACKS = {
+    "names": ("tests/test_names_in_layers.py",),
+    "vmap": ("tests/test_ties.py",),
+    "cache": ("tests/test_memory_cache.py",),
+    "files": ("tests/test_plan_files.py", "tests/fault/test_texts_and_files.py", "tests/fault/test_untrusted.py"),
+    "terminal": ("tests/test_terminal.py",),
+    "disks": ("tests/test_scratch.py", "tests/test_write_whole.py"),
+    "eager": ("tests/test_shard_map.py",),
+    "processes": ("tests/test_process.py", "tests/test_process_left.py"),
+    "signals": ("tests/fault/test_interrupts.py",),
+    "threads": ("tests/fault/test_threads.py",),
+}
+"""What slipped through once, and the tests that hold it."""
 
 SLICE = 25
 """Programs drawn with one seed; one that is wrong ends its slice only."""
@@ -27,6 +43,10 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=0, help="random programs under random policies")
     parser.add_argument("--texts", type=int, default=0, help="malformed texts: policies, budgets, targets, meshes")
     parser.add_argument("--files", type=int, default=0, help="malformed files: plans, targets, weights")
+    parser.add_argument("--selectors", type=int, default=0, help="random blocks, each of whose arrays is selected by its name")
+    parser.add_argument(
+        "--attacks", nargs="*", choices=sorted(ATTACKS), help="the tests of these attacks; of all if none is named"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no slice of programs after this time")
     parser.add_argument("--shrink", action="store_true", help="look for the smallest program that is wrong; takes long")
@@ -36,6 +56,9 @@ def main() -> int:
     wrong = check_texts(asked.texts, asked.seed, say)
     with tempfile.TemporaryDirectory() as folder:
         wrong += check_files(asked.files, asked.seed, Path(folder), say)
+    wrong += check_selectors(asked.selectors, asked.seed, say)
+    if asked.attacks is not None:
+        wrong += pytest.main(["-q", *(path for name in asked.attacks or ATTACKS for path in ATTACKS[name])])
     return 1 if wrong + check_programs(asked) else 0
 
 
