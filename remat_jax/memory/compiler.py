@@ -18,7 +18,7 @@ from remat_jax.memory.collectives import Collective, read_collectives
 from remat_jax.memory.exporting import Program as Program
 from remat_jax.memory.exporting import export_step as export_step
 from remat_jax.memory.hlo import Module, parse
-from remat_jax.memory.kernels import Kernels, kernel_options, refuse
+from remat_jax.memory.kernels import Kernels, kernel_options, never_run_options, refuse
 from remat_jax.memory.limit import limit_options
 from remat_jax.memory.live import LiveBuffer, Schedule, named_arguments
 from remat_jax.memory.process import Children, Question, ask, compiler_environment
@@ -206,6 +206,7 @@ def _entry(folder: Path, program: Program, target: Target, options: dict[str, An
     folder.mkdir()
     path = folder / "program.jaxexport"
     path.write_bytes(program.blob)
+    options = never_run_options(target.kind) | options
     entry = {"key": program.key, "path": str(path), "donated": program.donated, "compiler_options": options}
     entry["mesh"] = program.mesh
     if target.kind == "gpu":

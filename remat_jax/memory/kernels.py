@@ -17,6 +17,9 @@ from remat_jax.errors import CompileError
 from remat_jax.memory.scratch import scratch
 
 _NAMES = ("xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism")
+_NEVER_RUN = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""The machine code is not optimised: what a step needs was decided before it is made."""
+_NEVER_RUN_ON_GPU = _NEVER_RUN | {"xla_gpu_disable_gpuasm_optimizations": True}
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '(\w+)'")
 _OF_THE_FILE = "kernel_reuse_cache"
 """XLA's own source file, which it names where it cannot use what is kept."""
@@ -63,6 +66,11 @@ def kernel_options(file: Path) -> dict[str, Any]:
     # Without the second the first does nothing where there is the second: a kernel must be an object of its own to be linked
     # again. Later compilers always make it so, and do not know the option.
     return {name: value for name, value in zip(_NAMES, (str(file), True), strict=True) if name not in _refused}
+
+
+def never_run_options(kind: str) -> dict[str, Any]:
+    """The compiler options of a program that is compiled for its sizes, for a `kind` of target."""
+    return dict(_NEVER_RUN_ON_GPU if kind == "gpu" else _NEVER_RUN)
 
 
 def refuse(error: CompileError) -> bool:
