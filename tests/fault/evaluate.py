@@ -68,9 +68,19 @@ def _scan(eqn: Any, operands: list[Any]) -> list[Any]:
     return [*carry, *map(jnp.stack, columns)]
 
 
+def _empty(eqn: Any, operands: list[Any]) -> list[Any]:
+    """What a branch has in place of another one's residuals.
+
+    Run by itself, JAX's `empty2` says of an array on the device that it is on the host. JAX then keeps how that is broadcast,
+    and in this process takes it for every array on the device.
+    """
+    return [jax.device_put(jnp.zeros((), eqn.params["dtype"]), eqn.params["memory_space"])]
+
+
 _RUNS: dict[str, Callable[[Any, list[Any]], list[Any]]] = {
     **dict.fromkeys(("jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"), _called),
     "cond": _cond,
     "while": _while,
     "scan": _scan,
+    "empty2": _empty,
 }

@@ -16,6 +16,7 @@ from remat_jax import compat
 from remat_jax.errors import NoEffectError
 from tests.fault import __main__ as command
 from tests.fault.checks import Case, Tally, cases, check
+from tests.fault.evaluate import traced
 from tests.fault.ops import OPS
 from tests.fault.programs import NESTINGS, Program, Step, programs
 from tests.fault.stacks import WAYS, Stack
@@ -255,3 +256,15 @@ def test_a_kernel_with_a_rule_of_its_own_is_mapped(policy: str, scanned: bool) -
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape
         np.testing.assert_allclose(one, other, rtol=2e-6)
+
+
+def test_running_a_branch_that_offloads_leaves_no_array_that_is_said_to_be_on_the_host() -> None:
+    """Found as another test's `float64<host>[4]` where `float64[4]` was expected, an hour later in the same process."""
+    block = rj.remat(lambda x: jnp.sin(jnp.cos(x[:, None] * x)).sum(), "offload: *")
+
+    def loss(x: Any) -> Any:
+        return jax.lax.cond(x[0] > 0, block, lambda x: (x**2).sum(), x)
+
+    x = -jnp.linspace(0.5, 1.5, 23)
+    np.testing.assert_allclose(traced(jax.grad(loss))(x), 2 * x, rtol=1e-6)
+    assert jax.typeof(jax.lax.broadcast_in_dim(jnp.float32(2.0), (23, 1), ())).memory_space is jax.memory.Space.Device
