@@ -267,4 +267,5 @@ def test_running_a_branch_that_offloads_leaves_no_array_that_is_said_to_be_on_th
 
     x = -jnp.linspace(0.5, 1.5, 23)
     np.testing.assert_allclose(traced(jax.grad(loss))(x), 2 * x, rtol=1e-6)
-    assert jax.typeof(jax.lax.broadcast_in_dim(jnp.float32(2.0), (23, 1), ())).memory_space is jax.memory.Space.Device
+    spread = traced(lambda one: jax.lax.broadcast_in_dim(one, (23, 1), ()))(jnp.float32(2.0))
+    assert jax.typeof(spread).memory_space is jax.memory.Space.Device
