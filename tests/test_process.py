@@ -35,8 +35,9 @@ needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), rea
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests compiled is not there."""
+    """What other tests compiled is not there, nor a process that they left waiting."""
     cache.forget()
+    process._idle.end()
     monkeypatch.setenv(cache.VARIABLE, "off")
 
 
@@ -232,12 +233,7 @@ def test_an_interrupted_call_ends_its_compilers(monkeypatch: pytest.MonkeyPatch,
 # --- it is asked again ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def none_waiting() -> None:
-    process._idle.end()
-
-
-def test_the_next_program_is_compiled_by_the_same_process(none_waiting: None) -> None:
+def test_the_next_program_is_compiled_by_the_same_process() -> None:
     before = children()
     assert compiled(program()).argument == 64 * 32 * 4
     (first,) = children() - before
@@ -247,7 +243,7 @@ def test_the_next_program_is_compiled_by_the_same_process(none_waiting: None) ->
     assert children() - before == {first}
 
 
-def test_another_environment_or_a_long_wait_is_another_process(none_waiting: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_environment_or_a_long_wait_is_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     before = children()
     compiled(program())
     (first,) = children() - before
@@ -261,7 +257,7 @@ def test_another_environment_or_a_long_wait_is_another_process(none_waiting: Non
 
 
 def test_what_an_earlier_program_said_is_not_said_of_a_later_one(
-    none_waiting: None, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     script = """
 import json, sys
@@ -293,7 +289,7 @@ def test_a_process_that_nobody_asks_again_leaves(tmp_path: pathlib.Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")
-def test_a_forked_process_starts_its_own(none_waiting: None) -> None:
+def test_a_forked_process_starts_its_own() -> None:
     compiled(program())
     (mine,) = process._idle._waiting
     if (fork := os.fork()) == 0:
