@@ -250,7 +250,7 @@ def test_unstacked_gradients_are_compared_layer_by_layer() -> None:
 # Plans on a GPU: estimated, run, judged.
 
 
-def test_the_planner_tells_of_named_policies_and_of_plans_and_each_of_them_runs() -> None:
+def test_the_planner_tells_of_named_policies_and_of_plans_and_each_of_them_runs(children_as_here: None) -> None:
     model = "scanned"
     lines: list[dict[str, Any]] = []
     plan_make.make(model, TINY[model], {"nominal": "h200", "calibrated": "cpu"}, [1.0], lines.append, ["off", "full"])
