@@ -58,7 +58,7 @@ def main() -> None:
         if not first:
             first = report.device_bytes
             expected = sum(one.bytes for one in report.advice if one.what == HEAD)
-        seconds = "" if report.step_seconds is None else f"{report.step_seconds * 1e3:.0f} ms"
+        seconds = "" if report.seconds is None else f"{report.seconds * 1e3:.0f} ms"
         sizes = (report.device_bytes, report.temp_bytes, first - report.device_bytes)
         table.add_row(str(chunks), *map(format_bytes, sizes), seconds)
     Console(width=100).print(table)

@@ -80,7 +80,7 @@ def rows(name: str, target: str) -> list[dict[str, Any]]:
             found.append(
                 {"workload": job.name, "policy": policy, "target": target, "memory_limit": limit}
                 | {"compiler_options": one.compiler_options, "device_bytes": one.device_bytes, "temp_bytes": one.temp_bytes}
-                | {"host_bytes": one.host_bytes, "step_seconds": one.step_seconds, "jax_version": one.jax_version}
+                | {"host_bytes": one.host_bytes, "step_seconds": one.seconds, "jax_version": one.jax_version}
             )
     return found
 

@@ -78,8 +78,8 @@ def rows(name: str) -> list[dict[str, Any]]:
             {"workload": one.workload, "policy": policy, "target": one.target, "device_bytes": one.device_bytes}
             | {"host_bytes": one.host_bytes, "returned": (full - one.device_bytes) / one.host_bytes if full else None}
             | {"back_bytes": one.overlap.back.bytes if one.overlap else 0}
-            | {"compute_seconds": one.overlap.compute_seconds if one.overlap else one.step_seconds}
-            | {"step_seconds": one.step_seconds, "jax_version": one.jax_version}
+            | {"compute_seconds": one.overlap.compute_seconds if one.overlap else one.seconds}
+            | {"step_seconds": one.seconds, "jax_version": one.jax_version}
         )
     return found
 

@@ -77,7 +77,7 @@ def rows(workload: rj.Workload, target: str) -> Iterator[str]:
         offered = report.receipt.offered_bytes if report.receipt is not None else 0
         copies = report.overlap
         moved = (copies.out.bytes, copies.back.bytes, copies.covered) if copies is not None else (0, 0, 1.0)
-        step = copies.step_seconds if copies is not None else report.step_seconds
+        step = copies.step_seconds if copies is not None else report.seconds
         figures += [(offered or 0) / 1e9, moved[0] / 1e9, moved[1] / 1e9]
         shown = " | ".join(f"{figure:.2f}" for figure in figures)
         yield f"| {report.policy} | {shown} | {moved[2]:.0%} | {(step or 0) * 1e3:.1f} |"

@@ -29,10 +29,11 @@ def test_rates_are_operations_and_bytes_over_seconds(monkeypatch):
 
     monkeypatch.setattr(module, "fastest", second)
     device = jax.devices()[0]
-    assert module.product_rate(device, "float32", 9.0) == 2 * 4 * 256**3
-    assert (sizes[-1].dtype, sizes[-1].shape) == (jnp.float32, (256, 256)) and float(sizes[-1][0, 0]) == 1.0
-    module.product_rate(device, "float64", 9.0), module.product_rate(device, "bfloat16", 9.0)
+    assert module.product_rates(device, "float32", 9.0) == {128: 2 * 4 * 128**3}
+    assert (sizes[-1].dtype, sizes[-1].shape) == (jnp.float32, (128, 128)) and float(sizes[-1][0, 0]) == 1.0
+    module.product_rates(device, "float64", 9.0), module.product_rates(device, "bfloat16", 9.0)
     assert [one.dtype for one in sizes[-2:]] == ["float64", "bfloat16"]
+    assert module.launch_seconds(device) == 1 / 64 and float(sizes[-1][0]) == 1 + 64
     monkeypatch.setattr(module, "_MANY_NUMBERS", 1000)
     assert module.memory_rate(device, 9.0) == 16 * 3 * 4 * 1000 and float(sizes[-1][0]) == 1 + 16 * 2
 
@@ -83,6 +84,8 @@ def test_the_command_writes_a_target_whose_rates_are_the_measured_ones(quick):
     described = target(said["target"])
     assert described.kind == "cpu" and described.measured["source"] == said["source"]
     rates = Rates.of(said["target"])
+    assert {dtype: list(curve)[0] for dtype, curve in rates.products.items()} == dict.fromkeys(said["flops"], 128)
+    assert rates.launch_seconds == said["launch_seconds"] > 0
     assert dict(rates.flops) == said["flops"] and rates.hbm_bytes_per_s == said["hbm_bytes_per_s"] > 0
     assert rates.source["flops"] == said["source"] and "calibrate" in said["source"]
     assert rates.out_bytes_per_s is None

@@ -22,13 +22,15 @@ from remat_jax.hardware import target
 from remat_jax.memory import cache, compiler
 from remat_jax.memory.compiler import Program, Sizes, compile_programs, export_step
 from remat_jax.memory.live import LiveBuffer
-from remat_jax.memory.schedule import Copies, Overlap
+from remat_jax.memory.overlap import Copies, Overlap
+from remat_jax.memory.schedule import StepTime
 from remat_jax.workload import Step
 
+OVERLAP = Overlap(Copies(1, 2, 0.1, 0.2, 0.3), Copies(3, 4, 0.4, 0.5, 0.6), 1 / 3, 2e-9, 0.7)
 SIZES = Sizes(
     *range(1, 9),
     live=(LiveBuffer("a/b:dot", "a/b", "forward", 12, "f32[3]"), LiveBuffer("x", "", "other", 4, "f32[]")),
-    overlap=Overlap(Copies(1, 2, 0.1, 0.2, 0.3), Copies(3, 4, 0.4, 0.5, 0.6), 1 / 3, 2e-9, 0.7),
+    time=StepTime(1.5, 0.5, OVERLAP, Copies(5, 6, 0.7, 0.8, 0.9), ("mine",), ("flops",)),
     miscompiled=None,
 )
 H200 = target("h200")
@@ -227,8 +229,8 @@ def test_a_folder_that_others_may_write_is_not_used(folder: pathlib.Path, asked:
         {"temp": True},
         {"live": [[1]]},
         {"live": [{"name": "a"}]},
-        {"overlap": {}},
-        {"step_seconds": "soon"},
+        {"time": {}},
+        {"time": "soon"},
         {"timeline": 0},
         {"other": 1},
     ],

@@ -154,8 +154,8 @@ def test_xla_recomputes_to_stay_within_the_limit() -> None:
     assert (limited.memory_limit, limited.compiler_options) == (3 * GIB, {OPTION: 2})
     # The layers' hidden arrays alone are 3 GiB.
     assert free.device_bytes > LAYERS * ROWS * HIDDEN * 4 == 3 * GIB > limited.device_bytes
-    assert free.step_seconds is not None and limited.step_seconds is not None and full.step_seconds is not None
-    assert free.step_seconds < limited.step_seconds < full.step_seconds, "what it recomputes takes time"
+    assert free.seconds is not None and limited.seconds is not None and full.seconds is not None
+    assert free.seconds < limited.seconds < full.seconds, "what it recomputes takes time"
     assert limited.to_dict()["memory_limit"] == 3 * GIB and limited.to_dict()["compiler_options"] == {OPTION: 2}
     assert "memory limit" in str(limited) and "memory limit" not in str(free)
     # A limit above XLA's own is the same program, and the same answer.

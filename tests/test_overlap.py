@@ -17,7 +17,8 @@ import remat_jax as rj
 from remat_jax.apply import overlap
 from remat_jax.graph.count import matmuls
 from remat_jax.hardware import target
-from remat_jax.memory.schedule import Overlap, read_overlap
+from remat_jax.memory.overlap import Overlap
+from remat_jax.memory.schedule import read_overlap
 from tests.gpu_text import Compiled, compile_for_h200
 from tests.small_models import Attention, Mlp, assert_same, equations, make_loss, to_host
 

@@ -9,6 +9,8 @@ import pytest
 
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import target
+from remat_jax.hardware.products import Product
+from remat_jax.hardware.rates import LAUNCH_SECONDS, Rates
 from remat_jax.memory.schedule import read_overlap, scanned_offload_is_miscompiled
 
 # A copy of 1000 bytes takes 10 s, a matmul 8 s, an element-wise operation on x 2 s.
@@ -125,13 +127,16 @@ def test_what_cannot_be_covered_is_missing_in_its_own_direction() -> None:
 
 def test_rates_are_the_targets_unless_given() -> None:
     lines = (START, "a"), (MATMUL, "g"), (WORK, "w"), (DONE, "a")
-    nominal = read_overlap(text_of(*lines), target("h200"))
-    assert nominal.out.seconds == 1000 / 63.0e9
-    assert nominal.compute_seconds == pytest.approx(1200 / 4.8e12 + 2000 / 4.8e12)
+    of_target = read_overlap(text_of(*lines), target("h200"))
+    assert of_target.out.seconds == 1000 / 5.5e10
+    # Two kernels are started; of so small a product one core computes one tile of 64 × 64, with the filling of its pipeline.
+    rates = Rates.of("h200")
+    product = rates.product_seconds(Product("tensorfloat32", 1, 10, 10, 10))
+    assert of_target.compute_seconds == pytest.approx(2 * LAUNCH_SECONDS + product + 2000 / 4.15e12)
     assert overlap(*lines, hbm_bytes_per_s=math.inf).compute_seconds == 8.0
     with pytest.raises(ArgumentError, match="host_link_bytes_per_s: target='cpu' does not say"):
         read_overlap(text_of(*lines), target("cpu"), hbm_bytes_per_s=1.0)
-    with pytest.raises(ArgumentError, match="flops_per_s: target='cpu' has no rate for f32"):
+    with pytest.raises(ArgumentError, match="flops_per_s: target='cpu' has no rate of products"):
         read_overlap(text_of(*lines), target("cpu"), hbm_bytes_per_s=1.0, host_link_bytes_per_s=1.0)
     with pytest.raises(ArgumentError, match="flops_per_s=-1: expected a positive number"):
         overlap(*lines, flops_per_s=-1)

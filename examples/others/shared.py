@@ -70,7 +70,7 @@ def show(
     """Print what policies take of `job`, the plan within `budget`, and one step of `small` without and with a policy."""
     for policy in POLICIES:
         report = rj.measure(job(), policy, target)
-        seconds = "" if report.step_seconds is None else f", {report.step_seconds * 1e3:.0f} ms"
+        seconds = "" if report.seconds is None else f", {report.seconds * 1e3:.0f} ms"
         print(f"{report.policy}: {report.device_bytes / 2**30:.1f} GiB{seconds}", flush=True)
     if budget is not None:
         _show_plan(rj.plan(job(), budget, target), budget)

@@ -45,6 +45,8 @@ def calibrate(
 
 def _cells(found: Calibration) -> list[tuple[str, str]]:
     rows = [(f"products in {dtype}", f"{rate / 1e12:,.3f} TFLOP/s") for dtype, rate in found.flops.items()]
+    if found.launch_seconds is not None:
+        rows.append(("starting a kernel", f"{found.launch_seconds * 1e6:,.1f} µs"))
     rows.append(("memory, read and written", f"{found.hbm_bytes_per_s / 1e9:,.1f} GB/s"))
     for what, rate in (("to the host", found.out_bytes_per_s), ("from the host", found.in_bytes_per_s)):
         if rate is not None:

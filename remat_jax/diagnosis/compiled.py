@@ -14,8 +14,8 @@ from remat_jax.diagnosis.watch import Observed
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport, measure
 from remat_jax.memory.compiler import Sizes, compile_programs, export_step
-from remat_jax.memory.schedule import Overlap
-from remat_jax.report.tables import format_bytes
+from remat_jax.memory.overlap import Overlap
+from remat_jax.report.tables import format_bytes, format_seconds
 
 PINNED_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 PINNED_POOL_DEFAULT = 64
@@ -179,8 +179,8 @@ def copies_not_hidden(observed: Observed, report: MemoryReport, target: Target, 
             report.policy,
             "",
             f"on {target.name} compute covers {waited.covered * 100:.1f} % of the copies' time, and with XLA's latency-hiding "
-            f"scheduler {other.overlap.covered * 100:.1f} %: the modelled step takes {waited.step_seconds * 1e3:.3g} ms and "
-            f"{other.overlap.step_seconds * 1e3:.3g} ms (device: {format_bytes(report.device_bytes)} and "
+            f"scheduler {other.overlap.covered * 100:.1f} %: the step takes an estimated {format_seconds(waited.step_seconds)} "
+            f"and {format_seconds(other.overlap.step_seconds)} (device: {format_bytes(report.device_bytes)} and "
             f"{format_bytes(other.device)})",
             f"Start with XLA_FLAGS={SCHEDULER}=true where the memory allows it, and measure with it",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remat_jax import compat
@@ -92,6 +92,15 @@ class Flat:
     inputs: tuple[Array, ...]
     eqns: tuple[FlatEqn, ...]
     outputs: tuple[Array, ...]
+
+    def copied(self, copies: dict[Array, Array]) -> Flat:
+        """The same program with arrays of its own; `copies` has those that were made before, and gets the new ones."""
+
+        def each(arrays: Iterable[Array]) -> tuple[Array, ...]:
+            return tuple(copies.setdefault(one, replace(one, names=list(one.names))) for one in arrays)
+
+        eqns = tuple(FlatEqn(one.eqn, each(one.inputs), each(one.outputs)) for one in self.eqns)
+        return Flat(each(self.inputs), eqns, each(self.outputs))
 
 
 def flatten(jaxpr: Any) -> Flat:

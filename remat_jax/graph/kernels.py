@@ -10,6 +10,7 @@ from typing import Any
 from remat_jax import compat
 from remat_jax.graph.count import eqn_flops
 from remat_jax.graph.flat import Array, FlatEqn
+from remat_jax.graph.walk import equations
 
 
 @dataclass(frozen=True)
@@ -120,20 +121,42 @@ def _pallas(one: FlatEqn) -> Work:
     """By the kernel's own cost estimate; else its body's products for each program of the grid, and every operand once."""
     estimate = one.eqn.params.get("cost_estimate")
     dtype = dtype_of(one.inputs[0]) if one.inputs else "float32"
+    return Work({dtype: _pallas_flops(one.eqn)}, _touched(one) if estimate is None else float(estimate.bytes_accessed))
+
+
+def _pallas_flops(eqn: Any) -> float:
+    estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
-        return Work({dtype: float(estimate.flops)}, float(estimate.bytes_accessed))
-    grid = one.eqn.params["grid_mapping"].grid
-    programs = math.prod(size for size in grid if isinstance(size, int))
-    return Work({dtype: float(programs * kernel_flops(compat.closed(one.eqn.params["jaxpr"])))}, _touched(one))
+        return float(estimate.flops)
+    programs = math.prod(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
+    return float(programs * kernel_flops(compat.closed(eqn.params["jaxpr"])))
+
+
+def named_kernels(jaxpr: Any) -> dict[str, float]:
+    """The operations of each Pallas kernel in a program, by its name; kernels of one name that differ are left out."""
+    found: dict[str, set[float]] = {}
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name == "pallas_call":
+            found.setdefault(str(eqn.params.get("name")), set()).add(_pallas_flops(eqn))
+    return {name: several.pop() for name, several in found.items() if len(several) == 1}
 
 
 def kernel_flops(jaxpr: Any) -> int:
-    """The operations of the products in a kernel's body; a loop of unknown length is taken to read its arrays through once."""
+    """The operations of the products in a kernel's body.
+
+    A loop of unknown length is taken to read its arrays through once; half of them where its bounds depend on the program's
+    place in the grid, as those of causal attention do.
+    """
     total = 0
+    varying: set[Any] = set()
     for eqn in jaxpr.jaxpr.eqns:
+        varies = [atom for atom in eqn.invars if not hasattr(atom, "val") and atom in varying]
+        if eqn.primitive.name == "program_id" or varies:
+            varying.update(eqn.outvars)
         if eqn.primitive.name == "while":
             body = compat.closed(eqn.params["body_jaxpr"])
-            total += kernel_flops(body) * _rounds(body)
+            bounded = any(not atom.aval.shape and atom.aval.dtype == "int32" for atom in varies)
+            total += kernel_flops(body) * _rounds(body) // (2 if bounded else 1)
         else:
             total += _plain_flops(eqn)
     return total

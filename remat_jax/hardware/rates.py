@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from remat_jax.errors import TargetError
+from remat_jax.hardware.checks import LINKS
+from remat_jax.hardware.links import Links
+from remat_jax.hardware.products import Product, reached_share
 from remat_jax.hardware.target import Target
 from remat_jax.hardware.target import target as target_named
 
 MATMUL_SHARE, MEMORY_SHARE, LINK_SHARE, HIDDEN_SHARE = 0.8, 0.9, 0.8, 0.9
-"""What programs reach of nominal figures, and the share of compute beside which copies run, where nothing was measured.
+"""What programs reach of nominal figures, and the share of compute beside which copies run, where no measurement is known.
 
-Assumed, not measured: large matrix products and PCIe copies are commonly seen at about four fifths of what a data sheet says,
+Assumed: large matrix products, PCIe copies and collectives are commonly seen at about four fifths of what a data sheet says,
 and streaming reads at nine tenths. `remat-jax calibrate` measures all of them.
 """
+LAUNCH_SECONDS, DEVICE_LINK_SECONDS, NETWORK_SECONDS = 2e-6, 4e-6, 10e-6
+"""What starting a kernel, a message between devices of a host and one between hosts take, where no measurement is known."""
 
 # Where a dtype has no figure of its own: the next one whose units it can run on, then the next.
 _FALLBACK = {
@@ -52,7 +59,12 @@ class Rates:
         out_bytes_per_s, in_bytes_per_s: of the link to host memory, from the device and to it; None where there is none, as on
             a CPU, whose memory is one.
         hidden_share: the share of compute beside which a copy can run, from 0 to 1.
+        launch_seconds: what starting a kernel takes on the device.
+        cores: multiprocessors, among which the tiles of a product are divided; None where every product reaches the rate.
+        products: the rate of square products by dtype and size, where it was measured; it counts instead of the tiles.
+        links: between devices; None where there are none or nothing is known of them.
         source: where each figure is from, by attribute name.
+        assumed_dtypes: those whose rate nobody measured.
 
     Raises:
         TargetError: a rate is not a positive number, there is no rate at all, or the share is not between 0 and 1.
@@ -66,7 +78,12 @@ class Rates:
     out_bytes_per_s: float | None = None
     in_bytes_per_s: float | None = None
     hidden_share: float = 1.0
+    launch_seconds: float = 0.0
+    cores: int | None = None
+    products: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    links: Links | None = None
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
+    assumed_dtypes: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if not isinstance(self.flops, Mapping) or not self.flops:
@@ -83,7 +100,11 @@ class Rates:
             raise TargetError("Rates: out_bytes_per_s and in_bytes_per_s belong together; give both, or neither.")
         if not _is_number(self.hidden_share) or not 0 <= self.hidden_share <= 1:
             raise TargetError(f"Rates: hidden_share={self.hidden_share!r}; expected a share from 0 to 1.")
+        if not _is_number(self.launch_seconds) or not 0 <= self.launch_seconds < 1:
+            raise TargetError(f"Rates: launch_seconds={self.launch_seconds!r}; expected seconds, 0 or some millionths.")
         object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
+        curves = {dtype: dict(sorted(curve.items())) for dtype, curve in self.products.items()}
+        object.__setattr__(self, "products", MappingProxyType(curves))
         object.__setattr__(self, "source", MappingProxyType(dict(self.source)))
 
     def __hash__(self) -> int:
@@ -91,23 +112,24 @@ class Rates:
 
     @classmethod
     def of(cls, target: Target | str) -> Rates:
-        """The rates of a target: measured ones as they are, nominal ones times the share that programs reach.
+        """The rates of a target: what was measured on it, else what published measurements reach, else a share of the nominal.
 
-        `source` says of each figure which of the two it is. For the CPU, of which nothing is known, they are assumed until
-        `remat-jax calibrate` has measured them; there is no link then.
+        `source` says of each figure which of the three it is. The rates of the CPU are assumed until `remat-jax calibrate` has
+        measured them; there is no link then.
 
         Raises:
-            TargetError: the target has neither nominal nor measured rates of its operations or its memory.
+            TargetError: the target has no rate of its operations or its memory.
 
-        >>> rates = Rates.of("h200")
+        >>> rates = Rates.of("l40s")
         >>> rates.flops["bfloat16"] / 1e12, rates.source["flops"]
-        (791.6, 'nominal × 0.8, assumed')
+        (289.64, 'nominal × 0.8, assumed')
         """
         described = target_named(target) if isinstance(target, str) else target
         if described.kind == "cpu" and not described.measured:
             flops = {name: rate for name, rate in _CPU.items() if name != "hbm_bytes_per_s"}
             said = "assumed for want of any figure; run remat-jax calibrate"
-            return cls(flops, _CPU["hbm_bytes_per_s"], source={"flops": said, "hbm_bytes_per_s": said})
+            source = {"flops": said, "hbm_bytes_per_s": said}
+            return cls(flops, _CPU["hbm_bytes_per_s"], source=source, assumed_dtypes=frozenset(flops))
         return cls(**_figures(described))
 
     def flops_per_s(self, dtype: str) -> float:
@@ -143,37 +165,103 @@ class Rates:
         compute = sum(count / self.flops_per_s(dtype) for dtype, count in flops.items() if count)
         return max(compute, size / self.hbm_bytes_per_s)
 
+    def product_seconds(self, product: Product) -> float:
+        """The time of the operations of a matrix product of this shape.
+
+        >>> rates = Rates({"float32": 16.0}, 1.0, products={"float32": {2: 4.0, 8: 16.0}})
+        >>> round(rates.product_seconds(Product("float32", 1, 4, 4, 4)), 9)  # 128 operations at a rate of 8
+        16.0
+        """
+        dtype = self.fallback(product.dtype)
+        if dtype in self.products:
+            return product.flops / _between(self.products[dtype], product.size)
+        share = 1.0 if self.cores is None else reached_share(product.batch, product.m, product.n, product.k, self.cores)
+        return product.flops / (self.flops[dtype] * share)
+
+    def assumed(self, dtypes: Iterable[str]) -> tuple[str, ...]:
+        """The rates that nobody measured, of those that matter to products of these dtypes.
+
+        >>> Rates.of("h200").assumed(["bfloat16"]), Rates.of("l4").assumed(["bfloat16"])[:2]
+        (('hidden_share',), ('flops', 'hbm_bytes_per_s'))
+        """
+        used = {self.fallback(dtype) for dtype in dtypes}
+        names = ("hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", "hidden_share", *LINKS)
+        found = [name for name in names if "assumed" in self.source.get(name, "")]
+        return ("flops", *found) if used & self.assumed_dtypes else tuple(found)
+
+
+def _between(curve: Mapping[int, float], size: float) -> float:
+    """The rate at `size` on a curve, its logarithm interpolated over that of the size; beyond both ends that of the end."""
+    sizes = list(curve)
+    place = bisect_left(sizes, size)
+    if place in (0, len(sizes)):
+        return curve[sizes[min(place, len(sizes) - 1)]]
+    low, high = sizes[place - 1], sizes[place]
+    part = math.log(size / low) / math.log(high / low)
+    return float(curve[low] ** (1 - part) * curve[high] ** part)
+
 
 def _figures(target: Target) -> dict[str, Any]:
     """The arguments of `Rates` for a target that has figures."""
-    measured, source = target.measured, {}
-    said = str(measured.get("source", ""))
+    source: dict[str, str] = {}
 
-    def reached(name: str, nominal: float | None, share: float) -> float | None:
-        if name in measured:
-            source[name] = said
-            return float(measured[name])
-        if nominal is not None:
-            _check_rate(name, nominal)
-            source[name] = f"nominal × {share}, assumed"
-        return None if nominal is None else nominal * share
+    def reached(name: str, otherwise: float | None, told: str) -> float | None:
+        if otherwise is not None:
+            _check_rate(name, otherwise)
+        for figures in (target.measured, target.reached):
+            if name in figures:
+                said = figures["source"]
+                source[name] = str(said[name] if isinstance(said, Mapping) else said)
+                return float(figures[name])
+        if otherwise is not None:
+            source[name] = f"{told}assumed"
+        return otherwise
+
+    def of_nominal(name: str, nominal: float | None, share: float) -> float | None:
+        return reached(name, None if nominal is None else nominal * share, f"nominal × {share}, ")
 
     link = target.host_link_bytes_per_s
-    found = {
-        "hbm_bytes_per_s": reached("hbm_bytes_per_s", target.hbm_bytes_per_s, MEMORY_SHARE),
-        "out_bytes_per_s": reached("out_bytes_per_s", link, LINK_SHARE),
-        "in_bytes_per_s": reached("in_bytes_per_s", link, LINK_SHARE),
-        "hidden_share": reached("hidden_share", 1.0, HIDDEN_SHARE),
-        "flops": {dtype: MATMUL_SHARE * rate for dtype, rate in target.peak_flops.items()} | dict(measured.get("flops", {})),
+    found: dict[str, Any] = {
+        "hbm_bytes_per_s": of_nominal("hbm_bytes_per_s", target.hbm_bytes_per_s, MEMORY_SHARE),
+        "out_bytes_per_s": of_nominal("out_bytes_per_s", link, LINK_SHARE),
+        "in_bytes_per_s": of_nominal("in_bytes_per_s", link, LINK_SHARE),
+        "hidden_share": of_nominal("hidden_share", 1.0, HIDDEN_SHARE),
+        "flops": _flops(target, source),
+        "launch_seconds": reached("launch_seconds", LAUNCH_SECONDS if target.kind == "gpu" else None, "") or 0.0,
+        "cores": target.core_count,
+        "products": {dtype: _curve(curve) for dtype, curve in target.measured.get("products", {}).items()},
     }
-    source["flops"] = f"nominal × {MATMUL_SHARE}, assumed" if "flops" not in measured else said
+    between = of_nominal("device_link_bytes_per_s", target.device_link_bytes_per_s, LINK_SHARE)
+    if between is not None:
+        network = of_nominal("network_bytes_per_s", target.network_bytes_per_s, LINK_SHARE)
+        times = reached("device_link_seconds", DEVICE_LINK_SECONDS, ""), reached("network_seconds", NETWORK_SECONDS, "")
+        found["links"] = Links(between, network, *(one or 0.0 for one in times))
     if found["hbm_bytes_per_s"] is None or not found["flops"]:
         lacks = "hbm_bytes_per_s" if found["hbm_bytes_per_s"] is None else "peak_flops"
         raise TargetError(
             f"target={target.name!r} has no {lacks}, so that times cannot be estimated; state it in the file that describes "
             "the target, measure it with remat-jax calibrate, or pass rates=Rates(...)."
         )
-    return {**found, "source": source}
+    known = {*target.reached.get("flops", {}), *target.measured.get("flops", {})}
+    return {**found, "source": source, "assumed_dtypes": frozenset(found["flops"]) - known}
+
+
+def _curve(rates: Mapping[str, float]) -> dict[int, float]:
+    return {int(size): float(rate) for size, rate in rates.items()}
+
+
+def _flops(target: Target, source: dict[str, str]) -> dict[str, float]:
+    """Of each dtype the best figure that there is; `source` says of all where they are from."""
+    nominal = {dtype: MATMUL_SHARE * rate for dtype, rate in target.peak_flops.items()}
+    published, measured = target.reached.get("flops", {}), target.measured.get("flops", {})
+    said = [str(target.measured.get("source", ""))] if measured else []
+    said += [str(target.reached["source"]["flops"])] if set(published) - set(measured) else []
+    rest = sorted(set(nominal) - set(published) - set(measured))
+    if rest:
+        which = f"{', '.join(rest)}: " if said else ""
+        said.append(f"{which}nominal × {MATMUL_SHARE}, assumed")
+    source["flops"] = "; ".join(said)
+    return {**nominal, **published, **measured}
 
 
 def _is_number(value: object) -> bool:

@@ -12,16 +12,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from remat_jax.errors import TargetError, nearest
+from remat_jax.hardware.checks import TABLE, checked_entry
 from remat_jax.hardware.describe import describe
 from remat_jax.reading import read_limited
 
-TABLE = "targets.toml"
-FACTS = ("memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s", "peak_flops", "compiler")
-OPTIONAL_FACTS = ("host_memory_bytes",)
-OPTIONAL = ("device_kinds", "measured", *OPTIONAL_FACTS)
-SIZES_AND_RATES = ("memory_bytes", "host_memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s")
-WHOLE = ("memory_bytes", "host_memory_bytes")
-MEASURED = ("flops", "hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", "hidden_share", "source")
 ATTACHED = "attached"
 ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "a100-80": "a100", "a100-sxm": "a100", "4090": "rtx4090"}
 _find_attached: list[Callable[[], str]] = []
@@ -47,6 +41,8 @@ class Target:
         hbm_bytes_per_s: rate of that memory, in bytes per second.
         host_memory_bytes: memory of the host that there is for one device, in bytes: of a host of eight devices, an eighth.
         host_link_bytes_per_s: rate of the link to host memory, each way, in bytes per second.
+        device_link_bytes_per_s: rate of the links to the other devices of the host, each way.
+        network_bytes_per_s: rate of one device's share of the network between hosts, each way.
         peak_flops: FLOPs per second by dtype name, dense; ``tensorfloat32`` is float32 at reduced matmul precision.
         compiler_description: what XLA needs in order to compile for the target where it is absent, a
             ``GpuTargetConfigProto`` as text; None where it compiles for the machine it runs on.
@@ -55,8 +51,10 @@ class Target:
         device_kinds: what JAX calls the device (``device_kind``), the usual name first.
         attached: whether it is there, to run on.
         source: where each of these figures comes from, by attribute name.
-        measured: what programs reached on such a device, in the terms of ``Rates``, with its own ``source``; empty where nobody
-            measured. ``remat-jax calibrate`` writes it.
+        core_count: multiprocessors of a GPU.
+        reached: what published measurements reach, in the terms of ``Rates``, with a ``source`` for each figure.
+        measured: what was measured on such a device, with one ``source``; it counts before ``reached``. ``remat-jax calibrate``
+            writes it.
 
     Raises:
         TargetError: no device or host, or not as many devices in each host.
@@ -69,6 +67,9 @@ class Target:
     host_memory_bytes: int | None = None
     hbm_bytes_per_s: float | None = None
     host_link_bytes_per_s: float | None = None
+    device_link_bytes_per_s: float | None = None
+    network_bytes_per_s: float | None = None
+    core_count: int | None = None
     peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
     compiler_description: str | None = None
     devices: int = 1
@@ -76,6 +77,7 @@ class Target:
     device_kinds: tuple[str, ...] = ()
     attached: bool = False
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
+    reached: Mapping[str, Any] = field(default_factory=dict, hash=False)
     measured: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -85,6 +87,7 @@ class Target:
             )
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
         object.__setattr__(self, "source", MappingProxyType(dict(self.source)))
+        object.__setattr__(self, "reached", MappingProxyType(dict(self.reached)))
         object.__setattr__(self, "measured", MappingProxyType(dict(self.measured)))
         object.__setattr__(self, "device_kinds", tuple(self.device_kinds))
 
@@ -204,91 +207,10 @@ def read_table(text: str) -> dict[str, Target]:
 
 
 def _read_target(name: str, given: object) -> Target:
-    entry = _as_table(name, given)
-    required = ("kind", "description", "source")
-    unknown = sorted(set(entry) - {*required, *FACTS, *OPTIONAL})
-    missing = sorted(set(required) - set(entry))
-    if unknown or missing or name != name.lower():
-        raise TargetError(
-            f"target table [{name}]: unknown keys {unknown!s:.400}, missing keys {missing}; the keys are "
-            f"{', '.join((*required, *FACTS, *OPTIONAL))}, and names are in lower case."
-        )
-    for key in ("source", "peak_flops", "compiler"):
-        _as_table(f"{name}.{key}", entry.get(key, {}))
-    if entry["kind"] not in ("cpu", "gpu"):
-        raise TargetError(f'target table [{name}]: kind={entry["kind"]!r:.200}; write "cpu" or "gpu".')
-    texts = {"description": entry["description"], **{f"source.{key}": one for key, one in entry["source"].items()}}
-    # The description goes into a text that XLA reads.
-    wrong = [key for key, one in texts.items() if not isinstance(one, str) or not one.isprintable() or set(one) & {'"', "\\"}]
-    if wrong:
-        raise TargetError(f"target table [{name}]: {', '.join(wrong):.400}: write a text of one line, without quotation marks.")
-    stated, sourced = set(entry) & {*FACTS, *OPTIONAL_FACTS}, set(entry["source"])
-    if stated != sourced:
-        raise TargetError(
-            f"target table [{name}]: without a source: {sorted(stated - sourced)}; a source without a "
-            f"figure: {sorted(sourced - stated)!s:.400}. Say under [{name}.source] where each figure is from."
-        )
-    _check_measured(name, entry.get("measured", {}))
-    _check_figures(name, entry)
-    facts = dict(entry)
+    facts = dict(checked_entry(name, given))
     compiler = facts.pop("compiler", None)
     described = describe(facts, compiler, name) if compiler is not None else None
-    return Target(name=name, compiler_description=described, **facts)
-
-
-def _as_table(name: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TargetError(
-            f"target table [{name}]: {value!r:.200} is no table; write its keys below a line [{name}], in the form of {TABLE}."
-        )
-    return value
-
-
-def _check_figures(name: str, entry: dict[str, Any]) -> None:
-    figures: dict[str, Any] = {key: entry[key] for key in SIZES_AND_RATES if key in entry}
-    figures |= {f"peak_flops.{dtype}": rate for dtype, rate in entry.get("peak_flops", {}).items()}
-    wrong = _not_positive(figures)
-    if wrong:
-        raise TargetError(
-            f"target table [{name}]: {wrong!s:.400}; sizes are positive numbers of bytes, written as integers, rates positive "
-            "numbers per second."
-        )
-    kinds = entry.get("device_kinds", [])
-    if not isinstance(kinds, list) or not all(isinstance(one, str) for one in kinds):
-        raise TargetError(f"target table [{name}]: device_kinds={kinds!r:.200}; write a list of texts.")
-
-
-def _check_measured(name: str, given: object) -> None:
-    """Refuse what `Rates` would, with the name of the table; a table without measured figures has none to refuse."""
-    measured = _as_table(f"{name}.measured", given)
-    unknown = sorted(set(measured) - set(MEASURED))
-    flops = measured.get("flops", {})
-    if unknown or not isinstance(flops, dict) or (measured and not isinstance(measured.get("source"), str)):
-        raise TargetError(
-            f"target table [{name}.measured]: unknown keys {unknown!s:.400}; the keys are {', '.join(MEASURED)}, where flops "
-            "is a table of rates by dtype and source a text that says who measured what."
-        )
-    rates = {f"flops.{dtype}": rate for dtype, rate in flops.items()}
-    rates |= {key: rate for key, rate in measured.items() if key not in ("flops", "source", "hidden_share")}
-    wrong = _not_positive(rates)
-    share = measured.get("hidden_share", 1.0)
-    if not _is_figure(share) or not 0 <= share <= 1:
-        wrong["hidden_share"] = share
-    if wrong:
-        raise TargetError(
-            f"target table [{name}.measured]: {wrong!s:.400}; rates are positive numbers per second, hidden_share is from 0 "
-            "to 1."
-        )
-
-
-def _not_positive(figures: dict[str, Any]) -> dict[str, Any]:
-    wrong = {key: one for key, one in figures.items() if not _is_figure(one) or not 0 < one < 1e30}
-    wrong |= {key: one for key, one in figures.items() if key in WHOLE and isinstance(one, float)}
-    return {key: "an integer of many digits" if isinstance(one, int) and one >= 1e30 else one for key, one in wrong.items()}
-
-
-def _is_figure(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return Target(name=name, compiler_description=described, core_count=(compiler or {}).get("core_count"), **facts)
 
 
 def _rebuild(values: dict[str, Any]) -> Target:

@@ -9,7 +9,8 @@ from importlib import resources
 from typing import Any
 
 from remat_jax.errors import TargetError
-from remat_jax.hardware.target import TABLE, read_table
+from remat_jax.hardware.checks import TABLE
+from remat_jax.hardware.target import read_table
 
 
 def entry(name: str) -> dict[str, Any]:

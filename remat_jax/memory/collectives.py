@@ -6,11 +6,16 @@ a loop runs as often as the loop does, and of the calls that were combined into 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from remat_jax.hardware import Target
+from remat_jax.hardware.links import Links
 from remat_jax.memory.hlo import COLLECTIVES, Computation, Instruction, Module, parse
 from remat_jax.memory.live import module_path
 
@@ -117,3 +122,46 @@ def _bytes(computation: Computation, one: Instruction) -> int:
     given = sum(array.bytes for operand in operands if operand is not None for array in operand.arrays)
     whole = sum(array.bytes for array in one.arrays)
     return max(given, whole - given if one.opcode in _WITH_OPERANDS else whole)
+
+
+# --- what an exchange takes --------------------------------------------------------------------------------------------
+
+
+def exchange_of(module: Module, computation: Computation, one: Instruction) -> tuple[Computation, Instruction] | None:
+    """The collective that an instruction is, starts, or wraps as an asynchronous call; None for any other instruction."""
+    if one.opcode.removesuffix("-start") in COLLECTIVES:
+        return computation, one
+    called = module.computations.get(one.attribute("calls") or "") if one.opcode == "async-start" else None
+    inside = [inner for inner in called or () if inner.opcode in COLLECTIVES]
+    return (called, inside[0]) if called is not None and inside else None
+
+
+def exchange_seconds(computation: Computation, one: Instruction, target: Target, links: Links | None) -> float | None:
+    """What a collective takes over the target's links; None where the rate of a link that it needs is not known."""
+    kind = one.opcode.removesuffix("-start")
+    group = largest_group(one.rest, target.devices)
+    hosts = len({device // (target.devices // target.hosts) for device in group})
+    if len(group) < 2:
+        return 0.0
+    return None if links is None else links.seconds(kind, _bytes(computation, one), len(group), hosts=hosts)
+
+
+def largest_group(attributes: str, devices: int) -> list[int]:
+    """The devices of the largest group that exchanges something, by their numbers, of all that a collective names.
+
+    >>> largest_group("replica_groups={{0,1},{2,3}}", 4), largest_group("replica_groups=[2,4]<=[4,2]T(1,0)", 8)
+    ([0, 1], [0, 2, 4, 6])
+    >>> largest_group("source_target_pairs={{0,1},{1,0}}", 2), largest_group("replica_groups={}", 2)
+    ([0, 1], [0, 1])
+    """
+    tiled = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if tiled is not None:
+        shape, dims = ([int(one) for one in text.split(",")] for text in tiled.group(1, 2))
+        order = [int(one) for one in tiled[3].split(",")] if tiled[3] else list(range(len(dims)))
+        return list(map(int, np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape)[0]))
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", attributes)
+    if listed is None:
+        return list(range(devices))
+    groups = [[int(one) for one in group.split(",") if one] for group in re.findall(r"\{([\d,]*)\}", listed[1])]
+    widest: list[int] = max(groups, key=lambda group: (max(group) - min(group), len(group)) if group else (-1, 0))
+    return sorted(set(widest))

@@ -21,8 +21,9 @@ from remat_jax.memory.hlo import Module, parse
 from remat_jax.memory.kernels import Kernels, kernel_options, never_run_options, refuse
 from remat_jax.memory.limit import limit_options
 from remat_jax.memory.live import LiveBuffer, Schedule, named_arguments
+from remat_jax.memory.overlap import Overlap
 from remat_jax.memory.process import Children, Question, ask, compiler_environment
-from remat_jax.memory.schedule import Overlap, read_overlap
+from remat_jax.memory.schedule import StepTime, step_time
 from remat_jax.memory.scratch import scratch
 from remat_jax.memory.slots import scanned_offload_is_miscompiled
 from remat_jax.memory.timeline import Timeline
@@ -44,14 +45,12 @@ class Sizes:
     Attributes:
       live: what is on the device at the peak; empty for the target `cpu`.
       timeline: what is on the device over the schedule; None for the target `cpu`.
-      overlap: how the copies to and from the host are scheduled; None where there are none, or a rate of the target's is not
-        known.
+      time: the modelled time of the compiled schedule; None for the target `cpu`, and where the compiled text or a rate is
+        not known.
       miscompiled: whether a loop copies another slot of a host buffer than the program asks for; None where the compiled text
         does not tell.
       collectives: what the devices of a mesh send each other; None for one device, and where the compiled text is not known.
       untiled: whether a matrix product was one that Triton's guessed tiles do not fit, and all were compiled without Triton.
-      step_seconds: the modelled time of the compiled schedule at the target's nominal rates, copies to and from the host
-        included and collectives left out; None where the compiled text or a rate is not known.
       limit_options: the memory limit that it was compiled with, as options for `jax.jit`; empty for XLA's own.
     """
 
@@ -64,13 +63,23 @@ class Sizes:
     host_output: int
     host_alias: int
     live: tuple[LiveBuffer, ...] = ()
-    overlap: Overlap | None = None
+    time: StepTime | None = None
     miscompiled: bool | None = False
     collectives: tuple[Collective, ...] | None = None
     untiled: bool = False
-    step_seconds: float | None = None
     limit_options: dict[str, int] = field(default_factory=dict, hash=False)
     timeline: Timeline | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """The modelled time of the step; None where it is not known."""
+        return None if self.time is None else self.time.seconds
+
+    @property
+    def overlap(self) -> Overlap | None:
+        """How the copies to and from the host are scheduled; None where there are none, or a rate is not known."""
+        found = None if self.time is None else self.time.overlap
+        return found if found is not None and found.out.count + found.back.count else None
 
     @property
     def device(self) -> int:
@@ -273,26 +282,29 @@ def _with(entry: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(answer: dict[str, Any], folder: Path, program: Program, target: Target) -> Sizes:
-    overlap, miscompiled = _copies(folder / "compiled.hlo", target)
     dump = folder / "dump"
-    module = _module(_last(dump, OPTIMISED))
-    seconds = None if overlap is None else overlap.step_seconds
+    copied = folder / "compiled.hlo"  # the child writes it where something is copied to or from the host
+    miscompiled: bool | None = False
+    module = played = _module(_last(dump, OPTIMISED))
+    if copied.exists():
+        played = _module(copied.read_text(encoding="utf-8", errors="replace"))
+        miscompiled = _miscompiled(played)
+    time = None if played is None else _step_time(played, target, program)
     sent: tuple[Collective, ...] | None = None
     live: tuple[LiveBuffer, ...] = ()
     timeline: Timeline | None = None
     if module is not None:
-        seconds = _step_seconds(module, target) if overlap is None else seconds
         sent = read_collectives(module) if program.mesh else None
         live, timeline = _live(module, dump, program)
     seen = {
         "live": live,
         "timeline": timeline,
-        "overlap": overlap,
+        "time": time,
         "miscompiled": miscompiled,
         "collectives": sent,
         "untiled": answer["untiled"],
     }
-    return Sizes(**answer["sizes"], **seen, step_seconds=seconds)
+    return Sizes(**answer["sizes"], **seen)
 
 
 def _last(dump: Path, ending: str) -> str | None:
@@ -309,12 +321,12 @@ def _module(text: str | None) -> Module | None:
         return None
 
 
-def _step_seconds(module: Module, target: Target) -> float | None:
-    """The modelled time of a step without host copies."""
+def _step_time(module: Module, target: Target, program: Program) -> StepTime | None:
+    """The modelled time of a step; None where the target does not say a rate: the sizes hold all the same."""
     try:
-        return read_overlap(module, target).step_seconds
-    except ArgumentError:
-        return None  # a rate that the target does not say
+        return step_time(module, target, kernels=dict(program.kernels))
+    except (ArgumentError, TargetError):
+        return None
 
 
 def _live(module: Module, dump: Path, program: Program) -> tuple[tuple[LiveBuffer, ...], Timeline | None]:
@@ -328,21 +340,9 @@ def _live(module: Module, dump: Path, program: Program) -> tuple[tuple[LiveBuffe
     return tuple(named_arguments(schedule.at_peak(), program.arguments)), timeline
 
 
-def _copies(path: Path, target: Target) -> tuple[Overlap | None, bool | None]:
-    """How the host copies are scheduled, and whether one takes the wrong slot; the child writes the text if there are any."""
-    if not path.exists():
-        return None, False
-    module = _module(path.read_text(encoding="utf-8", errors="replace"))
-    if module is None:
-        return None, None
-    overlap: Overlap | None = None
-    miscompiled: bool | None = None
+def _miscompiled(module: Module | None) -> bool | None:
+    """Whether a host copy takes the wrong slot; None where the text does not tell, and it is up to the receipt."""
     try:
-        overlap = read_overlap(module, target)
-    except ArgumentError:
-        pass  # a rate that the target does not say: the sizes hold all the same
-    try:
-        miscompiled = scanned_offload_is_miscompiled(module)
+        return None if module is None else scanned_offload_is_miscompiled(module)
     except UnsupportedError:
-        pass  # what is said of it then is up to the receipt
-    return (overlap if overlap is not None and overlap.out.count + overlap.back.count else None), miscompiled
+        return None

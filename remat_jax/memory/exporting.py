@@ -16,6 +16,7 @@ from jax import export
 
 from remat_jax import compat
 from remat_jax.errors import UnsupportedError
+from remat_jax.graph.kernels import named_kernels
 from remat_jax.hardware import Target
 from remat_jax.mesh import check_context
 from remat_jax.train.structs import device_bytes
@@ -51,6 +52,7 @@ class Program:
       donated: the flat arguments whose buffers it may reuse.
       arguments: what each flat argument is called.
       mesh: the axes of the mesh that it is divided over, with their sizes; empty for a single device.
+      kernels: the operations of its Pallas kernels, by their names.
       held_bytes: device memory of one device for the arguments, and the results that reuse no argument's buffer.
     """
 
@@ -60,6 +62,7 @@ class Program:
     arguments: tuple[str, ...]
     mesh: tuple[tuple[str, int], ...] = ()
     held_bytes: int = 0
+    kernels: tuple[tuple[str, float], ...] = ()
 
 
 def export_step(key: str, step: Step, target: Target) -> Program:
@@ -87,7 +90,7 @@ def export_step(key: str, step: Step, target: Target) -> Program:
 
     with compat.cudnn_explained(), compat.without_source_lines():
         try:
-            exported = _exported(flat, leaves, target, jax.tree.leaves(step.shardings))
+            exported, kernels = _exported(flat, leaves, target, jax.tree.leaves(step.shardings))
         except ValueError as error:
             if "device assignment" not in str(error):
                 raise
@@ -97,7 +100,7 @@ def export_step(key: str, step: Step, target: Target) -> Program:
         raise _of_another_mesh(devices, f"it is a program for {_counted(exported.nr_devices)}")
     mesh = tuple(zip(step.mesh.axis_names, step.mesh.axis_sizes, strict=True)) if step.mesh is not None else ()
     held = _held_bytes(step, exported.out_avals, donated)
-    return Program(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)), mesh, held)
+    return Program(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)), mesh, held, kernels)
 
 
 def _held_bytes(step: Step, results: Sequence[Any], donated: Sequence[int]) -> int:
@@ -121,8 +124,13 @@ def _type(leaf: Any) -> tuple[Any, ...]:
     return tuple(leaf.shape), leaf.dtype, compat.is_on_host(leaf)
 
 
-def _exported(flat: Callable[..., Any], leaves: Sequence[Any], target: Target, shardings: Sequence[Any]) -> Any:
-    """`flat` exported; kernels whose form JAX does not promise to keep are let pass: they are compiled at once."""
+def _exported(
+    flat: Callable[..., Any], leaves: Sequence[Any], target: Target, shardings: Sequence[Any]
+) -> tuple[Any, tuple[tuple[str, float], ...]]:
+    """`flat` exported, and the operations of its Pallas kernels, of which the exported program says nothing.
+
+    Kernels whose form JAX does not promise to keep are let pass: they are compiled at once.
+    """
     platform = "cuda" if target.kind == "gpu" else "cpu"
     described: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     allowed: tuple[str, ...] = _CUSTOM_CALLS
@@ -132,7 +140,9 @@ def _exported(flat: Callable[..., Any], leaves: Sequence[Any], target: Target, s
         checks = [export.DisabledSafetyCheck.custom_call(name) for name in allowed]
         try:
             with described():
-                return export.export(jitted, platforms=[platform], disabled_checks=checks)(*leaves)
+                exported = export.export(jitted, platforms=[platform], disabled_checks=checks)(*leaves)
+            # The trace is there already: exporting made it.
+            return exported, tuple(sorted(named_kernels(jitted.trace(*leaves).jaxpr).items()))
         except ValueError as error:
             refused = tuple(dict.fromkeys(_REFUSED.findall(str(error))))
             if not refused or set(refused) <= set(allowed):

@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from remat_jax.errors import UnsupportedError
+from remat_jax.hardware.products import Product
 
 _ITEM_BITS = {"pred": 8, "s4": 4, "u4": 4, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
@@ -207,28 +208,70 @@ def _instruction(name: str, text: str, root: bool) -> Instruction:
 # --- what an instruction costs ----------------------------------------------------------------------------------------
 
 
-def matmul_flops(computation: Computation, one: Instruction) -> tuple[int, str]:
-    """FLOPs of a dot, a matmul call or a convolution, and the dtype of its operand; (0, "") for anything else."""
+def product_of(computation: Computation, one: Instruction) -> Product | None:
+    """The matrix product that a dot, a matmul call or a convolution computes; None for anything else.
+
+    A convolution is the product of its windows, as many as it has results, with its kernel. Float32 runs as tensorfloat32
+    unless the highest precision is asked for.
+    """
     lhs, rhs = computation.operand(one, 0), computation.operand(one, 1)
     if lhs is None or rhs is None or not (lhs.arrays and rhs.arrays and one.arrays):
-        return 0, ""
+        return None
     out, left, right = one.arrays[0], lhs.arrays[0], rhs.arrays[0]
-    called = re.search(r'custom_call_target="([^"]*)"', one.rest)
-    target = called[1] if called else ""
-    if one.opcode in ("dot", "scaled-dot") or "gemm" in target or "matmul" in target:
-        contracted = one.dimensions("lhs_contracting_dims")
-        return 2 * math.prod(out.dims) * math.prod(left.dims[axis] for axis in contracted), left.dtype
-    if one.opcode == "convolution" or "cudnn$conv" in target:
+    called = called_target(one)
+    if one.opcode in ("dot", "scaled-dot") or "gemm" in called or "matmul" in called:
+        summed = math.prod(left.dims[axis] for axis in one.dimensions("lhs_contracting_dims"))
+        batch = math.prod(left.dims[axis] for axis in one.dimensions("lhs_batch_dims"))
+        rows = math.prod(left.dims) // max(1, batch * summed)
+        columns = math.prod(out.dims) // max(1, batch * rows)
+        return Product(_units(one, left.dtype), batch, rows, columns, summed)
+    if one.opcode == "convolution" or "cudnn$conv" in called:
         labels = re.search(r"dim_labels=\w+_(\w+)->", one.rest)
         if labels is None:
-            return 0, ""
+            return None
         kernel, result = right, out
-        if "BackwardFilter" in target:
+        if "BackwardFilter" in called:
             kernel, result = out, right
-        elif "BackwardInput" in target:
+        elif "BackwardInput" in called:
             kernel, result = right, left
-        return 2 * math.prod(result.dims) * math.prod(kernel.dims) // kernel.dims[labels[1].index("o")], left.dtype
-    return 0, ""
+        channels = kernel.dims[labels[1].index("o")]
+        windows = math.prod(result.dims) // max(1, channels)
+        return Product(_units(one, left.dtype), 1, windows, channels, math.prod(kernel.dims) // max(1, channels))
+    return None
+
+
+def called_target(one: Instruction) -> str:
+    """What a custom call calls; empty for any other instruction."""
+    found = re.search(r'custom_call_target="([^"]*)"', one.rest)
+    return found[1] if found else ""
+
+
+_DTYPES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "tensorfloat32",
+    "f64": "float64",
+    "c64": "complex64",
+    "c128": "complex128",
+    "f8e4m3fn": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2",
+}
+
+
+def _units(one: Instruction, dtype: str) -> str:
+    """The name of the units that a product of this HLO dtype runs on."""
+    if dtype == "f32" and re.search(r"operand_precision[^\]}]*highest", one.rest, re.IGNORECASE):
+        return "float32"
+    return units_of(dtype)
+
+
+def units_of(dtype: str) -> str:
+    """The units on which products of an HLO dtype run; integers and what is not known run as int8.
+
+    >>> units_of("bf16"), units_of("s8")
+    ('bfloat16', 'int8')
+    """
+    return _DTYPES.get(dtype, "int8")
 
 
 def traffic(module: Module, computation: Computation, one: Instruction) -> int:

@@ -287,7 +287,11 @@ def _report(
         policy_warning=kept.warning if kept else None,
         memory_limit=limit,
         compiler_options=found.limit_options,
-        step_seconds=found.step_seconds,
+        seconds=found.seconds,
+        compute_seconds=None if found.time is None else found.time.compute_seconds,
+        exchanges=None if found.time is None or not found.time.exchanges.count else found.time.exchanges,
+        untimed=() if found.time is None else found.time.untimed,
+        assumed_rates=() if found.time is None else found.time.assumed,
         replaced_checkpoints=0 if is_off(asked.policy) else workload.replaced_checkpoints,
     )
     offers = asked.without_offload is not None or (kept is not None and kept.host_bytes > 0)

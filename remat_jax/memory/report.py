@@ -9,9 +9,9 @@ from remat_jax.apply.replaced import replaced_text
 from remat_jax.memory.advice import SHOWN, Advice
 from remat_jax.memory.collectives import Collective, executed
 from remat_jax.memory.live import LiveBuffer
+from remat_jax.memory.overlap import Copies, Overlap
 from remat_jax.memory.residuals import SharedInput
-from remat_jax.memory.schedule import Copies, Overlap
-from remat_jax.report.tables import format_bytes, render, table
+from remat_jax.report.tables import format_bytes, format_estimate, format_seconds, render, table
 
 _SHOWN_SHARED = 3
 """Shared inputs in a printed report."""
@@ -57,7 +57,7 @@ class MemoryReport:
       live: the device buffers that are alive where the step needs most, the largest first; empty for the target `cpu`.
       measured_peak_bytes: the allocator's peak on an attached device; None elsewhere.
       jax_version: what compiled it.
-      overlap: what compute covers of the copies to and from the host, in the compiled schedule at the target's nominal rates;
+      overlap: what compute covers of the copies to and from the host, in the compiled schedule;
         None where nothing is copied, or the target does not say its rates.
       devices, hosts: how many devices the step is divided among, and in how many hosts they are.
       collectives: what the devices send each other in one step, by kind and phase; None for one device, and the target `cpu`.
@@ -69,8 +69,12 @@ class MemoryReport:
       memory_limit: the bytes of device memory that XLA was asked to stay within; None for its own limit.
       compiler_options: that limit for the step: `jax.jit(step, compiler_options=report.compiler_options)`. Empty where none was
         asked for, or XLA's own is lower.
-      step_seconds: the modelled time of the compiled schedule at the target's nominal rates, with copies to and from the host
-        and without collectives; None for the target `cpu`, and where a rate is not known.
+      seconds: the estimated time of the step: its compiled schedule, played at the rates that programs reach on the target,
+        with copies to and from the host and collectives. None for the target `cpu`, and where a rate is not known.
+      compute_seconds: the part of it in which compute runs; the rest is waiting for copies and collectives.
+      exchanges: the collectives in the schedule, in the terms of `overlap`; None where there are none.
+      untimed: kernels whose operations nobody knows (custom calls): their bytes are counted alone.
+      assumed_rates: the rates that nobody measured on such a device, by their names in `Rates`.
       advice: changes beyond the policy that would give back at least 2 % of `device_bytes`, each taken by itself, the largest
         first; empty for the target `cpu`.
 
@@ -111,7 +115,11 @@ class MemoryReport:
     policy_warning: str | None = None
     memory_limit: int | None = None
     compiler_options: dict[str, int] = field(default_factory=dict, hash=False)
-    step_seconds: float | None = None
+    seconds: float | None = None
+    compute_seconds: float | None = None
+    exchanges: Copies | None = None
+    untimed: tuple[str, ...] = ()
+    assumed_rates: tuple[str, ...] = ()
     replaced_checkpoints: int = 0
     advice: tuple[Advice, ...] = ()
 
@@ -181,10 +189,10 @@ class MemoryReport:
             rows.append(("copies out", self.overlap.out.bytes, _covered(self.overlap.out)))
             rows.append(("copies back", self.overlap.back.bytes, _covered(self.overlap.back)))
             rows.append(("copies both ways", self.overlap.out.bytes + self.overlap.back.bytes, _covered(self.overlap)))
-            step, compute = self.overlap.step_seconds * 1e3, self.overlap.compute_seconds * 1e3
-            rows.append(("modelled step", "", f"{step:.3g} ms, {compute:.3g} ms of it compute"))
-        elif self.step_seconds is not None:
-            rows.append(("modelled step", "", f"{self.step_seconds * 1e3:.3g} ms"))
+        if self.exchanges is not None:
+            rows.append(("exchanged", self.exchanges.bytes, _covered(self.exchanges)))
+        if self.seconds is not None:
+            rows.append(("estimated step", "", self._estimate()))
         if self.collectives and self.live:
             rows.append(("at the peak, exchanged", self.exchanged_bytes, format_bytes(self.exchanged_bytes)))
         for kind, (count, nbytes) in executed(self.collectives or ()).items():
@@ -195,6 +203,15 @@ class MemoryReport:
         each = f", each of {self.devices} devices; residuals of all" if self.devices > 1 else ""
         title = f"{self.workload} under {self.policy} on {self.target}{each} (JAX {self.jax_version})"
         return table(title, ("memory", "bytes", ""), rows, caption=caption or None)
+
+    def _estimate(self) -> str:
+        """The time of the step as text: a range where rates are assumed, and what it waits for besides computing."""
+        said = format_estimate(self.seconds, bool(self.assumed_rates))
+        if self.compute_seconds is not None and (self.overlap is not None or self.exchanges is not None):
+            said += f", {format_seconds(self.compute_seconds)} of it compute"
+        if self.assumed_rates:
+            said += f"; assumed: {', '.join(name.removesuffix('_bytes_per_s') for name in self.assumed_rates)}"
+        return f"{said}; counted by bytes alone: {', '.join(self.untimed)}" if self.untimed else said
 
     def __str__(self) -> str:
         return render(self)

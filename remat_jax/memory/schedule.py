@@ -1,104 +1,92 @@
-"""What an offload's copies cost in time, read from the schedule of a compiled module.
+"""How long a compiled step takes, played from its schedule, and what compute covers of its copies and exchanges.
 
-XLA:GPU writes the order in which it starts things into the module: a copy is started at one line and waited for at another, and
-what stands between may run meanwhile. Here the schedule is played: compute runs line by line on one stream; the copies to the
-host run one after the other on a second, those back on a third; a copy starts when its line is reached and the copies of its
-direction before it are done; the line that waits for a copy holds compute up until the copy is done. Nothing is run.
+XLA:GPU writes the order in which it starts things into the module: a copy or a collective is started at one line and waited
+for at another, and what stands between may run meanwhile. Here the schedule is played. Compute runs line by line on one stream;
+copies to the host run one after the other on a second, copies back on a third, collectives on a fourth. Each starts when its
+line is reached and its stream is free, and the line that waits for it holds compute up until it is done. Nothing is run.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
-from remat_jax.memory.hlo import FREE, Computation, Instruction, Module, elements, matmul_flops, parse, traffic
-from remat_jax.memory.hlo import arrays_of as _arrays_of
+from remat_jax.hardware.rates import Rates
+from remat_jax.memory.collectives import exchange_of, exchange_seconds
+from remat_jax.memory.hlo import Computation, Instruction, Module, parse
+from remat_jax.memory.kernel_times import KernelTimes
+from remat_jax.memory.overlap import Copies, Direction, Overlap, host_copy
 from remat_jax.memory.round_trips import round_trips
 from remat_jax.memory.slots import scanned_offload_is_miscompiled as scanned_offload_is_miscompiled
 
-Direction = Literal["out", "back"]
-_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f64": "float64", "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
+Lane = Literal["out", "back", "exchange"]
+"""Where something runs beside compute: copies to the host, copies back, collectives."""
 
 
 @dataclass(frozen=True)
-class Copies:
-    """The copies of one direction.
+class StepTime:
+    """The modelled time of one execution of a compiled module.
 
     Attributes:
-      count: how many run; one in a loop counts once per iteration.
-      bytes: what they move.
-      seconds: what they take on the link, one after the other.
-      covered_seconds: how long of that compute runs as well.
-      available_seconds: the compute that is scheduled from the start of the first copy until the last one is waited for.
+      seconds: of all of it: compute, and what compute waits for copies and exchanges.
+      compute_seconds: of compute alone.
+      overlap: the copies to and from the host.
+      exchanges: the collectives, in the same terms.
+      untimed: custom calls and instructions whose operations nobody knows: their bytes are counted.
+      assumed: the rates that nobody measured, by their names in `Rates`.
     """
 
-    count: int
-    bytes: int
     seconds: float
-    covered_seconds: float
-    available_seconds: float
-
-    @property
-    def covered(self) -> float:
-        """The share of the copies' time during which compute runs; 1.0 where nothing is copied."""
-        return self.covered_seconds / self.seconds if self.seconds else 1.0
-
-    @property
-    def coverable(self) -> float:
-        """The share that could be covered: the compute available between the first start and the last wait, at most 1.
-
-        It says nothing of compute that could be moved there, and not that this much can be reached: a copy cannot start before
-        its array is made, nor end after it is read. `Overlap.coverable` counts with that.
-        """
-        return min(1.0, self.available_seconds / self.seconds) if self.seconds else 1.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; the keys are the attribute names."""
-        return asdict(self) | {"covered": self.covered, "coverable": self.coverable}
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """The copies to the host, those back, and the modelled time of one execution.
-
-    Attributes:
-      out, back: the copies from device to host and from host to device.
-      compute_seconds: compute alone.
-      step_seconds: compute and what it waits for copies.
-      coverable_seconds: what compute could cover of the copies of both directions, with the first start and the last wait of
-        each where this schedule has them: of each what is `available`, less what an array's own way cannot have. A schedule
-        that starts late or waits early has less: compare `step_seconds` across schedules. An array leaves after it is made and
-        is back before it is read, one after the other: between the two there must be compute for each copy, and for both; what
-        the last block offloads has hardly any.
-    """
-
-    out: Copies
-    back: Copies
     compute_seconds: float
-    step_seconds: float
-    coverable_seconds: float
-
-    @property
-    def covered(self) -> float:
-        """The share of the time of all copies during which compute runs; 1.0 where nothing is copied."""
-        return self._share(self.out.covered_seconds + self.back.covered_seconds)
-
-    @property
-    def coverable(self) -> float:
-        """The share that could be covered, see `coverable_seconds`."""
-        return self._share(self.coverable_seconds)
-
-    def _share(self, seconds: float) -> float:
-        whole = self.out.seconds + self.back.seconds
-        return seconds / whole if whole else 1.0
+    overlap: Overlap
+    exchanges: Copies
+    untimed: tuple[str, ...]
+    assumed: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names."""
-        own = {"out": self.out.to_dict(), "back": self.back.to_dict(), "covered": self.covered, "coverable": self.coverable}
-        return asdict(self) | own
+        return asdict(self) | {"overlap": self.overlap.to_dict(), "exchanges": self.exchanges.to_dict()}
+
+
+def step_time(
+    text: str | Module, target: Target, rates: Rates | None = None, *, kernels: Mapping[str, float] | None = None
+) -> StepTime:
+    """The modelled time of the compiled module `text` on one device of `target`.
+
+    A kernel takes what starting it takes and the longer of its operations and its bytes; products reach the rate of their shape
+    (`remat_jax.hardware.products`), attention that of its operands. A loop runs as often as the compiler knows it does (once
+    where it does not), and of a `conditional` the longest branch.
+
+    Args:
+      text: `compiled.as_text()` of a program compiled for a GPU.
+      target: whose devices, hosts and links it is.
+      rates: instead of those of the target, `Rates.of(target)`.
+      kernels: the operations of Pallas kernels by name, as `Program.kernels` has them.
+
+    Raises:
+      ArgumentError: a rate that the module needs is not known of the target.
+      TargetError: nothing at all is known of its rates.
+      UnsupportedError: the text has a line of a form that is not known.
+
+    >>> from remat_jax.hardware import target
+    >>> text = '''
+    ... ENTRY %main (x: bf16[8192,8192]) -> bf16[8192,8192] {
+    ...   %x = bf16[8192,8192]{1,0} parameter(0)
+    ...   ROOT %y = bf16[8192,8192]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+    ... }
+    ... '''
+    >>> rates = Rates({"bfloat16": 2.0**40}, 1e15)
+    >>> step_time(text, target("h200"), rates).seconds
+    1.0
+    """
+    module = parse(text)
+    player = _Player(module, target, Rates.of(target) if rates is None else rates, kernels)
+    player.run(module.computations[module.entry])
+    return player.result()
 
 
 def read_overlap(
@@ -109,17 +97,12 @@ def read_overlap(
     hbm_bytes_per_s: float | None = None,
     host_link_bytes_per_s: float | None = None,
 ) -> Overlap:
-    """What compute covers of the host copies in the compiled module `text`.
-
-    An instruction takes the longer of its FLOPs (dots, matmul calls, convolutions) at the target's rate and its bytes at the
-    rate of the device memory; a loop runs as often as the compiler knows it does (once where it does not), of a `conditional`
-    the longest branch. Float32 is taken to be tensorfloat32 where the target has it. A kernel that is only called by name
-    (attention) counts its bytes.
+    """What compute covers of the host copies in the compiled module `text`, as `step_time` plays it.
 
     Args:
       text: `compiled.as_text()` of a program compiled for a GPU.
-      target: whose rates are used; they are nominal.
-      flops_per_s: a rate for every dtype instead.
+      target: whose rates are used.
+      flops_per_s: a rate for every product of every dtype instead; starting a kernel then takes no time.
       hbm_bytes_per_s, host_link_bytes_per_s: rates instead of the target's; `math.inf` leaves the device memory out.
 
     Raises:
@@ -139,83 +122,26 @@ def read_overlap(
     >>> found.out.bytes, found.out.seconds, round(found.out.covered, 3)
     (1000000000, 0.02, 0.025)
     """
-    rates = _Rates(
-        target,
-        flops_per_s,
-        _rate("hbm_bytes_per_s", hbm_bytes_per_s, target),
-        _rate("host_link_bytes_per_s", host_link_bytes_per_s, target),
-    )
-    if flops_per_s is not None:
-        _rate("flops_per_s", flops_per_s, target)
-    module = parse(text)
-    player = _Player(module, rates)
-    player.run(module.computations[module.entry])
-    return player.result()
+    given = {"hbm_bytes_per_s": hbm_bytes_per_s, "host_link_bytes_per_s": host_link_bytes_per_s}
+    for name, rate in given.items():
+        if rate is None and getattr(target, name) is None:
+            raise ArgumentError(f"{name}: target={target.name!r} does not say; name a GPU such as 'h200', or pass {name}=")
+    for name, rate in {**given, "flops_per_s": flops_per_s}.items():
+        if rate is not None and not rate > 0:
+            raise ArgumentError(f"{name}={rate!r}: expected a positive number per second")
+    return step_time(text, target, _with(target, flops_per_s, hbm_bytes_per_s, host_link_bytes_per_s)).overlap
 
 
-def _rate(name: str, given: float | None, target: Target) -> float:
-    rate = given if given is not None else getattr(target, name)
-    if rate is None:
-        raise ArgumentError(f"{name}: target={target.name!r} does not say; name a GPU such as 'h200', or pass {name}=")
-    if not rate > 0:
-        raise ArgumentError(f"{name}={rate!r}: expected a positive number per second")
-    return float(rate)
-
-
-@dataclass(frozen=True)
-class _Rates:
-    target: Target
-    flops: float | None
-    memory: float
-    link: float
-
-    def of(self, dtype: str) -> float:
-        if self.flops is not None:
-            return self.flops
-        known: Mapping[str, float] = self.target.peak_flops
-        names = ("tensorfloat32", "float32") if dtype in ("f32", "c64") else (_DTYPES.get(dtype, "int8"), "float32")
-        for name in names:
-            if name in known:
-                return known[name]
-        raise ArgumentError(f"flops_per_s: target={self.target.name!r} has no rate for {dtype}; pass flops_per_s=")
-
-
-# --- finding the copies -----------------------------------------------------------------------------------------------
-
-
-def host_copy(module: Module, computation: Computation, one: Instruction) -> tuple[Direction, int] | None:
-    """The direction and bytes of the host copy that `one` starts, or is; None if it is none."""
-    if one.opcode in FREE or one.opcode.endswith("-done") or one.opcode in ("while", "call", "conditional", "custom-call"):
-        return None
-    if one.opcode == "copy-start":
-        made, taken = (_arrays_of(part)[0] for part in elements(one.shape)[:2])
-        return _moved(taken.on_host, made.on_host, made.bytes)
-    called = module.computations.get(one.attribute("calls") or "")
-    inside = computation if called is None else called
-    for inner in [one] if called is None else called:
-        source = inside.operand(inner, 0)
-        if source is None or not source.arrays or not inner.arrays or len(inner.arrays) > 1:
-            continue
-        if inner.opcode == "dynamic-update-slice":
-            update = inside.operand(inner, 1)
-            if update is not None and source.arrays[0].on_host:
-                return _moved(update.arrays[0].on_host, True, update.arrays[0].bytes)
-        elif inner.opcode in ("copy", "dynamic-slice", "slice"):
-            found = _moved(source.arrays[0].on_host, _on_host(one, inner), inner.arrays[0].bytes)
-            if found is not None:
-                return found
-    return None
-
-
-def _on_host(one: Instruction, inner: Instruction) -> bool:
-    # Where a copy is started by another computation, the result's place is written at the start.
-    return one.arrays[-1].on_host if one is inner else inner.arrays[0].on_host
-
-
-def _moved(from_host: bool, to_host: bool, size: int) -> tuple[Direction, int] | None:
-    if from_host == to_host:
-        return None
-    return ("out" if to_host else "back"), size
+def _with(target: Target, flops: float | None, memory: float | None, link: float | None) -> Rates:
+    """The rates of a target, but for those that are given."""
+    if flops is None and not (target.peak_flops or target.reached or target.measured):
+        raise ArgumentError(f"flops_per_s: target={target.name!r} has no rate of products; pass flops_per_s=")
+    rates = Rates.of(target)
+    if flops is not None:
+        rates = replace(rates, flops={"float32": flops}, launch_seconds=0.0, cores=None, products={})
+    if memory is not None:
+        rates = replace(rates, hbm_bytes_per_s=min(memory, sys.float_info.max))
+    return rates if link is None else replace(rates, out_bytes_per_s=link, in_bytes_per_s=link)
 
 
 # --- playing the schedule ---------------------------------------------------------------------------------------------
@@ -225,54 +151,79 @@ def _moved(from_host: bool, to_host: bool, size: int) -> tuple[Direction, int] |
 class _Stream:
     free: float = 0.0
     bytes: int = 0
+    count: int = 0
+    seconds: float = 0.0
     spans: list[tuple[float, float]] = field(default_factory=list)
     first: float | None = None
     waited: float = 0.0
 
 
 class _Player:
-    def __init__(self, module: Module, rates: _Rates) -> None:
-        self.module, self.rates = module, rates
+    def __init__(self, module: Module, target: Target, rates: Rates, kernels: Mapping[str, float] | None) -> None:
+        self.module, self.target, self.rates = module, target, rates
+        self.kernels = KernelTimes(module, rates, kernels)
         self.now = self.compute = 0.0
         self.busy: list[tuple[float, float]] = []
-        self.streams: dict[Direction, _Stream] = {"out": _Stream(), "back": _Stream()}
+        self.streams: dict[Lane, _Stream] = {"out": _Stream(), "back": _Stream(), "exchange": _Stream()}
         # How much was computed before an instruction and once it is done, and how long the copy takes that it starts.
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self.copying: dict[str, float] = {}
-        self._copies: dict[str, bool] = {}
-        self._seconds: dict[str, float] = {}
+        self._sending: dict[str, bool] = {}
+        self._totals: dict[str, float] = {}
 
     def run(self, computation: Computation) -> None:
-        pending: dict[str, tuple[Direction, float]] = {}
+        pending: dict[str, tuple[Lane, float]] = {}
         for one in computation:
             self.before[one.name] = self.compute
             self._play(computation, one, pending)
             self.after[one.name] = self.compute
-        for direction, end in pending.values():
-            self._wait(direction, end)
+        for lane, end in pending.values():
+            self._wait(lane, end)
 
-    def _play(self, computation: Computation, one: Instruction, pending: dict[str, tuple[Direction, float]]) -> None:
+    def _play(self, computation: Computation, one: Instruction, pending: dict[str, tuple[Lane, float]]) -> None:
         if one.opcode.endswith("-done"):
             if one.operands and one.operands[0] in pending:
                 self._wait(*pending.pop(one.operands[0]))
         elif one.opcode in ("while", "call", "conditional"):
             self._enter(one)
-        elif (found := host_copy(self.module, computation, one)) is not None:
-            end = self._start(*found)
-            self.copying[one.name] = found[1] / self.rates.link
+        elif (started := self._beside(computation, one)) is not None:
+            lane, size, seconds = started
+            end = self._start(lane, size, seconds)
+            self.copying[one.name] = seconds
             if one.opcode.endswith("-start"):
-                pending[one.name] = (found[0], end)
+                pending[one.name] = (lane, end)
             else:
-                self._wait(found[0], end)
+                self._wait(lane, end)
         else:
-            self._work(self._cost(computation, one))
+            self._work(self.kernels.seconds(computation, one))
+
+    def _beside(self, computation: Computation, one: Instruction) -> tuple[Lane, int, float] | None:
+        """What an instruction starts beside compute: where, its bytes, and how long it takes; None where it computes."""
+        found = exchange_of(self.module, computation, one)
+        if found is not None:
+            seconds = exchange_seconds(*found, self.target, self.rates.links)
+            if seconds is None:
+                raise ArgumentError(
+                    f"target={self.target.name!r}: its devices exchange arrays ({found[1].opcode}), and no rate of the links "
+                    "between them is known; state device_link_bytes_per_s, and network_bytes_per_s for several hosts, in the "
+                    "file that describes the target"
+                )
+            return "exchange", sum(array.bytes for array in found[1].arrays), seconds
+        copied = host_copy(self.module, computation, one)
+        return None if copied is None else (*copied, copied[1] / self._link(copied[0]))
+
+    def _link(self, direction: Direction) -> float:
+        rate = self.rates.out_bytes_per_s if direction == "out" else self.rates.in_bytes_per_s
+        if rate is None:
+            raise ArgumentError(f"host_link_bytes_per_s: target={self.target.name!r} does not say; pass host_link_bytes_per_s=")
+        return rate
 
     def _enter(self, one: Instruction) -> None:
         body, trips = self._body(one)
         if body is None:
             return
-        if not self._copies_in(body):
+        if not self._sends(body):
             self._work(trips * self._total(body))
             return
         for _ in range(trips):
@@ -285,39 +236,29 @@ class _Player:
         if one.opcode == "call":
             return self.module.computations.get(one.attribute("to_apply") or one.attribute("calls") or ""), 1
         branches = list(_branches(self.module, one))
-        return max(branches, key=lambda branch: (self._copies_in(branch), self._total(branch)), default=None), 1
+        return max(branches, key=lambda branch: (self._sends(branch), self._total(branch)), default=None), 1
 
-    def _copies_in(self, computation: Computation) -> bool:
-        if computation.name not in self._copies:
+    def _sends(self, computation: Computation) -> bool:
+        """Whether something runs beside compute in it: then every round is played."""
+        if computation.name not in self._sending:
             inner = (self._body(one)[0] for one in computation if one.opcode in ("while", "call", "conditional"))
-            self._copies[computation.name] = any(host_copy(self.module, computation, one) for one in computation) or any(
-                self._copies_in(body) for body in inner if body is not None
+            self._sending[computation.name] = any(self._beside(computation, one) for one in computation) or any(
+                self._sends(body) for body in inner if body is not None
             )
-        return self._copies[computation.name]
+        return self._sending[computation.name]
 
     def _total(self, computation: Computation) -> float:
-        if computation.name not in self._seconds:
+        """The compute of one round."""
+        if computation.name not in self._totals:
             total = 0.0
             for one in computation:
                 if one.opcode in ("while", "call", "conditional"):
                     body, trips = self._body(one)
                     total += trips * self._total(body) if body is not None else 0.0
-                else:
-                    total += self._cost(computation, one)
-            self._seconds[computation.name] = total
-        return self._seconds[computation.name]
-
-    def _cost(self, computation: Computation, one: Instruction) -> float:
-        """Seconds of an instruction that is no loop and no host copy."""
-        if one.opcode in FREE or one.opcode.endswith("-done"):
-            return 0.0
-        called = self.module.computations.get(one.attribute("calls") or "")
-        within = [(called, inner) for inner in called] if called is not None else [(computation, one)]
-        work = 0.0
-        for inside, inner in within:
-            flops, dtype = matmul_flops(inside, inner)
-            work += flops / self.rates.of(dtype) if flops else 0.0
-        return max(work, traffic(self.module, computation, one) / self.rates.memory)
+                elif self._beside(computation, one) is None:
+                    total += self.kernels.seconds(computation, one)
+            self._totals[computation.name] = total
+        return self._totals[computation.name]
 
     def _work(self, seconds: float) -> None:
         if seconds > 0:
@@ -325,32 +266,44 @@ class _Player:
             self.now += seconds
             self.compute += seconds
 
-    def _start(self, direction: Direction, size: int) -> float:
-        stream = self.streams[direction]
+    def _start(self, lane: Lane, size: int, seconds: float) -> float:
+        stream = self.streams[lane]
         begin = max(self.now, stream.free)
-        stream.free = begin + size / self.rates.link
+        stream.free = begin + seconds
         stream.spans.append((begin, stream.free))
-        stream.bytes += size
+        stream.count, stream.bytes, stream.seconds = stream.count + 1, stream.bytes + size, stream.seconds + seconds
         stream.first = self.now if stream.first is None else stream.first
         return stream.free
 
-    def _wait(self, direction: Direction, end: float) -> None:
+    def _wait(self, lane: Lane, end: float) -> None:
         self.now = max(self.now, end)
-        self.streams[direction].waited = max(self.streams[direction].waited, self.now)
+        self.streams[lane].waited = max(self.streams[lane].waited, self.now)
 
-    def result(self) -> Overlap:
-        copies = {}
-        for direction, stream in self.streams.items():
-            window = [(stream.first, stream.waited)] if stream.first is not None else []
-            copies[direction] = Copies(
-                count=len(stream.spans),
-                bytes=stream.bytes,
-                seconds=stream.bytes / self.rates.link,
-                covered_seconds=_common(stream.spans, self.busy),
-                available_seconds=_common(window, self.busy),
-            )
-        out, back = copies["out"], copies["back"]
-        return Overlap(out, back, self.compute, self.now, self._coverable(out, back))
+    def result(self) -> StepTime:
+        lanes = {lane: self._lane(stream) for lane, stream in self.streams.items()}
+        out, back = lanes["out"], lanes["back"]
+        overlap = Overlap(out, back, self.compute, self.now, self._coverable(out, back))
+        untimed = tuple(sorted(self.kernels.unknown))
+        return StepTime(self.now, self.compute, overlap, lanes["exchange"], untimed, self._assumed(lanes))
+
+    def _assumed(self, lanes: dict[Lane, Copies]) -> tuple[str, ...]:
+        """The assumed rates that this module needs."""
+        needs = {"flops", "hbm_bytes_per_s"}
+        needs |= {"out_bytes_per_s"} if lanes["out"].count else set()
+        needs |= {"in_bytes_per_s"} if lanes["back"].count else set()
+        if lanes["exchange"].count:
+            needs |= {"device_link_bytes_per_s"} | ({"network_bytes_per_s"} if self.target.hosts > 1 else set())
+        return tuple(name for name in self.rates.assumed(self.kernels.dtypes) if name in needs)
+
+    def _lane(self, stream: _Stream) -> Copies:
+        window = [(stream.first, stream.waited)] if stream.first is not None else []
+        return Copies(
+            count=stream.count,
+            bytes=stream.bytes,
+            seconds=stream.seconds,
+            covered_seconds=_common(stream.spans, self.busy),
+            available_seconds=_common(window, self.busy),
+        )
 
     def _coverable(self, out: Copies, back: Copies) -> float:
         entry = self.module.computations[self.module.entry]

@@ -23,7 +23,8 @@ from remat_jax.report.document import write_whole
 DTYPES = ("bfloat16", "float16", "float32", "tensorfloat32", "float64")
 _ENOUGH = 0.05
 """Seconds that one timed run takes at least: shorter ones measure Python."""
-_LARGEST, _MANY_NUMBERS, _MOST_CALLS = 16384, 2**26, 100
+_SMALLEST, _LARGEST, _MANY_NUMBERS, _MOST_CALLS = 128, 16384, 2**26, 100
+_KERNELS = 64
 _CHAIN = 4
 _REPEATS = 3
 _HOST, _DEVICE = "pinned_host", "device"
@@ -43,6 +44,8 @@ class Calibration:
         memory.
       hidden_share: the share of compute beside which a copy runs, from 0 to 1; None on a CPU.
       source: what was measured, by what and when.
+      products: the rates of square products by dtype and size, small ones too.
+      launch_seconds: what one kernel takes that does next to nothing.
     """
 
     name: str
@@ -53,11 +56,13 @@ class Calibration:
     in_bytes_per_s: float | None = None
     hidden_share: float | None = None
     source: str = ""
+    products: dict[str, dict[str, float]] = field(default_factory=dict)
+    launch_seconds: float | None = None
 
     def measured(self) -> dict[str, Any]:
         """The figures as a target file has them, under `measured`; what was not measured is left out."""
         figures = {key: value for key, value in asdict(self).items() if key not in ("name", "device_kind")}
-        return {key: value for key, value in figures.items() if value is not None}
+        return {key: value for key, value in figures.items() if value not in (None, {})}
 
     def text(self) -> str:
         """The target as TOML: what the table knows of the device, and the measured figures."""
@@ -109,10 +114,11 @@ def calibrate(
         if on_done is not None:
             on_done(parts[part] if part < len(parts) else "done", part, len(parts))
 
-    flops = {}
+    products = {}
     for part, dtype in enumerate(dtypes):
         tell(part)
-        flops[dtype] = product_rate(device, dtype, each)
+        products[dtype] = product_rates(device, dtype, each)
+    flops = {dtype: max(curve.values()) for dtype, curve in products.items()}
     tell(len(dtypes))
     memory = memory_rate(device, each)
     out = back = hidden = None
@@ -121,11 +127,24 @@ def calibrate(
         out, back, hidden = link_rates(device, each)
     tell(len(parts))
     said = f"measured by remat-jax calibrate on {device.device_kind}, JAX {jax.__version__}, {time.strftime('%Y-%m-%d')}"
-    return Calibration(name, device.device_kind, flops, memory, out, back, hidden, said)
+    curves = {dtype: {str(size): rate for size, rate in curve.items()} for dtype, curve in products.items()}
+    return Calibration(name, device.device_kind, flops, memory, out, back, hidden, said, curves, launch_seconds(device))
 
 
-def product_rate(device: Any, dtype: str, seconds: float) -> float:
-    """Operations per second of products of square matrices, as large as `seconds` allow."""
+def launch_seconds(device: Any) -> float:
+    """What a kernel takes that adds a number to a few: one of a chain of them that the compiler may not fuse."""
+
+    def chain(x: Any) -> Any:
+        for _ in range(_KERNELS):
+            x = jax.lax.optimization_barrier(x + 1)
+        return x
+
+    x = jax.device_put(jnp.ones(128, jnp.float32), device)
+    return fastest(partial(jax.jit(chain), x)) / _KERNELS
+
+
+def product_rates(device: Any, dtype: str, seconds: float) -> dict[int, float]:
+    """Operations per second of products of square matrices by their size, as large as `seconds` allow."""
     precision = "highest" if dtype in ("float32", "float64") else None
     kind = "float32" if dtype == "tensorfloat32" else dtype
 
@@ -135,18 +154,19 @@ def product_rate(device: Any, dtype: str, seconds: float) -> float:
             x = jnp.dot(x, y, precision=precision) * jnp.asarray(1 / y.shape[0], y.dtype)
         return x
 
-    best, deadline, size = 0.0, time.perf_counter() + seconds, 256
+    rates: dict[int, float] = {}
+    deadline, size = time.perf_counter() + seconds, _SMALLEST
     with jax.enable_x64(dtype == "float64"):
         run = jax.jit(chain)
         while size <= _LARGEST:
             x = jax.device_put(jnp.ones((size, size), kind), device)
             took = fastest(partial(run, x, x))
-            best = max(best, 2.0 * _CHAIN * size**3 / took)
+            rates[size] = 2.0 * _CHAIN * size**3 / took
             # The next size takes eight times as long.
             if took > _ENOUGH or time.perf_counter() + 8 * took * (_REPEATS + 1) > deadline:
-                return best
+                return rates
             size *= 2
-    return best
+    return rates
 
 
 def memory_rate(device: Any, seconds: float) -> float:

@@ -75,6 +75,11 @@ class Compiled:
     sound: bool = True
     sizes: Any = field(default=None, compare=False)
 
+    @property
+    def seconds(self) -> float | None:
+        """The modelled time of the compiled step; None where it is not known."""
+        return None if self.sizes is None else self.sizes.seconds
+
 
 @dataclass(frozen=True)
 class Tried:

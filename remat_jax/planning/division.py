@@ -16,22 +16,26 @@ from remat_jax.planning.program import Program
 
 
 def divided(program: Program, shares: Shares) -> Program:
-    """`program` with the bytes and the work of one device.
+    """A program like `program` with the bytes and the work of one device; `program` itself stays as it is.
 
-    What the compiler said of residuals holds for them; what lies between is divided as what is made from it or what it is made
-    from, and parameters are taken whole: they are gathered where they are read. An equation is divided as that of its arrays
-    which is divided most. The two passes are, as the forward pass up to the residuals is.
+    The compiler's shares of residuals hold for them. Arrays between them are divided like what is made from them or what they
+    are made from. Parameters are whole: they are gathered where they are read. A constant is divided like what it is made into,
+    though the compiler leaves it whole: it writes constants where they are read. Each equation is divided like that of its
+    arrays which is divided most, and each kernel takes the time of its own arrays.
     """
+    program = _copied(program)
     if not program.flat.eqns:
         # No backward pass reaches it: nothing is known of it but how the others are divided.
         return replace(program, forward=_scaled(program.forward, {}, shares.mean))
     before = flat_cost(program.flat.eqns, program.flat.outputs)
-    known = {array: share for array in program.arrays if (share := _said(array, shares)) is not None}
+    constants = _constants(program.flat.eqns)
+    known = {array: share for array in program.arrays if array not in constants and (share := _said(array, shares)) is not None}
     parameters = set(program.flat.inputs) - set(program.inputs.values())
     known |= dict.fromkeys((array for array in parameters if array not in known), 1.0)
     _divide(program.flat.inputs, program.flat.eqns, known, parameters, shares.mean)
     after = flat_cost(program.flat.eqns, program.flat.outputs)
-    work, traffic = _ratios(after, before), _ratio(after.bytes, before.bytes)
+    # The block's forward pass is what its residuals need, and a little more or less: each of their kernels stands for its part.
+    forward = _scaled(after, _ratios(program.forward, before), _ratio(program.forward.bytes, before.bytes))
     backward = program.backward_program
     given = dict(zip(backward.inputs, program.flat.outputs, strict=False))
     shapes = {array.aval.shape for array in parameters}
@@ -39,7 +43,46 @@ def divided(program: Program, shares: Shares) -> Program:
     whole = {array for array in backward.outputs if array.aval.shape in shapes}
     seen = {array: of.share for array, of in given.items()} | dict.fromkeys(whole - given.keys(), 1.0)
     _divide(backward.inputs, backward.eqns, seen, {array for array, of in given.items() if of in parameters}, shares.mean)
-    return replace(program, forward=_scaled(program.forward, work, traffic), backward=_scaled(program.backward, work, traffic))
+    return replace(program, forward=forward, backward=_backward(program, _ratios(after, before)))
+
+
+def _backward(program: Program, work: Mapping[str, float]) -> Cost:
+    """The backward pass by the arrays of its kernels; of the operations as much is left, `work` by dtype, as of the forward's.
+
+    How a gradient between two residuals is divided is not known; each product of the forward pass has two in the backward pass.
+    """
+    backward = program.backward_program
+    found = flat_cost(backward.eqns, backward.outputs)
+    left = _operations(found)
+    rest = {
+        dtype: _ratio(work.get(dtype, 1.0) * count, left[dtype]) for dtype, count in _operations(program.backward).items()
+    }
+    return _scaled(found, rest, 1.0)
+
+
+def _copied(program: Program) -> Program:
+    """The same program with arrays of its own, whose shares may be set."""
+    copies: dict[Array, Array] = {}
+    flat, backward = (one.copied(copies) for one in (program.flat, program.backward_program))
+    return replace(
+        program,
+        flat=flat,
+        backward_program=backward,
+        inputs={name: copies[array] for name, array in program.inputs.items()},
+        own=frozenset(copies[array] for array in program.own if array in copies),
+        _prices={},
+        _names={},
+        _seconds={},
+    )
+
+
+def _constants(eqns: Iterable[FlatEqn]) -> set[Array]:
+    """What is made of literals alone."""
+    found: set[Array] = set()
+    for one in eqns:
+        if all(array.literal or array in found for array in one.inputs):
+            found.update(one.outputs)
+    return found
 
 
 def gathered_bytes(program: Program) -> int:

@@ -1,8 +1,9 @@
-"""What the compiled steps of one search say: which fit, which is best, and what other candidates would need."""
+"""What the compiled steps of one search say: which fit, which is fastest, and what other candidates would need and take."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from itertools import islice
 
@@ -26,10 +27,19 @@ class Fit:
       guess: the stack as it was described before anything was compiled.
       budget, host_budget: in bytes; the host's may be infinite.
       arguments: the bytes that the step is given, which are on the device whatever the policy.
+      base_seconds: the time of a step that keeps everything, estimated from the traced program; by default that of the blocks.
     """
 
-    def __init__(self, guess: Stack, budget: float, host_budget: float = math.inf, arguments: float = 0.0) -> None:
+    def __init__(
+        self,
+        guess: Stack,
+        budget: float,
+        host_budget: float = math.inf,
+        arguments: float = 0.0,
+        base_seconds: float | None = None,
+    ) -> None:
         self.guess, self.budget, self.host_budget, self.arguments = guess, budget, host_budget, arguments
+        self.traced_base = guess.base_seconds if base_seconds is None else base_seconds
         self.tried: list[Tried] = []
         self._fitted: dict[tuple[int, float, bool], Stack] = {}
 
@@ -46,7 +56,7 @@ class Fit:
 
         # Of equal estimates, the step without any checkpoint is surely no slower.
         def rank(one: Tried) -> tuple[float, bool, bool, int]:
-            return one.candidate.seconds, one.candidate.name != "off", one.candidate.host_bytes > 0, one.compiled.device_bytes
+            return self.extra(one), one.candidate.name != "off", one.candidate.host_bytes > 0, one.compiled.device_bytes
 
         return min(filter(self.fits, self.tried), key=rank, default=None)
 
@@ -71,6 +81,40 @@ class Fit:
         """What of the host budget is left for activations: the state of an offloaded optimizer counts against it."""
         seen = [one.compiled.host_bytes - one.candidate.host_bytes for one in self.tried if one.compiled.device_bytes < FAILED]
         return max(0.0, self.host_budget - max(0, min(seen, default=0)))
+
+    # --- what it takes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def pace(self) -> float:
+        """How much longer compiled steps take than their traced programs, in the median; 1 where nothing was compiled."""
+        found = [
+            one.compiled.seconds / (self.traced_base + one.candidate.seconds)
+            for one in self.tried
+            if one.compiled.seconds and self.traced_base + one.candidate.seconds > 0
+        ]
+        return statistics.median(found) if found else 1.0
+
+    def extra(self, tried: Tried) -> float:
+        """The seconds of a compiled step over one that keeps everything, in the terms of the traced estimate.
+
+        The compiled time is brought to the pace of the traced one, so that it compares with what was not compiled.
+        """
+        if not tried.compiled.seconds or not self.traced_base:
+            return tried.candidate.seconds
+        return tried.compiled.seconds / self.pace - self.traced_base
+
+    def time(self, tried: Tried) -> float:
+        """The time of a compiled step: as it was compiled, or the traced estimate where nothing is known of that."""
+        return tried.compiled.seconds or self.estimate(tried.candidate)
+
+    def estimate(self, candidate: Candidate) -> float:
+        """The time of a candidate's step by its traced program, at the pace of the compiled steps."""
+        return self.pace * (self.traced_base + candidate.seconds)
+
+    def seconds(self, candidate: Candidate) -> float:
+        """The same, as compiled where it was."""
+        known = self.known(candidate)
+        return self.estimate(candidate) if known is None else self.time(known)
 
     # --- what that says of others ---------------------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ class Proposals:
         able = [
             one
             for one in self.named
-            if one.seconds < best.candidate.seconds and not math.isclose(one.seconds, best.candidate.seconds)
+            if one.seconds < self.fit.extra(best) and not math.isclose(one.seconds, self.fit.extra(best))
             if self.fit.known(one) is None and one.host_bytes <= self.fit.host_left
             if self.fit.may_fit(one)
         ]

@@ -173,7 +173,7 @@ class Search:
 
     def _faster_named(self, best: Tried | None) -> list[Candidate]:
         """Named policies that would be faster than the best and may fit, the fastest first."""
-        stack, bound = self.fit.stack, best.candidate.seconds if best else math.inf
+        stack, bound = self.fit.stack, self.fit.extra(best) if best else math.inf
         able = [
             one
             for one in self.proposals.named
@@ -223,7 +223,7 @@ class Search:
         self, stack: Stack, budget: float, best: Tried | None, *, most_runs: int | None = None, worth: float | None = None
     ) -> Candidate | None:
         """The fastest within `budget` that was not compiled yet, and would be faster than the best by what that is worth."""
-        least = math.inf if best is None else best.candidate.seconds - (self._worth if worth is None else worth)
+        least = math.inf if best is None else self.fit.extra(best) - (self._worth if worth is None else worth)
         for _ in range(4):
             if budget <= 0:
                 return None

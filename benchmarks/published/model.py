@@ -1,0 +1,160 @@
+"""A decoder of any published shape, with an attention kernel, divided over GPUs as the published step was."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jax.sharding import PartitionSpec
+
+import remat_jax as rj
+from benchmarks.predict_memory import pallas_attention
+from examples.llama_70b import EVERYWHERE, dividing
+
+DTYPE = jnp.bfloat16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder.
+
+    Attributes:
+      layers, width, hidden, heads, vocab: of the stack, the feed-forward, the attention and the table of tokens.
+      kv_heads: of keys and values; as many as heads by default.
+      gated: whether the feed-forward has a gate, as in Llama; else it is GELU between two layers, as in GPT.
+      tied: whether the head is the table of tokens.
+    """
+
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    vocab: int
+    kv_heads: int = 0
+    gated: bool = True
+    tied: bool = False
+
+
+class Block(nn.Module):
+    """One layer, (batch, positions, width) → the same: the block of checkpointing."""
+
+    shape: Shape
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = _by_sequence(x)
+        shape, size = self.shape, self.shape.width // self.shape.heads
+
+        def dense(features: int, name: str) -> nn.Dense:
+            return nn.Dense(features, use_bias=not shape.gated, dtype=DTYPE, name=name)
+
+        def norm(name: str) -> nn.Module:
+            return nn.RMSNorm(dtype=DTYPE, name=name) if shape.gated else nn.LayerNorm(dtype=DTYPE, name=name)
+
+        normed = norm("norm1")(x)
+        heads = {"query": shape.heads, "key": shape.kv_heads or shape.heads, "value": shape.kv_heads or shape.heads}
+        q, k, v = (dense(count * size, name)(normed).reshape(*x.shape[:2], count, size) for name, count in heads.items())
+        q, k = (_rotated(each) if shape.gated else each for each in (q, k))
+        k, v = (jnp.repeat(each, shape.heads // each.shape[2], axis=2) for each in (k, v))
+        x = x + dense(shape.width, "out")(self._attention(q, k, v).reshape(x.shape))
+        normed = norm("norm2")(x)
+        up = dense(shape.hidden, "up")(normed)
+        hidden = nn.silu(dense(shape.hidden, "gate")(normed)) * up if shape.gated else nn.gelu(up)
+        return x + dense(shape.width, "down")(hidden)
+
+    def _attention(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        run = partial(pallas_attention(), segment_ids=None, sm_scale=q.shape[-1] ** -0.5, causal=True)
+        if jax.sharding.get_abstract_mesh().empty:
+            return run(q, k, v)
+        spec = PartitionSpec(EVERYWHERE)
+        return jax.shard_map(run, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)(q, k, v)
+
+
+def _by_sequence(x: jax.Array) -> jax.Array:
+    """The same, its sequences divided over the mesh, so that the compiler gathers parameters and leaves activations alone."""
+    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PartitionSpec(EVERYWHERE))
+
+
+def _rotated(x: jax.Array) -> jax.Array:
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] * 10000.0 ** -(jnp.arange(half) / half)
+    cos, sin = (fn(angles)[:, None].astype(x.dtype) for fn in (jnp.cos, jnp.sin))
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+class Decoder(nn.Module):
+    """Tokens (batch, positions) → logits (batch, positions, vocab), its layers under a scan."""
+
+    shape: Shape
+
+    def setup(self) -> None:
+        self.embed = nn.Embed(self.shape.vocab, self.shape.width, dtype=DTYPE)
+        self.layers = Block(self.shape)
+        self.norm = nn.RMSNorm(dtype=DTYPE)
+        if not self.shape.tied:
+            self.unembed = nn.Dense(self.shape.vocab, use_bias=False, dtype=DTYPE)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.head(self.hidden(tokens))
+
+    def hidden(self, tokens: jax.Array) -> jax.Array:
+        """What the last layer gives, (batch, positions, width)."""
+        scan = nn.scan(
+            lambda block, x, _: (block(x), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=self.shape.layers,
+        )
+        return scan(self.layers, self.embed(tokens), None)[0]
+
+    def head(self, x: jax.Array) -> jax.Array:
+        """The logits of what the last layer gives."""
+        x = self.norm(x)
+        return self.embed.attend(x) if self.shape.tied else self.unembed(x)
+
+
+def workload(
+    shape: Shape,
+    batch: int,
+    length: int,
+    *,
+    mesh: dict[str, int] | None = None,
+    name: str = "",
+    bfloat16: bool = False,
+    chunks: int = 0,
+) -> rj.Workload:
+    """One step of `batch` sequences of `length` tokens on each GPU; parameters, Adam's state and the batch are divided.
+
+    Parameters are float32 unless `bfloat16`, what is computed bfloat16; the head runs in `chunks`. Nothing is allocated.
+
+    >>> work = workload(Shape(2, 128, 256, 2, 512), 2, 128)
+    >>> sum(leaf.size for leaf in jax.tree.leaves(work.params))
+    459392
+    """
+    model, gpus = Decoder(shape), math.prod((mesh or {}).values())
+    tokens = jax.ShapeDtypeStruct((batch * gpus, length), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    if bfloat16:
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, DTYPE), params)
+
+    def head_loss(params: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = model.apply({"params": params}, x, method="head").astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).sum()
+
+    def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        x = model.apply({"params": params}, tokens, method="hidden")
+        ends = rj.in_chunks(head_loss, chunks, axis=(None, 1, 1)) if chunks else head_loss
+        return ends(params, x, targets) / tokens.size
+
+    divided: dict[str, Any] = {}
+    if mesh is not None:
+        spec = PartitionSpec(EVERYWHERE)
+        divided = {"mesh": mesh, "shardings": (dividing(gpus), spec, spec)}
+    return rj.Workload(loss, params, (tokens, tokens), Block, optimizer=optax.adam(1e-4), name=name or None, **divided)

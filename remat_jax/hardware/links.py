@@ -1,0 +1,52 @@
+"""What devices take to exchange arrays: rings over the links of a host and over the network between hosts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_TWICE = frozenset({"all-reduce"})
+"""A sum that everyone gets: a reduce-scatter, then an all-gather."""
+_WHOLE = frozenset({"collective-permute", "collective-broadcast"})
+"""Sends what it has once, whatever the number of devices."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links between devices, each way, as one device sees them.
+
+    Attributes:
+        device_bytes_per_s: between the devices of a host.
+        network_bytes_per_s: between hosts, for each device; None where it is not known.
+        device_seconds, network_seconds: what one message takes over either, however small.
+
+    >>> links = Links(100.0, 10.0)
+    >>> links.seconds("all-gather", 800.0, 8)  # seven eighths come from others
+    7.0
+    >>> links.seconds("all-gather", 800.0, 8, hosts=2)  # four devices of a host share what comes over the network
+    17.5
+    """
+
+    device_bytes_per_s: float
+    network_bytes_per_s: float | None = None
+    device_seconds: float = 0.0
+    network_seconds: float = 0.0
+
+    def seconds(self, kind: str, size: float, devices: int, *, hosts: int = 1) -> float | None:
+        """The time of one exchange of `size` bytes, of the larger of what a device gives and gets, among `devices` on `hosts`.
+
+        The slowest link decides: within a host its own, between hosts the network of all devices that take part in one of
+        them. Messages go along a tree. None where the network would be needed and is not known.
+        """
+        if devices < 2:
+            return 0.0
+        inside = max(1, devices // hosts)
+        rate, latency = self.device_bytes_per_s, math.ceil(math.log2(inside)) * self.device_seconds
+        if hosts > 1:
+            if self.network_bytes_per_s is None:
+                return None
+            between = inside * self.network_bytes_per_s
+            rate = between if inside == 1 else min(rate, between)
+            latency += math.ceil(math.log2(hosts)) * self.network_seconds
+        sent = size if kind in _WHOLE else size * (devices - 1) / devices
+        return (2 if kind in _TWICE else 1) * (latency + sent / rate)

@@ -1,0 +1,82 @@
+"""What share of a GPU's product rate a matrix product reaches by its shape: tiles, rounds of the cores, splits of the sum."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+"""Rows and columns of the result that one core computes at a time, as cuBLAS and CUTLASS choose among them."""
+SPLITS = (1, 2, 4, 8)
+"""Parts of the sum that several cores may take, to be added up afterwards."""
+FILL = 192
+"""Terms of the sum by which filling and draining a tile's pipeline is longer; assumed, three stages of 64."""
+REUSE = 16.0
+"""How fast a tile's rate grows with what it computes for each number that it loads; assumed: 64 × 64 reaches four fifths."""
+REFERENCE = 8192
+"""The rates of targets are those of square products of this size."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """`batch` products of matrices (m, k) and (k, n) in one kernel.
+
+    >>> Product("bfloat16", 1, 2, 3, 5).flops
+    60
+    """
+
+    dtype: str
+    batch: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        """A multiplication and an addition for each term."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def size(self) -> float:
+        """The side of one square product with as many operations."""
+        return math.pow(self.flops / 2, 1 / 3)
+
+
+@lru_cache(maxsize=4096)
+def reached_share(batch: int, m: int, n: int, k: int, cores: int) -> float:
+    """The share of the rate of a large product that one of this shape reaches on `cores` multiprocessors, at most 1.
+
+    A tile is computed whole though a part of it may lie beyond the result, and all cores take tiles at a time until none is
+    left: 133 tiles on 132 cores take two rounds.
+
+    >>> reached_share(1, 8192, 8192, 8192, 132)
+    1.0
+    >>> round(reached_share(1, 128, 4096, 4096, 132), 2)  # a token batch: 32 tiles, each in four parts
+    0.82
+    """
+    return min(1.0, _used(batch, m, n, k, cores) / _used(1, REFERENCE, REFERENCE, REFERENCE, cores))
+
+
+@lru_cache(maxsize=4096)
+def _used(batch: int, m: int, n: int, k: int, cores: int) -> float:
+    """What of the cores' time is spent on terms of the sum, for the best tile and split."""
+    return max(
+        batch * m * n * k / (_rounds(batch, m, n, tile, split, cores) * cores * _terms(tile, k, split) / _speed(tile))
+        for tile in TILES
+        for split in SPLITS
+        if split == 1 or k >= split * FILL
+    )
+
+
+def _rounds(batch: int, m: int, n: int, tile: tuple[int, int], split: int, cores: int) -> int:
+    return math.ceil(batch * math.ceil(m / tile[0]) * math.ceil(n / tile[1]) * split / cores)
+
+
+def _terms(tile: tuple[int, int], k: int, split: int) -> float:
+    return tile[0] * tile[1] * (math.ceil(k / split) + FILL)
+
+
+def _speed(tile: tuple[int, int]) -> float:
+    reuse = tile[0] * tile[1] / sum(tile)
+    return reuse / (reuse + REUSE)

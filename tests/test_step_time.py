@@ -1,0 +1,160 @@
+"""The modelled time of compiled steps, on texts whose answer is known by hand: products, kernels, loops, exchanges."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+
+import remat_jax as rj
+from benchmarks.predict_memory import pallas_attention
+from remat_jax.errors import ArgumentError, TargetError
+from remat_jax.graph.kernels import named_kernels
+from remat_jax.hardware import target
+from remat_jax.hardware.links import Links
+from remat_jax.hardware.products import FILL, REUSE, Product, reached_share
+from remat_jax.hardware.rates import Rates
+from remat_jax.memory.collectives import largest_group
+from remat_jax.memory.schedule import step_time
+
+# A product runs at 1000 operations a second, memory at 100 bytes, a kernel takes 1 second to start.
+RATES = Rates({"float32": 1000.0}, 100.0, launch_seconds=0.5, links=Links(100.0, 10.0, 0.25, 1.0))
+
+
+def module(*lines: str, others: str = "") -> str:
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"{others}\nENTRY %main (x: f32[10,10]) -> f32[10,10] {{\n  %x = f32[10,10]{{1,0}} parameter(0)\n{body}\n}}\n"
+
+
+DOT = "%y = f32[10,10]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+GATHER = "f32[80,10]{1,0} all-gather(%x), replica_groups=[1,8]<=[8], dimensions={0}"
+
+
+def test_a_kernel_takes_its_start_and_the_longer_of_operations_and_bytes() -> None:
+    found = step_time(module(DOT, "ROOT %z = f32[10,10]{1,0} negate(%y)"), target("h200"), RATES)
+    # The product: 2000 operations, or 1200 bytes; the negation: 800 bytes.
+    assert found.seconds == found.compute_seconds == (0.5 + 12) + (0.5 + 8)
+    fast = step_time(module(DOT, "ROOT %z = f32[10,10]{1,0} negate(%y)"), target("h200"), replace(RATES, hbm_bytes_per_s=1e9))
+    assert fast.seconds == pytest.approx(0.5 + 2 + 0.5)
+
+
+def test_a_product_reaches_the_rate_of_its_tiles_and_rounds() -> None:
+    # On one core tiles of 256 × 128 are the best: only filling their pipelines keeps a short sum from the rate of a long one.
+    assert reached_share(1, 256, 128, 1024, 1) == pytest.approx(1024 / (1024 + FILL) * (8192 + FILL) / 8192)
+    # 64 × 64 numbers fill one tile of that size, whose rate is lower: it computes less for each number that it loads.
+    small, large = (reuse / (reuse + REUSE) for reuse in (64 * 64 / 128, 256 * 128 / 384))
+    assert reached_share(1, 64, 64, 8192, 1) == pytest.approx(small / large)
+    # One tile more than there are cores takes another round of all of them, unless smaller tiles do better.
+    assert reached_share(133, 256, 128, 128, 132) < 0.75 * reached_share(132, 256, 128, 128, 132)
+    # A single row computes whole tiles all the same; a long sum of few results is split among cores.
+    assert reached_share(1, 1, 4096, 4096, 132) < 0.03
+    assert reached_share(1, 64, 64, 8192, 132) > 6 * reached_share(1, 64, 64, 8192, 1) / 132
+    assert (
+        Rates({"bfloat16": 1e12}, 1.0, cores=132).product_seconds(Product("bfloat16", 1, 8192, 8192, 8192))
+        == 2 * 8192**3 / 1e12
+    )
+
+
+def test_measured_products_count_instead_of_tiles() -> None:
+    rates = Rates({"float32": 16.0}, 1.0, cores=4, products={"float32": {8: 16.0, 2: 4.0}})
+    assert rates.product_seconds(Product("float32", 1, 2, 2, 2)) == 16 / 4
+    assert rates.product_seconds(Product("bfloat16", 1, 64, 64, 64)) == 2 * 64**3 / 16, "beyond the curve its last rate"
+
+
+def test_an_exchange_takes_its_links() -> None:
+    links = RATES.links
+    assert links is not None
+    assert links.seconds("all-gather", 800.0, 8) == 3 * 0.25 + 7.0
+    assert links.seconds("all-reduce", 800.0, 8) == 2 * (3 * 0.25 + 7.0)
+    assert links.seconds("collective-permute", 800.0, 2, hosts=2) == 1.0 + 80.0
+    assert links.seconds("reduce-scatter", 800.0, 8, hosts=2) == 2 * 0.25 + 1.0 + 700 / 40
+    assert Links(100.0).seconds("all-gather", 800.0, 8, hosts=2) is None
+
+
+def test_an_exchange_is_waited_for_or_runs_beside_compute() -> None:
+    alone = step_time(module(f"ROOT %g = {GATHER}"), target("8xh200"), RATES)
+    assert (alone.exchanges.count, alone.exchanges.bytes) == (1, 3200)
+    assert alone.seconds == 3 * 0.25 + 3200 * 7 / 8 / 100 and alone.compute_seconds == 0
+    start = "%s = (f32[10,10]{1,0}, f32[80,10]{1,0}) all-gather-start(%x), replica_groups=[1,8]<=[8], dimensions={0}"
+    beside = step_time(module(start, DOT, "ROOT %g = f32[80,10]{1,0} all-gather-done(%s)"), target("8xh200"), RATES)
+    assert beside.seconds == alone.seconds and beside.compute_seconds == 12.5
+    assert beside.exchanges.covered_seconds == 12.5
+    # Over two hosts the same groups of four stay inside; one group of eight does not.
+    inside = GATHER.replace("[1,8]<=[8]", "[2,4]<=[8]")
+    assert step_time(module(f"ROOT %g = {inside}"), target("2x4xh200"), RATES).seconds == 2 * 0.25 + 3200 * 3 / 4 / 100
+    across = step_time(module(f"ROOT %g = {GATHER}"), target("2x4xh200"), RATES)
+    assert across.seconds == 2 * 0.25 + 1.0 + 3200 * 7 / 8 / 40
+
+
+def test_every_round_of_a_loop_exchanges() -> None:
+    body = f"""%body (s: (s32[], f32[10,10])) -> (s32[], f32[10,10]) {{
+  %s = (s32[], f32[10,10]{{1,0}}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[10,10]{{1,0}} get-tuple-element(%s), index=1
+  %g = {GATHER}
+  ROOT %t = (s32[], f32[10,10]{{1,0}}) tuple(%i, %x)
+}}
+"""
+    loop = (
+        "%z = s32[] constant(0)",
+        "%init = (s32[], f32[10,10]{1,0}) tuple(%z, %x)",
+        "ROOT %w = (s32[], f32[10,10]{1,0}) while(%init), condition=%c, body=%body, "
+        'backend_config={"known_trip_count":{"n":"3"}}',
+    )
+    found = step_time(module(*loop, others=body), target("8xh200"), RATES)
+    assert found.exchanges.count == 3 and found.seconds == 3 * (3 * 0.25 + 28.0)
+
+
+def test_a_network_without_a_rate_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"all-gather.*network_bytes_per_s for several hosts"):
+        step_time(module(f"ROOT %g = {GATHER}"), target("2x4xl4"))
+    with pytest.raises(TargetError, match="has no hbm_bytes_per_s"):
+        step_time(module(DOT), replace(target("h200"), hbm_bytes_per_s=None, reached={}))
+
+
+def test_what_nobody_knows_counts_its_bytes_and_is_told() -> None:
+    call = 'ROOT %y = f32[10,10]{1,0} custom-call(%x), custom_call_target="mine"'
+    found = step_time(module(call), target("h200"), RATES)
+    assert (found.seconds, found.untimed) == (0.5 + 8, ("mine",))
+    assert step_time(module("ROOT %y = f32[10,10]{1,0} frobnicate(%x)"), target("h200"), RATES).untimed == ("frobnicate",)
+    assert step_time(module(DOT), target("h200"), RATES).untimed == ()
+
+
+def test_the_devices_of_a_group() -> None:
+    assert largest_group("replica_groups={{0,4},{1,5}}", 8) == [0, 4]
+    assert largest_group("replica_groups=[4,2]<=[2,4]T(1,0)", 8) == [0, 4]
+    assert largest_group("source_target_pairs={{0,1},{3,4}}", 8) == [0, 1]
+
+
+def test_a_pallas_kernel_says_its_operations_by_its_name() -> None:
+    batch, length, heads, width = 1, 512, 2, 64
+    x = jax.ShapeDtypeStruct((batch, length, heads, width), jnp.bfloat16)
+
+    def kernels(causal: bool) -> dict[str, float]:
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return pallas_attention()(q, k, v, segment_ids=None, causal=causal).astype(jnp.float32).sum()
+
+        return named_kernels(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(x, x, x))
+
+    product = 2 * batch * heads * length * length * width
+    full, causal = kernels(False), kernels(True)
+    # This kernel computes the scores and their gradient twice in its backward pass: seven products where five would do.
+    assert (full["mha_forward"], full["mha_backward"]) == (2 * product, 7 * product)
+    assert (causal["mha_forward"], causal["mha_backward"]) == (product, 3.5 * product)
+
+
+@pytest.mark.parametrize("gpu", ["h200", "l40s"])
+def test_a_report_has_the_time_of_its_step(gpu: str) -> None:
+    model, x = nn.Dense(1024), jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    job = rj.Workload(lambda params, x: jnp.sum(model.apply(params, x) ** 2), params, (x,), nn.Dense)
+    report = rj.measure(job, "full", gpu)
+    assert report.seconds is not None and report.seconds == report.compute_seconds and report.exchanges is None
+    # At least the two products at the rate of a large one.
+    assert report.seconds > 2 * 2 * 2048 * 1024 * 1024 / Rates.of(gpu).flops_per_s("tensorfloat32")
+    assert report.to_dict()["seconds"] == report.seconds
+    assumed = "flops" in report.assumed_rates
+    assert assumed and (" to " in str(report)) and "assumed: flops" in str(report)
