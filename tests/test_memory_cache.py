@@ -79,7 +79,7 @@ def test_another_process_finds_it_on_disk_as_it_was(folder: pathlib.Path, asked:
     assert ask(program()) == first and asked == ["full"]
     (path,) = folder.iterdir()
     assert ask(program())["full"] == dataclasses.replace(SIZES, temp=1)
-    assert json.loads(path.read_text().split("\n", 1)[1])["overlap"]["back"]["count"] == 3
+    assert json.loads(path.read_text().split("\n", 1)[1])["time"]["overlap"]["back"]["count"] == 3
 
 
 def change_checksum(text: str) -> str:

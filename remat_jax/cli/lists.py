@@ -31,6 +31,8 @@ SEVERAL = (
     "form of remat_jax/hardware/targets.toml."
 )
 
+_RATES = "All rates are nominal; estimates take what published measurements reach, where there are some."
+
 
 def policies(as_json: Json = False) -> None:
     """List the named policies: what each says, and what it does."""
@@ -60,7 +62,7 @@ def targets(as_json: Json = False) -> None:
             for one in known
         ]
         columns = ("name", "memory", "its rate", "to the host, each way", "bfloat16", "what it is")
-        answer.show(table("Targets", columns, cells, caption="All rates are nominal."), SEVERAL)
+        answer.show(table("Targets", columns, cells, caption=_RATES), SEVERAL)
         answer.data({"targets": [one.to_dict() for one in known]})
 
 

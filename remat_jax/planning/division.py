@@ -54,9 +54,7 @@ def _backward(program: Program, work: Mapping[str, float]) -> Cost:
     backward = program.backward_program
     found = flat_cost(backward.eqns, backward.outputs)
     left = _operations(found)
-    rest = {
-        dtype: _ratio(work.get(dtype, 1.0) * count, left[dtype]) for dtype, count in _operations(program.backward).items()
-    }
+    rest = {dtype: _ratio(work.get(dtype, 1.0) * count, left[dtype]) for dtype, count in _operations(program.backward).items()}
     return _scaled(found, rest, 1.0)
 
 

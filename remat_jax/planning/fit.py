@@ -86,13 +86,20 @@ class Fit:
 
     @property
     def pace(self) -> float:
-        """How much longer compiled steps take than their traced programs, in the median; 1 where nothing was compiled."""
-        found = [
-            one.compiled.seconds / (self.traced_base + one.candidate.seconds)
-            for one in self.tried
-            if one.compiled.seconds and self.traced_base + one.candidate.seconds > 0
-        ]
+        """How much longer compiled steps take than their traced programs, in the median; 1 where nothing was compiled.
+
+        Named policies tell it where there are some: their layers all do the same, and no scan is cut.
+        """
+        timed = [one for one in self.tried if one.compiled.seconds and self.traced_base + one.candidate.seconds > 0]
+        timed = [one for one in timed if one.candidate.name] or timed
+        found = [(one.compiled.seconds or 0.0) / (self.traced_base + one.candidate.seconds) for one in timed]
         return statistics.median(found) if found else 1.0
+
+    @property
+    def missed_seconds(self) -> float:
+        """By how much more time than the traced estimate says a compiled plan took at most: so little is no gain to expect."""
+        missed = (self.extra(one) - one.candidate.seconds for one in self.tried if not one.candidate.name)
+        return max(0.0, *missed, 0.0)
 
     def extra(self, tried: Tried) -> float:
         """The seconds of a compiled step over one that keeps everything, in the terms of the traced estimate.
