@@ -48,8 +48,7 @@ class Rival:
       names: it may have several: MaxText's differ in tensors that not every model has.
       policy: for all blocks, or by block.
       device_bytes, host_bytes: compiled.
-      extra_seconds: over the fastest of all of them, as compiled; from the traced program where nothing is known of that.
-      seconds: of the step as compiled; None where it is not known.
+      extra_seconds: over a step that keeps everything, estimated as plans are.
       remark: why it is not considered.
     """
 
@@ -59,7 +58,6 @@ class Rival:
     host_bytes: int | None = None
     extra_seconds: float | None = None
     remark: str = ""
-    seconds: float | None = None
 
     @property
     def name(self) -> str:
@@ -106,17 +104,14 @@ def rivals(case: Case, described: Described, target: str) -> list[Rival]:
     remarks = [_remark(case, described, policy) for _, policy in asked]
     able = [policy for (_, policy), remark in zip(asked, remarks, strict=True) if not remark]
     # Together, because they are compiled side by side.
-    measured = measure_many(case.workload, able, target, timeout=3600)
-    fastest = min((one.seconds for one in measured if one.seconds is not None), default=0.0)
-    reports = iter(measured)
+    reports = iter(measure_many(case.workload, able, target, timeout=3600))
     found = []
     for (names, policy), remark in zip(asked, remarks, strict=True):
         if remark:
             found.append(Rival(names, policy, remark=remark))
             continue
         report, extra = next(reports), extra_seconds(described, "everything" if policy == "off" else policy)
-        extra = extra if report.seconds is None else report.seconds - fastest
-        found.append(Rival(names, policy, report.device_bytes, report.host_bytes, extra, seconds=report.seconds))
+        found.append(Rival(names, policy, report.device_bytes, report.host_bytes, extra))
     return found
 
 
@@ -134,11 +129,6 @@ def _remark(case: Case, described: Described, policy: Any) -> str:
 def _offloads(policy: Any) -> bool:
     texts = policy.values() if isinstance(policy, Mapping) else [policy]
     return any("offload" in text for text in texts)
-
-
-def fastest_seconds(found: list[Rival]) -> float | None:
-    """The time of the fastest policy as compiled, whatever it needs; None where none is known."""
-    return min((one.seconds for one in found if one.seconds is not None), default=None)
 
 
 def best_within(found: list[Rival], budget: int) -> Rival | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import remat_jax as rj
-from benchmarks.plan.rivals import Rival, best_within, fastest_seconds
+from benchmarks.plan.rivals import Rival, best_within
 from benchmarks.plan.workloads import Case
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.hardware import target as target_named
@@ -65,19 +65,18 @@ def row(case: Case, described: Described, budget: int, target: str, others: list
     except InfeasibleBudget as error:
         return told | {"infeasible": error.least_bytes, "wall_seconds": time.perf_counter() - begin}
     planned = time.perf_counter() - begin
-    base = fastest_seconds(others)
     return (
         told
         | {
             "device_bytes": found.device_bytes,
             "predicted_bytes": found.predicted_bytes,
             "host_bytes": found.host_bytes,
-            "base_seconds": found.base_seconds if base is None else base,
-            "extra_seconds": extra_seconds(described, everything_for_off(found)) if base is None else found.seconds - base,
+            "base_seconds": found.base_seconds,
+            "extra_seconds": extra_seconds(described, everything_for_off(found)),
             "policies": found.texts,
             "tried": found.tried,
             "notes": found.notes,
-            "further": one_more(case, described, found, target, base),
+            "further": one_more(case, described, found, target),
         }
         | {"wall_seconds": planned}
     )
@@ -88,20 +87,15 @@ def everything_for_off(found: Plan) -> dict[Any, Any]:
     return dict.fromkeys(found.policies, "everything") if found.is_off else dict(found.policies)
 
 
-def one_more(case: Case, described: Described, found: Plan, target: str, base: float | None = None) -> dict[str, Any] | None:
-    """What the plan needs with the smallest residual saved that it still computes again; None where there is none.
-
-    Its extra time is over `base` as compiled; from the traced program where that is None.
-    """
+def one_more(case: Case, described: Described, found: Plan, target: str) -> dict[str, Any] | None:
+    """What the plan needs with the smallest residual saved that it still computes again; None where there is none."""
     options = further(described, found)
     if not options:
         return None
     least = min(options, key=lambda one: one.saved_bytes)
     report = rj.measure(case.workload, least.policies, target, timeout=TIMEOUT)
     told = {"where": least.where, "residual": least.residual, "saved_bytes": least.saved_bytes}
-    known = base is not None and report.seconds is not None
-    extra = report.seconds - base if known else extra_seconds(described, least.policies)  # type: ignore[operator]
-    return told | {"device_bytes": report.device_bytes, "extra_seconds": extra}
+    return told | {"device_bytes": report.device_bytes, "extra_seconds": extra_seconds(described, least.policies)}
 
 
 def further(described: Described, found: Plan) -> list[Further]:

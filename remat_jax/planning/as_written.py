@@ -7,15 +7,14 @@ There `off` is not a step without checkpoints: it is the author's policy. Plans 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from remat_jax.apply.replaced import AS_WRITTEN
 from remat_jax.errors import UnsupportedError
 from remat_jax.graph.count import flops
 from remat_jax.planning.candidate import FAILED, Candidate, Compiled
-from remat_jax.planning.fit import Fit
 from remat_jax.planning.point import Point
+from remat_jax.planning.problem import Described
 from remat_jax.workload import Workload
 
 
@@ -40,19 +39,18 @@ def counted_flops(workload: Workload, policy: Any) -> int | None:
 
 
 def as_written(
-    workload: Workload, fit: Fit, full: Candidate | None, compile_: Callable[..., list[Compiled]], best: Any
+    workload: Workload, described: Described, full: Candidate | None, compile_: Callable[..., list[Compiled]], best: Any
 ) -> Point:
     """What the step of a model with checkpoints of its own around the blocks takes as written.
 
-    Its time is as compiled; where that is not known, as that of `full`, in proportion to the operations computed again.
+    The estimated time is that of `full`, in proportion to the operations that are computed again.
     """
     answer = compile_([Candidate(AS_WRITTEN, (), 0.0)], best)
     compiled = answer[0] if answer and answer[0].device_bytes != FAILED else None
-    if compiled is not None and compiled.seconds:
-        return Point(AS_WRITTEN, compiled.device_bytes, compiled.host_bytes, compiled.seconds, True)
     again, of_full = (counted_flops(workload, policy) for policy in ("off", dict.fromkeys(workload.blocks, "full")))
     seconds = None
     if full is not None and again is not None and of_full:
-        seconds = fit.estimate(replace(full, seconds=full.seconds * again / of_full))
+        base = described.stack.base_seconds + described.outside_seconds
+        seconds = base + full.seconds * again / of_full
     device, host = (compiled.device_bytes, compiled.host_bytes) if compiled else (None, 0)
     return Point(AS_WRITTEN, device, host, seconds, compiled is not None)

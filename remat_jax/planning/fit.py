@@ -1,9 +1,8 @@
-"""What the compiled steps of one search say: which fit, which is fastest, and what other candidates would need and take."""
+"""What the compiled steps of one search say: which fit, which is best, and what other candidates would need."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from itertools import islice
 
@@ -27,19 +26,10 @@ class Fit:
       guess: the stack as it was described before anything was compiled.
       budget, host_budget: in bytes; the host's may be infinite.
       arguments: the bytes that the step is given, which are on the device whatever the policy.
-      base_seconds: the time of a step that keeps everything, estimated from the traced program; by default that of the blocks.
     """
 
-    def __init__(
-        self,
-        guess: Stack,
-        budget: float,
-        host_budget: float = math.inf,
-        arguments: float = 0.0,
-        base_seconds: float | None = None,
-    ) -> None:
+    def __init__(self, guess: Stack, budget: float, host_budget: float = math.inf, arguments: float = 0.0) -> None:
         self.guess, self.budget, self.host_budget, self.arguments = guess, budget, host_budget, arguments
-        self.traced_base = guess.base_seconds if base_seconds is None else base_seconds
         self.tried: list[Tried] = []
         self._fitted: dict[tuple[int, float, bool], Stack] = {}
 
@@ -56,7 +46,7 @@ class Fit:
 
         # Of equal estimates, the step without any checkpoint is surely no slower.
         def rank(one: Tried) -> tuple[float, bool, bool, int]:
-            return self.extra(one), one.candidate.name != "off", one.candidate.host_bytes > 0, one.compiled.device_bytes
+            return one.candidate.seconds, one.candidate.name != "off", one.candidate.host_bytes > 0, one.compiled.device_bytes
 
         return min(filter(self.fits, self.tried), key=rank, default=None)
 
@@ -81,47 +71,6 @@ class Fit:
         """What of the host budget is left for activations: the state of an offloaded optimizer counts against it."""
         seen = [one.compiled.host_bytes - one.candidate.host_bytes for one in self.tried if one.compiled.device_bytes < FAILED]
         return max(0.0, self.host_budget - max(0, min(seen, default=0)))
-
-    # --- what it takes ---------------------------------------------------------------------------------------------------
-
-    @property
-    def pace(self) -> float:
-        """How much longer compiled steps take than their traced programs, in the median; 1 where nothing was compiled.
-
-        Named policies tell it where there are some: their layers all do the same, and no scan is cut.
-        """
-        timed = [one for one in self.tried if one.compiled.seconds and self.traced_base + one.candidate.seconds > 0]
-        timed = [one for one in timed if one.candidate.name] or timed
-        found = [(one.compiled.seconds or 0.0) / (self.traced_base + one.candidate.seconds) for one in timed]
-        return statistics.median(found) if found else 1.0
-
-    @property
-    def missed_seconds(self) -> float:
-        """By how much more time than the traced estimate says a compiled plan took at most: so little is no gain to expect."""
-        missed = (self.extra(one) - one.candidate.seconds for one in self.tried if not one.candidate.name)
-        return max(0.0, *missed, 0.0)
-
-    def extra(self, tried: Tried) -> float:
-        """The seconds of a compiled step over one that keeps everything, in the terms of the traced estimate.
-
-        The compiled time is brought to the pace of the traced one, so that it compares with what was not compiled.
-        """
-        if not tried.compiled.seconds or not self.traced_base:
-            return tried.candidate.seconds
-        return tried.compiled.seconds / self.pace - self.traced_base
-
-    def time(self, tried: Tried) -> float:
-        """The time of a compiled step: as it was compiled, or the traced estimate where nothing is known of that."""
-        return tried.compiled.seconds or self.estimate(tried.candidate)
-
-    def estimate(self, candidate: Candidate) -> float:
-        """The time of a candidate's step by its traced program, at the pace of the compiled steps."""
-        return self.pace * (self.traced_base + candidate.seconds)
-
-    def seconds(self, candidate: Candidate) -> float:
-        """The same, as compiled where it was."""
-        known = self.known(candidate)
-        return self.estimate(candidate) if known is None else self.time(known)
 
     # --- what that says of others ---------------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ def plan(
 
 
 # Notes on how far the search went, and advice; the other notes change what the plan's step does, and are warnings too.
-_OF_THE_SEARCH = ("Not shown", "Left out", "The policy takes the place", "Beyond the blocks", "Estimated")
+_OF_THE_SEARCH = ("Not shown", "Left out", "The policy takes the place", "Beyond the blocks")
 
 
 @silenced()
@@ -142,10 +142,9 @@ _FASTER = 0.999
 """By which factor such a step must be faster than the best without a limit, as both are compiled."""
 
 
-_SAME = 0.005
-"""The share of a step by which a plan must be faster than a named policy that fits to be taken instead of it."""
-_TELLS = 0.04
-"""The share of a step that the estimate can tell apart: so much its ratios miss in `benchmarks.published`."""
+def _step_seconds(tried: Tried) -> float | None:
+    """The modelled time of a compiled step; None where none is known."""
+    return None if tried.compiled.sizes is None else tried.compiled.sizes.seconds
 
 
 @dataclass
@@ -168,8 +167,7 @@ class _Making:
         named, self.remarks = self._named()
         host = math.inf if self.host_budget is None else float(self.host_budget)
         most_runs = 1 if any(kind.program.call.nested for kind in self.described.kinds) else MOST_RUNS
-        base = self.described.base_seconds
-        self.fit = Fit(self.described.stack, float(self.budget), host, argument_bytes(self.workload), base)
+        self.fit = Fit(self.described.stack, float(self.budget), host, argument_bytes(self.workload))
         own, cut = (functools.partial(make, self.described) for make in (own_candidate, recut))
         self.proposals = Proposals(self.fit, named, own, cut, most_runs)
         scanned = most_runs != 1 and any(kind.scanned for kind in self.described.kinds)
@@ -200,7 +198,6 @@ class _Making:
         if best is None:
             raise self._infeasible()
         self.progress("reading the frontier", len(self.fit.tried), len(self.fit.tried))
-        best = self._simpler(best)
         policies = policies_of(self.described, best.candidate)
         self._add_as_written(best)
         found = outcome(self.described, self.fit, self.proposals, best, self.remarks)
@@ -234,17 +231,25 @@ class _Making:
         off = [one for one in self.proposals.named if one.name == "off" and unrolled and not self._is_best(one, best)]
         asked = [one for one in off if self.fit.least_expected(one) <= _NEAR * self.budget]
         asked += sorted((one for one in over if one.name != "off"), key=lambda one: one.seconds)[:1]
-        faster = [one for one in asked if best is None or one.seconds < self.fit.extra(best)]
+        faster = [one for one in asked if best is None or one.seconds < best.candidate.seconds]
         if not faster or self.target.kind == "cpu" or self.compiler.is_over:
             return best
         answers = self.compiler.compile(faster, best, memory_limit=self.budget)
         found = [Tried(*pair, self.fit.expected(pair[0])) for pair in zip(faster, answers, strict=False)]
-        able = [one for one in found if self.fit.fits(one) and one.compiled.seconds]
-        if best is not None:
-            able = [one for one in able if (one.compiled.seconds or math.inf) < _FASTER * (best.compiled.seconds or 0.0)]
+        able = [one for one in found if self.fit.fits(one) and _step_seconds(one) is not None]
+        if best is not None and (seconds := _step_seconds(best)) is not None:
+            able = [one for one in able if (_step_seconds(one) or math.inf) < _FASTER * seconds]
+        elif best is not None:
+            return best
         if not able:
             return best
-        chosen = min(able, key=lambda one: one.compiled.seconds or math.inf)
+        chosen = min(able, key=lambda one: _step_seconds(one) or math.inf)
+        # Its estimate knows nothing of what XLA recomputes: it takes as much more or less as the compiled steps do.
+        if best is not None:
+            base = self.described.base_seconds
+            ratio = (_step_seconds(chosen) or 0.0) / (_step_seconds(best) or 1.0)
+            seconds = max(0.0, ratio * (base + best.candidate.seconds) - base)
+            chosen = replace(chosen, candidate=replace(chosen.candidate, seconds=seconds))
         self.notes.append(
             "The step fits with the budget as XLA's memory limit only: give plan.compiler_options to the jax.jit of the step"
         )
@@ -258,25 +263,6 @@ class _Making:
             return None
         self.fit.learn(asked, self.compiler.compile(asked, None))
         return self.fit.best
-
-    def _simpler(self, best: Tried) -> Tried:
-        """A named policy that fits, where it is as fast as far as anybody can tell; else the best.
-
-        A note says where a plan is faster than the fastest named policy by less than the estimate can tell.
-        """
-        named = [one for one in self.fit.tried if self.fit.fits(one) and one.candidate.name and not one.candidate.inside]
-        if best.candidate.name or not named:
-            return best
-        other, fastest = min(named, key=self.fit.extra), self.fit.time(best)
-        gained = 1 - fastest / self.fit.time(other)
-        if gained < _SAME:
-            return other
-        if gained < _TELLS:
-            self.notes.append(
-                f"Estimated {100 * gained:.1f} % faster than {other.candidate.name}, which fits too: less than the "
-                f"{100 * _TELLS:.0f} % that the estimate can tell apart"
-            )
-        return best
 
     @staticmethod
     def _is_best(candidate: Candidate, best: Tried | None) -> bool:
@@ -355,4 +341,4 @@ class _Making:
         if time.monotonic() > self.deadline:
             return
         full = next((one for one in self.proposals.named if one.name == "full"), None)
-        self.remarks.append(as_written(self.workload, self.fit, full, self.compiler.compile, best))
+        self.remarks.append(as_written(self.workload, self.described, full, self.compiler.compile, best))

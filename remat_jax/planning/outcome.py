@@ -22,6 +22,7 @@ _GIB = 2**30
 def outcome(described: Described, fit: Fit, proposals: Proposals, best: Tried, remarks: Sequence[Point]) -> dict[str, Any]:
     """The fields of a `Plan` that a search decides."""
     stack = fit.stack
+    base = stack.base_seconds + described.outside_seconds
 
     def point(candidate: Candidate) -> Point:
         known = fit.known(candidate)
@@ -29,7 +30,7 @@ def outcome(described: Described, fit: Fit, proposals: Proposals, best: Tried, r
             candidate.name,
             None if known and known.compiled.device_bytes == FAILED else fit.shown(candidate, stack),
             known.compiled.host_bytes if known else round(candidate.host_bytes),
-            fit.seconds(candidate),
+            base + candidate.seconds,
             known is not None,
             parts_of(described, stack, candidate),
             "" if known is None or known.compiled.sound else "what is compiled of it must not be run",
@@ -44,8 +45,8 @@ def outcome(described: Described, fit: Fit, proposals: Proposals, best: Tried, r
         "device_bytes": best.compiled.device_bytes,
         "predicted_bytes": best.predicted_bytes,
         "host_bytes": best.compiled.host_bytes,
-        "seconds": fit.time(best),
-        "base_seconds": fit.pace * fit.traced_base,
+        "seconds": base + best.candidate.seconds,
+        "base_seconds": base,
         "frontier": unbeaten(beside),
         "named": (*named, *remarks),
         "parts": parts_of(described, stack, best.candidate),
@@ -90,5 +91,4 @@ def _next_gib(proposals: Proposals, stack: Stack, best: Tried) -> float | None:
     if best.candidate.seconds <= 0:
         return None
     found = proposals.solve(stack, proposals.fit.budget + _GIB)
-    fit = proposals.fit
-    return max(0.0, fit.time(best) - fit.seconds(found)) if found else 0.0
+    return max(0.0, best.candidate.seconds - found.seconds) if found else 0.0

@@ -35,12 +35,8 @@ class Proposals:
         self.fit, self.named, self.own = fit, tuple(named), own
         self._recut = recut if most_runs != 1 else None
         self._most_runs = min(most_runs or MOST_POLICIES, MOST_POLICIES)
+        self.worth = WORTH_COMPILING * fit.guess.base_seconds
         self._solvers: dict[tuple[Stack, int], StackSolver] = {}
-
-    @property
-    def worth(self) -> float:
-        """The seconds that must be expected to be gained for a step to be compiled."""
-        return max(WORTH_COMPILING * self.fit.guess.base_seconds, self.fit.missed_seconds)
 
     def solve(self, stack: Stack, budget: float, *, most_runs: int | None = None) -> Candidate | None:
         """The planner's fastest within `budget`, of as many runs as the search may have or fewer; None where nothing fits.
@@ -112,7 +108,7 @@ class Proposals:
         able = [
             one
             for one in self.named
-            if one.seconds < self.fit.extra(best) and not math.isclose(one.seconds, self.fit.extra(best))
+            if one.seconds < best.candidate.seconds and not math.isclose(one.seconds, best.candidate.seconds)
             if self.fit.known(one) is None and one.host_bytes <= self.fit.host_left
             if self.fit.may_fit(one)
         ]

@@ -13,7 +13,7 @@ from remat_jax.errors import InfeasibleBudget
 from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Tried
 from remat_jax.planning.fit import Fit
 from remat_jax.planning.fitting import predicted
-from remat_jax.planning.proposals import WORTH_COMPILING, Proposals
+from remat_jax.planning.proposals import Proposals
 from remat_jax.solver import Stack
 
 Compile = Callable[[Sequence[Candidate], Tried | None], list[Compiled]]
@@ -37,9 +37,6 @@ _FAR_OFF = 0.02
 _AFTER_FAILURE = 0.05
 """The share of the budget by which a plan is made smaller where the last one could not be compiled."""
 
-_LEANER = 2
-"""So many plans that keep less are compiled, where those that keep more took longer than their estimate."""
-
 _WORTH_DARING = 5.0
 """How many times that must be gained where predictions have been too low before."""
 
@@ -59,11 +56,7 @@ class Search:
         self.fit, self.proposals = fit, proposals
         self._most, self._most_in_all = most_compiled, most_compiled + UNMOVED_COMPILED
         self._scanned = scanned
-        self._leaner = 0
-
-    @property
-    def _worth(self) -> float:
-        return self.proposals.worth
+        self._worth = proposals.worth
 
     def run(self, compile_them: Compile) -> Tried:
         """The fastest candidate that was compiled and fits.
@@ -180,7 +173,7 @@ class Search:
 
     def _faster_named(self, best: Tried | None) -> list[Candidate]:
         """Named policies that would be faster than the best and may fit, the fastest first."""
-        stack, bound = self.fit.stack, self.fit.extra(best) if best else math.inf
+        stack, bound = self.fit.stack, best.candidate.seconds if best else math.inf
         able = [
             one
             for one in self.proposals.named
@@ -194,9 +187,7 @@ class Search:
         """The fastest plan under which all layers of a kind do the same, where it is faster and may fit."""
         if not self._scanned:
             return []
-        found = self._solved(
-            self.fit.around(self.fit.budget, uncut=True), self.fit.budget, best, most_runs=1, worth=self.fit.missed_seconds
-        )
+        found = self._solved(self.fit.around(self.fit.budget, uncut=True), self.fit.budget, best, most_runs=1, worth=0.0)
         return [found] if found else []
 
     def _own(self, stack: Stack, best: Tried | None) -> list[Candidate]:
@@ -213,24 +204,7 @@ class Search:
             found = [bold, self._solved(stack, self._within(0.5 * self._share), best)]
         else:
             found = [bold]
-        return [one for one in found if one is not None] or self._half(stack, best)
-
-    def _half(self, stack: Stack, best: Tried | None) -> list[Candidate]:
-        """A plan half way to the best, where compiled plans took longer than their estimate.
-
-        What they keep they write and read, which the traced estimate does not know: one that keeps less may be faster.
-        """
-        if best is None or self._leaner >= _LEANER or self.fit.missed_seconds <= WORTH_COMPILING * stack.base_seconds:
-            return []
-        self._leaner += 1
-        room = self._within(0.5**self._leaner) if best.candidate.name else 0.5 * (self._low + best.compiled.device_bytes)
-        leaner = self.proposals.solve(stack, room)
-        return [leaner] if leaner is not None and self.fit.known(leaner) is None else []
-
-    @property
-    def _low(self) -> int:
-        """The device bytes of the leanest compiled step."""
-        return min(self.fit.smallest.compiled.device_bytes, round(self.fit.budget))
+        return [one for one in found if one is not None]
 
     @property
     def _share(self) -> float:
@@ -249,7 +223,7 @@ class Search:
         self, stack: Stack, budget: float, best: Tried | None, *, most_runs: int | None = None, worth: float | None = None
     ) -> Candidate | None:
         """The fastest within `budget` that was not compiled yet, and would be faster than the best by what that is worth."""
-        least = math.inf if best is None else self.fit.extra(best) - (self._worth if worth is None else worth)
+        least = math.inf if best is None else best.candidate.seconds - (self._worth if worth is None else worth)
         for _ in range(4):
             if budget <= 0:
                 return None
