@@ -13,7 +13,16 @@ import pytest
 
 import remat_jax as rj
 from examples.models import qwen_image, wan
-from examples.models.diffusion import grid_positions, long_attention, pack, plain_norm, time_features, unpack
+from examples.models.diffusion import (
+    ACTIVATIONS,
+    FeedForward,
+    grid_positions,
+    long_attention,
+    pack,
+    plain_norm,
+    time_features,
+    unpack,
+)
 from examples.models.transformer import attention
 
 
@@ -124,6 +133,36 @@ def test_times_turn_by_their_frequencies(x64: None) -> None:
     np.testing.assert_allclose(found, [np.cos(500), np.cos(5), np.sin(500), np.sin(5)], atol=1e-12)
 
 
+def test_the_activation_is_the_one_that_is_asked_for(x64: None) -> None:
+    """The feed-forward of an identity; the formulas are those of `diffusers` and of DiffSynth-Studio."""
+    x = np.linspace(-4, 4, 25)
+    formulas = {
+        "gelu_tanh": 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))),
+        "quick_gelu": x / (1 + np.exp(-1.702 * x)),
+    }
+    one = {"kernel": np.ones((1, 1)), "bias": np.zeros(1)}
+    for name, expected in formulas.items():
+        found = FeedForward(1, activation=name).apply({"params": {"fc1": one, "fc2": one}}, jnp.asarray(x)[None, :, None])
+        np.testing.assert_allclose(found[0, :, 0], expected, rtol=0, atol=1e-15)
+    slope = jax.vmap(jax.grad(ACTIVATIONS["quick_gelu"]))(jnp.asarray(x))
+    sigmoid = 1 / (1 + np.exp(-1.702 * x))
+    np.testing.assert_allclose(slope, sigmoid + 1.702 * x * sigmoid * (1 - sigmoid), rtol=0, atol=1e-15)
+
+
+def test_only_the_feed_forward_of_qwen_image_has_the_option() -> None:
+    outputs = []
+    for activation in ("gelu_tanh", "quick_gelu"):
+        found = MODELS["qwen_image"]
+        model = qwen_image.QwenImage(qwen_image.QwenImageConfig(activation=activation))
+        arrays = {name: jnp.ones(shape) for name, shape in found.shapes.items()}
+        variables = model.init(jax.random.key(0), **arrays, **found.constants)
+        jaxpr = str(
+            jax.make_jaxpr(lambda v, arrays, model=model: model.apply(v, **arrays, **found.constants))(variables, arrays)
+        )
+        outputs.append((jaxpr.count("1.702"), jaxpr.count(" tanh")))
+    assert outputs == [(0, 4), (4, 0)]  # two streams in two layers
+
+
 def test_a_plain_norm_of_large_numbers_keeps_their_differences() -> None:
     found = plain_norm(jnp.array([1e4, 1e4 + 1, 1e4 + 2], jnp.float32), 1e-6)
     np.testing.assert_allclose(found, np.array([-1, 0, 1]) * 1.5**0.5, atol=1e-5)
@@ -156,6 +195,8 @@ WRONG = {
     "in_channels=0: expected at least 1": qwen(config={"in_channels": 0}),
     "hidden_size=0: expected at least 1": qwen(config={"hidden_size": 0, "rope_axes": (0, 0, 0)}),
     "query_chunk=0: expected at least 1": qwen(config={"query_chunk": 0}),
+    "activation='gelu': expected 'gelu_tanh', as diffusers has it, or 'quick_gelu', as": qwen(config={"activation": "gelu"}),
+    "activation=['quick_gelu']: expected 'gelu_tanh'": qwen(config={"activation": ["quick_gelu"]}),
     "grids=(): expected (frames, rows, columns)": qwen(constants={"grids": ()}),
     "latents have shape (2, 6, 12), expected (2, 8, 12)": qwen(constants={"grids": ((1, 2, 4),)}),
     "latents have shape (2, 6, 48), expected (2, 6, 12)": qwen(latents=(2, 6, 48)),

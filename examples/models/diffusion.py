@@ -5,6 +5,8 @@ Dtypes derive from the inputs, as in `transformer`: float64 stays float64, and w
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -137,16 +139,28 @@ class TimeEmbedding(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Linear, GELU by the tanh formula, linear: (B, T, E) → (B, T, width), by default as wide as it came."""
+    """Linear, one of `ACTIVATIONS`, linear: (B, T, E) → (B, T, width), by default as wide as it came."""
 
     hidden: int
     width: int | None = None
+    activation: str = "gelu_tanh"
     param_dtype: Dtype = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        inside = nn.gelu(nn.Dense(self.hidden, param_dtype=self.param_dtype, name="fc1")(x), approximate=True)
+        inside = ACTIVATIONS[self.activation](nn.Dense(self.hidden, param_dtype=self.param_dtype, name="fc1")(x))
         return nn.Dense(self.width or x.shape[-1], param_dtype=self.param_dtype, name="fc2")(inside)
+
+
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """Return x · sigmoid(1.702 x), an approximation of GELU (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016)."""
+    return x * nn.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu_tanh": functools.partial(nn.gelu, approximate=True),
+    "quick_gelu": quick_gelu,
+}
 
 
 def plain_norm(x: jax.Array, epsilon: float) -> jax.Array:
