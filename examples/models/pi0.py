@@ -3,8 +3,8 @@
 Images and a prompt make the prefix, the state and the noisy actions the suffix. Each has weights of its own, and a layer
 has one attention over both. The model predicts the velocity from actions to noise (flow matching).
 
-`rules.pi0` carries the weights of the PyTorch twin, `torch_ref.Pi0`. Black et al., "π0: A Vision-Language-Action Flow
-Model for General Robot Control", 2024.
+`rules.pi0` carries the weights of the PyTorch twin, `torch_ref.Pi0`, and those of OpenPI's JAX and PyTorch models.
+Black et al., "π0: A Vision-Language-Action Flow Model for General Robot Control", 2024.
 """
 
 from __future__ import annotations

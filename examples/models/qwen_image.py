@@ -75,8 +75,7 @@ class QwenImageConfig:
             raise ValueError(f"rope_axes={self.rope_axes}: expected three even numbers whose sum is {self.head_dim}, a head")
         if self.activation not in tuple(ACTIVATIONS):
             raise ValueError(
-                f"activation={self.activation!r}: expected 'gelu_tanh', as diffusers has it, or 'quick_gelu', as DiffSynth-Studio"
-                " has it"
+                f"activation={self.activation!r}: expected 'gelu_tanh' (diffusers) or 'quick_gelu' (DiffSynth-Studio)"
             )
 
     @property

@@ -1,6 +1,7 @@
 """Wan's video transformer in Flax Linen, text to video: attention of all frames to each other, then to the prompt.
 
-`rules.wan` carries the weights of the PyTorch original, `WanTransformer3DModel` of `diffusers`.
+`rules.wan` carries the weights of the PyTorch originals, `WanTransformer3DModel` of `diffusers` and `WanModel` of
+DiffSynth-Studio.
 """
 
 from __future__ import annotations
