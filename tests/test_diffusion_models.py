@@ -158,6 +158,20 @@ def test_two_streams_of_two_layers_have_the_activation(activation: str, counts: 
     assert (jaxpr.count("1.702"), jaxpr.count(" tanh")) == counts
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_exact_angles_far_out_are_those_of_float64(jit: bool) -> None:
+    times = np.array([0.0, 0.3, 17.25, 312.0, 999.9], np.float32)
+    frequencies = 10000.0 ** -(np.arange(128) / 128)
+    angles = times.astype(np.float64)[:, None] * frequencies
+    expected = np.concatenate([np.cos(angles), np.sin(angles)], axis=-1)
+
+    def error(exact: bool) -> float:
+        features = jax.jit(time_features, static_argnums=1, static_argnames="exact") if jit else time_features
+        return float(np.abs(features(jnp.asarray(times), 256, exact=exact) - expected).max())
+
+    assert error(exact=True) < 1e-6 < 3e-5 < error(exact=False)
+
+
 def test_a_plain_norm_of_large_numbers_keeps_their_differences() -> None:
     found = plain_norm(jnp.array([1e4, 1e4 + 1, 1e4 + 2], jnp.float32), 1e-6)
     np.testing.assert_allclose(found, np.array([-1, 0, 1]) * 1.5**0.5, atol=1e-5)
