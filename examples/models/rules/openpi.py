@@ -95,8 +95,8 @@ PALIGEMMA, ACTION = "paligemma_with_expert.paligemma", "paligemma_with_expert.ge
 def pytorch_rules(config: Pi0Config, scan: bool = False) -> Rules:
     """Return the map of the state dict of OpenPI's `PI0Pytorch`; it is the same for every configuration.
 
-    >>> print(pytorch_rules(Pi0Config()).rules[-3])
-    PALIGEMMA.model.language_model.embed_tokens.weight -> params/embed_tokens/embedding
+    >>> str(pytorch_rules(Pi0Config()).rules[-3]).removeprefix("paligemma_with_expert.paligemma.model.")
+    'language_model.embed_tokens.weight -> params/embed_tokens/embedding'
     """
     tower = _under(f"{PALIGEMMA}.model.vision_tower.vision_model", ENCODER.replace("params/", "params/vision/"))
     prefix = _under(f"{PALIGEMMA}.model.language_model", GEMMA.replace("EXPERT", "experts_0").replace("STREAM", "prefix"))
