@@ -14,17 +14,21 @@ import numpy as np
 import optax
 import pytest
 import torch
+from flax.traverse_util import unflatten_dict
 
 import remat_jax as rj
 import torch_ref
 from examples.models import linen
-from remat_jax import compat
+from examples.models.pi0 import Pi0
+from examples.models.pi0_config import Pi0Config
+from examples.models.rules.pi0 import rules
+from remat_jax import compat, porting
 from remat_jax.planning import search
 from tests.doc_pages import ROOT, run
 
 PORTING = {  # in the order of the menu, with their blocks of Python: each page has the names of those before it
     "docs/porting.md": 2,
-    "docs/porting/checkpoints.md": 14,
+    "docs/porting/checkpoints.md": 16,
     "docs/porting/what_is_kept.md": 11,
     "docs/porting/devices_and_budgets.md": 10,
     "docs/porting/proof.md": 7,
@@ -131,7 +135,14 @@ def test_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_page_on_pytorch() -> None:
     names = taken_for_granted()
     flax_side, torch_side = text_of("docs/pytorch.md").split("## torch_ref")
-    assert run(flax_side, "pytorch.md", names) == 2 and names["report"].passed
+    config = Pi0Config(depth=1)
+    shapes = jax.eval_shape(Pi0(config, scan=True).init, jax.random.key(0), *config.shapes(1)[:3])
+    made = porting.to_torch(
+        jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), rules(config, True, "openpi_jax"), numpy=True
+    )
+    names |= {"config": config, "shapes": shapes, "openpi_parameters": unflatten_dict(made, sep="/")}
+    assert run(flax_side, "pytorch.md", names) == 3 and names["report"].passed
+    assert jax.tree.map(jnp.shape, names["variables"]) == jax.tree.map(jnp.shape, shapes)
     given = {name: torch_ref.ByteDecoder(**SIZES) for name in ("model", "other")}
     given |= dict.fromkeys(("tokens", "targets"), torch.ones(2, 8, dtype=torch.long)) | {"DecoderLayer": torch_ref.DecoderLayer}
     assert run(torch_side, "pytorch.md", given) == 1

@@ -13,7 +13,16 @@ import pytest
 
 import remat_jax as rj
 from examples.models import qwen_image, wan
-from examples.models.diffusion import grid_positions, long_attention, pack, plain_norm, time_features, unpack
+from examples.models.diffusion import (
+    ACTIVATIONS,
+    FeedForward,
+    grid_positions,
+    long_attention,
+    pack,
+    plain_norm,
+    time_features,
+    unpack,
+)
 from examples.models.transformer import attention
 
 
@@ -124,6 +133,45 @@ def test_times_turn_by_their_frequencies(x64: None) -> None:
     np.testing.assert_allclose(found, [np.cos(500), np.cos(5), np.sin(500), np.sin(5)], atol=1e-12)
 
 
+def test_the_activation_is_the_one_that_is_asked_for(x64: None) -> None:
+    """The feed-forward of an identity; the formulas are those of `diffusers` and of DiffSynth-Studio."""
+    x = np.linspace(-4, 4, 25)
+    formulas = {
+        "gelu_tanh": 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))),
+        "quick_gelu": x / (1 + np.exp(-1.702 * x)),
+    }
+    one = {"kernel": np.ones((1, 1)), "bias": np.zeros(1)}
+    for name, expected in formulas.items():
+        found = FeedForward(1, activation=name).apply({"params": {"fc1": one, "fc2": one}}, jnp.asarray(x)[None, :, None])
+        np.testing.assert_allclose(found[0, :, 0], expected, rtol=0, atol=1e-15)
+    slope = jax.vmap(jax.grad(ACTIVATIONS["quick_gelu"]))(jnp.asarray(x))
+    sigmoid = 1 / (1 + np.exp(-1.702 * x))
+    np.testing.assert_allclose(slope, sigmoid + 1.702 * x * sigmoid * (1 - sigmoid), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(("activation", "counts"), [("gelu_tanh", (0, 4)), ("quick_gelu", (4, 0))])
+def test_two_streams_of_two_layers_have_the_activation(activation: str, counts: tuple[int, int]) -> None:
+    found = MODELS["qwen_image"]
+    model, arrays = qwen_image.QwenImage(qwen_image.QwenImageConfig(activation=activation)), found.arrays()
+    variables = found.init(model, arrays)
+    jaxpr = str(jax.make_jaxpr(lambda v, x: model.apply(v, **x, **found.constants))(variables, arrays))
+    assert (jaxpr.count("1.702"), jaxpr.count(" tanh")) == counts
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_exact_angles_far_out_are_those_of_float64(jit: bool) -> None:
+    times = np.array([0.0, 0.3, 17.25, 312.0, 999.9], np.float32)
+    frequencies = 10000.0 ** -(np.arange(128) / 128)
+    angles = times.astype(np.float64)[:, None] * frequencies
+    expected = np.concatenate([np.cos(angles), np.sin(angles)], axis=-1)
+
+    def error(exact: bool) -> float:
+        features = jax.jit(time_features, static_argnums=1, static_argnames="exact") if jit else time_features
+        return float(np.abs(features(jnp.asarray(times), 256, exact=exact) - expected).max())
+
+    assert error(exact=True) < 1e-6 < 3e-5 < error(exact=False)
+
+
 def test_a_plain_norm_of_large_numbers_keeps_their_differences() -> None:
     found = plain_norm(jnp.array([1e4, 1e4 + 1, 1e4 + 2], jnp.float32), 1e-6)
     np.testing.assert_allclose(found, np.array([-1, 0, 1]) * 1.5**0.5, atol=1e-5)
@@ -156,6 +204,10 @@ WRONG = {
     "in_channels=0: expected at least 1": qwen(config={"in_channels": 0}),
     "hidden_size=0: expected at least 1": qwen(config={"hidden_size": 0, "rope_axes": (0, 0, 0)}),
     "query_chunk=0: expected at least 1": qwen(config={"query_chunk": 0}),
+    "activation='gelu': expected 'gelu_tanh' (diffusers) or 'quick_gelu' (DiffSynth-Studio)": qwen(
+        config={"activation": "gelu"}
+    ),
+    "activation=['quick_gelu']: expected 'gelu_tanh'": qwen(config={"activation": ["quick_gelu"]}),
     "grids=(): expected (frames, rows, columns)": qwen(constants={"grids": ()}),
     "latents have shape (2, 6, 12), expected (2, 8, 12)": qwen(constants={"grids": ((1, 2, 4),)}),
     "latents have shape (2, 6, 48), expected (2, 6, 12)": qwen(latents=(2, 6, 48)),

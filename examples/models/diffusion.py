@@ -5,6 +5,9 @@ Dtypes derive from the inputs, as in `transformer`: float64 stays float64, and w
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -105,10 +108,12 @@ def rotate_pairs(x: jax.Array, rotation: Rotation) -> jax.Array:
     return turned.reshape(x.shape).astype(x.dtype)
 
 
-def time_features(time: jax.Array, features: int, scale: float = 1.0) -> jax.Array:
+def time_features(time: jax.Array, features: int, scale: float = 1.0, *, exact: bool = False) -> jax.Array:
     """Return cosines and then sines of a time at frequencies from 1 to 1/10000, (B,) → (B, features), float32 at least.
 
-    Vaswani et al., 2017, of `scale · time`.
+    Vaswani et al., 2017, of `scale · time`. A time of 1000 is far out: in float32 the rounding of a frequency alone turns it by
+    6e-5. Frequencies are rounded where `diffusers` and DiffSynth-Studio's Qwen-Image round them; with `exact` the angles are
+    those of float64, as in DiffSynth-Studio's Wan.
 
     Raises:
         ValueError: when `features` is odd.
@@ -119,9 +124,33 @@ def time_features(time: jax.Array, features: int, scale: float = 1.0) -> jax.Arr
     if features % 2:
         raise ValueError(f"features={features} is odd: expected an even number, half of them cosines and half sines")
     half, dtype = features // 2, wide(time.dtype)
-    frequencies = jnp.asarray(10000.0 ** -(np.arange(half) / half), dtype)
-    angles = scale * (time.astype(dtype)[:, None] * frequencies)
+    time = time.astype(dtype)[:, None]
+    if exact:
+        angles = exact_angles(time, scale * 10000.0 ** -(np.arange(half) / half))
+    else:
+        exponents = np.asarray(-math.log(10000.0), dtype) * np.arange(half, dtype=dtype) / np.asarray(half, dtype)
+        angles = scale * (time * jnp.asarray(np.exp(exponents.astype(np.float64)), dtype))
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def exact_angles(time: jax.Array, frequencies: np.ndarray) -> jax.Array:
+    """Return time (float32 or float64) times frequencies in radians, less whole turns: in float32 to 1e-6, however far out.
+
+    In float32 both are cut into parts of 12 bits, whose products are exact, as are these less whole turns (Dekker, A
+    floating-point technique for extending the available precision, 1971).
+    """
+    if time.dtype != jnp.float32:
+        return time * jnp.asarray(frequencies, time.dtype)
+    turns, rest = jnp.zeros((), time.dtype), frequencies / (2 * np.pi)
+    first = jax.lax.reduce_precision(time, 8, 11)
+    for _ in range(3):
+        mantissa, exponent = np.frexp(rest)
+        part = np.ldexp(np.round(np.ldexp(mantissa, 12)), exponent - 12)
+        rest = rest - part
+        for piece in (first, time - first):
+            product = piece * jnp.asarray(part, time.dtype)
+            turns = turns + (product - jnp.round(product))
+    return 2 * np.pi * (turns - jnp.round(turns))
 
 
 class TimeEmbedding(nn.Module):
@@ -137,16 +166,28 @@ class TimeEmbedding(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Linear, GELU by the tanh formula, linear: (B, T, E) → (B, T, width), by default as wide as it came."""
+    """Linear, one of `ACTIVATIONS`, linear: (B, T, E) → (B, T, width), by default as wide as it came."""
 
     hidden: int
     width: int | None = None
+    activation: str = "gelu_tanh"
     param_dtype: Dtype = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        inside = nn.gelu(nn.Dense(self.hidden, param_dtype=self.param_dtype, name="fc1")(x), approximate=True)
+        inside = ACTIVATIONS[self.activation](nn.Dense(self.hidden, param_dtype=self.param_dtype, name="fc1")(x))
         return nn.Dense(self.width or x.shape[-1], param_dtype=self.param_dtype, name="fc2")(inside)
+
+
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """Return x · sigmoid(1.702 x), an approximation of GELU (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016)."""
+    return x * nn.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu_tanh": functools.partial(nn.gelu, approximate=True),
+    "quick_gelu": quick_gelu,
+}
 
 
 def plain_norm(x: jax.Array, epsilon: float) -> jax.Array:

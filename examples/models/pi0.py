@@ -3,8 +3,8 @@
 Images and a prompt make the prefix, the state and the noisy actions the suffix. Each has weights of its own, and a layer
 has one attention over both. The model predicts the velocity from actions to noise (flow matching).
 
-`rules.pi0` carries the weights of the PyTorch twin, `torch_ref.Pi0`. Black et al., "π0: A Vision-Language-Action Flow
-Model for General Robot Control", 2024.
+`rules.pi0` carries the weights of the PyTorch twin, `torch_ref.Pi0`, and those of OpenPI's JAX and PyTorch models.
+Black et al., "π0: A Vision-Language-Action Flow Model for General Robot Control", 2024.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .diffusion import exact_angles
 from .gemma import GatedFeedForward, dense, root_mean_square
 from .pi0_config import Observation, Pi0Config, check_shapes
 from .siglip import encode
@@ -197,8 +198,7 @@ def time_embedding(config: Pi0Config, time: jax.Array) -> jax.Array:
     [0.7071, 0.0008, 0.7071, 1.0]
     """
     period = MIN_PERIOD * (MAX_PERIOD / MIN_PERIOD) ** np.linspace(0, 1, config.widths[1] // 2)
-    dtype = wide(time.dtype)
-    angle = time[:, None].astype(dtype) * jnp.asarray(2 * np.pi / period, dtype)
+    angle = exact_angles(time[:, None].astype(wide(time.dtype)), 2 * np.pi / period)
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
 
 

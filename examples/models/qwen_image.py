@@ -1,6 +1,7 @@
 """Qwen-Image's diffusion transformer in Flax Linen: two streams, image and text, that meet in joint attention.
 
-`rules.qwen_image` carries the weights of the PyTorch original, `QwenImageTransformer2DModel` of `diffusers`.
+`rules.qwen_image` carries the weights of the PyTorch originals, `QwenImageTransformer2DModel` of `diffusers` and `QwenImageDiT`
+of DiffSynth-Studio. The two differ in the activation of the feed-forward, which is an option here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .diffusion import (
+    ACTIVATIONS,
     FeedForward,
     Grid,
     Rotation,
@@ -44,9 +46,11 @@ class QwenImageConfig:
         text_width: the width of the text's embeddings.
         rope_axes: how many dimensions of a head turn with frame, row and column.
         query_chunk: how many queries attend at a time; all at once where it is None.
+        activation: of the feed-forward: "gelu_tanh" is that of `diffusers`, "quick_gelu" that of DiffSynth-Studio.
 
     Raises:
-        ValueError: when a size is less than 1, the heads do not divide the width, or the axes do not fill a head.
+        ValueError: when a size is less than 1, the heads do not divide the width, the axes do not fill a head, or there is no
+            such activation.
 
     >>> QwenImageConfig.published().head_dim
     128
@@ -60,6 +64,7 @@ class QwenImageConfig:
     text_width: int = 20
     rope_axes: tuple[int, int, int] = (4, 6, 6)
     query_chunk: int | None = None
+    activation: str = "gelu_tanh"
 
     def __post_init__(self) -> None:
         check_sizes(self, "hidden_size", "num_layers", "in_channels", "out_channels", "text_width")
@@ -68,6 +73,10 @@ class QwenImageConfig:
         three = len(self.rope_axes) == 3 and sum(self.rope_axes) == self.head_dim
         if not three or any(axis < 0 or axis % 2 for axis in self.rope_axes):
             raise ValueError(f"rope_axes={self.rope_axes}: expected three even numbers whose sum is {self.head_dim}, a head")
+        if self.activation not in tuple(ACTIVATIONS):
+            raise ValueError(
+                f"activation={self.activation!r}: expected 'gelu_tanh' (diffusers) or 'quick_gelu' (DiffSynth-Studio)"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -75,9 +84,9 @@ class QwenImageConfig:
         return self.hidden_size // self.num_heads
 
     @classmethod
-    def published(cls, query_chunk: int | None = None) -> QwenImageConfig:
+    def published(cls, query_chunk: int | None = None, activation: str = "gelu_tanh") -> QwenImageConfig:
         """Return the published model's: 60 layers, 3072 wide."""
-        return cls(3072, 60, 24, 64, 64, 3584, (16, 56, 56), query_chunk)
+        return cls(3072, 60, 24, 64, 64, 3584, (16, 56, 56), query_chunk, activation)
 
 
 class JointAttention(nn.Module):
@@ -139,7 +148,8 @@ class QwenImageBlock(nn.Module):
         return jnp.split(made[:, None], 6, axis=-1)
 
     def _fed(self, stream: str, x: jax.Array, modulation: list[jax.Array]) -> jax.Array:
-        feed = FeedForward(4 * self.config.hidden_size, param_dtype=self.param_dtype, name=f"{stream}_mlp")
+        config = self.config
+        feed = FeedForward(4 * config.hidden_size, None, config.activation, self.param_dtype, name=f"{stream}_mlp")
         return x + modulation[2] * feed(_modulated(x, modulation[:2]))
 
 

@@ -1,6 +1,7 @@
 """Wan's video transformer in Flax Linen, text to video: attention of all frames to each other, then to the prompt.
 
-`rules.wan` carries the weights of the PyTorch original, `WanTransformer3DModel` of `diffusers`.
+`rules.wan` carries the weights of the PyTorch originals, `WanTransformer3DModel` of `diffusers` and `WanModel` of
+DiffSynth-Studio.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ class Wan(nn.Module):
         """Return tokens and text, the time (B, E) for the output and (B, 6, E) for all blocks, and the rotation."""
         self.check(latents, text, time)
         cut = self.patches(latents)
-        features = time_features(time, self.config.time_features).astype(cut.dtype)
+        features = time_features(time, self.config.time_features, exact=True).astype(cut.dtype)
         conditioning = self.time_in(features)
         modulation = self.time_modulation(nn.silu(conditioning)).reshape(len(time), 6, -1)
         rotation = axis_rotations(grid_positions(cut.shape[1:4]), self.config.rope_axes, THETA, cut.dtype)

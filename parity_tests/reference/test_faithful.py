@@ -131,3 +131,26 @@ def test_deepspeed_is_not_used_otherwise(deepspeed, flags, configured):
     deepspeed.configured = configured
     faithful(torch.sin, *flags, torch.ones(1, requires_grad=True))
     assert deepspeed.calls == []
+
+
+# What is given as either flag, and whether DiffSynth-Studio, which only tests its truth, takes it for True.
+TRUTH = [(1, True), (0, False), (None, False), ("yes", True), ("", False), (torch.tensor(1), True), ([], False)]
+
+
+@pytest.mark.parametrize(("flag", "truth"), TRUTH, ids=[repr(flag) for flag, _ in TRUTH])
+def test_flags_are_taken_by_their_truth_here_alone(flag, truth):
+    x = torch.ones(2, 3, requires_grad=True)
+    for given, meant in (((flag, False), (truth, False)), ((False, flag), (False, truth)), ((flag, flag), (truth, truth))):
+        block = torch_ref.ToyModel()
+        with torch_ref.count_calls(block) as calls, torch_ref.receipt() as r:
+            faithful(block, *given, x).sum().backward()
+        assert (calls.total, r.calls[0].mode) == (2 if any(meant) else 1, torch_ref.modes.mode_of(*meant))
+        assert (r.bytes_on_host > 0) == meant[1]
+        with pytest.raises(torch_ref.InvalidArgumentError, match="expected True or False"):
+            torch_ref.gradient_checkpoint_forward(block, *given, x)
+
+
+@pytest.mark.parametrize("flag", [1, "yes"])
+def test_deepspeed_is_used_by_the_flags_truth(deepspeed, flag):
+    faithful(torch.sin, flag, None, torch.ones(1, requires_grad=True))
+    assert len(deepspeed.calls) == 1

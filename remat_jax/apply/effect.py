@@ -87,7 +87,7 @@ class Effect:
         if known and key in _proven:
             return
         try:
-            found = _traced(self._policies.anew(), self._fn, args, kwargs)
+            found = traced_under(self._policies.anew(), self._fn, args, kwargs)
         except RematError:
             raise
         except Exception:  # a function that looks at values (`float(loss)`) cannot be traced: what other calls showed has to do
@@ -104,7 +104,7 @@ class Effect:
             _proven.add(key)
 
 
-def _traced(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
+def traced_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
     """What is traced when `fn` is run on the types of its arguments; other values in them reach it as they are."""
     records: list[Record] = []
 

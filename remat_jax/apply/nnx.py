@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -65,6 +65,27 @@ def _run_split(
     kwargs: dict[str, Any],
     audit: Audit,
 ) -> Any:
+    @contextmanager
+    def around(inner: Any) -> Iterator[None]:
+        with entered(inner), known_paths(inner, path), named_submodules(inner):
+            yield
+
+    pure, state, arguments, write = as_pure_function(module, original, args, kwargs, around)
+    return write(run_block(pure, policy, path, state, arguments, {}, audit))
+
+
+def as_pure_function(
+    module: Any,
+    original: Call,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    around: Callable[[Any], AbstractContextManager[None]] = nullcontext,
+) -> tuple[Call, Any, list[Any], Call]:
+    """`original(module, *args, **kwargs)` as a function `pure(state, *arguments)` of arrays, and these; and `write`.
+
+    `write` takes what `pure` returns: it writes the updates back into the NNX objects, and gives the outputs. While the module
+    that the state is merged into is called, `around` of it is entered.
+    """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     positions = [index for index, leaf in enumerate(leaves) if is_node(leaf)]
     nodes = {"self": module, "arguments": {str(index): leaves[index] for index in positions}}
@@ -79,16 +100,19 @@ def _run_split(
         for index in positions:
             filled[index] = inner["arguments"][str(index)]
         inner_args, inner_kwargs = jax.tree.unflatten(treedef, filled)
-        with entered(inner["self"]), known_paths(inner["self"], path), named_submodules(inner["self"]):
+        with around(inner["self"]):
             outputs = original(inner["self"], *inner_args, **inner_kwargs)
         refuse_nodes(outputs, f"block {type(module).__name__}")
         changes = before.changes()
         written.append(changes)
         return outputs, changes.values
 
-    outputs, values = run_block(pure, policy, path, state, arguments, {}, audit)
-    written[-1].write(nodes, values)
-    return outputs
+    def write(returned: Any) -> Any:
+        outputs, values = returned
+        written[-1].write(nodes, values)
+        return outputs
+
+    return pure, state, arguments, write
 
 
 def is_node(value: Any) -> bool:

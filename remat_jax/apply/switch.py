@@ -14,6 +14,7 @@ from flax import linen, nnx
 
 from remat_jax import compat
 from remat_jax.apply.blocks import checkpoint_blocks
+from remat_jax.apply.bridged import Calls, Part, checkpointed_class, linen_blocks, parts_of
 from remat_jax.apply.own_checkpoints import check_choice
 from remat_jax.apply.remat import remat
 from remat_jax.apply.scope import BlockPolicies
@@ -35,12 +36,14 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
       policy: a policy, its name or text.
       blocks: a module class, a tuple of them, or a glob on module paths. An NNX model's default: the modules of one class that
         stand side by side in a list, the outermost such lists. A Linen model has no such list before it is called: give them.
+        Linen modules inside an NNX model, behind `nnx.bridge.ToNNX` as in OpenPI's, have blocks of Linen classes, and globs on
+        paths inside of them; their default, where there is no list, is the regions that the model checkpoints itself.
       own_checkpoints: the model's own checkpoints around the blocks give way to `policy`, as in `checkpoint_blocks`; `"keep"`
         leaves them, with a `RematWarning`.
 
     Raises:
       ArgumentError: `model` is no module, or a Linen model without `blocks`.
-      BlockError: the model has no such blocks.
+      BlockError: the model has no such blocks. Of the Linen modules inside an NNX model this shows when they are called.
 
     >>> from flax import nnx
     >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(3)])
@@ -57,10 +60,13 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
         raise ArgumentError(f"model={model!r}: expected an NNX module or a Linen module")
     disable_gradient_checkpointing(model)
     found = _nnx_blocks(model, blocks)
-    if not found:
+    bridged = _bridged_parts(model, blocks, found)
+    if not found and not bridged:
         raise BlockError(_no_blocks(model, blocks))
     for module in found:
         _change_class(module, _checkpointed_class(cast(Hashable, type(module)), checked, keeps))
+    if bridged:
+        _enable_bridged(bridged, BlockPolicies.of(dict.fromkeys(linen_blocks(blocks), checked), keeps=keeps))
     return model
 
 
@@ -119,6 +125,31 @@ def _checkpointed_class(cls: Any, policy: Any, keeps: bool) -> type:
     checkpointed.__call__ = __call__
     checkpointed._plain_class = cls
     return checkpointed
+
+
+def _bridged_parts(model: nnx.Module, blocks: Any, found: list[nnx.Module]) -> dict[Part, nnx.Module]:
+    """The parts of `model` behind `nnx.bridge.ToNNX` whose blocks are meant; by default only where nothing else is."""
+    wanted = linen_blocks(blocks)
+    if blocks is None:
+        return {} if found else parts_of(model)
+    # A glob that is for modules of NNX is for those alone.
+    return parts_of(model, found) if wanted and not (found and all(isinstance(one, str) for one in wanted)) else {}
+
+
+def _enable_bridged(parts: dict[Part, nnx.Module], policies: BlockPolicies) -> None:
+    for part, module in parts.items():
+        _change_class(module, _bridged_class(cast(Hashable, type(module)), policies, part, tuple(parts)))
+
+
+@_made_once
+def _bridged_class(cls: Any, policies: BlockPolicies, part: Part, parts: tuple[Part, ...]) -> type:
+    """One class for each part of such models and each choice; the calls of all its parts are counted together."""
+    return checkpointed_class(cls, policies, part, _calls_of(policies, parts))
+
+
+@_made_once
+def _calls_of(policies: BlockPolicies, parts: tuple[Part, ...]) -> Calls:
+    return Calls(parts)
 
 
 def _nnx_blocks(model: nnx.Module, blocks: Any) -> list[nnx.Module]:

@@ -12,7 +12,8 @@ Written from the behaviour of `diffsynth/core/gradient/gradient_checkpoint.py`. 
 What follows from it: only *positional, top-level* tensors go to the host, each use as a copy of its own; a call that
 passes everything by keyword offloads nothing and does not restore the device's random state; keywords that
 `torch.utils.checkpoint.checkpoint` knows (`debug`, `early_stop`, ...) never reach the block, and `use_reentrant` and
-`function` are refused; a captured loop variable gives wrong gradients silently.
+`function` are refused; a captured loop variable gives wrong gradients silently. Flags are taken by their truth: 1 is True,
+0 and None are False, as is the block's first argument where a flag was forgotten.
 
 One difference: on the CPU, `save_on_cpu` would keep the tensor itself. Here it is copied, as it would be from a GPU,
 so that a machine without one shows the same bytes.
@@ -37,15 +38,17 @@ from torch_ref.receipts import CallEntry, record_call, tensors_in
 
 def gradient_checkpoint_forward(
     model: Callable[..., Any],
-    use_gradient_checkpointing: bool,
-    use_gradient_checkpointing_offload: bool,
+    use_gradient_checkpointing: Any,
+    use_gradient_checkpointing_offload: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Call `model(*args, **kwargs)` as DiffSynth-Studio's function of this name would; see the module for its quirks.
 
+    Each flag counts by its truth: 1, 0 and None are taken too. `torch_ref.gradient_checkpoint_forward` takes bools alone.
+
     Raises:
-        InvalidArgumentError: if `model` cannot be called or a flag is not a bool.
+        InvalidArgumentError: if `model` cannot be called.
 
     >>> import torch, torch_ref
     >>> x = torch.ones(2, 3, requires_grad=True)
@@ -55,7 +58,7 @@ def gradient_checkpoint_forward(
     (24, 0)
     """
     check_callable(model)
-    mode = mode_of(use_gradient_checkpointing, use_gradient_checkpointing_offload)
+    mode = mode_of(bool(use_gradient_checkpointing), bool(use_gradient_checkpointing_offload))
     entry = record_call(model, mode, "faithful")
     deepspeed = _configured_deepspeed() if use_gradient_checkpointing else None
     if deepspeed is not None:

@@ -1,10 +1,12 @@
-"""The weights of `torch_ref.Pi0`, whose parts have the names of `transformers`."""
+"""The weights of π0: of `torch_ref.Pi0`, whose parts have the names of `transformers`, and of OpenPI, mapped in `openpi`."""
 
 from __future__ import annotations
 
 from remat_jax.porting import Rules
 
 from ..pi0_config import Pi0Config
+from .choosing import named
+from .openpi import jax_rules, pytorch_rules
 from .siglip import ENCODER
 
 NORM = """
@@ -26,12 +28,23 @@ LINEAR = """
 LAYER = ("layers.{i}.experts.{e}", "params/layers_{i}/experts_{e}")
 
 
-def rules(config: Pi0Config, scan: bool = False) -> Rules:
-    """Return the weight map, its layers unrolled or stacked; it is the same for every configuration, π0.5 included.
+def rules(config: Pi0Config, scan: bool = False, names: str = "torch_ref") -> Rules:
+    """Return the weight map, its layers unrolled or stacked, π0.5 included.
+
+    `names`: "torch_ref", "openpi_jax" or "openpi_pytorch".
+
+    Raises:
+        ValueError: `names` is none of these.
 
     >>> print(rules(Pi0Config(), scan=True).rules[0])
     vision_tower.embeddings.patch_embedding.weight -> params/vision/patches/kernel | conv2d
+    >>> print(rules(Pi0Config(), names="openpi_jax").rules[0])
+    PaliGemma/img/embedding/kernel -> params/vision/patches/kernel
     """
+    return named(names, NAMES)(config, scan)
+
+
+def _torch_ref_rules(config: Pi0Config, scan: bool) -> Rules:
     tower = [f"vision_tower.{line.strip()}" for line in ENCODER.strip().splitlines()]
     norms = [_norm(f"{LAYER[0]}.{name}_layernorm", f"{LAYER[1]}/{name}_norm") for name in ("input", "post_attention")]
     norms.append(_norm("{stream}_norm", "params/{stream}_norm"))
@@ -41,3 +54,6 @@ def rules(config: Pi0Config, scan: bool = False) -> Rules:
 
 def _norm(torch: str, flax: str) -> str:
     return NORM.replace("{torch}", torch).replace("{flax}", flax)
+
+
+NAMES = {"torch_ref": _torch_ref_rules, "openpi_jax": jax_rules, "openpi_pytorch": pytorch_rules}

@@ -1,10 +1,14 @@
-"""The weights of `QwenImageTransformer2DModel`."""
+"""The weights of Qwen-Image: `QwenImageTransformer2DModel` of `diffusers`, and `QwenImageDiT` of DiffSynth-Studio.
+
+The names are the same. The activation is not: give the configuration `activation="quick_gelu"` for DiffSynth-Studio.
+"""
 
 from __future__ import annotations
 
 from remat_jax.porting import Rules
 
 from ..qwen_image import QwenImageConfig
+from .choosing import named
 
 STREAMS = """
     transformer_blocks.{i}.IMG_mod.1.weight -> params/layers_{i}/IMAGE_modulation/kernel | linear
@@ -45,15 +49,23 @@ AROUND = """
     proj_out.weight -> params/out/kernel | linear
     proj_out.bias -> params/out/bias
 """
+NAMES = {"diffusers": AROUND, "diffsynth": AROUND}
 
 
-def rules(config: QwenImageConfig, scan: bool = False) -> Rules:
+def rules(config: QwenImageConfig, scan: bool = False, names: str = "diffusers") -> Rules:
     """Return the weight map, its layers unrolled or stacked; it is the same for every configuration.
+
+    `names`: "diffusers" or "diffsynth", whose names are the same.
+
+    Raises:
+        ValueError: `names` is neither.
 
     >>> len(rules(QwenImageConfig()).rules)
     43
+    >>> rules(QwenImageConfig(), names="diffsynth") == rules(QwenImageConfig())
+    True
     """
     streams = [STREAMS.replace("IMG", short).replace("IMAGE", name) for short, name in (("img", "image"), ("txt", "text"))]
     dense = [DENSE.replace("THEIRS", theirs).replace("OURS", ours) for theirs, ours in PROJECTIONS.items()]
-    found = Rules.parse(AROUND + "".join(streams + dense))
+    found = Rules.parse(named(names, NAMES) + "".join(streams + dense))
     return found.stacked("layers_{i}", "layers") if scan else found

@@ -1,0 +1,116 @@
+"""The ports beside the code they come from: `python -m parity_tests.upstream --diffsynth CHECKOUT --openpi CHECKOUT`.
+
+With both checkouts it writes docs/notes/upstream.md. It fails where an error is above its limit.
+
+    pip install einops                                                       # DiffSynth-Studio
+    pip install augmax beartype==0.19.0 chex einops jaxtyping==0.2.36 ml_collections numpydantic    # OpenPI
+    pip install transformers==4.53.2                                         # OpenPI in PyTorch, and in transformers' folder
+    cp -r CHECKOUT/src/openpi/models_pytorch/transformers_replace/* …        # these files of OpenPI's, as its README says
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+import warnings
+from pathlib import Path
+
+from parity_tests.upstream import checkouts, comparing, diffsynth, openpi
+from parity_tests.upstream.comparing import Pair, Row
+
+NOTE = Path(__file__).parents[2] / "docs" / "notes" / "upstream.md"
+PACKAGES = ("torch", "transformers", "jax", "flax")
+TEXT = """# The ports beside the code that they come from
+
+Do the ports compute what DiffSynth-Studio and OpenPI compute, from weights under these projects' own names? Their modules are
+imported from a checkout, small and with every parameter perturbed, and run under their own switch; the port gets their weights
+by the rules of `examples/models/rules`. Written by
+
+    python -m parity_tests.upstream --diffsynth CHECKOUT --openpi CHECKOUT
+
+with {versions}, on a CPU. DiffSynth-Studio: {diffsynth}. OpenPI: {openpi}.
+
+Errors are relative to the original: of the output, of the gradient as a whole, and of the tensor of the gradient that is
+furthest off (relative to its own norm, or to a thousandth of the whole where it is smaller, because some gradients are 0). The
+first two pass up to the limit; in float64 all three do.
+
+{rows}
+
+- DiffSynth-Studio runs through `model_fn_qwen_image` and `model_fn_wan_video` with its own pair of flags. `WanModel.forward`
+  itself cannot run at this commit: it takes two results of `patchify`, which gives one. `QwenImageDiT` has the published widths
+  in its constructor, so that a small one is put together of its modules.
+- Qwen-Image is compared at time 62.5 of 1000. PyTorch rounds two of its 128 frequencies otherwise, by the last bit.
+  A late time multiplies that: at 500 the float32 outputs were 4e-6 apart. Wan is compared at 900: DiffSynth-Studio computes its
+  features in float64, and the port as exactly.
+- OpenPI's JAX model has checkpoints of its own around every layer; the switch is `rj.enable_gradient_checkpointing` on it,
+  which puts the policy in their place. It has no float64. {rounding}
+- OpenPI's PyTorch model has a switch for checkpointing and none for offload: there only the port offloads. {pytorch}
+"""
+ROUNDING = (
+    "In float32 its gradient is 2e-6 off that of the port in float64, and so is the port's: hence the limit of 4e-6. It draws"
+    " early times, because it rounds the features of late ones by up to 1e-4."
+)
+REPLACED = "It ran with `transformers` 4.53.2 and the files that OpenPI puts in the place of its own."
+NOT_REPLACED = (
+    "It did not run: `transformers` 4.53.2 with the files that OpenPI puts in the place of its own was not installed."
+)
+
+
+def table(rows: list[Row]) -> str:
+    """All rows in Markdown."""
+    lines = ["| model | dtype | mode | layers | output | gradient | furthest tensor | limit |", "| --- " * 8 + "|"]
+    for row in rows:
+        errors = f"{row.output:.1e} | {row.gradient:.1e} | {row.tensor:.1e}, `{row.name}`"
+        lines.append(f"| {row.pair} | {row.dtype} | {row.mode} | {row.layers} | {errors} | {row.limit:.0e} |")
+    return "\n".join(lines)
+
+
+def note(rows: list[Row], commits: dict[str, str]) -> str:
+    """The note, with the commits of both projects."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in PACKAGES)
+    pytorch = REPLACED if openpi.has_replaced_files() else NOT_REPLACED
+    return TEXT.format(versions=versions, rows=table(rows), rounding=ROUNDING, pytorch=pytorch, **commits)
+
+
+def run(pairs: list[Pair]) -> list[Row]:
+    """Compare pairs, and say of each row whether it passes."""
+    rows = []
+    for pair in pairs:
+        for row in comparing.compare(pair):
+            state = "ok" if row.passed else "FAILED"
+            where = f"{row.pair}, {row.dtype}, {row.mode}, {row.layers}"
+            print(
+                f"{state:6} {where}: output {row.output:.1e}, gradient {row.gradient:.1e}, {row.name} {row.tensor:.1e}",
+                flush=True,
+            )
+            rows.append(row)
+    return rows
+
+
+def main(arguments: list[str]) -> int:
+    """Compare with the checkouts that are given."""
+    parser = argparse.ArgumentParser(
+        prog="python -m parity_tests.upstream", description="Ports beside the code they come from."
+    )
+    parser.add_argument("--diffsynth", metavar="CHECKOUT", help="the root of a checkout of DiffSynth-Studio")
+    parser.add_argument("--openpi", metavar="CHECKOUT", help="the root of a checkout of OpenPI")
+    given = vars(parser.parse_args(arguments))
+    projects = {name: module for name, module in (("diffsynth", diffsynth), ("openpi", openpi)) if given[name]}
+    if not projects:
+        parser.error("give --diffsynth, --openpi or both")
+    try:
+        roots = {name: module.use(given[name]) for name, module in projects.items()}
+    except checkouts.CheckoutError as error:
+        parser.error(str(error))
+    warnings.simplefilter("ignore")  # theirs
+    rows = [row for module in projects.values() for row in run(module.pairs())]
+    if len(projects) == 2:
+        NOTE.write_text(note(rows, {name: checkouts.commit(root) for name, root in roots.items()}), encoding="utf-8")
+    failed = sum(not row.passed for row in rows)
+    print(f"{len(rows)} comparisons, {failed} failed")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

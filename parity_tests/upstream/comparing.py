@@ -1,0 +1,133 @@
+"""One training step of another project's model and of a port with its weights, in every mode: how far they are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import remat_jax as rj
+from remat_jax import porting
+
+MODES = {"off": "off", "checkpoint": "full", "offload": "offload_inputs"}
+"""Every mode, and the policy of the port in it."""
+LIMITS = {"float32": 1e-6, "float64": 1e-12}
+"""The largest relative error of the output and of the gradient as a whole that passes; in float64 also of every tensor."""
+FLOOR = 1e-3
+"""Of the whole gradient's norm: a tensor's error is never relative to less, as the gradients of some are 0 exactly."""
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Step(NamedTuple):
+    """What one step computes: the output, and the gradients under the names of the original."""
+
+    output: np.ndarray
+    gradients: Arrays
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A model of another project and its port.
+
+    Attributes:
+        name: what the table calls it.
+        original: gives the original's step in a mode and a dtype.
+        modes: the modes that the original has a switch for.
+        dtypes: those that the original computes in.
+        tensors: the original's weights in float32, by its names.
+        make_flax: gives the port: `make_flax(scan=…, param_dtype=…)`.
+        blocks: the classes that are checkpointed in the port.
+        rules: gives the weight map: `rules(scan)`.
+        arguments: what the port is given behind its variables, in any floating dtype.
+        loss: the output, in the original's order of axes, and the loss of what the port returns.
+        limits: other than `LIMITS` where the original itself is further off than these.
+    """
+
+    name: str
+    original: Callable[[str, str], Step]
+    modes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    tensors: Mapping[str, Any]
+    make_flax: Callable[..., Any]
+    blocks: tuple[type, ...]
+    rules: Callable[[bool], porting.Rules]
+    arguments: tuple[Any, ...]
+    loss: Callable[[Any], tuple[Any, Any]]
+    limits: Mapping[str, float] = field(default_factory=lambda: LIMITS)
+
+    def port(self, scan: bool, mode: str, dtype: str) -> Step:
+        """The port's step, from the weights of the original."""
+        with jax.enable_x64(True) if dtype == "float64" else nullcontext():
+            model, rules = self.make_flax(scan=scan, param_dtype=np.dtype(dtype)), self.rules(scan)
+            arguments = jax.tree.map(lambda x: x.astype(dtype) if x.dtype.kind == "f" else x, self.arguments)
+            shapes = jax.eval_shape(model.init, jax.random.key(0), *arguments)
+            variables = porting.from_torch(self.tensors, shapes, rules, dtype=dtype)
+
+            def loss(variables: Any, *arguments: Any) -> Any:
+                output, loss = self.loss(model.apply(variables, *arguments))
+                return loss, output
+
+            step = jax.grad(rj.checkpoint_blocks(loss, dict.fromkeys(self.blocks, MODES[mode])), has_aux=True)
+            gradients, output = jax.jit(step)(variables, *arguments)
+            return Step(np.asarray(output), porting.gradients_to_torch(gradients, rules, numpy=True))
+
+
+class Row(NamedTuple):
+    """How far a port is from its original, relative to the original.
+
+    Attributes:
+        tensor: the largest error of a tensor of the gradient.
+        name: that tensor's.
+    """
+
+    pair: str
+    dtype: str
+    mode: str
+    layers: str
+    output: float
+    gradient: float
+    tensor: float
+    name: str
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the errors are within the limits."""
+        errors = (self.output, self.gradient, self.tensor if self.dtype == "float64" else 0.0)
+        return max(errors) <= self.limit
+
+
+def compare(pair: Pair) -> list[Row]:
+    """Compare all modes in float32, the layers unrolled and stacked; in float64, where the original has it, one of these."""
+    rows = []
+    for dtype in pair.dtypes:
+        for mode in MODES if dtype == "float32" else ("off",):
+            original = pair.original(mode if mode in pair.modes else "off", dtype)
+            for scan in (False, True) if dtype == "float32" else (True,):
+                rows.append(_row(pair, dtype, mode, scan, original))
+    return rows
+
+
+def _row(pair: Pair, dtype: str, mode: str, scan: bool, original: Step) -> Row:
+    port = pair.port(scan, mode, dtype)
+    strange = set(original.gradients) ^ set(port.gradients)
+    if strange:
+        raise AssertionError(f"{pair.name}: only one side has a gradient of {', '.join(sorted(strange))}")
+    norms = {name: _norm(gradient) for name, gradient in original.gradients.items()}
+    apart = {name: _norm(port.gradients[name] - gradient) for name, gradient in original.gradients.items()}
+    whole = _norm(np.array(list(norms.values())))
+    relative = {name: apart[name] / max(norm, FLOOR * whole) for name, norm in norms.items()}
+    worst = max(relative, key=lambda name: relative[name])
+    output = _norm(port.output - original.output) / _norm(original.output)
+    gradient = _norm(np.array(list(apart.values()))) / whole
+    layers = "scanned" if scan else "unrolled"
+    return Row(pair.name, dtype, mode, layers, output, gradient, relative[worst], worst, pair.limits[dtype])
+
+
+def _norm(x: np.ndarray) -> float:
+    return float(np.linalg.norm(x.astype(np.float64)))

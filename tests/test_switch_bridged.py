@@ -1,0 +1,234 @@
+"""The switch on an NNX model whose parts are Linen modules behind `nnx.bridge.ToNNX`, built as OpenPI's is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import remat_jax as rj
+from remat_jax.errors import BlockError, NoEffectError
+from remat_jax.graph.count import matmuls
+
+WIDTH, DEPTH, TOWER = 8, 3, 2
+
+
+class Block(nn.Module):
+    """A layer of two streams, either of which may be absent."""
+
+    @nn.compact
+    def __call__(self, xs: Any, scale: Any, deterministic: bool = True) -> Any:
+        return [x if x is None else x + nn.Dense(WIDTH)(jnp.tanh(nn.Dense(2 * WIDTH)(x * scale))) for x in xs], None
+
+
+class Decoder(nn.Module):
+    def setup(self) -> None:
+        self.table = self.param("table", nn.initializers.normal(), (5, WIDTH))
+        checkpointed = nn.remat(Block, prevent_cse=False, static_argnums=(3,), policy=jax.checkpoint_policies.nothing_saveable)
+        scanned = nn.scan(
+            checkpointed,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(nn.broadcast, nn.broadcast),
+            length=DEPTH,
+        )
+        self.layers = scanned()
+
+    def embed(self, tokens: Any) -> Any:
+        return self.table[tokens]
+
+    def __call__(self, xs: Any, scale: Any, *, deterministic: bool = True) -> Any:
+        return self.layers(xs, scale, deterministic)[0]
+
+    def init(self, present: Any) -> Any:
+        """Linen's own method of this name is another, as in OpenPI."""
+        self.embed(jnp.zeros((1, 1), jnp.int32))
+        return self([jnp.zeros((1, 1, WIDTH)) if there else None for there in present], jnp.ones(()))
+
+
+class TowerBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        return x + nn.Dense(WIDTH)(jnp.sin(nn.Dense(WIDTH)(x))), {"seen": x}
+
+
+class Tower(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, *, train: bool = False) -> Any:
+        block = nn.remat(TowerBlock, prevent_cse=False, static_argnums=(2,))
+        scanned = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast, length=TOWER)
+        return scanned(name="encoderblock")(x, train)
+
+
+class Model(nnx.Module):
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        llm, img = nnx.bridge.ToNNX(Decoder()), nnx.bridge.ToNNX(Tower())
+        llm.lazy_init(rngs=rngs, method="init", present=[True, True])
+        img.lazy_init(jnp.zeros((1, 4, WIDTH)), train=False, rngs=rngs)
+        self.parts = nnx.Dict(llm=llm, img=img)
+        self.out = nnx.Linear(WIDTH, 2, rngs=rngs)
+
+    def loss(self, image: Any, tokens: Any) -> Any:
+        seen, _ = self.parts.img(image, train=False)
+        words = self.parts.llm(tokens, method="embed")
+        first, second = self.parts.llm([seen, words], jnp.float32(0.5), deterministic=True)
+        return jnp.sum(self.out(first) ** 2) + jnp.sum(self.out(second) ** 2)
+
+
+BLOCKS = (Block, TowerBlock)
+IMAGE = np.linspace(-1, 1, 2 * 4 * WIDTH, dtype=np.float32).reshape(2, 4, WIDTH)
+TOKENS = np.array([[0, 3, 4], [1, 2, 2]])
+# Matrix products of the forward pass: two streams with two in each layer, two in each layer of the tower.
+LAYERS, TOWERS = 4 * DEPTH, 2 * TOWER
+
+
+def value_and_gradient(model: Any) -> Any:
+    graphdef, state = nnx.split(model, nnx.Param)
+    return jax.value_and_grad(lambda state: nnx.merge(graphdef, state).loss(IMAGE, TOKENS)), state
+
+
+def executions(model: Any) -> int:
+    function, state = value_and_gradient(model)
+    return matmuls(function, state)
+
+
+def written() -> int:
+    """Executions without any checkpoint: the model's own are `nothing_saveable`, that is `full`."""
+    return executions(Model()) - again("full")
+
+
+def again(policy: str) -> int:
+    """Which products are computed a second time: no block's last, whose value no backward pass reads."""
+    return {"full": LAYERS // 2 + TOWERS // 2, "dots": 0}[policy]
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS, None, "checkpoints", ("layers", "encoderblock")], ids=str)
+def test_policies_take_the_place_of_the_models_own_checkpoints(blocks: Any) -> None:
+    plain = written()
+    model = Model()
+    for policy in ("full", "dots", "full"):
+        assert rj.enable_gradient_checkpointing(model, policy, blocks=blocks) is model
+        assert executions(model) == plain + again(policy)
+        assert isinstance(model.parts["llm"], nnx.bridge.ToNNX) and type(model.out) is nnx.Linear
+    assert rj.disable_gradient_checkpointing(model) is model
+    assert type(model.parts["llm"]) is nnx.bridge.ToNNX and executions(model) == plain + again("full")
+
+
+@pytest.mark.parametrize("policy", ["off", "full", "dots", "offload_inputs"])
+@pytest.mark.parametrize("blocks", [BLOCKS, None], ids=["classes", "by default"])
+def test_values_gradients_and_parameters_are_the_models_own(policy: str, blocks: Any) -> None:
+    model = Model()
+    parameters = jax.tree.map(np.asarray, nnx.state(model))
+    function, state = value_and_gradient(model)
+    expected = jax.jit(function)(state)
+    rj.enable_gradient_checkpointing(model, policy, blocks=blocks)
+    function, state = value_and_gradient(model)
+    for got, want in zip(jax.tree.leaves(jax.jit(function)(state)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(parameters)
+    assert all(map(np.array_equal, jax.tree.leaves(nnx.state(model)), jax.tree.leaves(parameters)))
+
+
+def test_offloaded_inputs_are_offloaded() -> None:
+    def moved(model: Any) -> int:
+        function, state = value_and_gradient(model)
+        return str(jax.make_jaxpr(function)(state)).count("<host>")
+
+    model = Model()
+    assert moved(model) == 0
+    assert moved(rj.enable_gradient_checkpointing(model, "offload_inputs", blocks=BLOCKS)) > 0
+    assert moved(rj.enable_gradient_checkpointing(model, "offload_inputs")) > 0
+
+
+def test_one_of_two_classes_leaves_the_other_parts_checkpoints() -> None:
+    plain = written()
+    model = rj.enable_gradient_checkpointing(Model(), "dots", blocks=TowerBlock)
+    assert executions(model) == plain + LAYERS // 2
+    model = rj.enable_gradient_checkpointing(Model(), "dots", blocks=Block)
+    assert executions(model) == plain + TOWERS // 2
+
+
+def test_the_models_own_checkpoints_can_be_kept() -> None:
+    plain, model = written(), rj.enable_gradient_checkpointing(Model(), "dots", blocks=BLOCKS, own_checkpoints="keep")
+    with pytest.warns(rj.RematWarning, match="own_checkpoints='keep'"):
+        assert executions(model) == plain + again("full")
+
+
+def test_functions_that_were_jitted_before_are_traced_anew() -> None:
+    traces = []
+
+    @nnx.jit
+    def step(model: Any) -> Any:
+        traces.append(0)
+        return nnx.grad(lambda model: model.loss(IMAGE, TOKENS))(model)
+
+    model = Model()
+    plain = jax.tree.leaves(step(model))
+    for switch in (rj.enable_gradient_checkpointing, rj.disable_gradient_checkpointing, rj.enable_gradient_checkpointing):
+        for got, want in zip(jax.tree.leaves(step(switch(model))), plain, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    assert len(traces) == 2  # the same switch hits the same trace
+
+
+class Absent(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(WIDTH)(x)
+
+
+def test_a_class_that_no_part_calls_is_an_error_when_every_part_was_called() -> None:
+    model = rj.enable_gradient_checkpointing(Model(), blocks=(Block, Absent))
+    with pytest.raises(BlockError, match=r"block=Absent: this class was never called.*layers: Block"):
+        model.loss(IMAGE, TOKENS)
+    with pytest.raises(BlockError, match="block=Absent"):  # and again: nothing was learnt
+        model.loss(IMAGE, TOKENS)
+    with pytest.raises(BlockError, match="no module for blocks='nowhere/.'|the glob matches the path of no module"):
+        rj.enable_gradient_checkpointing(Model(), blocks="nowhere/?").loss(IMAGE, TOKENS)
+
+
+def test_a_selector_that_matches_nothing_in_any_part_is_an_error() -> None:
+    rj.enable_gradient_checkpointing(Model(), "save: @primitive:sin; recompute: *", blocks=BLOCKS).loss(IMAGE, TOKENS)
+    model = rj.enable_gradient_checkpointing(Model(), "save: @primitive:erf; recompute: *", blocks=BLOCKS)
+    with pytest.raises(NoEffectError, match="@primitive:erf"):
+        model.loss(IMAGE, TOKENS)
+
+
+def test_parts_without_checkpoints_of_their_own_need_blocks() -> None:
+    class Plain(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return TowerBlock()(TowerBlock()(x)[0])[0]
+
+    model = nnx.bridge.ToNNX(Plain())
+    model.lazy_init(IMAGE, rngs=nnx.Rngs(0))
+    with pytest.raises(BlockError, match="no region of jax.checkpoint"):
+        rj.enable_gradient_checkpointing(model)(IMAGE)
+    rj.enable_gradient_checkpointing(model, blocks=TowerBlock)
+    # Four forward, four backward, and the first of each block again.
+    assert matmuls(jax.value_and_grad(lambda x: (model(x) ** 2).sum()), IMAGE) == 4 + 4 + 2
+
+
+def test_random_streams_and_mutable_collections_of_a_part_go_on() -> None:
+    class Noisy(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            x = nn.remat(TowerBlock)()(x)[0]
+            return nn.Dropout(0.5, deterministic=False)(x)
+
+    def draws(enabled: bool) -> Any:
+        model = nnx.bridge.ToNNX(Noisy(), rngs=nnx.Rngs(0, dropout=1))
+        model.lazy_init(IMAGE)
+        if enabled:
+            rj.enable_gradient_checkpointing(model)
+        outputs = [nnx.jit(lambda model, x: model(x))(model, IMAGE), model(IMAGE), model(IMAGE)]
+        assert not np.array_equal(outputs[1], outputs[2])
+        return outputs
+
+    for got, want in zip(draws(True), draws(False), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
