@@ -93,6 +93,7 @@ bench: $(STAMP)  ## measure on this machine's processor
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.plan_cpu)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.plan)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.true_shapes)
+	$(if $(ARGS),,$(BIN)/python -m benchmarks.published)
 
 .PHONY: bench-gpu
 bench-gpu: $(STAMP)  ## measure on this machine's GPU
