@@ -160,7 +160,7 @@ def test_h200_figures(on_h200, scan):
         assert overlap.step_seconds > overlap.out.seconds + overlap.back.seconds > overlap.compute_seconds
         shown, data = str(reports[offload]), reports[offload].to_dict()
         assert f"covered {overlap.back.covered * 100:.1f} of {overlap.back.coverable * 100:.1f} %" in shown
-        assert "modelled step" in shown and data["overlap"]["back"]["coverable"] == overlap.back.coverable
+        assert "estimated step" in shown and data["overlap"]["back"]["coverable"] == overlap.back.coverable
         assert reports[saving].overlap is None and reports[saving].to_dict()["overlap"] is None
         miscompiled = scan and jax.__version__ in ("0.10.2", "0.11.0")
         assert [bool(re.search("xla#46231", warning)) for warning in receipt.warnings] == [True] * miscompiled
