@@ -156,7 +156,8 @@ def test_h200_figures(on_h200, scan):
         assert overlap.out.bytes == overlap.back.bytes == reports[offload].host_bytes
         assert overlap.out.count == overlap.back.count == LAYERS
         # A copy of a byte takes 40 times what it takes to make it: next to nothing is hidden.
-        assert overlap.out.seconds == overlap.out.bytes / 63e9 and 0 < overlap.out.covered <= overlap.out.coverable < 0.5
+        assert overlap.out.seconds == pytest.approx(overlap.out.bytes / 5.5e10)
+        assert 0 < overlap.out.covered <= overlap.out.coverable < 0.5
         assert overlap.step_seconds > overlap.out.seconds + overlap.back.seconds > overlap.compute_seconds
         shown, data = str(reports[offload]), reports[offload].to_dict()
         assert f"covered {overlap.back.covered * 100:.1f} of {overlap.back.coverable * 100:.1f} %" in shown

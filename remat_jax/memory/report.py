@@ -146,7 +146,9 @@ class MemoryReport:
         """Plain data for JSON; the keys are the attribute names."""
         overlap = self.overlap.to_dict() if self.overlap else None
         more = {"overlap": overlap, "host_bytes_per_host": self.host_bytes_per_host, "exchanged_bytes": self.exchanged_bytes}
+        more |= {"exchanges": self.exchanges.to_dict() if self.exchanges else None}
         listed = {name: [asdict(one) for one in getattr(self, name)] for name in ("live", "advice")}
+        listed |= {name: list(getattr(self, name)) for name in ("untimed", "assumed_rates")}
         return asdict(self) | listed | more
 
     @property
