@@ -155,10 +155,13 @@ def test_h200_figures(on_h200, scan):
         overlap = reports[offload].overlap
         assert overlap.out.bytes == overlap.back.bytes == reports[offload].host_bytes
         assert overlap.out.count == overlap.back.count == LAYERS
-        # A copy of a byte takes 40 times what it takes to make it: next to nothing is hidden.
+        # A copy of a byte takes 40 times what it takes to make it: some hides beside the starting of small kernels, not all.
         assert overlap.out.seconds == pytest.approx(overlap.out.bytes / 5.5e10)
-        assert 0 < overlap.out.covered <= overlap.out.coverable < 0.5
-        assert overlap.step_seconds > overlap.out.seconds + overlap.back.seconds > overlap.compute_seconds
+        assert 0 < overlap.out.covered <= overlap.out.coverable < 1
+        # What compute does not cover it waits for, unless copies out and back cover each other.
+        uncovered = overlap.out.seconds + overlap.back.seconds - overlap.out.covered_seconds - overlap.back.covered_seconds
+        assert 0 < overlap.step_seconds - overlap.compute_seconds <= uncovered * (1 + 1e-9)
+        assert reports[offload].seconds == overlap.step_seconds
         shown, data = str(reports[offload]), reports[offload].to_dict()
         assert f"covered {overlap.back.covered * 100:.1f} of {overlap.back.coverable * 100:.1f} %" in shown
         assert "estimated step" in shown and data["overlap"]["back"]["coverable"] == overlap.back.coverable
