@@ -263,8 +263,11 @@ def test_random_state_is_kept_for_the_blocks_devices_too():
 def test_wrong_arguments(arguments, message):
     with pytest.raises(torch_ref.InvalidArgumentError, match=message):
         torch_ref.gradient_checkpoint_forward(*arguments)
-    with pytest.raises(torch_ref.InvalidArgumentError, match=message):
-        torch_ref.faithful.gradient_checkpoint_forward(*arguments)
+
+
+def test_what_cannot_be_called_is_refused_as_diffsynth_has_it_too():
+    with pytest.raises(torch_ref.InvalidArgumentError, match="model is a Tensor, expected a module or a function"):
+        torch_ref.faithful.gradient_checkpoint_forward(torch.ones(2), True, False)
 
 
 def test_nothing_to_offload_is_an_error():

@@ -173,7 +173,8 @@ class _StackModel:
     def __init__(self, stack: Stack, budget: float | None, host_budget: float) -> None:
         self.model = Model()
         weight = 1.0 if budget is not None else 0.0
-        self.unit = unit_beside((one.bytes for block in stack.blocks for one in block.residuals), stack.fixed_bytes)
+        sizes = [size for block in stack.blocks for size in (block.input_bytes, *(one.bytes for one in block.residuals))]
+        self.unit = unit_beside(sizes, stack.fixed_bytes)
         peak = self.model.real(cost=1.0, unit=self.unit) if budget is None else None
         self.blocks = [_BlockVariables.add(self.model, one, stack.link, weight=weight) for one in stack.positions()]
         if budget is None or math.isfinite(budget):
