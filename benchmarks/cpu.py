@@ -16,10 +16,10 @@ import remat_jax as rj
 from benchmarks.peers import INPUT, Contender, Setting
 from benchmarks.record import text_table
 from examples.demo.timing import KEEP_BARRIERS
+from remat_jax.cost.count import flops
 from remat_jax.errors import UnsupportedError
-from remat_jax.graph.count import flops
 from remat_jax.hardware import target
-from remat_jax.memory.compiler import compile_programs, export_step
+from remat_jax.memory.compile.compiler import compile_programs, export_step
 
 TRACES, STEPS = 3, 9
 # What a wrapper may cost against its peer in compiled temporary memory. The contract is the same bytes for a GPU and 2 % on

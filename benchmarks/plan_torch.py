@@ -26,7 +26,7 @@ from benchmarks.record import ROOT, provenance, text_table, write_json
 from examples.demo.setting import Setting
 from examples.models import linen
 from remat_jax import compat, solver
-from remat_jax.graph.count import flops
+from remat_jax.cost.count import flops
 from remat_jax.hardware.rates import Rates
 from remat_jax.planning.problem import describe, policy_of
 from remat_jax.planning.problem import kept_bytes as modelled_bytes

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import remat_jax as rj
 import torch_ref
 from remat_jax.compat import keep_to_cpu_without_gpu
-from remat_jax.graph.count import matmuls
+from remat_jax.cost.count import matmuls
 from remat_jax.report.tables import format_bytes, render, table
 
 from . import text

@@ -21,7 +21,7 @@ import torch_ref
 from examples.models import weights as w
 from examples.models.functions import cross_entropy
 from parity_tests import support as s
-from remat_jax.graph.count import count
+from remat_jax.cost.count import count
 from remat_jax.parity import float64_error, judge
 from remat_jax.parity.compiling import compile_options
 

@@ -16,7 +16,7 @@ from examples import text
 from examples.models import linen
 from examples.models import nnx as nnx_models
 from examples.models import weights as w
-from remat_jax.graph.count import MATMULS
+from remat_jax.core.products import MATMULS
 from remat_jax.parity import TOLERANCES
 from remat_jax.parity.compiling import compile_options
 
@@ -120,7 +120,7 @@ def in_dtype(x: np.ndarray, dtype: str) -> np.ndarray:
     return x.astype(dtype) if x.dtype.kind == "f" else x
 
 
-# What an equation of a jaxpr does, for `remat_jax.graph.count.count`.
+# What an equation of a jaxpr does, for `remat_jax.cost.count.count`.
 
 
 def is_matmul(eqn: Any) -> bool:

@@ -33,7 +33,7 @@ def runs_of_torch(layers: int, segments: int, weights: np.ndarray, x: np.ndarray
 
 def runs_of_jax(layers: int, segments: int, weights: np.ndarray, x: np.ndarray) -> tuple[list[int], np.ndarray, np.ndarray]:
     """The same; a layer's runs are its tanh equations in the jaxpr after dead-code elimination."""
-    from remat_jax.graph.count import count
+    from remat_jax.cost.count import count
 
     def loss(weights, x, *, seen=None):
         fns = [lambda x, i=i: jnp.tanh(x @ weights[i]) for i in range(layers)]

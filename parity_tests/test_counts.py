@@ -34,7 +34,7 @@ import remat_jax as rj
 import torch_ref
 from parity_tests import matrix
 from parity_tests import support as s
-from remat_jax.graph.count import matmuls
+from remat_jax.cost.count import matmuls
 
 SINGLE = [case for case in matrix.CASES if case.dtype == "float32"]
 

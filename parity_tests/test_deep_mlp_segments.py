@@ -18,7 +18,7 @@ from examples.models import deep_mlp_linen, deep_mlp_scan
 from examples.segments import jax_forms, torch_forms
 from examples.segments.setting import Setting, cuts
 from parity_tests.support import LIMIT, run
-from remat_jax.graph.count import matmuls
+from remat_jax.cost.count import matmuls
 from remat_jax.parity import float64_error
 
 SMALL = Setting(num_layers=16, hidden_size=12, in_features=7, out_features=3, batch=20, rounds=1, depths=(4,), target=None)

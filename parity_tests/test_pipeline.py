@@ -21,7 +21,7 @@ from flax import nnx
 import remat_jax as rj
 import torch_ref
 from parity_tests import support as s
-from remat_jax.graph.count import count
+from remat_jax.cost.count import count
 from remat_jax.parity import float64_error
 
 BATCH, TIME, WIDTH, BLOCKS = 2, 5, 8, 3

@@ -23,7 +23,7 @@ from examples.models import deep_mlp_linen, deep_mlp_nnx
 from examples.models import weights as w
 from parity_tests import support as s
 from parity_tests.test_residual_bytes import Kept
-from remat_jax.graph.count import matmuls
+from remat_jax.cost.count import matmuls
 from remat_jax.parity import float64_error
 
 LAYERS, BATCH, WIDTH = 6, 48, 32

@@ -17,7 +17,7 @@ from examples.models import weights as w
 from examples.models.functions import cross_entropy
 from parity_tests import matrix
 from parity_tests.support import LAYERS, LIMIT, SIZES, data, is_matmul, make_torch, parameters, run, torch_model, twin
-from remat_jax.graph.count import count
+from remat_jax.cost.count import count
 from remat_jax.parity import float64_error
 
 

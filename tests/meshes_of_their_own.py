@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
 from remat_jax.hardware import target
-from remat_jax.memory.exporting import export_step
+from remat_jax.memory.compile.exporting import export_step
 from tests.planning_models import Layer, mlp
 
 SHARDINGS = (None, P("data"))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import remat_jax as rj
 from examples.models import linen
-from remat_jax.graph.count import flops
+from remat_jax.cost.count import flops
 from remat_jax.hardware.rates import Rates
 
 RATES = Rates({"tensorfloat32": 1e9, "float32": 1e8}, 1e8, 1e6, 2e6, 0.5)

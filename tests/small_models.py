@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat_jax import compat
-from remat_jax.graph.origins import is_on_host
-from remat_jax.graph.walk import inner_jaxprs
+from remat_jax.core.origins import is_on_host
+from remat_jax.core.walk import inner_jaxprs
 
 
 class Linear(nn.Module):

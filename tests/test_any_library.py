@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import remat_jax as rj
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, BlockError, PlanningError
-from remat_jax.graph.count import matmuls
 
 WIDTH, LAYERS, POLICIES = 16, 3, ("full", "dots_with_no_batch_dims", "offload_dot_with_no_batch_dims", "1 x full | 2 x dots")
 

@@ -16,8 +16,8 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import CompileError, TargetError, UnsupportedError
 from remat_jax.hardware import find_attached_with, target, targets
-from remat_jax.memory import attached
-from remat_jax.memory.compiler import export_step
+from remat_jax.memory.compile import attached
+from remat_jax.memory.compile.compiler import export_step
 from remat_jax.workload import Step
 
 WIDTH, ROWS = 32, 16

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import remat_jax as rj
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError, NoEffectError
-from remat_jax.graph.count import matmuls
 from tests.small_models import Attention, Linear, Mlp, assert_bit_equal, assert_same, make_loss, times, to_host
 
 # Matmuls of value and gradient of two `Mlp`s: 4 forward, 8 backward less 1 for the input, and 2 made again under `full`.

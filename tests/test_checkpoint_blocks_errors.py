@@ -9,8 +9,8 @@ import jax
 import pytest
 
 import remat_jax as rj
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, BlockError, PolicyError
-from remat_jax.graph.count import matmuls
 from tests.small_models import Mlp, Stack, make_loss
 
 # Matmuls of value and gradient of two `Mlp`s, plain and under `full`.

@@ -17,7 +17,7 @@ from flax import nnx
 
 import remat_jax as rj
 from remat_jax import compat
-from remat_jax.apply import kept_programs
+from remat_jax.apply.per_layer import kept_programs
 from tests.small_models import Linear, Mlp, Stack, assert_bit_equal, assert_same, make_loss, to_host, values
 
 MIXED = "1 x full | 2 x dots"

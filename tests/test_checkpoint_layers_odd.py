@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 import remat_jax as rj
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError, UnsupportedError
-from remat_jax.graph.count import matmuls
 from tests.small_models import Attention, Linear, Mlp, Stack, assert_same, block_by_hand, equations, make_loss, values
 
 

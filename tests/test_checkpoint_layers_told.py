@@ -13,7 +13,7 @@ import pytest
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import BlockError, NoEffectError, UnsupportedError
-from remat_jax.memory.live import module_path
+from remat_jax.memory.hlo.live import module_path
 from remat_jax.memory.measure import measure_many
 from tests.small_models import Attention, Linear, Mlp, Stack, block_by_hand, equations, make_loss, to_host, values
 

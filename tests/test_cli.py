@@ -17,7 +17,7 @@ from remat_jax.cli import output, workloads
 from remat_jax.cli.app import app
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import targets as target_names
-from remat_jax.memory import cache
+from remat_jax.memory.compile import cache
 from remat_jax.memory.diff import compare_policies
 from remat_jax.policy import ALIASES, NAMED
 

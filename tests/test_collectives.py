@@ -9,8 +9,8 @@ import pytest
 
 import remat_jax as rj
 from remat_jax import compat
-from remat_jax.memory.collectives import Collective, executed, read_collectives
-from remat_jax.memory.compiler import Sizes
+from remat_jax.memory.compile.compiler import Sizes
+from remat_jax.memory.hlo.collectives import Collective, executed, read_collectives
 from tests.mesh_models import BATCH, CONFIG, LAYERS, LENGTH, MESH, small_llama
 
 FLOAT = 4

@@ -11,8 +11,8 @@ import pytest
 
 import remat_jax as rj
 from remat_jax import compat
+from remat_jax.cost.count import count
 from remat_jax.errors import NoEffectError
-from remat_jax.graph.count import count
 
 
 class Block(nn.Module):

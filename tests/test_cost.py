@@ -10,9 +10,9 @@ import pytest
 from jax.experimental import pallas as pl
 
 from remat_jax import compat
-from remat_jax.graph.cost import cost, jaxpr_cost, materialised, shares
-from remat_jax.graph.flat import flatten
-from remat_jax.graph.kernels import kernel_flops
+from remat_jax.cost.cost import cost, jaxpr_cost, materialised, shares
+from remat_jax.cost.flat import flatten
+from remat_jax.cost.kernels import kernel_flops
 from remat_jax.hardware.rates import Rates
 
 M, K, N = 4, 6, 10
@@ -179,8 +179,8 @@ class _FakeAttention:
     def eqn(query: tuple[int, ...], key: tuple[int, ...], name: str = "dot_product_attention_fwd_wrapper") -> Any:
         from types import SimpleNamespace
 
-        from remat_jax.graph.flat import Array, FlatEqn
-        from remat_jax.graph.kernels import own_kernel
+        from remat_jax.cost.flat import Array, FlatEqn
+        from remat_jax.cost.kernels import own_kernel
 
         def array(shape: tuple[int, ...]) -> Array:
             return Array(jax.core.ShapedArray(shape, jnp.bfloat16))

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from remat_jax.cost.count import count, flops, matmuls
 from remat_jax.errors import UnsupportedError
-from remat_jax.graph.count import count, flops, matmuls
 
 W, X = jnp.ones((3, 3)), jnp.ones((2, 3))
 

@@ -10,8 +10,8 @@ import pytest
 
 import remat_jax as rj
 from remat_jax import compat
+from remat_jax.cost.count import flops
 from remat_jax.errors import PolicyError, UnsupportedError
-from remat_jax.graph.count import flops
 from remat_jax.memory.diff import NOT_KEPT, compare_policies
 from tests.small_models import Mlp, Stack
 

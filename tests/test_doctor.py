@@ -13,10 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import remat_jax as rj
 from remat_jax import compat, doctor
+from remat_jax.core.rewrite import count_regions
+from remat_jax.cost.count import matmuls
 from remat_jax.diagnosis import Diagnosis
 from remat_jax.errors import ArgumentError, PolicyError, TargetError
-from remat_jax.graph.count import matmuls
-from remat_jax.graph.rewrite import count_regions
 from tests.small_models import Mlp, make_loss, to_host
 
 POLICIES = jax.checkpoint_policies

@@ -14,9 +14,9 @@ from flax import nnx
 
 import remat_jax as rj
 from remat_jax import compat
+from remat_jax.core.walk import inner_jaxprs
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, NoEffectError
-from remat_jax.graph.count import matmuls
-from remat_jax.graph.walk import inner_jaxprs
 
 FLAGS = {"off": (False, False), "checkpoint": (True, False), "offload": (False, True), "both": (True, True)}
 EXECUTIONS = {"off": 13, "checkpoint": 15, "offload": 15, "both": 15}

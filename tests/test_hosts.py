@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.hardware import target
-from remat_jax.memory.devices import host_shortage
+from remat_jax.memory.compile.devices import host_shortage
 from tests.mesh_models import BATCH, CONFIG, LAYERS, LENGTH, MESH, small_llama
 
 FLOAT = 4

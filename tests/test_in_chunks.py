@@ -14,9 +14,9 @@ from flax import nnx
 from jax import enable_x64
 
 import remat_jax as rj
+from remat_jax.core.walk import equations
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError
-from remat_jax.graph.count import matmuls
-from remat_jax.graph.walk import equations
 
 ROWS, LENGTH, WIDTH, WORDS = 3, 12, 5, 11
 

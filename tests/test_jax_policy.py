@@ -12,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import remat_jax as rj
 from remat_jax import compat
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import PolicyError, UnknownPolicyError, UnsupportedError
-from remat_jax.graph.count import matmuls
 from tests.small_models import Attention, make_loss, to_host
 
 NEW_AND_OLD = compat.remat3() and compat.JAX_VERSION < (0, 12, 0)

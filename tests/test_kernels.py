@@ -9,10 +9,10 @@ import pytest
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.hardware import target
-from remat_jax.memory import cache, compiler
-from remat_jax.memory import kernels as of_kernels
-from remat_jax.memory.compiler import compile_programs, export_step
-from remat_jax.memory.kernels import Kernels
+from remat_jax.memory.compile import cache, compiler
+from remat_jax.memory.compile import tuned_kernels as of_kernels
+from remat_jax.memory.compile.compiler import compile_programs, export_step
+from remat_jax.memory.compile.tuned_kernels import Kernels
 from remat_jax.workload import Step
 from tests.small_models import Attention, make_loss
 

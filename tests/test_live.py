@@ -10,7 +10,7 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.errors import UnsupportedError
-from remat_jax.memory.live import LiveBuffer, live_at_peak, module_path, named_arguments
+from remat_jax.memory.hlo.live import LiveBuffer, live_at_peak, module_path, named_arguments
 from remat_jax.report.tables import render
 
 

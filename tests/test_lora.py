@@ -12,7 +12,7 @@ import pytest
 
 import remat_jax as rj
 from examples.models import lora
-from remat_jax.graph.count import flops
+from remat_jax.cost.count import flops
 from tests.plan_models import WIDTH, MlpLayer, MlpStack
 
 LAYERS, RANK, ROWS = 2, 3, 5

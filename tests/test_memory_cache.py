@@ -19,11 +19,11 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import CompileError
 from remat_jax.hardware import target
-from remat_jax.memory import cache, compiler
-from remat_jax.memory.compiler import Program, Sizes, compile_programs, export_step
-from remat_jax.memory.live import LiveBuffer
-from remat_jax.memory.overlap import Copies, Overlap
-from remat_jax.memory.schedule import StepTime
+from remat_jax.memory.compile import cache, compiler
+from remat_jax.memory.compile.compiler import Program, Sizes, compile_programs, export_step
+from remat_jax.memory.hlo.copies import Copies, Overlap
+from remat_jax.memory.hlo.live import LiveBuffer
+from remat_jax.memory.hlo.schedule import StepTime
 from remat_jax.workload import Step
 
 OVERLAP = Overlap(Copies(1, 2, 0.1, 0.2, 0.3), Copies(3, 4, 0.4, 0.5, 0.6), 1 / 3, 2e-9, 0.7)

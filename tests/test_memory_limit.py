@@ -22,12 +22,12 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target
-from remat_jax.memory import cache, compiler
-from remat_jax.memory.compiler import compile_programs
-from remat_jax.memory.exporting import export_step
-from remat_jax.memory.limit import LARGEST_FACTOR, OPTION, limit_bytes, limit_options
+from remat_jax.memory.compile import cache, compiler
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.limit import LARGEST_FACTOR, OPTION, limit_bytes, limit_options
+from remat_jax.memory.compile.process import compiler_environment
 from remat_jax.memory.measure import measure_many
-from remat_jax.memory.process import compiler_environment
 
 H200 = target("h200")
 MEMORY = 150_754_820_096

@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import remat_jax as rj
 from remat_jax import compat
+from remat_jax.core import plan_block
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import NoEffectError, UnsupportedError
-from remat_jax.graph import plan_block
-from remat_jax.graph.count import matmuls
 from remat_jax.policy import Policy
 from tests.small_models import Attention, Linear, Mlp, assert_bit_equal, assert_same, make_loss, times, to_host
 

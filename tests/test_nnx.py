@@ -14,8 +14,8 @@ from flax import nnx
 
 import remat_jax as rj
 from remat_jax.apply import nnx as nnx_blocks
+from remat_jax.cost.count import flops, matmuls
 from remat_jax.errors import BlockError, UnsupportedError
-from remat_jax.graph.count import flops, matmuls
 
 
 def float_type() -> Any:

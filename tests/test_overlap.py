@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import remat_jax as rj
-from remat_jax.apply import overlap
-from remat_jax.graph.count import matmuls
+from remat_jax.core import tied_chain as overlap
+from remat_jax.cost.count import matmuls
 from remat_jax.hardware import target
-from remat_jax.memory.overlap import Overlap
-from remat_jax.memory.schedule import read_overlap
+from remat_jax.memory.hlo.copies import Overlap
+from remat_jax.memory.hlo.schedule import read_overlap
 from tests.gpu_text import Compiled, compile_for_h200
 from tests.small_models import Attention, Mlp, assert_same, equations, make_loss, to_host
 
@@ -290,7 +290,7 @@ def test_replan_finds_the_blocks_inside() -> None:
 
 SCRIPT = """
 import remat_jax as rj
-from remat_jax.apply import overlap
+from remat_jax.core import tied_chain as overlap
 
 def plain(x, w):
     return x + jax.nn.gelu(x @ w[0].astype(jnp.bfloat16)) @ w[1].astype(jnp.bfloat16)

@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 
 import remat_jax as rj
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError
-from remat_jax.graph.count import matmuls
 
 LAYERS = 4
 

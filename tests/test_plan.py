@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import remat_jax as rj
+from remat_jax.cost.count import flops
 from remat_jax.errors import (
     ArgumentError,
     BlockError,
@@ -22,7 +23,6 @@ from remat_jax.errors import (
     TargetError,
     UnsupportedError,
 )
-from remat_jax.graph.count import flops
 from remat_jax.hardware import target
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning import compiling, make

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import remat_jax as rj
-from remat_jax.graph.cost import flat_cost
+from remat_jax.cost.cost import flat_cost
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.shares import Shares
 from remat_jax.planning.blocks import calls

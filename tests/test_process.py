@@ -25,8 +25,8 @@ from remat_jax import compat
 from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.target import read_table
-from remat_jax.memory import cache, compiler, process
-from remat_jax.memory.compiler import Program, Sizes, compile_programs, export_step
+from remat_jax.memory.compile import cache, compiler, process
+from remat_jax.memory.compile.compiler import Program, Sizes, compile_programs, export_step
 from remat_jax.memory.measure import measure_many
 from remat_jax.workload import Step
 

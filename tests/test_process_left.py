@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import pytest
 
 from remat_jax.hardware import target
-from remat_jax.memory import attached, compiler
-from remat_jax.memory.compiler import export_step
+from remat_jax.memory.compile import attached, compiler
+from remat_jax.memory.compile.compiler import export_step
 from remat_jax.workload import Step
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -57,7 +57,7 @@ def test_a_caller_that_is_gone_when_the_child_has_started_is_seen(tmp_path: path
 
 CALLER = """
 import jax, jax.numpy as jnp
-from remat_jax.memory import attached
+from remat_jax.memory.compile import attached
 from tests.test_process_left import endless, export_step, Step, target
 
 attached.PLATFORM = "cpu"

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import remat_jax as rj
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, NoEffectError, PolicyError, UnknownPolicyError, UnsupportedError
-from remat_jax.graph.count import matmuls
 from tests.small_models import Attention, Linear, Mlp, Stack, assert_bit_equal, assert_same, make_loss, times, to_host
 
 JAX = jax.checkpoint_policies

@@ -10,8 +10,8 @@ from flax import linen as nn
 from flax import nnx
 
 import remat_jax as rj
-from remat_jax.graph import block as graph_block
-from remat_jax.graph import repeated
+from remat_jax.core import block as graph_block
+from remat_jax.core import repeated
 
 
 class Layer(nn.Module):

@@ -14,9 +14,9 @@ from flax import nnx
 
 import remat_jax as rj
 from remat_jax import compat
+from remat_jax.core.rewrite import count_regions
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, BlockError, NoEffectError, PolicyError, UnsupportedError
-from remat_jax.graph.count import matmuls
-from remat_jax.graph.rewrite import count_regions
 from tests.small_models import Attention, Mlp, assert_same, make_loss, times, to_host
 
 # Matmuls of the gradient of two layers of attention: 12 forward and 24 backward; what `full` makes again; with the dots that

@@ -11,7 +11,7 @@ from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.products import Product
 from remat_jax.hardware.rates import LAUNCH_SECONDS, Rates
-from remat_jax.memory.schedule import read_overlap, scanned_offload_is_miscompiled
+from remat_jax.memory.hlo.schedule import read_overlap, scanned_offload_is_miscompiled
 
 # A copy of 1000 bytes takes 10 s, a matmul 8 s, an element-wise operation on x 2 s.
 RATES = {"flops_per_s": 250.0, "hbm_bytes_per_s": 1000.0, "host_link_bytes_per_s": 100.0}

@@ -16,14 +16,14 @@ import pytest
 
 from remat_jax.errors import CompileError
 from remat_jax.hardware import target
-from remat_jax.memory import cache, scratch
-from remat_jax.memory.compiler import compile_programs, export_step
-from remat_jax.memory.process import _remedy
+from remat_jax.memory.compile import cache, scratch
+from remat_jax.memory.compile.compiler import compile_programs, export_step
+from remat_jax.memory.compile.process import _remedy
 from remat_jax.workload import Step
 
 HOLD = """
 import sys, time
-from remat_jax.memory.scratch import scratch
+from remat_jax.memory.compile.scratch import scratch
 with scratch() as folder:
     print(folder, flush=True)
     time.sleep(100)

@@ -15,7 +15,7 @@ from jax.extend import core as jex
 
 import remat_jax as rj
 from remat_jax import compat
-from remat_jax.graph import shared
+from remat_jax.core import shared
 from remat_jax.planning.problem import describe, kept_bytes
 from tests.small_models import assert_bit_equal, assert_same, values
 

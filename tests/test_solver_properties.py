@@ -108,7 +108,9 @@ def no_slower(more, less):
 @few
 @given(stack=stacks(), share=st.floats(0, 1), more=st.floats(0, 1))
 # Residuals of no bytes beside an input of some: the oracle scaled its programme by the residuals alone, and HiGHS gave up.
-@example(stack=Stack((Block("kind0", (Residual("r0", 0.0, needed=False),), 0.0, 0.0, 0.0, 10.5),), None, 5), share=0.0, more=0.0)
+@example(
+    stack=Stack((Block("kind0", (Residual("r0", 0.0, needed=False),), 0.0, 0.0, 0.0, 10.5),), None, 5), share=0.0, more=0.0
+)
 def test_a_stack_and_its_budget(solve, stack, share, more):
     everything = solve(stack)
     verify(everything)

@@ -11,14 +11,14 @@ from flax import linen as nn
 
 import remat_jax as rj
 from benchmarks.predict_memory import pallas_attention
+from remat_jax.cost.kernels import named_kernels
 from remat_jax.errors import ArgumentError, TargetError
-from remat_jax.graph.kernels import named_kernels
 from remat_jax.hardware import target
 from remat_jax.hardware.links import Links
 from remat_jax.hardware.products import FILL, REUSE, Product, reached_share
 from remat_jax.hardware.rates import Rates
-from remat_jax.memory.collectives import largest_group
-from remat_jax.memory.schedule import step_time
+from remat_jax.memory.hlo.collectives import largest_group
+from remat_jax.memory.hlo.schedule import step_time
 
 # A product runs at 1000 operations a second, memory at 100 bytes, a kernel takes 1 second to start.
 RATES = Rates({"float32": 1000.0}, 100.0, launch_seconds=0.5, links=Links(100.0, 10.0, 0.25, 1.0))

@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 import remat_jax as rj
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError, NoEffectError
-from remat_jax.graph.count import matmuls
 
 WIDTH, DEPTH, TOWER = 8, 3, 2
 

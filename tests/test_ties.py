@@ -11,8 +11,8 @@ import pytest
 
 import remat_jax as rj
 from remat_jax import compat
-from remat_jax.apply.ties import tied
-from remat_jax.graph.count import matmuls
+from remat_jax.core.ties import tied
+from remat_jax.cost.count import matmuls
 from tests.small_models import Attention, Mlp, assert_bit_equal, assert_same, equations, make_loss, times, to_host
 
 OFFLOADS = ("offload_inputs", "offload: *tanh*; save: @dots")

@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 import remat_jax as rj
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, BlockError, RematError, UnsupportedError
-from remat_jax.graph.count import matmuls
 
 
 class Block(nn.Module):

@@ -15,9 +15,9 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import CompileError
 from remat_jax.hardware import target
-from remat_jax.memory import attached, cache, compiler
-from remat_jax.memory.compiler import compile_programs, export_step
-from remat_jax.memory.process import Question, compiler_environment
+from remat_jax.memory.compile import attached, cache, compiler
+from remat_jax.memory.compile.compiler import compile_programs, export_step
+from remat_jax.memory.compile.process import Question, compiler_environment
 from remat_jax.workload import Step
 
 GPU = compat.GPU_COMPILER_FLAGS

@@ -21,7 +21,7 @@ from benchmarks.gpu.child import answer_with
 from benchmarks.gpu.gradients import compare_and_keep
 from benchmarks.gpu.job import ADAM, MICRO_BATCHES, Job, load_arrays
 from examples.models import linen, weights
-from remat_jax.apply import overlap
+from remat_jax.core import tied_chain as overlap
 
 
 def workload(job: Job) -> rj.Workload:

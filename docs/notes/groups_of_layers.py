@@ -14,7 +14,7 @@ import optax
 
 import remat_jax as rj
 from examples.models.linen import ByteDecoder, DecoderLayer
-from remat_jax.graph.count import flops
+from remat_jax.cost.count import flops
 
 WIDTH, LENGTH = 1280, 2048
 SCANNED = 32, 64, ("full", "offload_inputs", *(f"32 × full in groups of {size}" for size in (2, 4, 6, 8, 16, 32)))

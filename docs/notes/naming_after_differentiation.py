@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import remat_jax as rj
-from remat_jax.graph.count import matmuls
+from remat_jax.cost.count import matmuls
 
 w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
 

@@ -14,7 +14,7 @@ import optax
 
 import remat_jax as rj
 from remat_jax.hardware import target
-from remat_jax.memory.compiler import Sizes, compile_programs, export_step
+from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
 
 WIDTH, LAYERS = 1024, 6
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device

@@ -19,7 +19,7 @@ import optax
 
 import remat_jax as rj
 from remat_jax.hardware import target
-from remat_jax.memory.compiler import compile_programs, export_step
+from remat_jax.memory.compile.compiler import compile_programs, export_step
 
 LAYERS, ROWS, WIDTH = 8, 8192, 256
 CURE = "--xla_disable_hlo_passes=dynamic-slice-annotator"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat_jax import residuals
-from remat_jax.graph.count import count
+from remat_jax.cost.count import count
 from remat_jax.parity.compiling import compile_options
 
 from .cases import Batch, Case

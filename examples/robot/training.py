@@ -15,7 +15,7 @@ import torch
 import remat_jax as rj
 import torch_ref
 from remat_jax import porting
-from remat_jax.graph.count import matmuls
+from remat_jax.cost.count import matmuls
 from remat_jax.parity.compiling import compile_options
 from torch_ref.faithful import PI0Pytorch
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import remat_jax as rj
 import torch_ref
-from remat_jax.graph.count import matmuls
+from remat_jax.cost.count import matmuls
 from remat_jax.parity.compiling import compile_options
 
 from ..demo.timing import KEEP_BARRIERS

@@ -17,8 +17,8 @@ from examples.models.rules.pi0 import rules
 from parity_tests import support as s
 from parity_tests.pipelines import pi0 as p
 from remat_jax import porting
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import PortingError
-from remat_jax.graph.count import matmuls
 from remat_jax.parity import float64_error, judge
 from remat_jax.porting.links import fit
 

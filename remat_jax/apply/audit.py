@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from remat_jax.core import PlannedBlock
 from remat_jax.errors import NoEffectError
-from remat_jax.graph import PlannedBlock
 from remat_jax.policy import CONVOLUTION, CONVS, DOTS, DOTS_WITH_NO_BATCH_DIMS, Candidate, JaxPolicy, Policy
 from remat_jax.warning import warn
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from remat_jax.apply.effect import Effect, run_under
-from remat_jax.apply.marking import Block
 from remat_jax.apply.own_checkpoints import check_choice
 from remat_jax.apply.scope import BlockPolicies, Record
+from remat_jax.core.marks import Block
 from remat_jax.errors import ArgumentError
 
 P = ParamSpec("P")
@@ -45,7 +45,7 @@ def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_
         `fn` writes to an NNX object that is no argument of its.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp
-    >>> from remat_jax.graph.count import matmuls
+    >>> from remat_jax.cost.count import matmuls
     >>> class Block(nn.Module):
     ...     @nn.compact
     ...     def __call__(self, x):

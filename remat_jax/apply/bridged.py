@@ -14,9 +14,9 @@ from flax import linen, nnx
 
 from remat_jax.apply import scope
 from remat_jax.apply.effect import run_under, traced_under
-from remat_jax.apply.marking import CHECKPOINTS, Block
 from remat_jax.apply.nnx import as_pure_function
 from remat_jax.apply.scope import BlockPolicies, Record
+from remat_jax.core.marks import CHECKPOINTS, Block
 
 Part = tuple[str, type]
 """The path of a part in its model, and the class of the Linen module in it."""

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.apply import by_layer, linen, nnx, pytrees, regions, scope
-from remat_jax.apply.marking import Block
+from remat_jax.apply import linen, nnx, pytrees, regions, scope
+from remat_jax.apply.per_layer import call as by_layer
 from remat_jax.apply.scope import BlockPolicies, Record
+from remat_jax.core.marks import Block
+from remat_jax.core.walk import of_arrays
 from remat_jax.errors import BlockError, RematError
-from remat_jax.graph.walk import of_arrays
 
 Function = Callable[..., Any]
 

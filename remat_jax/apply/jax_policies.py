@@ -21,7 +21,7 @@ def jax_policy(policy: Any) -> JaxPolicy:
 
     >>> import jax, jax.numpy as jnp
     >>> f = jax.checkpoint(lambda w, x: jnp.sin(x @ w), policy=jax_policy("dots"))
-    >>> from remat_jax.graph.count import matmuls
+    >>> from remat_jax.cost.count import matmuls
     >>> matmuls(jax.grad(lambda w, x: f(w, x).sum()), jnp.ones((3, 3)), jnp.ones((2, 3)))
     2
     """

@@ -15,8 +15,8 @@ from flax.linen.transforms import lift_direct_transform
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.marking import Marked
 from remat_jax.apply.region import run_block
+from remat_jax.core.marks import Marked
 from remat_jax.policy import JaxPolicy, Policy
 
 # The ids of the modules whose own call is being traced under its policy already.

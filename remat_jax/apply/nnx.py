@@ -16,10 +16,10 @@ from flax import nnx
 
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.calls import Call, Scopes, dispatching, entered, patched, with_own_call
-from remat_jax.apply.marking import Marked
 from remat_jax.apply.nnx_state import Changes, Snapshot
 from remat_jax.apply.region import run_block
 from remat_jax.apply.scope import BlockPolicies
+from remat_jax.core.marks import Marked
 from remat_jax.errors import UnsupportedError
 from remat_jax.policy import JaxPolicy, Policy
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from remat_jax import compat
 from remat_jax.apply import scope
-from remat_jax.apply.marking import mark_of
+from remat_jax.core.marks import mark_of
+from remat_jax.core.walk import equations
 from remat_jax.errors import ArgumentError
-from remat_jax.graph.walk import equations
 from remat_jax.policy import LayerPolicies, is_off
 from remat_jax.warning import warn
 

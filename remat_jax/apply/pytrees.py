@@ -21,9 +21,9 @@ from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.calls import Call, Scopes, dispatching, entered, is_inside, patched, with_own_call
-from remat_jax.apply.marking import Marked
 from remat_jax.apply.region import run_block
 from remat_jax.apply.scope import BlockPolicies
+from remat_jax.core.marks import Marked
 from remat_jax.errors import ArgumentError, nearest
 from remat_jax.policy import JaxPolicy, Policy
 
@@ -177,7 +177,7 @@ def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None)
 
     >>> import jax, jax.numpy as jnp
     >>> from remat_jax import checkpoint_blocks
-    >>> from remat_jax.graph.count import matmuls
+    >>> from remat_jax.cost.count import matmuls
     >>> @block
     ... def layer(weights, x):
     ...     return jnp.tanh(x @ weights["up"]) @ weights["down"]

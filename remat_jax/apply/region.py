@@ -12,11 +12,11 @@ import jax
 from remat_jax import compat
 from remat_jax.apply import own_checkpoints as _own_checkpoints  # noqa: F401 - a model's own checkpoints give way
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.marking import Mark, Marked, bind_mark
-from remat_jax.apply.overlap import run_tied, unlinked
-from remat_jax.apply.parked import Offer
-from remat_jax.graph import PlannedBlock, Row, plan_block
-from remat_jax.graph.shared import readings, staying
+from remat_jax.core import PlannedBlock, Row, plan_block
+from remat_jax.core.marks import Mark, Marked, bind_mark
+from remat_jax.core.parked import Offer
+from remat_jax.core.shared import readings, staying
+from remat_jax.core.tied_chain import run_tied, unlinked
 from remat_jax.policy import JaxPolicy, Policy, is_off
 
 

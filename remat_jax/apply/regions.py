@@ -11,11 +11,11 @@ import jax
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.marking import CHECKPOINTS, Mark, Marked, bind_mark
 from remat_jax.apply.region import bind_block
-from remat_jax.graph import plan_block
-from remat_jax.graph.rewrite import count_regions, leaving_blocks, rewrite
-from remat_jax.graph.walk import of_arrays
+from remat_jax.core import plan_block
+from remat_jax.core.marks import CHECKPOINTS, Mark, Marked, bind_mark
+from remat_jax.core.rewrite import count_regions, leaving_blocks, rewrite
+from remat_jax.core.walk import of_arrays
 from remat_jax.policy import is_off
 
 RunJaxpr = Callable[[Any, list[Any]], list[Any]]

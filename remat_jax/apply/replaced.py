@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from remat_jax.apply.blocks import under_policies
-from remat_jax.apply.marking import Block
 from remat_jax.apply.own_checkpoints import check_choice
 from remat_jax.apply.scope import BlockPolicies, Record
+from remat_jax.core.marks import Block
+from remat_jax.core.walk import checkpoints_around_blocks
 from remat_jax.errors import RematError
-from remat_jax.graph.walk import checkpoints_around_blocks
 from remat_jax.warning import silenced
 
 AS_WRITTEN = "as written"

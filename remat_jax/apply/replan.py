@@ -12,9 +12,9 @@ from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.regions import retraced, run_region
+from remat_jax.core.rewrite import count_regions, leaving_blocks, rewrite
+from remat_jax.core.walk import equations
 from remat_jax.errors import ArgumentError, BlockError
-from remat_jax.graph.rewrite import count_regions, leaving_blocks, rewrite
-from remat_jax.graph.walk import equations
 from remat_jax.policy import as_policy
 
 P = ParamSpec("P")
@@ -43,7 +43,7 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
     >>> import jax, jax.numpy as jnp
     >>> loss = lambda w, x: jnp.sum(jax.checkpoint(lambda x: jnp.sin(x @ w))(x))
     >>> w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
-    >>> from remat_jax.graph.count import matmuls
+    >>> from remat_jax.cost.count import matmuls
     >>> matmuls(jax.value_and_grad(loss), w, x), matmuls(jax.value_and_grad(replan(loss, "dots")), w, x)
     (3, 2)
     """

@@ -16,7 +16,7 @@ from flax import linen, nnx
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.marking import CHECKPOINTS, Block, Marked, name_of
+from remat_jax.core.marks import CHECKPOINTS, Block, Marked, name_of
 from remat_jax.errors import ArgumentError, BlockError, NoEffectError, RematError, nearest
 from remat_jax.policy import JaxPolicy, LayerPolicies, Policy, as_block_policy
 

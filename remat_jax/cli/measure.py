@@ -18,10 +18,10 @@ from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport, residuals
-from remat_jax.memory.collectives import executed
+from remat_jax.memory.compile.limit import limit_bytes
 from remat_jax.memory.diff import PolicyDiff, compare_policies
-from remat_jax.memory.hlo import COLLECTIVES
-from remat_jax.memory.limit import limit_bytes
+from remat_jax.memory.hlo.collectives import executed
+from remat_jax.memory.hlo.text import COLLECTIVES
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
 from remat_jax.policy import is_off
 from remat_jax.report import format_bytes, table

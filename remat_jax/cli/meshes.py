@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 
 from remat_jax.cli.workloads import load_workload
 from remat_jax.hardware import Target
-from remat_jax.memory.devices import check_size
+from remat_jax.memory.compile.devices import check_size
 from remat_jax.mesh import as_mesh
 from remat_jax.workload import Workload
 

@@ -13,7 +13,7 @@ from remat_jax.cli.output import FAILED, Answer, Json, answering, progress
 from remat_jax.cli.parity import parity_report
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
-from remat_jax.memory.devices import check_devices
+from remat_jax.memory.compile.devices import check_devices
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.overview.compared import Compared
 from remat_jax.overview.data import Gathered

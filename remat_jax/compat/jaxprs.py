@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 _OURS = os.path.dirname(os.path.dirname(__file__))
 _LIBRARIES = (
     os.path.dirname(flax.__file__) + os.sep,
-    *(os.path.join(_OURS, part) + os.sep for part in ("apply", "compat", "graph", "memory", "train")),
+    *(os.path.join(_OURS, part) + os.sep for part in ("apply", "compat", "core", "cost", "memory", "train")),
     *(os.path.join(_OURS, part) for part in ("workload.py",)),
 )
 

@@ -10,7 +10,7 @@ from remat_jax.errors import CompileError
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport
 from remat_jax.memory.advice import DONATION, LEAST, MICRO, MICRO_BATCHES, STATE, Advice, undonated_arguments
-from remat_jax.memory.compiler import compile_programs, export_step
+from remat_jax.memory.compile.compiler import compile_programs, export_step
 from remat_jax.train import offload_optimizer
 from remat_jax.workload import Step, Workload
 

@@ -13,8 +13,8 @@ from remat_jax.diagnosis.timing import exposed_copies
 from remat_jax.diagnosis.watch import Observed
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport, measure
-from remat_jax.memory.compiler import Sizes, compile_programs, export_step
-from remat_jax.memory.overlap import Overlap
+from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
+from remat_jax.memory.hlo.copies import Overlap
 from remat_jax.report.tables import format_bytes, format_seconds
 
 PINNED_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat_jax.apply.marking import name_of
 from remat_jax.apply.scope import BlockPolicies
+from remat_jax.core.marks import name_of
 from remat_jax.diagnosis.beyond import compiled_advice
 from remat_jax.diagnosis.compiled import compiled_traps, pinned_pool, policy_of
 from remat_jax.diagnosis.findings import Diagnosis, Finding, merged
@@ -17,7 +17,7 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import Advice
-from remat_jax.memory.devices import check_devices
+from remat_jax.memory.compile.devices import check_devices
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout, measure
 from remat_jax.policy import LayerPolicies, Policy, as_block_policy, is_off
 from remat_jax.warning import silenced

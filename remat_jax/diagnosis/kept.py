@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from remat_jax import compat
+from remat_jax.core.flow import CALLS, flagged
+from remat_jax.core.products import MATMULS
+from remat_jax.core.walk import bodies
 from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import Kept, Observed, Region, is_view
-from remat_jax.graph.count import MATMULS
-from remat_jax.graph.flow import CALLS, flagged
-from remat_jax.graph.walk import bodies
 
 NEGLIGIBLE = 0.01
 """The share of what a region keeps that is not worth a word, such as the scales of its norms."""

@@ -10,13 +10,13 @@ import jax
 
 from remat_jax import compat
 from remat_jax.apply.audit import closest
-from remat_jax.apply.marking import name_of
 from remat_jax.apply.scope import BlockPolicies
+from remat_jax.core.marks import name_of
+from remat_jax.core.origins import origin
+from remat_jax.core.walk import bodies
 from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import Observed, Region
 from remat_jax.errors import nearest
-from remat_jax.graph.origins import origin
-from remat_jax.graph.walk import bodies
 from remat_jax.policy import Action, JaxPolicy, LayerPolicies, Policy
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from remat_jax import compat
+from remat_jax.core.flow import CALLS
+from remat_jax.core.walk import bodies
 from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import (
     Observed,
@@ -18,8 +20,6 @@ from remat_jax.diagnosis.watch import (
     is_view,
     region_equations,
 )
-from remat_jax.graph.flow import CALLS
-from remat_jax.graph.walk import bodies
 
 
 def remat_scan_of_one_length(observed: Observed) -> Iterator[Finding]:

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from remat_jax import compat
+from remat_jax.core.products import eqn_flops
+from remat_jax.core.walk import bodies
 from remat_jax.diagnosis.watch import Observed, Region, contains_live_region, is_region
-from remat_jax.graph.count import eqn_flops
-from remat_jax.graph.walk import bodies
 from remat_jax.hardware import Target
 
 BACKWARD = 3

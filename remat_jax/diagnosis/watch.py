@@ -14,15 +14,16 @@ from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.effect import run_under
-from remat_jax.apply.marking import Block
 from remat_jax.apply.scope import BlockPolicies
+from remat_jax.core import PlannedBlock, is_smooth, plan_block
+from remat_jax.core.flow import CALLS, flagged, has, inner_flags
+from remat_jax.core.marks import Block
+from remat_jax.core.origins import is_on_host, origin
+from remat_jax.core.products import eqn_flops
+from remat_jax.core.rewrite import region_body
+from remat_jax.core.walk import bodies, inner_jaxprs, of_some
+from remat_jax.cost.count import count
 from remat_jax.errors import BlockError, RematError, UnsupportedError
-from remat_jax.graph import PlannedBlock, is_smooth, plan_block
-from remat_jax.graph.count import count, eqn_flops
-from remat_jax.graph.flow import CALLS, flagged, has, inner_flags
-from remat_jax.graph.origins import is_on_host, origin
-from remat_jax.graph.rewrite import region_body
-from remat_jax.graph.walk import bodies, inner_jaxprs, of_some
 from remat_jax.memory import ResidualTable, residuals
 from remat_jax.policy import JaxPolicy, Policy
 from remat_jax.workload import Workload

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from remat_jax import compat
+from remat_jax.core.products import eqn_flops
+from remat_jax.cost import count
 from remat_jax.errors import UnsupportedError
-from remat_jax.graph import count
 from remat_jax.hardware import Target
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
 from remat_jax.memory.report import MemoryReport
@@ -273,7 +274,7 @@ def _recomputed(workload: Workload, *policies: Any) -> dict[str, tuple[int, ...]
 
     def note(eqn: Any) -> int:
         path = _recomputed_path(eqn)
-        if path is not None and count.eqn_flops(eqn):
+        if path is not None and eqn_flops(eqn):
             paths[path] = None
         return 0
 
@@ -282,7 +283,7 @@ def _recomputed(workload: Workload, *policies: Any) -> dict[str, tuple[int, ...]
     merged = dict(zip(paths, merged_layers(paths), strict=True))
 
     def of(module: str) -> Callable[[Any], int]:
-        return lambda eqn: count.eqn_flops(eqn) if merged.get(_recomputed_path(eqn) or "") == module else 0
+        return lambda eqn: eqn_flops(eqn) if merged.get(_recomputed_path(eqn) or "") == module else 0
 
     try:
         found = {module: tuple(count.count(jaxpr, of(module)) for jaxpr in jaxprs) for module in dict.fromkeys(merged.values())}

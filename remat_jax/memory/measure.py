@@ -17,11 +17,11 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import advise, traced_products
-from remat_jax.memory.attached import measured_peak
-from remat_jax.memory.compiler import Sizes, compile_programs, export_step
-from remat_jax.memory.devices import check_devices, host_shortage
-from remat_jax.memory.limit import limit_bytes
-from remat_jax.memory.process import Children
+from remat_jax.memory.compile.attached import measured_peak
+from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
+from remat_jax.memory.compile.devices import check_devices, host_shortage
+from remat_jax.memory.compile.limit import limit_bytes
+from remat_jax.memory.compile.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, kept_residuals, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, Rule, as_block_policy, is_off
@@ -44,7 +44,7 @@ def measure(
     The compiler runs in a process of its own. Where the policy offloads, or `replan` made the loss with a policy that does, a
     second step with `save` for `offload` is compiled beside it, so that the receipt can say what the device gave back. The
     same question of the same workload object is answered from memory, and what was compiled for a GPU before, from disk
-    (`remat_jax.memory.cache`).
+    (`remat_jax.memory.compile.cache`).
 
     A workload with a mesh is compiled for a target of as many devices (`"8x8xh200"`); what is told is what one of them needs.
 

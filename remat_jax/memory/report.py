@@ -7,9 +7,9 @@ from typing import Any
 
 from remat_jax.apply.replaced import replaced_text
 from remat_jax.memory.advice import SHOWN, Advice
-from remat_jax.memory.collectives import Collective, executed
-from remat_jax.memory.live import LiveBuffer
-from remat_jax.memory.overlap import Copies, Overlap
+from remat_jax.memory.hlo.collectives import Collective, executed
+from remat_jax.memory.hlo.copies import Copies, Overlap
+from remat_jax.memory.hlo.live import LiveBuffer
 from remat_jax.memory.residuals import SharedInput
 from remat_jax.report.tables import format_bytes, format_estimate, format_seconds, render, table
 

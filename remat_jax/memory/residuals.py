@@ -12,10 +12,10 @@ import jax
 from remat_jax import compat
 from remat_jax.apply.own_checkpoints import KEPT
 from remat_jax.apply.replaced import replaced_text
+from remat_jax.core.origins import Origin, is_on_host, origin
+from remat_jax.core.shared import Reading, collecting
+from remat_jax.core.walk import block_under_checkpoint
 from remat_jax.errors import UnsupportedError
-from remat_jax.graph.origins import Origin, is_on_host, origin
-from remat_jax.graph.shared import Reading, collecting
-from remat_jax.graph.walk import block_under_checkpoint
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy, is_off
 from remat_jax.report.tables import format_bytes, render, table
 from remat_jax.warning import warn

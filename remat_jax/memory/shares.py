@@ -14,11 +14,11 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.graph.origins import origin
+from remat_jax.core.origins import origin
 from remat_jax.hardware import Target
-from remat_jax.memory.compiler import result_shapes
-from remat_jax.memory.devices import check_devices
-from remat_jax.memory.exporting import export_step
+from remat_jax.memory.compile.compiler import result_shapes
+from remat_jax.memory.compile.devices import check_devices
+from remat_jax.memory.compile.exporting import export_step
 from remat_jax.workload import Workload
 
 DEFAULT_TIMEOUT = 300.0

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remat_jax import compat
-from remat_jax.graph.walk import bodies
-from remat_jax.memory.live import module_path
+from remat_jax.core.walk import bodies
+from remat_jax.memory.hlo.live import module_path
 
 _LOOPS = ("scan", "while")
 

@@ -10,7 +10,7 @@ from typing import Any
 from remat_jax.errors import ArgumentError, PlanningError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
-from remat_jax.memory.devices import check_devices
+from remat_jax.memory.compile.devices import check_devices
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.overview.compared import Progress, compare
 from remat_jax.overview.data import Gathered

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from remat_jax import compat
-from remat_jax.graph.walk import bodies
+from remat_jax.core.walk import bodies
 
 
 def compile_options(dtype: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from remat_jax.graph.walk import bodies
+from remat_jax.core.walk import bodies
 from remat_jax.parity.tapped import Running, is_tap
 
 Signs = dict[str, dict[int, str]]

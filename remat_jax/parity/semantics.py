@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from remat_jax.graph.walk import bodies
+from remat_jax.core.walk import bodies
 from remat_jax.parity.capture_flax import Step, trace_step
 from remat_jax.parity.match import Module, match, sort_of
 from remat_jax.parity.recorder import Traced

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from remat_jax import compat
-from remat_jax.graph.walk import bodies, interpret
+from remat_jax.core.walk import bodies, interpret
 from remat_jax.parity.taps import Label, tap_p
 
 Path = tuple["str | None", ...]

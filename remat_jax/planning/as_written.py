@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from remat_jax.apply.replaced import AS_WRITTEN
+from remat_jax.cost.count import flops
 from remat_jax.errors import UnsupportedError
-from remat_jax.graph.count import flops
 from remat_jax.planning.candidate import FAILED, Candidate, Compiled
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import Described

@@ -14,12 +14,12 @@ import jax
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.effect import with_blocks
-from remat_jax.apply.marking import Batch, Block, Mark, mark_of, vmapped
+from remat_jax.core import PlannedBlock, is_smooth, plan_block
+from remat_jax.core.flow import flagged, has, inner_flags
+from remat_jax.core.marks import Batch, Block, Mark, mark_of, vmapped
+from remat_jax.core.walk import bodies, equations
+from remat_jax.cost.flat import called
 from remat_jax.errors import BlockError, UnsupportedError
-from remat_jax.graph import PlannedBlock, is_smooth, plan_block
-from remat_jax.graph.flat import called
-from remat_jax.graph.flow import flagged, has, inner_flags
-from remat_jax.graph.walk import bodies, equations
 from remat_jax.policy import Policy
 from remat_jax.workload import Workload
 

@@ -12,11 +12,11 @@ from typing import Any
 from remat_jax.apply.replaced import AS_WRITTEN
 from remat_jax.errors import BlockError, CompileError, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
-from remat_jax.memory.compiler import Sizes, compile_programs
-from remat_jax.memory.exporting import Program, export_step
-from remat_jax.memory.kernels import Kernels
+from remat_jax.memory.compile.compiler import Sizes, compile_programs
+from remat_jax.memory.compile.exporting import Program, export_step
+from remat_jax.memory.compile.process import Children
+from remat_jax.memory.compile.tuned_kernels import Kernels
 from remat_jax.memory.measure import is_miscompiled
-from remat_jax.memory.process import Children
 from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Tried
 from remat_jax.planning.problem import Described
 from remat_jax.planning.search import MOST_COMPILED, SIDE_BY_SIDE

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from remat_jax import compat
-from remat_jax.graph.cost import Cost, flat_cost
-from remat_jax.graph.flat import Array, FlatEqn
-from remat_jax.graph.kernels import Work
+from remat_jax.cost.cost import Cost, flat_cost
+from remat_jax.cost.flat import Array, FlatEqn
+from remat_jax.cost.kernels import Work
 from remat_jax.memory.shares import Shares
 from remat_jax.planning.program import Program
 

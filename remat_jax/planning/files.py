@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remat_jax.apply.marking import CHECKPOINTS, Block
+from remat_jax.core.marks import CHECKPOINTS, Block
 from remat_jax.errors import ArgumentError, PlanningError, RematError
-from remat_jax.memory.limit import OPTION
+from remat_jax.memory.compile.limit import OPTION
 from remat_jax.planning.model import Model, block_key, find_block
 from remat_jax.planning.point import Part, Point, Row
 from remat_jax.policy import LayerPolicies, Policy

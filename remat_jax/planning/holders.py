@@ -12,7 +12,7 @@ from remat_jax import compat
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.hardware import Target
 from remat_jax.memory.advice import largest_advice
-from remat_jax.memory.compiler import Sizes
+from remat_jax.memory.compile.compiler import Sizes
 from remat_jax.planning.candidate import Tried
 from remat_jax.report.stacked import merged_layers, without_common_root
 from remat_jax.report.tables import format_bytes

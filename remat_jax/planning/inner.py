@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.graph.cost import is_pass
-from remat_jax.graph.flat import Array, Flat, FlatEqn, flatten
-from remat_jax.graph.walk import bodies, equations
+from remat_jax.core.walk import bodies, equations
+from remat_jax.cost.cost import is_pass
+from remat_jax.cost.flat import Array, Flat, FlatEqn, flatten
 
 _DROPS = (None, jax.checkpoint_policies.nothing_saveable)
 """The policies of checkpoints that keep nothing but what they are given."""

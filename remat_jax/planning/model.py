@@ -15,11 +15,11 @@ from flax import linen, nnx
 
 from remat_jax import compat
 from remat_jax.apply import scope
-from remat_jax.apply.marking import CHECKPOINTS, Block
 from remat_jax.apply.nnx import is_node
+from remat_jax.core.marks import CHECKPOINTS, Block
+from remat_jax.core.rewrite import count_regions
+from remat_jax.core.walk import of_arrays
 from remat_jax.errors import PlanningError, UnsupportedError
-from remat_jax.graph.rewrite import count_regions
-from remat_jax.graph.walk import of_arrays
 from remat_jax.warning import warn
 from remat_jax.workload import Workload
 

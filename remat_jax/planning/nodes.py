@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from remat_jax import solver
-from remat_jax.graph.cost import HasSeconds, is_pass
-from remat_jax.graph.flat import Array, FlatEqn, region
+from remat_jax.cost.cost import HasSeconds, is_pass
+from remat_jax.cost.flat import Array, FlatEqn, region
 from remat_jax.planning.program import Program
 
 SMALL = 0.01

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.apply.effect import call_signature
-from remat_jax.apply.marking import Block
 from remat_jax.apply.own_checkpoints import noting_regions
+from remat_jax.core.marks import Block
 from remat_jax.errors import ArgumentError, NoEffectError
 from remat_jax.planning import files
 from remat_jax.planning.explain import explanation, plan_table

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from remat_jax import compat, solver
-from remat_jax.apply.marking import Block
+from remat_jax.core.marks import Block
+from remat_jax.cost.cost import jaxpr_cost
 from remat_jax.errors import PlanningError
-from remat_jax.graph.cost import jaxpr_cost
 from remat_jax.hardware.rates import Rates
 from remat_jax.hardware.target import Target
 from remat_jax.hardware.target import target as target_named

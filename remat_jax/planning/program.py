@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.graph import PlannedBlock, is_smooth
-from remat_jax.graph.block import decide
-from remat_jax.graph.cost import Cost, HasSeconds, is_view, jaxpr_cost, shares
-from remat_jax.graph.count import eqn_flops
-from remat_jax.graph.flat import Array, Flat, FlatEqn, flatten, region
-from remat_jax.graph.walk import of_some
+from remat_jax.core import PlannedBlock, is_smooth
+from remat_jax.core.block import decide
+from remat_jax.core.products import eqn_flops
+from remat_jax.core.walk import of_some
+from remat_jax.cost.cost import Cost, HasSeconds, is_view, jaxpr_cost, shares
+from remat_jax.cost.flat import Array, Flat, FlatEqn, flatten, region
 from remat_jax.planning.blocks import Call
 from remat_jax.planning.inner import apart, inner_names
 from remat_jax.policy import Policy

@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from remat_jax.apply import marking
 from remat_jax.apply.audit import Audit
+from remat_jax.core import marks as marking
 from remat_jax.errors import PlanningError
 from remat_jax.planning.candidate import Candidate
 from remat_jax.planning.choices import Choices, Cuts, block_policies

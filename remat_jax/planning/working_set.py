@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from remat_jax.graph.cost import materialised
-from remat_jax.graph.flat import Array
+from remat_jax.cost.cost import materialised
+from remat_jax.cost.flat import Array
 from remat_jax.planning.program import Program
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from remat_jax import compat
-from remat_jax.graph.walk import inner_jaxprs, interpret, retrace
+from remat_jax.core.walk import inner_jaxprs, interpret, retrace
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import remat_jax as rj
 from remat_jax import compat
+from remat_jax.core import plan_block
 from remat_jax.errors import NoEffectError
-from remat_jax.graph import plan_block
 from remat_jax.parity.rule import float64_errors, global_norm
 from remat_jax.parity.tolerances import TOLERANCES, epsilon
 from tests.fault.evaluate import traced

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from remat_jax import compat
-from remat_jax.graph.walk import bodies
+from remat_jax.core.walk import bodies
 
 
 def traced(fn: Callable[..., Any]) -> Callable[..., Any]:

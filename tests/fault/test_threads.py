@@ -16,10 +16,10 @@ from flax import nnx
 
 import remat_jax as rj
 from remat_jax.apply import switch
-from remat_jax.graph.count import matmuls
+from remat_jax.cost.count import matmuls
 from remat_jax.hardware import target
-from remat_jax.memory import cache, compiler
-from remat_jax.memory.compiler import Sizes, compile_programs, export_step
+from remat_jax.memory.compile import cache, compiler
+from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
 from remat_jax.workload import Step
 from tests.small_models import Mlp, make_loss, to_host
 

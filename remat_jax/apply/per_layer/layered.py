@@ -1,0 +1,231 @@
+"""Policies by layer: a traced function with marks in it (`marking`), evaluated with the i-th block under the i-th policy.
+
+A scan over blocks is cut into consecutive scans, one for each run of rounds that are under the same policies (`segments`).
+Blocks in groups stand in one checkpoint more (`layer_groups`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from remat_jax import compat
+from remat_jax.apply.audit import Audit
+from remat_jax.apply.per_layer.groups import FULL, EquationGroup, Groups, in_parts, run_group
+from remat_jax.apply.per_layer.positions import Positions, checked_counts, count, count_in, marks, move
+from remat_jax.apply.per_layer.runs import Cut, Segment, Spans, is_opened
+from remat_jax.apply.region import bind_block
+from remat_jax.core import Row, plan_block
+from remat_jax.core.marks import Block, Mark, bind_mark, mark_of, vmapped
+from remat_jax.core.shared import note_loop_inputs
+from remat_jax.core.tied_chain import unlinked
+from remat_jax.core.walk import Visit, bodies, evaluate_equations, inner_jaxprs, retrace, value_of, values_of_inputs
+from remat_jax.policy import LayerPolicies, is_off
+
+
+def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: Audit) -> tuple[list[Any], Counter[Block]]:
+    """The closed `jaxpr` on `args` with every mark of `blocks` run under its policy, and how many blocks there were.
+
+    Raises:
+      BlockError: there are not as many blocks as layers.
+      UnsupportedError: blocks that would need different policies stand in a `while` loop, or a group of layers has a border of
+        a loop, a call or a branch inside.
+    """
+    counts = checked_counts(jaxpr, blocks)
+    around = _Surroundings(apart=compat.in_loop(around_gradient=False))
+    grouped = {
+        mark.marked.block: mark.marked.policy
+        for mark in marks(jaxpr)
+        if mark.marked.block in blocks and isinstance(mark.marked.policy, LayerPolicies) and mark.marked.policy.groups
+    }
+    return _Resolver(blocks, audit, grouped).run(jaxpr, args, dict.fromkeys(blocks, 0), around), counts
+
+
+class _Surroundings:
+    """Where an equation stands.
+
+    Attributes:
+      looped: whether in a loop.
+      apart: whether in one that is a loop to the compiler too, which each pass has one of.
+      rows: by the id of a value, the stack that it is a row of.
+      spans: in a scan, by block, the layers of all its rounds.
+      idle: whether in a loop of no rounds, where there are no layers that a block could be.
+      groups: the groups of layers that it is inside of.
+    """
+
+    def __init__(
+        self,
+        *,
+        looped: bool = False,
+        apart: bool = False,
+        rows: Mapping[int, Row] | None = None,
+        spans: Spans | None = None,
+        idle: bool = False,
+        groups: Groups = frozenset(),
+    ) -> None:
+        self.looped, self.apart, self.rows, self.spans, self.idle = looped, apart, rows or {}, spans or {}, idle
+        self.groups = groups
+
+    def inside(self, *, looped: bool = False) -> _Surroundings:
+        """Of what stands in the body of an equation, to which values have other ids."""
+        apart = self.apart or looped
+        return _Surroundings(looped=self.looped or looped, apart=apart, spans=self.spans, idle=self.idle, groups=self.groups)
+
+    def in_group(self, groups: Groups) -> _Surroundings:
+        """Of what stands in these groups of layers: the group and its layers compute again in one and the same loop."""
+        return _Surroundings(looped=self.looped, apart=False, spans=self.spans, groups=self.groups | groups)
+
+
+class _Resolver:
+    """Sets the policies of marks.
+
+    Attributes:
+      blocks: those whose policies are set.
+      audit: told what the policies met.
+      grouped: by block, the policies that have groups.
+    """
+
+    def __init__(self, blocks: frozenset[Block], audit: Audit, grouped: Mapping[Block, LayerPolicies]) -> None:
+        self.blocks, self.audit, self.grouped = blocks, audit, grouped
+
+    def run(self, jaxpr: Any, args: Sequence[Any], at: Positions, around: _Surroundings) -> list[Any]:
+        """Evaluate `jaxpr`, whose first blocks have the positions `at`, which are moved on."""
+        eqns = jaxpr.jaxpr.eqns
+        counts, starts = [count_in(eqn, self.blocks) for eqn in eqns], []
+        for passed in counts:
+            starts.append(dict(at))
+            move(at, passed)
+        first = {id(eqn): start for eqn, start, passed in zip(eqns, starts, counts, strict=True) if passed}
+        grouped = {} if around.idle else self.grouped
+        env = values_of_inputs(jaxpr, args)
+        for part in in_parts(jaxpr, starts, counts, grouped, around.groups) if grouped else [eqns]:
+            if isinstance(part, EquationGroup):
+                self._group(part, env, first, around)
+            else:
+                evaluate_equations(part, env, self._visitor(first, around))
+        return [value_of(atom, env) for atom in jaxpr.jaxpr.outvars]
+
+    def _visitor(self, first: Mapping[int, Positions], around: _Surroundings) -> Visit:
+        """Evaluates equations: those by whose id `first` has the positions of their first blocks have blocks inside."""
+
+        def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+            if id(eqn) not in first:
+                return None
+            mark, at = mark_of(eqn), dict(first[id(eqn)])
+            if mark is not None:
+                with compat.eqn_context(eqn):
+                    return self._mark(mark, inputs, at, around)
+            if eqn.primitive.name == "scan":
+                return self._scan(eqn, inputs, at, around)
+            if around.rows and is_opened(eqn, self.blocks):
+                with compat.eqn_context(eqn):
+                    return self.run(bodies(eqn)[0], inputs, at, around)
+            return self._other(eqn, inputs, at, around)
+
+        return visit
+
+    def _group(self, group: EquationGroup, env: dict[Any, Any], first: Mapping[int, Positions], around: _Surroundings) -> None:
+        visit = self._visitor(first, around.in_group(group.groups))
+
+        def layers(*values: Any) -> list[Any]:
+            inner = dict(zip(group.inputs, values, strict=True))
+            evaluate_equations(group.eqns, inner, visit)
+            return [inner[var] for var in group.outputs]
+
+        values = [env[var] for var in group.inputs]
+        looped = True if around.looped else None
+        outputs = run_group(layers, values, looped=looped, apart=around.apart, rows=_rows(values, around))
+        env.update(zip(group.outputs, outputs, strict=True))
+
+    def _mark(self, mark: Mark, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
+        ours = mark.marked.block in self.blocks
+        place = at.get(mark.marked.block, 0)
+        if ours:
+            at[mark.marked.block] += 1
+        rows = {} if mark.batches else _rows(inputs, around)
+
+        # Inside the `vmap`s around the block, whose axes its collectives name.
+        def run_mark(*values: Any) -> list[Any]:
+            body = mark.jaxpr
+            if count(body, self.blocks):
+                with unlinked():
+                    body = retrace(body, lambda *args: self.run(mark.jaxpr, args, at, around.inside()))
+            if not ours:
+                # Its policy is set by an enclosing call.
+                return bind_mark(replace(mark, jaxpr=body, batches=()), values)
+            return self._block(mark, body, values, place, around, rows)
+
+        return _batched(run_mark, mark, inputs)
+
+    def _block(
+        self, mark: Mark, body: Any, values: Sequence[Any], place: int, around: _Surroundings, rows: Mapping[int, Row]
+    ) -> list[Any]:
+        policy, run, span, alone = mark.marked.policy, None, None, False
+        if around.idle:
+            return compat.jaxpr_function(body)(*values)
+        if isinstance(policy, LayerPolicies):
+            if len(policy.ranges) > 1:
+                run, span = policy.run_of(place)[0], around.spans.get(mark.marked.block, range(place, place + 1))
+            group, policy = policy.group_of(place), policy[place]
+            alone = group is not None and len(group) == 1
+        if is_off(policy) and not alone:
+            return compat.jaxpr_function(body)(*values)
+        assert not isinstance(policy, LayerPolicies)
+        if not is_off(policy):
+            block = plan_block(body, policy, mark.path, mark.inputs)
+            self.audit.saw(mark.path, block, whole=mark.made, layers=run, looped=around.looped)
+        if alone:
+            block = plan_block(body, FULL, mark.path, mark.inputs)
+        with compat.layers_scope(span):
+            return bind_block(block, values, looped=True if around.looped else None, apart=around.apart, rows=rows)
+
+    def _scan(self, eqn: Any, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
+        cut = Cut(eqn, self.blocks, None if around.idle else at, around.groups)
+        if len(cut.segments) > 1 or any(segment.group for segment in cut.segments):
+            with compat.eqn_context(eqn):
+
+                def run_round(values: list[Any], segment: Segment, rows: Mapping[int, Row], spans: Spans) -> list[Any]:
+                    apart = segment.is_loop or (around.apart and not segment.group)
+                    groups = around.groups | segment.groups
+                    inside = _Surroundings(looped=True, apart=apart, rows=rows, spans=spans, groups=groups)
+                    return self.run(cut.body, values, dict(segment.at), inside)
+
+                return cut.run(inputs, around.spans, run_round, apart=around.apart)
+        spans = cut.spans(cut.segments[0], around.spans) if cut.segments else {}
+        apart = around.apart or any(segment.is_loop for segment in cut.segments)
+        inside = _Surroundings(looped=True, apart=apart, spans=spans, idle=not cut.segments, groups=around.groups)
+
+        def one_round(*args: Any) -> list[Any]:
+            note_loop_inputs(eqn, args)
+            return self.run(cut.body, args, dict(at), inside)
+
+        body = retrace(cut.body, one_round)
+        return compat.bind(eqn, inputs, jaxpr=compat.like(body, eqn.params["jaxpr"]))
+
+    def _other(self, eqn: Any, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
+        """An equation with blocks inside: a call, a branch, a loop of unknown length, a block of somebody else's."""
+        inside = around.inside(looped=eqn.primitive.name == "while")
+        changed = {}
+        for key, value in inner_jaxprs(eqn).items():
+            many = isinstance(value, tuple)
+            new = []
+            for one in value if many else (value,):
+                inner, start = compat.closed(one), dict(at)
+                with compat.inner_context(eqn):
+                    traced = retrace(inner, lambda *args, j=inner, s=start: self.run(j, args, s, inside))
+                new.append(compat.like(traced, one))
+            changed[key] = tuple(new) if many else new[0]
+        return compat.bind(eqn, inputs, **changed)
+
+
+def _rows(values: Sequence[Any], around: _Surroundings) -> dict[int, Row]:
+    """By their place, the values that are rows of a stack."""
+    return {nth: around.rows[id(value)] for nth, value in enumerate(values) if id(value) in around.rows}
+
+
+def _batched(function: Any, mark: Mark, inputs: list[Any]) -> list[Any]:
+    for batch in mark.batches:
+        function = vmapped(function, batch, len(inputs))
+    return list(function(*inputs))

@@ -1,0 +1,93 @@
+"""The marks of a traced function: which there are, and how often each block runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from remat_jax.core.marks import Block, Mark, mark_of, name_of
+from remat_jax.core.walk import bodies, equations
+from remat_jax.errors import BlockError, UnsupportedError
+from remat_jax.policy import LayerPolicies
+
+Positions = dict[Block, int]
+
+# JAX differentiates these by rules of their own: what stands inside is never reached.
+_OPAQUE = ("custom_jvp_call", "custom_vjp_call")
+
+
+def checked_counts(jaxpr: Any, blocks: frozenset[Block]) -> Counter[Block]:
+    """How often each of `blocks` runs in one evaluation of the closed `jaxpr`: as often as there are policies for it.
+
+    Raises:
+      BlockError: there are not as many blocks as layers.
+      UnsupportedError: blocks with policies by layer stand in a `while` loop.
+    """
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name == "while":
+            _refuse_while(eqn, blocks)
+    counts = count(jaxpr, blocks)
+    for marked in {mark.marked for mark in marks(jaxpr) if mark.marked.block in blocks}:
+        if isinstance(marked.policy, LayerPolicies) and marked.policy.layers != counts[marked.block]:
+            raise BlockError(_another_number(marked.block, marked.policy, counts[marked.block]))
+    return counts
+
+
+def _another_number(block: Block, policies: LayerPolicies, found: int) -> str:
+    times = "once" if found == 1 else f"{found} times"
+    return (
+        f"block={name_of(block)}: policy={str(policies)!r} is for {policies.layers} layers, and the block is called {times}. "
+        f"Give policies for {found}: each call counts, also those of a model that is run twice."
+    )
+
+
+def _refuse_while(eqn: Any, blocks: frozenset[Block]) -> None:
+    for mark in (mark for body in bodies(eqn) for mark in marks(body)):
+        if mark.marked.block in blocks and isinstance(mark.marked.policy, LayerPolicies):
+            raise UnsupportedError(
+                f"block={name_of(mark.marked.block)}: it is called in a while loop, and nobody knows how many layers that is. "
+                "Give it one policy, or use a scan: jax.lax.scan, or a fori_loop whose bounds are Python numbers."
+            )
+
+
+def marks(jaxpr: Any) -> Iterator[Mark]:
+    """Every mark in the closed `jaxpr`, at any depth and inside other marks."""
+    for eqn in jaxpr.jaxpr.eqns:
+        mark = mark_of(eqn)
+        if mark is not None:
+            yield mark
+            yield from marks(mark.jaxpr)
+        elif not eqn.primitive.name.startswith(_OPAQUE):
+            for body in bodies(eqn):
+                yield from marks(body)
+
+
+def count(jaxpr: Any, blocks: frozenset[Block]) -> Counter[Block]:
+    """How often each of `blocks` runs in one evaluation of the closed `jaxpr`; in a `while` loop, once."""
+    total: Counter[Block] = Counter()
+    for eqn in jaxpr.jaxpr.eqns:
+        total.update(count_in(eqn, blocks))
+    return total
+
+
+def count_in(eqn: Any, blocks: frozenset[Block]) -> Counter[Block]:
+    """The same of one equation; a block that is there and never runs is counted 0 times."""
+    mark = mark_of(eqn)
+    if mark is not None:
+        return Counter([mark.marked.block] if mark.marked.block in blocks else []) + count(mark.jaxpr, blocks)
+    if eqn.primitive.name.startswith(_OPAQUE):
+        return Counter()
+    inside = [count(body, blocks) for body in bodies(eqn)]
+    there = {block for one in inside for block in one}
+    if eqn.primitive.name == "cond":
+        # One branch runs; where they have different numbers of blocks, a position is left free in the others.
+        return Counter({block: max(one[block] for one in inside) for block in there})
+    rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    return Counter({block: rounds * sum(one[block] for one in inside) for block in there})
+
+
+def move(at: Positions, passed: Counter[Block]) -> None:
+    """The positions `at` behind the blocks that were `passed`."""
+    for block, number in passed.items():
+        at[block] += number

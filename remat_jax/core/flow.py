@@ -1,0 +1,78 @@
+"""Which values of a jaxpr have a property that travels from inputs to outputs, through calls, scans and branches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from remat_jax import compat
+from remat_jax.core.walk import inner_jaxprs
+
+# What runs its one inner jaxpr on its own operands.
+CALLS = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "shard_map", "checkpoint", "remat", "remat2", "custom_jvp_call"}
+)
+
+Leaf = Callable[[Any, list[bool]], bool]
+"""`leaf(eqn, flags)`: whether the outputs of an equation have the property, given whether its inputs have it."""
+
+
+def flagged(jaxpr: Any, flags: Sequence[bool], leaf: Leaf) -> set[Any]:
+    """The variables of the closed `jaxpr` that have the property, given which of its inputs have it; constants have it."""
+    found = set(jaxpr.jaxpr.constvars)
+    found.update(var for var, flag in zip(jaxpr.jaxpr.invars, flags, strict=True) if flag)
+    for eqn in jaxpr.jaxpr.eqns:
+        outputs = _outputs(eqn, [has(atom, found) for atom in eqn.invars], leaf)
+        found.update(var for var, flag in zip(eqn.outvars, outputs, strict=True) if flag)
+    return found
+
+
+def has(atom: Any, found: set[Any]) -> bool:
+    """Whether an operand has the property; a literal has it."""
+    return hasattr(atom, "val") or atom in found
+
+
+def inner_flags(eqn: Any, key: str, inner: Any, flags: Sequence[bool], leaf: Leaf) -> list[bool]:
+    """For each input of the jaxpr `inner`, the parameter `key` of `eqn`, whether it has the property.
+
+    What a scan carries has it if it starts with it and every round hands it on; what a `while` carries has not.
+    """
+    name = eqn.primitive.name
+    if name == "cond":
+        return list(flags[1:])
+    if name == "while":
+        of_body = key == "body_jaxpr"
+        skip = eqn.params["cond_nconsts"] if of_body else 0
+        consts = eqn.params["body_nconsts" if of_body else "cond_nconsts"]
+        return [*flags[skip : skip + consts], *[False] * (len(inner.in_avals) - consts)]
+    if name != "scan":
+        return list(flags)
+    consts, carry = compat.scan_layout(eqn)
+    current = list(flags)
+    while True:
+        after = _output_flags(inner, current, leaf)[:carry]
+        kept = [before and now for before, now in zip(current[consts : consts + carry], after, strict=True)]
+        if kept == current[consts : consts + carry]:
+            return current
+        current[consts : consts + carry] = kept
+
+
+def _outputs(eqn: Any, flags: list[bool], leaf: Leaf) -> list[bool]:
+    name = compat.kind(eqn)
+    bodies = inner_jaxprs(eqn)
+    if leaf(eqn, flags):
+        return [True] * len(eqn.outvars)
+    if name in CALLS and bodies:
+        return _output_flags(compat.closed(next(iter(bodies.values()))), flags, leaf)
+    if name == "scan":
+        inner = compat.closed(eqn.params["jaxpr"])
+        return _output_flags(inner, inner_flags(eqn, "jaxpr", inner, flags, leaf), leaf)
+    if name == "cond" and flags[0]:
+        branches = [_output_flags(compat.closed(one), flags[1:], leaf) for one in eqn.params["branches"]]
+        return [all(column) for column in zip(*branches, strict=True)]
+    return [False] * len(eqn.outvars)
+
+
+def _output_flags(jaxpr: Any, flags: Sequence[bool], leaf: Leaf) -> list[bool]:
+    found = flagged(jaxpr, flags, leaf)
+    return [has(atom, found) for atom in jaxpr.jaxpr.outvars]

@@ -1,0 +1,173 @@
+"""Keeping the backward pass of a block in the order in which JAX writes it down.
+
+JAX writes a good order: each gradient where its operands are, each half of a product's cotangent beside the other. XLA:GPU puts
+the weight-gradient matmuls off to the end of the block, where one barrier holds them all, and computes the cotangent of an
+attention's values after that of its scores, so that several arrays as large as the attention weights are alive at once: more
+than offloading the block's inputs frees. Here every matmul on the way waits for what was made before it and is read only later:
+a cotangent that another matmul made, at once; a gradient, two matmuls late: tied at once, it would keep XLA from fusing the
+element-wise backward of an activation with the recomputation of its output, which costs an array more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.core.products import MATMULS, eqn_flops
+from remat_jax.core.walk import interpret, retrace
+
+
+def in_program_order(
+    backward: Any,
+    residuals: Sequence[Any],
+    cotangents: Sequence[Any],
+    fetched: Mapping[int, Any] | None = None,
+    others: Sequence[Any] = (),
+) -> tuple[list[Any], list[Any]]:
+    """The gradients that the closed jaxpr `backward` computes from residuals and cotangents, each tied to its place.
+
+    Args:
+      fetched: by their place among the residuals, those on the host that are back on the device already.
+      others: arrays on the host that are to be fetched while this runs.
+
+    Returns:
+      the gradients, and the `others`, each tied to the place from which it may be fetched.
+    """
+    flat = retrace(backward, lambda *args: interpret(backward, args, _region_opened))
+    return _ordered(flat, [*residuals, *cotangents], len(residuals), fetched or {}, list(others))
+
+
+def _region_opened(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+    """A checkpoint region opened, but not those inside it: the barrier around the whole pass keeps the recomputation apart."""
+    if not compat.is_checkpoint(eqn):
+        return None
+    body, _ = compat.checkpoint_parts(eqn)
+    with compat.eqn_context(eqn):
+        return list(compat.jaxpr_function(body)(*inputs))
+
+
+_MATMULS = MATMULS | {"conv_general_dilated"}
+_MOVES = ("transpose", "reshape", "convert_element_type", "broadcast_in_dim", "pad")
+_MATMULS_LATE = 2
+
+
+def _ordered(
+    flat: Any, values: Sequence[Any], num_residuals: int, fetched: Mapping[int, Any], others: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    jaxpr = flat.jaxpr
+    on_device = {jaxpr.invars[place]: value for place, value in fetched.items()}
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*flat.consts, *values), strict=True))
+    holds = _holds(jaxpr, num_residuals)
+    fetches = _Fetches(others, _releases(jaxpr, list(holds), others))
+    for index, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive.name == "device_put" and all(not hasattr(atom, "val") and atom in on_device for atom in eqn.invars):
+            env.update((var, on_device[atom]) for atom, var in zip(eqn.invars, eqn.outvars, strict=True))
+            continue
+        held = holds.get(index, [])
+        env.update(zip(held, fetches.before(index, [env[var] for var in held]), strict=True))
+        inputs = [atom.val if hasattr(atom, "val") else env[atom] for atom in eqn.invars]
+        env.update(zip(eqn.outvars, compat.bind(eqn, inputs), strict=True))
+    return [atom.val if hasattr(atom, "val") else env[atom] for atom in jaxpr.outvars], fetches.values
+
+
+def _holds(jaxpr: Any, num_residuals: int) -> dict[int, list[Any]]:
+    """By the place of an equation, the variables that are held up together before it."""
+    order, holds = _Order(jaxpr, num_residuals), {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        if together := order.before(index, eqn):
+            holds[index] = together
+        order.after(index, eqn)
+    return holds
+
+
+class _Fetches:
+    """Fetching arrays from the host while a backward pass runs, two at a time.
+
+    XLA has two copies under way at most and waits for one before it starts a third, so that many that may start at once hold
+    the pass up before it computes anything. Here each is started when those before it would be done if all of them took as long
+    as the pass: the link is never idle for want of a start, and where it is the faster nothing waits. The largest come last, to
+    have something under way until the end.
+    """
+
+    def __init__(self, on_host: Sequence[Any], starts: Mapping[int | None, Sequence[int]]) -> None:
+        self.values = list(on_host)
+        self._starts = starts
+        self._under_way: list[int] = []
+        self.before(None, [])
+
+    def before(self, index: int | None, held: list[Any]) -> list[Any]:
+        """Start what is to start before equation `index`, and hold up what is `held` there."""
+        for number in self._starts.get(index, []):
+            done = self._under_way[-2:-1]
+            held, back, value = compat.optimization_barrier((held, [self.values[one] for one in done], self.values[number]))
+            for one, arrived in zip(done, back, strict=True):
+                self.values[one] = arrived
+            self.values[number] = jax.device_put(value, jax.memory.Space.Device)
+            self._under_way.append(number)
+        return held if index in self._starts else compat.optimization_barrier(held)
+
+
+def _releases(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[int | None, list[int]]:
+    """Which of the `others` to fetch from which of the `places` on; None for the beginning."""
+    work = list(itertools.accumulate(map(eqn_flops, jaxpr.eqns), initial=0))
+    sizes = [math.prod(other.shape) * other.dtype.itemsize for other in others]
+    releases: dict[int | None, list[int]] = {}
+    copied = 0
+    for number in sorted(range(len(others)), key=sizes.__getitem__):
+        begun = [place for place in places if work[place] * sum(sizes) <= copied * work[-1]]
+        releases.setdefault(begun[-1] if begun else None, []).append(number)
+        copied += sizes[number]
+    return releases
+
+
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    return [atom for atom in atoms if not hasattr(atom, "val")]
+
+
+class _Order:
+    """What each matmul of a backward pass is to wait for; what no cotangent enters is recomputation, which XLA may place."""
+
+    def __init__(self, jaxpr: Any, num_residuals: int) -> None:
+        self._gradients = set(_variables(jaxpr.outvars))
+        self._last_use = {atom: index for index, eqn in enumerate(jaxpr.eqns) for atom in _variables(eqn.invars)}
+        # What becomes a gradient by moves alone.
+        self._leaving = set(self._gradients)
+        for eqn in reversed(jaxpr.eqns):
+            if eqn.primitive.name in _MOVES and eqn.outvars[0] in self._leaving:
+                self._leaving.update(_variables(eqn.invars))
+        self._travelling = dict.fromkeys(jaxpr.invars[num_residuals:])
+        self._matmuls = 0
+        self._made: dict[Any, int] = {}  # gradients that nothing waits for yet, by the matmuls before them
+        self._parked: dict[Any, None] = {}  # cotangents that a matmul made
+
+    def before(self, index: int, eqn: Any) -> list[Any]:
+        """The variables to hold up together before equation `index`; none for most."""
+        operands = [atom for atom in _variables(eqn.invars) if atom in self._travelling]
+        if eqn.primitive.name not in _MATMULS or not operands:
+            return []
+        self._matmuls += 1
+        if eqn.outvars[0] in self._leaving:
+            return []
+        late = [var for var, at in self._made.items() if self._matmuls - at >= _MATMULS_LATE]
+        waited_for = [*late, *(var for var in self._parked if var not in operands)]
+        for var in late:
+            del self._made[var]
+        alive = [var for var in self._travelling if var not in self._leaving and self._last_use.get(var, -1) >= index]
+        return list(dict.fromkeys([*waited_for, *alive])) if waited_for else []
+
+    def after(self, index: int, eqn: Any) -> None:
+        """Note what equation `index` has made."""
+        if not any(atom in self._travelling for atom in _variables(eqn.invars)):
+            return
+        name = eqn.primitive.name
+        self._travelling.update(dict.fromkeys(eqn.outvars))
+        if (name in _MATMULS and eqn.outvars[0] not in self._leaving) or (name in _MOVES and eqn.invars[0] in self._parked):
+            self._parked[eqn.outvars[0]] = None
+        self._parked = {var: None for var in self._parked if self._last_use.get(var, -1) > index}
+        finished = [var for var in eqn.outvars if var in self._gradients and self._last_use.get(var, -1) <= index]
+        self._made.update(dict.fromkeys(finished, self._matmuls))

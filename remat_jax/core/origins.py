@@ -1,0 +1,142 @@
+"""Where a value of a jaxpr comes from: back through calls, scans, casts and ties to the equation that made it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+from remat_jax import compat
+from remat_jax.core.shared import is_taken, offloaded_name
+from remat_jax.core.walk import inner_jaxprs
+
+# What hands an array on unchanged: to the host, past a barrier, rounded to its own precision.
+_SAME = frozenset(
+    {"device_put", "reduce_precision", "copy", "optimization_barrier", "mul_identity", "stop_gradient", "shared_input_choice"}
+)
+_CALLS = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "shard_map", "custom_jvp_call", "custom_vjp_call", "remat2"}
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The maker of an array.
+
+    Attributes:
+      key: equal for values that are the same array.
+      kind: `argument`, `constant`, `named` (a residual name), `carry` (what a scan hands from round to round, stacked),
+        or `equation`.
+      name: the residual name; for what has none, `module/path:primitive`.
+      source: the user's source line.
+      scanned: whether it was stacked by a scan.
+      layers: the layers it was made for, where a policy is for some layers only.
+      aliases: other residual names that the same array has: a block's input is often the output of the block before it.
+    """
+
+    key: Any
+    kind: str
+    name: str
+    source: str = ""
+    scanned: bool = False
+    layers: range | None = None
+    aliases: tuple[str, ...] = ()
+
+
+def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
+    """The origin of `atom`, a variable or literal of the open `jaxpr`, which stands in the scopes `outer` and for `layers`."""
+    makers = _makers(jaxpr)
+    while not hasattr(atom, "val"):
+        if atom in jaxpr.invars:
+            return Origin(("argument", jaxpr.invars.index(atom)), "argument", f"argument {jaxpr.invars.index(atom)}")
+        if atom in jaxpr.constvars:
+            return Origin(("constant", id(atom)), "constant", "constant")
+        eqn = makers[atom]
+        index = eqn.outvars.index(atom)
+        if is_taken(eqn) is False or _is_unread_slice(eqn):
+            return Origin(("unread", id(atom)), "constant", "unread")
+        name = offloaded_name(eqn) or compat.given_name(eqn)
+        here = compat.layers_of(eqn) or layers
+        if name is not None:
+            under = origin(jaxpr, eqn.invars[0], outer, layers)
+            aliases = (under.name, *under.aliases) if under.kind == "named" else ()
+            if aliases and ":custom_jvp_call#" in name:
+                # What a checkpoint gives has its name inside: the one around it knows only that it is called.
+                return replace(under, key=atom, layers=under.layers or here, aliases=(name, *under.aliases))
+            return Origin(atom, "named", name, _source(makers.get(eqn.invars[0]), eqn), layers=here, aliases=aliases)
+        if eqn.primitive.name in _SAME or _divides_a_stack(eqn):
+            atom = eqn.invars[index]
+        elif eqn.primitive.name in _CALLS:
+            found = _through_call(eqn, index, outer + compat.scopes(eqn), here)
+            if found.kind != "argument":
+                return replace(found, key=(atom, found.key))
+            atom = eqn.invars[found.key[1]]
+        elif eqn.primitive.name == "scan":
+            found = _through_scan(eqn, index, outer + compat.scopes(eqn), here)
+            if found.kind != "argument":
+                return replace(found, key=(atom, found.key), scanned=found.scanned or _is_stacked(eqn, index))
+            atom = eqn.invars[found.key[1]]
+        else:
+            path = "/".join(outer + compat.scopes(eqn))
+            return Origin(atom, "equation", f"{path}:{eqn.primitive.name}", compat.source_line(eqn), layers=here)
+    return Origin(("literal", id(atom)), "constant", "literal")
+
+
+# By jaxpr, for as long as it lives.
+_known_makers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _makers(jaxpr: Any) -> dict[Any, Any]:
+    """By variable, the equation of the open `jaxpr` that computes it."""
+    if jaxpr not in _known_makers:
+        _known_makers[jaxpr] = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    return _known_makers[jaxpr]
+
+
+def _source(producer: Any, eqn: Any) -> str:
+    return compat.source_line(producer if producer is not None else eqn)
+
+
+def _is_unread_slice(eqn: Any) -> bool:
+    """Whether an equation cuts a stack for a scan over some layers, whose rows are read in the stack (`rows`): dead code."""
+    return eqn.primitive.name == "slice" and compat.layers_of(eqn) is not None
+
+
+def _divides_a_stack(eqn: Any) -> bool:
+    """Whether an equation divides a stack into groups of rounds, for a scan over some layers: the same array."""
+    if eqn.primitive.name != "reshape" or compat.layers_of(eqn) is None:
+        return False
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    return bool(before) and after[2:] == before[1:] and math.prod(after[:2]) == before[0]
+
+
+def _is_stacked(scan: Any, index: int) -> bool:
+    """Whether an output of a scan has a row for each round: what is carried out of it is that of the last."""
+    _, carry = compat.scan_layout(scan)
+    return index >= carry
+
+
+def _through_call(eqn: Any, index: int, path: tuple[str, ...], layers: range | None) -> Origin:
+    inner = compat.closed(next(iter(inner_jaxprs(eqn).values()))).jaxpr
+    return origin(inner, inner.outvars[index], path, layers)
+
+
+def _through_scan(eqn: Any, index: int, path: tuple[str, ...], layers: range | None) -> Origin:
+    """The origin of an output of a scan: made in its body, carried, or a constant or row that it was given."""
+    body = compat.closed(eqn.params["jaxpr"]).jaxpr
+    consts, carry = compat.scan_layout(eqn)
+    found = origin(body, body.outvars[index], path, layers)
+    if found.kind != "argument":
+        return found
+    operand = found.key[1]
+    if consts <= operand < consts + carry:
+        name = f"{'/'.join(path) or 'scan'}:carry#{operand - consts}"
+        return Origin(("carry", operand), "carry", name, compat.source_line(eqn), layers=layers)
+    return found
+
+
+def is_on_host(atom: Any) -> bool:
+    """Whether a variable of a jaxpr lives in host memory."""
+    space = getattr(atom.aval, "memory_space", None)
+    return getattr(space, "name", str(space)).lower().endswith("host")

@@ -1,0 +1,38 @@
+"""Matrix products and convolutions: which equations of a jaxpr they are, and their floating-point operations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+MATMULS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "scaled_matmul_wrapper"})
+
+
+def eqn_flops(eqn: Any) -> int:
+    """The floating-point operations of one matrix multiplication or convolution, 2 per multiply-add; 0 for anything else."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contracting, _), _ = eqn.params["dimension_numbers"]
+        return _products(eqn, contracting)
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // out_features
+    if name == "scaled_matmul_wrapper":
+        return _products(eqn, (2,))
+    if name.startswith("ragged_dot"):
+        return _ragged(eqn)
+    return 0
+
+
+def _products(eqn: Any, contracting: Any) -> int:
+    depth = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracting)
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * depth
+
+
+def _ragged(eqn: Any) -> int:
+    """Of products in groups: each row belongs to one group, so that there are as many as in one product."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracting, _), _ = numbers.dot_dimension_numbers
+    groups = eqn.invars[2].aval.shape[-1] if set(numbers.lhs_ragged_dimensions) & set(contracting) else 1
+    return _products(eqn, contracting) // groups

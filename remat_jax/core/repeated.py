@@ -1,0 +1,215 @@
+"""Identical layers, named and linearised once: the other layers take both, with their own module path in the names.
+
+Two blocks are identical if their jaxprs are, but for the module path. The first of them goes through `naming`. The others get
+its jaxprs with the names exchanged, which traces nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from remat_jax import compat
+from remat_jax.core.alike import Original, has_plain_rules, holds_arrays, holds_functions
+from remat_jax.core.naming import Named, name_residuals
+from remat_jax.core.walk import inner_jaxprs
+from remat_jax.policy import Candidate
+
+_MOST = 64
+"""First layers that are remembered, the last ones used."""
+
+Linearise = Callable[[Named], Named]
+
+
+@dataclass
+class FirstLayer:
+    """The first of several identical blocks, and its linearisations.
+
+    Attributes:
+      original: its jaxpr.
+      asked: its inputs, JAX's settings and the source line: an identical block has the same.
+      named: its jaxpr with names.
+    """
+
+    original: Original
+    asked: Any
+    named: Named
+    _linearised: dict[Any, Named] = field(default_factory=dict)
+    _keeping: dict[Any, Any] = field(default_factory=dict)
+
+    def is_like(self, jaxpr: Any, path: str, asked: Any) -> bool:
+        """Whether the block `jaxpr` at `path` is identical."""
+        return self.asked == asked and self.original.is_like(jaxpr, (self.named.path, path))
+
+    def linearised(self, key: Any, linearise: Linearise) -> Named | None:
+        """`linearise(self.named)`, once for each `key`; None where a derivative rule closes over arrays of one block."""
+        if key not in self._linearised:
+            made = linearise(self.named)
+            if holds_arrays(made.jaxpr):
+                return None
+            self._linearised[key] = made
+        return self._linearised[key]
+
+    def keeping(self, names: frozenset[str], key: Any) -> Any:
+        """The jaxpr of the linearisation under `key`, with these names only."""
+        if (key, names) not in self._keeping:
+            self._keeping[key, names] = keep_names(self._linearised[key], names)
+        return self._keeping[key, names]
+
+
+@dataclass(frozen=True)
+class NamedBlock:
+    """A block with its residuals named, and its linearisations.
+
+    Attributes:
+      named: the block's jaxpr with names.
+      first: the first of the blocks that are identical, maybe this one.
+    """
+
+    named: Named
+    first: FirstLayer
+
+    def linearised(self, key: Any, linearise: Linearise) -> Named:
+        """`linearise(self.named)`: that of the first block, renamed, if there is one for an equal `key`."""
+        found = self.first.linearised(key, linearise)
+        return linearise(self.named) if found is None else self._renaming(found.candidates).named(found)
+
+    def keeping(self, names: Set[str], key: Any, linearise: Linearise) -> Any:
+        """The closed jaxpr of the linearisation with these names only: what no policy keeps needs none."""
+        found = self.first.linearised(key, linearise)
+        if found is None:
+            return keep_names(linearise(self.named), names)
+        renaming = self._renaming(found.candidates)
+        return renaming.jaxpr(self.first.keeping(frozenset(map(renaming.before, names)), key))
+
+    def _renaming(self, candidates: Mapping[str, Candidate]) -> _Renaming:
+        return _Renaming(self.first.named.path, self.named.path, candidates)
+
+
+# The last ones that were used, the latest last. Never changed, only replaced.
+_first_layers: tuple[FirstLayer, ...] = ()
+
+
+def name_block(jaxpr: Any, path: str, inputs: Sequence[bool]) -> NamedBlock:
+    """The block `jaxpr` with its residuals named; with the names of an identical block, if there was one.
+
+    Args:
+      jaxpr: the block as a closed jaxpr.
+      path: the block's module path.
+      inputs: for each input of `jaxpr`, whether it is an input of the block (and not a parameter or an RNG key).
+    """
+    global _first_layers
+    path = "/".join(part for part in path.split("/") if part)
+    line = compat.source_line(jaxpr.jaxpr.eqns[-1]) if jaxpr.jaxpr.eqns else ""
+    asked = tuple(inputs), compat.block_settings(), line, bool(path)
+    first = next((one for one in reversed(_first_layers) if one.is_like(jaxpr, path, asked)), None)
+    if first is None:
+        first = FirstLayer(Original(jaxpr), asked, name_residuals(jaxpr, path, inputs))
+        if holds_arrays(jaxpr) or holds_functions(jaxpr) or not has_plain_rules(jaxpr):
+            return NamedBlock(first.named, first)
+    _first_layers = (*(one for one in _first_layers if one is not first), first)[-_MOST:]
+    return NamedBlock(_Renaming(first.named.path, path, first.named.candidates).named(first.named), first)
+
+
+class _Renaming:
+    """The names and scopes of a block at one module path, as those of an identical block at another.
+
+    Args:
+      path, new_path: the two paths.
+      candidates: the names there are; those that a user gave stay.
+    """
+
+    def __init__(self, path: str, new_path: str, candidates: Mapping[str, Candidate]) -> None:
+        self._paths = path, new_path
+        own = (name for name, one in candidates.items() if not one.user_named) if path != new_path else ()
+        self._names = {name: self._moved(name) for name in own}
+        self._scopes = functools.cache(lambda stack: compat.moved_scopes(stack, path, new_path))
+        self._seen: dict[int, tuple[Any, Any]] = {}
+
+    def before(self, name: str) -> str:
+        """The first block's name for a `name` of this one."""
+        path, new_path = self._paths
+        before = path + name[len(new_path) :]
+        return before if self._names.get(before) == name else name
+
+    def named(self, named: Named) -> Named:
+        """`named` at the other path."""
+        if self._paths[0] == self._paths[1]:
+            return named
+        candidates = {self._name(name): replace(one, name=self._name(name)) for name, one in named.candidates.items()}
+        shapes = {self._name(name): shape for name, shape in named.shapes.items()}
+        counts = Counter({self._moved(base): count for base, count in named.counts.items()})
+        inputs = tuple(None if name is None else self._name(name) for name in named.inputs)
+        return Named(lambda: self.jaxpr(named.jaxpr), self._paths[1], candidates, shapes, counts, inputs)
+
+    def jaxpr(self, jaxpr: Any) -> Any:
+        """The closed or open `jaxpr` with the other names; itself where it has none."""
+        if self._paths[0] == self._paths[1]:
+            return jaxpr
+        if id(jaxpr) not in self._seen:
+            self._seen[id(jaxpr)] = jaxpr, _with_equations(jaxpr, [self._equation(eqn) for eqn in compat.equations_of(jaxpr)])
+        return self._seen[id(jaxpr)][1]
+
+    def _moved(self, name: str) -> str:
+        path, new_path = self._paths
+        return new_path + name[len(path) :]
+
+    def _name(self, name: str) -> str:
+        return self._names.get(name, name)
+
+    def _equation(self, eqn: Any) -> Any:
+        name = compat.given_name(eqn)
+        changed = {"name": self._names[name]} if name in self._names else _changed_bodies(eqn, self.jaxpr)
+        return compat.with_params(eqn, changed, self._scopes(eqn.source_info.name_stack))
+
+
+def keep_names(named: Named, names: Set[str]) -> Any:
+    """The closed jaxpr of `named` without the automatic names of what it computes, but for `names`.
+
+    Names that users give may be for policies of their own. Names of inputs and outputs stay: what is between two blocks is
+    kept without a policy, and goes by them.
+    """
+    outputs = {atom for atom in named.jaxpr.jaxpr.outvars if not hasattr(atom, "val")}
+    of_outputs = {compat.given_name(eqn) for eqn in named.jaxpr.jaxpr.eqns if outputs.intersection(eqn.outvars)}
+    inside = {name for name, one in named.candidates.items() if not (one.user_named or one.is_input)}
+    dropped = inside - of_outputs - names
+    seen: dict[int, tuple[Any, Any]] = {}
+
+    def keep(jaxpr: Any) -> Any:
+        if id(jaxpr) not in seen:
+            seen[id(jaxpr)] = jaxpr, without_other_names(jaxpr)
+        return seen[id(jaxpr)][1]
+
+    def without_other_names(jaxpr: Any) -> Any:
+        unnamed: dict[Any, Any] = {}
+        eqns = []
+        for eqn in compat.equations_of(jaxpr):
+            name = compat.given_name(eqn)
+            inputs = [atom if hasattr(atom, "val") else unnamed.get(atom, atom) for atom in eqn.invars]
+            if name in dropped:
+                unnamed[eqn.outvars[0]] = inputs[0]
+            else:
+                eqns.append(compat.with_params(eqn, _changed_bodies(eqn, keep), invars=inputs))
+        return _with_equations(jaxpr, eqns, unnamed)
+
+    return keep(named.jaxpr)
+
+
+def _changed_bodies(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The jaxprs among the parameters of `eqn` that `change` changes."""
+    changed = {}
+    for key, value in inner_jaxprs(eqn).items():
+        many = value if isinstance(value, tuple) else (value,)
+        new = tuple(map(change, many))
+        if any(one is not other for one, other in zip(many, new, strict=True)):
+            changed[key] = new if isinstance(value, tuple) else new[0]
+    return changed
+
+
+def _with_equations(jaxpr: Any, eqns: Sequence[Any], moved: Mapping[Any, Any] | None = None) -> Any:
+    before = compat.equations_of(jaxpr)
+    same = len(eqns) == len(before) and all(one is other for one, other in zip(before, eqns, strict=True))
+    return jaxpr if same else compat.with_equations(jaxpr, eqns, moved or {})

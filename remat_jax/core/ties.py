@@ -1,0 +1,243 @@
+"""Tying a block to its place in the schedule, so that unrolled offload frees device memory.
+
+Read from the compiled schedule, XLA:GPU leaves an unrolled block's offload without effect for two reasons: the copy to the
+host waits until the backward pass wants it, so the device buffer lives on; and the weight-gradient matmuls are put off to the
+end, each keeping a block's activations alive. Three ties with `optimization_barrier` cure both: the block's output with its
+residuals in the forward pass, its cotangent with its residuals on entering the backward pass, and its gradients, each at its
+place inside the backward pass (`gradient_ties`) and all together on leaving it. Values do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+from jax.interpreters import ad, batching, mlir
+
+from remat_jax import compat
+from remat_jax.core import is_live, is_smooth, zero_tangent
+from remat_jax.core.gradient_ties import in_program_order
+from remat_jax.core.once import transposed_no_more
+from remat_jax.core.parked import Offer, Slot, back_on_device, residuals_of, staying_spares
+from remat_jax.core.shared import Reading
+from remat_jax.core.walk import of_some
+
+Block = Callable[..., list[Any]]
+
+
+def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> Block:
+    """`block`, a function of flat arrays to a list of arrays, tied to its place in the schedule when it is differentiated.
+
+    Forward-mode differentiation, forward-over-reverse, `vmap` and `jit` work as without the ties.
+
+    Args:
+      offers: the inputs to park in host memory.
+      waits: whether blocks that come after this one may read them, too.
+    """
+
+    def run(*primals: Any) -> list[Any]:
+        return block(*primals)
+
+    # `replan` knows a tied block by this name.
+    run.__name__ = run.__qualname__ = compat.block_name()
+    tied_block = jax.custom_jvp(run)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
+        if not live:
+            outputs = block(*primals)
+            return outputs, [zero_tangent(out) for out in outputs]
+
+        outputs, linear = jax.linearize(of_some(block, primals, live), *(primals[index] for index in live))
+        found = residuals_of(linear, primals, offers, waits=waits)
+        outputs, residuals = compat.optimization_barrier((outputs, found.values))
+        smooth = [index for index, out in enumerate(outputs) if is_smooth(out)]
+
+        def pushforward(residuals: list[Any], *directions: Any) -> list[Any]:
+            changes = found.linear(residuals, *directions)
+            return [changes[index] for index in smooth]
+
+        directions = [tangents[index] for index in live]
+        jaxpr = jax.make_jaxpr(pushforward)(found.kept, *directions)
+        changes = [zero_tangent(out) for out in outputs]
+        linear_outputs = tied_linear_p.bind(
+            *residuals,
+            *directions,
+            *found.spares,
+            jaxpr=jaxpr,
+            num_residuals=len(residuals),
+            slots=found.slots,
+            before=(),
+            handed=(),
+        )
+        for index, change in zip(smooth, linear_outputs, strict=True):
+            changes[index] = change
+        return outputs, changes
+
+    tied_block.defjvp(jvp, symbolic_zeros=True)
+    return tied_block
+
+
+# The linear part of a tied block: tangents in, tangents out, given residuals. A primitive of its own, because neither
+# `custom_vjp` (no forward mode) nor `linear_call` (no batching) lets the transpose be written by hand and all else be kept.
+# Behind the tangents come the spares of the `slots`: the inputs that are parked on the host and may stay on the device.
+# A linked block (`overlap`) hands its residuals on the host to the block after it, and gets them back, fetched, as the
+# cotangents of their ghosts: the operands behind the spares are those of the block `before` (for each, who reads it if it may
+# stay on the device), as many the tangents of their ghosts, and the last outputs, of the types `handed`, are the tangents of
+# its own. These are always zero: what comes back in their stead is no derivative.
+tied_linear_p = jex.Primitive("tied_linear")
+tied_linear_p.multiple_results = True
+
+
+def host_zeros(aval: Any) -> Any:
+    """Zeros of a type, in host memory."""
+    return jax.device_put(jnp.zeros(aval.shape, aval.dtype), jax.memory.Space.Host)
+
+
+def ghost(aval: Any) -> Any:
+    """Zeros of the shape and dtype of a type, in device memory; never read, and so never made."""
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+Links = tuple[Reading | None, ...]
+
+
+def _evaluate(
+    *args: Any, jaxpr: Any, num_residuals: int, slots: tuple[Slot, ...], before: Links, handed: tuple[Any, ...]
+) -> list[Any]:
+    size = len(jaxpr.in_avals)
+    residuals = back_on_device(args[:num_residuals], slots, args[size : size + _number_of_spares(slots)])
+    return [*jex.jaxpr_as_fun(jaxpr)(*residuals, *args[num_residuals:size]), *map(ghost, handed)]
+
+
+def _number_of_spares(slots: Sequence[Slot]) -> int:
+    return sum(slot.reading is not None for slot in slots)
+
+
+def _abstract(*_: Any, jaxpr: Any, handed: tuple[Any, ...], **__: Any) -> list[Any]:
+    return [*jaxpr.out_avals, *handed]
+
+
+@compat.eager_offload_explained()
+def _transpose(
+    cotangents: Sequence[Any],
+    *args: Any,
+    jaxpr: Any,
+    num_residuals: int,
+    slots: tuple[Slot, ...],
+    before: Links,
+    handed: tuple[Any, ...],
+) -> list[Any]:
+    size = len(jaxpr.in_avals)
+    behind = size + _number_of_spares(slots)
+    residuals, tangents = list(args[:num_residuals]), args[num_residuals:size]
+    there = staying_spares(slots, args[size:behind])
+    others = [other for other, reading in zip(args[behind:], before, strict=False) if not _stays(reading)]
+    concrete = [ad.instantiate_zeros(ct) for ct in cotangents[: len(jaxpr.out_avals)]]
+    returned = cotangents[len(jaxpr.out_avals) :]
+    fetched: dict[int, Any] = {}
+    if handed:
+        residuals, fetched, concrete, others = _enter_linked(residuals, there, concrete, returned, others)
+    else:
+        residuals = [there.get(place, residual) for place, residual in enumerate(residuals)]
+        residuals, concrete, others = compat.optimization_barrier((residuals, concrete, others))
+    parked = [Slot(slot.place, None) for slot in slots if slot.place not in there]
+
+    def pullback(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
+        kept = back_on_device(residuals, parked, ())
+        linear = jax.linear_transpose(
+            lambda *directions: jex.jaxpr_as_fun(jaxpr)(*kept, *directions), *(tangent.aval for tangent in tangents)
+        )
+        return list(linear(cotangents))
+
+    backward = jax.make_jaxpr(pullback)(residuals, concrete)
+    gradients, others = in_program_order(backward, residuals, concrete, fetched, others)
+    gradients = list(map(transposed_no_more, compat.optimization_barrier(gradients)))
+    back = iter(others)
+    # What stays on the device was not fetched: its ghost gets zeros, which nobody reads.
+    given_back = [
+        ghost(compat.on_device(other)) if _stays(reading) else next(back)
+        for other, reading in zip(args[behind:], before, strict=False)
+    ]
+    return [None] * num_residuals + gradients + [None] * (behind - size + len(before)) + given_back
+
+
+def _stays(reading: Reading | None) -> bool:
+    return reading is not None and reading.stays()
+
+
+def can_be_handed(residual: Any) -> bool:
+    """Whether a residual is on the host and has a cotangent, in which it can come back."""
+    return compat.is_on_host(residual) and is_smooth(residual)
+
+
+def _enter_linked(
+    residuals: list[Any], there: Mapping[int, Any], cotangents: list[Any], returned: Sequence[Any], others: list[Any]
+) -> tuple[list[Any], dict[int, Any], list[Any], list[Any]]:
+    """Enter the backward pass of a linked block.
+
+    What the block after it has `returned` was fetched while its backward pass ran, and is waited for here; where no block came
+    after, the residuals are fetched here. Those of the block before, the `others`, may be fetched when that is done. What is
+    `there`, by its place, stayed on the device and is not fetched at all.
+
+    Returns:
+      residuals and cotangents tied to each other, what was fetched by its place, and the `others`.
+    """
+    handed = [place for place, residual in enumerate(residuals) if can_be_handed(residual)]
+    returned = [value for place, value in zip(handed, returned, strict=True) if place not in there]
+    residuals = [there.get(place, residual) for place, residual in enumerate(residuals)]
+    places = [place for place in handed if place not in there]
+    kept = [residual for place, residual in enumerate(residuals) if place not in places]
+    on_host = [residuals[place] for place in places]
+    if any(isinstance(value, ad.Zero) for value in returned):
+        on_host, kept, cotangents = compat.optimization_barrier((on_host, kept, cotangents))
+        back = [jax.device_put(value, jax.memory.Space.Device) for value in on_host]
+        back, others = compat.optimization_barrier((back, others))
+    else:
+        back, kept, cotangents, others = compat.optimization_barrier((list(returned), kept, cotangents, others))
+    rest, hosts = iter(kept), iter(on_host)
+    joined = [next(hosts) if place in places else next(rest) for place in range(len(residuals))]
+    return joined, dict(zip(places, back, strict=True)), cotangents, others
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    # Someone differentiates forward through forward: nothing is kept for a backward pass here, so nothing is tied.
+    changes = tuple(ad.instantiate_zeros(tangent) for tangent in tangents)
+    outputs, changes = jax.jvp(lambda *args: _evaluate(*args, **params), tuple(primals), changes)
+    return outputs, list(map(transposed_no_more, changes))
+
+
+def _batch(
+    axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, slots: tuple[Slot, ...], **params: Any
+) -> tuple[list[Any], list[int | None]]:
+    size = len(jaxpr.in_avals)
+    behind = size + _number_of_spares(slots)
+    moved = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args[:behind], axes[:behind], strict=True)]
+    in_axes = [None if dim is None else 0 for dim in axes[:size]]
+    # The name of the axis, for the collectives inside.
+    vmapped = jax.vmap(
+        jex.jaxpr_as_fun(jaxpr), in_axes=in_axes, axis_size=axis.size, axis_name=axis.name, spmd_axis_name=axis.spmd_name
+    )
+    types = [compat.on_device(one) if _is_parked(place, slots) else one for place, one in enumerate(moved[:size])]
+    # A batch of linear parts is linked to nothing: what it would hand on is zero anyhow.
+    numbers = {"num_residuals": params["num_residuals"], "slots": slots, "before": (), "handed": ()}
+    outputs = tied_linear_p.bind(*moved, jaxpr=jax.make_jaxpr(vmapped)(*types), **numbers)
+    handed = params["handed"]
+    return [*outputs, *map(ghost, handed)], [0] * len(outputs) + [None] * len(handed)
+
+
+def _is_parked(place: int, slots: Sequence[Slot]) -> bool:
+    return any(slot.place == place for slot in slots)
+
+
+tied_linear_p.def_impl(_evaluate)
+# Asked for where the block has a region of `jax_remat3` in it, when everything is differentiated.
+tied_linear_p.to_lojax = _evaluate
+tied_linear_p.def_abstract_eval(_abstract)
+mlir.register_lowering(tied_linear_p, mlir.lower_fun(_evaluate, multiple_results=True))
+ad.primitive_transposes[tied_linear_p] = _transpose
+ad.primitive_jvps[tied_linear_p] = _jvp
+batching.fancy_primitive_batchers[tied_linear_p] = _batch

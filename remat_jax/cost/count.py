@@ -1,0 +1,62 @@
+"""Counting what a jaxpr really executes: matrix multiplications and their FLOPs, after dead code is gone, loops unrolled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.core.products import MATMULS, eqn_flops
+from remat_jax.core.walk import bodies
+from remat_jax.errors import UnsupportedError
+
+
+def matmuls(fn: Callable[..., Any], *args: Any) -> int:
+    """How many matrix multiplications one call of `fn` executes; a scanned one counts once per round.
+
+    >>> import jax, jax.numpy as jnp
+    >>> matmuls(jax.grad(lambda w: jnp.sum(jnp.sin(w @ w))), jnp.ones((4, 4)))
+    3
+    """
+    return count(jax.make_jaxpr(fn)(*args), lambda eqn: eqn.primitive.name in MATMULS)
+
+
+def flops(fn: Callable[..., Any], *args: Any) -> int:
+    """The floating-point operations of the matrix multiplications and convolutions of one call of `fn`, 2 per multiply-add.
+
+    >>> import jax.numpy as jnp
+    >>> flops(lambda a, b: a @ b, jnp.ones((2, 3)), jnp.ones((3, 5)))
+    60
+    """
+    return count(jax.make_jaxpr(fn)(*args), eqn_flops)
+
+
+def count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
+    """The sum of `weight(eqn)` over what the closed `jaxpr` executes, after dead-code elimination.
+
+    A `cond` counts as its most expensive branch.
+
+    Raises:
+      UnsupportedError: a `while` loop, whose number of rounds is not known before it runs, has weight in it.
+    """
+    return _count(compat.dce(jaxpr).jaxpr, weight)
+
+
+def _count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
+    total = 0
+    for eqn in jaxpr.eqns:
+        total += int(weight(eqn))
+        name = eqn.primitive.name
+        counted = [_count(body.jaxpr, weight) for body in bodies(eqn)]
+        if name == "cond":
+            total += max(counted, default=0)
+        elif name == "while" and any(counted):
+            raise UnsupportedError(
+                "a while loop with matrix multiplications in it cannot be counted: the number of its rounds is not known "
+                "before it runs. Use lax.scan or a fori_loop with static bounds inside lax.scan."
+            )
+        else:
+            total += sum(counted) * (eqn.params["length"] if name == "scan" else 1)
+    return total

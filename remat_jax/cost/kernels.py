@@ -1,0 +1,208 @@
+"""Operations that are kernels of their own: matrix products, convolutions, attention, factorisations, Pallas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from remat_jax import compat
+from remat_jax.core.products import eqn_flops
+from remat_jax.core.walk import equations
+from remat_jax.cost.flat import Array, FlatEqn
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one kernel does.
+
+    Attributes:
+      flops: floating-point operations by the dtype whose units they run on.
+      bytes: read from and written to device memory.
+      unknown: its primitive, where its operations are not known.
+    """
+
+    flops: Mapping[str, float] = field(default_factory=dict)
+    bytes: float = 0.0
+    unknown: frozenset[str] = frozenset()
+
+    def scaled(self, work: float, traffic: float) -> Work:
+        """So many times the operations, and so many times the bytes."""
+        return Work({dtype: work * count for dtype, count in self.flops.items()}, traffic * self.bytes, self.unknown)
+
+
+def own_kernel(one: FlatEqn) -> Work:
+    """The work of an equation that is fused with no other, on one device."""
+    # The bytes are those of the arrays, each of which knows its share.
+    return _own_kernel(one).scaled(one.share, 1.0)
+
+
+def _own_kernel(one: FlatEqn) -> Work:
+    special = _SPECIAL.get(one.primitive)
+    if special is not None:
+        return special(one)
+    if one.primitive.startswith("dot_product_attention"):
+        return _attention(one, one.inputs[:3], backward="bwd" in one.primitive)
+    if one.primitive.startswith("scatter"):
+        return _scatter(one)
+    return Work({}, _touched(one), frozenset({one.primitive}))
+
+
+def dtype_of(array: Array) -> str:
+    """The name of an array's dtype; empty for what has none."""
+    return str(getattr(array.aval, "dtype", ""))
+
+
+def _touched(one: FlatEqn) -> float:
+    """The bytes of everything that is read or written, each array once."""
+    arrays = {*(array for array in one.inputs if not array.literal), *one.outputs}
+    return float(sum(array.bytes for array in arrays))
+
+
+def _units(one: FlatEqn) -> str:
+    """The units that a product runs on: those of its narrower operand; float32 ones take tensorfloat32 unless told not to."""
+    dtypes = [dtype_of(array) for array in one.inputs[:2]]
+    dtype = min(dtypes, key=lambda name: one.inputs[dtypes.index(name)].aval.dtype.itemsize)
+    precision = one.eqn.params.get("precision")
+    asked = {str(getattr(each, "name", each)) for each in (precision if isinstance(precision, tuple) else (precision,))}
+    return "tensorfloat32" if dtype == "float32" and asked <= {"None", "DEFAULT"} else dtype
+
+
+def _product(one: FlatEqn) -> Work:
+    return Work({_units(one): eqn_flops(one.eqn)}, _touched(one))
+
+
+def _attention(one: FlatEqn, operands: tuple[Array, ...], *, backward: bool) -> Work:
+    """4 · b · s · t · h · d for the two products of attention, five products in its backward pass; no array of s × t."""
+    query, key = operands[0].aval.shape, operands[1].aval.shape
+    layout = one.eqn.params.get("layout", 0)
+    sequence = 2 if str(getattr(layout, "name", layout)) in ("BNTH", "1") else 1
+    scores = math.prod(query[:-1]) * key[sequence]
+    return Work({dtype_of(operands[0]): 2.0 * (5 if backward else 2) * scores * query[-1]}, _touched(one))
+
+
+def _scatter(one: FlatEqn) -> Work:
+    """In place: indices and updates are read, and what they fall on is read and written."""
+    _, indices, updates = one.inputs[:3]
+    return Work({"float32": float(updates.size)}, indices.bytes + 3.0 * updates.bytes)
+
+
+def _update(one: FlatEqn) -> Work:
+    return Work({}, 2.0 * one.inputs[1].bytes)
+
+
+def _factorisation(flops: Callable[[int, int], float]) -> Callable[[FlatEqn], Work]:
+    """Of matrices (…, m, n), with `flops(m, n)` for each."""
+
+    def work(one: FlatEqn) -> Work:
+        *batch, rows, columns = one.inputs[0].aval.shape
+        return Work({dtype_of(one.inputs[0]): math.prod(batch) * flops(rows, columns)}, _touched(one))
+
+    return work
+
+
+def _triangular(one: FlatEqn) -> Work:
+    *_, size, _ = one.inputs[0].aval.shape
+    return Work({dtype_of(one.inputs[1]): float(size * one.inputs[1].size)}, _touched(one))
+
+
+def _fft(one: FlatEqn) -> Work:
+    size = math.prod(one.eqn.params["fft_lengths"])
+    return Work({"float32": 5.0 * one.outputs[0].size * math.log2(max(size, 2))}, _touched(one))
+
+
+def _sort(one: FlatEqn) -> Work:
+    size = one.inputs[0].aval.shape[one.eqn.params.get("dimension", -1)]
+    return Work({"float32": one.inputs[0].size * math.log2(max(size, 2))}, _touched(one))
+
+
+def _pallas(one: FlatEqn) -> Work:
+    """By the kernel's own cost estimate; else its body's products for each program of the grid, and every operand once."""
+    estimate = one.eqn.params.get("cost_estimate")
+    dtype = dtype_of(one.inputs[0]) if one.inputs else "float32"
+    return Work({dtype: _pallas_flops(one.eqn)}, _touched(one) if estimate is None else float(estimate.bytes_accessed))
+
+
+def _pallas_flops(eqn: Any) -> float:
+    estimate = eqn.params.get("cost_estimate")
+    if estimate is not None:
+        return float(estimate.flops)
+    programs = math.prod(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
+    return float(programs * kernel_flops(compat.closed(eqn.params["jaxpr"])))
+
+
+def named_kernels(jaxpr: Any) -> dict[str, float]:
+    """The operations of each Pallas kernel in a program, by its name; kernels of one name that differ are left out."""
+    found: dict[str, set[float]] = {}
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name == "pallas_call":
+            found.setdefault(str(eqn.params.get("name")), set()).add(_pallas_flops(eqn))
+    return {name: several.pop() for name, several in found.items() if len(several) == 1}
+
+
+def kernel_flops(jaxpr: Any) -> int:
+    """The operations of the products in a kernel's body.
+
+    A loop of unknown length is taken to read its arrays through once; half of them where its bounds depend on the program's
+    place in the grid, as those of causal attention do.
+    """
+    total = 0
+    varying: set[Any] = set()
+    for eqn in jaxpr.jaxpr.eqns:
+        varies = [atom for atom in eqn.invars if not hasattr(atom, "val") and atom in varying]
+        if eqn.primitive.name == "program_id" or varies:
+            varying.update(eqn.outvars)
+        if eqn.primitive.name == "while":
+            body = compat.closed(eqn.params["body_jaxpr"])
+            bounded = any(not atom.aval.shape and atom.aval.dtype == "int32" for atom in varies)
+            total += kernel_flops(body) * _rounds(body) // (2 if bounded else 1)
+        else:
+            total += _plain_flops(eqn)
+    return total
+
+
+def _plain_flops(eqn: Any) -> int:
+    bodies = [compat.closed(value) for value in eqn.params.values() if compat.is_jaxpr(value)]
+    if eqn.primitive.name == "cond":
+        return max(kernel_flops(compat.closed(one)) for one in eqn.params["branches"])
+    rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    return eqn_flops(eqn) + rounds * sum(map(kernel_flops, bodies))
+
+
+def _rounds(body: Any) -> int:
+    """How many rounds a loop needs to read the largest of its arrays through."""
+    found = [1]
+    for eqn in body.jaxpr.eqns:
+        reads = eqn.invars and eqn.outvars and type(eqn.invars[0].aval).__name__ == "AbstractRef"
+        part = math.prod(eqn.outvars[0].aval.shape) if reads else 0
+        if part:
+            found.append(math.prod(eqn.invars[0].aval.shape) // part)
+    return max(found)
+
+
+def _cubed(factor: float) -> Callable[[int, int], float]:
+    return lambda rows, columns: factor * rows * columns * min(rows, columns)
+
+
+_SPECIAL: dict[str, Callable[[FlatEqn], Work]] = {
+    "dot_general": _product,
+    "ragged_dot": _product,
+    "ragged_dot_general": _product,
+    "scaled_matmul_wrapper": _product,
+    "conv_general_dilated": _product,
+    "pallas_call": _pallas,
+    "dynamic_update_slice": _update,
+    # The leading terms of Golub and Van Loan, Matrix Computations, 4th edition.
+    "cholesky": _factorisation(_cubed(1 / 3)),
+    "lu": _factorisation(_cubed(2 / 3)),
+    "qr": _factorisation(_cubed(2.0)),
+    "geqrf": _factorisation(_cubed(2.0)),
+    "householder_product": _factorisation(_cubed(2.0)),
+    "eigh": _factorisation(_cubed(9.0)),
+    "eig": _factorisation(_cubed(25.0)),
+    "svd": _factorisation(_cubed(22.0)),
+    "triangular_solve": _triangular,
+    "fft": _fft,
+    "sort": _sort,
+}

@@ -1,0 +1,72 @@
+"""The GPU of this machine: what it is called, and the memory that a step takes on it when it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from remat_jax import compat
+from remat_jax.errors import CompileError, TargetError
+from remat_jax.hardware import find_attached_with
+from remat_jax.memory.compile.exporting import Program
+from remat_jax.memory.compile.process import Question, ask
+from remat_jax.memory.compile.scratch import scratch
+
+CHILD = Path(__file__).with_name("run_child.py")
+PLATFORM = "cuda"
+SECONDS_TO_START = 120.0
+
+
+def device_kind() -> str:
+    """What JAX calls the attached GPU, asked in a process of its own: this one's JAX may be set up for the CPU.
+
+    Raises:
+      TargetError: no GPU is attached, or JAX cannot use it.
+    """
+    key = "the attached GPU"
+    try:
+        found = _asked({"key": key}, f"looking for {key}", SECONDS_TO_START)
+        kind, reason = found["device_kind"], found.get("reason", "")
+    except CompileError as error:
+        kind, reason = "", str(error)
+    if not kind:
+        raise TargetError(
+            f"target='attached': JAX finds no GPU on this machine ({reason[:500]}). Name a target instead, such as 'h200'; or "
+            "install what JAX needs for a GPU that is there: pip install 'remat-jax[cuda13]'"
+        )
+    return str(kind)
+
+
+def measured_peak(program: Program, timeout: float, compiler_options: Mapping[str, Any] | None = None) -> int:
+    """The peak of the device's allocator in bytes while `program` runs once there, on random numbers, in a process of its own.
+
+    What the step allocates, no more: nothing is preallocated, and kernels are chosen as for the compiled figures. It is
+    compiled with `compiler_options`.
+
+    Raises:
+      CompileError: it could not be compiled or run there; not enough free memory among the reasons.
+    """
+    with scratch() as folder:
+        path = folder / "program.jaxexport"
+        path.write_bytes(program.blob)
+        asked = {"path": str(path), "donated": program.donated, "compiler_options": dict(compiler_options or {})}
+        request = {"key": program.key, "program": asked}
+        return int(_asked(request, "running on target='attached'", timeout)["peak"])
+
+
+def _asked(request: dict[str, Any], doing: str, timeout: float) -> dict[str, Any]:
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": f"{PLATFORM},cpu" if PLATFORM != "cpu" else PLATFORM,
+        "JAX_ENABLE_X64": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": compat.xla_flags(*([compat.GPU_COMPILER_FLAGS] if PLATFORM != "cpu" else [])),
+    }
+    whole = request | {"platform": PLATFORM}
+    return ask(Question(CHILD, whole, [request["key"]], doing, environment, timeout, who="the device"))[request["key"]]
+
+
+find_attached_with(device_kind)

@@ -1,0 +1,143 @@
+"""What the compiler said of a program before, kept in memory and, for GPUs, on disk, by the content of what it depends on.
+
+The folder is `remat_jax` in the user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`); the environment variable
+`REMAT_JAX_CACHE` names another one, or `off`. For the CPU nothing is kept on disk: there the answer depends on the machine.
+A checksum shows what was damaged, and not who wrote it: a folder that others may write is not used, with a `RematWarning`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from remat_jax import compat
+from remat_jax.hardware import Target
+from remat_jax.memory.compile.exporting import Program
+from remat_jax.memory.compile.process import ENVIRONMENT
+from remat_jax.reading import read_limited
+from remat_jax.warning import warn
+
+VARIABLE = "REMAT_JAX_CACHE"
+MOST_FILES = 1000
+"""Files kept, of some 10 kB each, and of 1 MB for the largest unrolled models; beyond it the oldest go."""
+
+MOST_BYTES = 256 * 2**20
+"""A file of more is none of ours."""
+
+_OFF = ("off", "0", "no", "false", "none", "disabled")
+_REMEDY = f"Name another folder in {VARIABLE}, or 'off'"
+_PACKAGES = ("jax", "nvidia")
+_memory: dict[str, Any] = {}
+
+
+class Plain(Protocol):
+    """What can be kept."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+
+
+Kept = TypeVar("Kept", bound=Plain)
+
+
+def digest(program: Program, target: Target, options: dict[str, Any], child: Path) -> str:
+    """A name for all that the compiler's answer depends on: another answer is never found under it."""
+    content = {
+        "donated": program.donated,
+        "arguments": program.arguments,
+        "mesh": program.mesh,
+        "options": options,
+        "target": target.to_dict() | {"name": "", "attached": False, "host_memory_bytes": None},
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT)},
+        "flags": compat.xla_flags(),  # the variable may name a file of them
+        "packages": _packages(),
+        "sources": _sources(child),
+    }
+    found = hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode())
+    found.update(program.blob)
+    return found.hexdigest()
+
+
+def read(key: str, target: Target, from_dict: Callable[[dict[str, Any]], Kept]) -> Kept | None:
+    """What is kept under `key`; None where nothing is, or where a file is not as it was written."""
+    if key not in _memory and (folder := _folder(target)) is not None:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            checksum, text = read_limited(folder / f"{key}.json", MOST_BYTES).decode("utf-8").split("\n", 1)
+            if checksum == hashlib.sha256(text.encode()).hexdigest():
+                _memory[key] = from_dict(json.loads(text))
+    return _memory.get(key)
+
+
+def write(key: str, target: Target, value: Plain) -> None:
+    """Keep `value`. A folder that cannot be written is a warning: next time it is compiled again."""
+    _memory[key] = value
+    folder = _folder(target)
+    if folder is None:
+        return
+    text = json.dumps(value.to_dict())
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            Path(own, "new").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}", encoding="utf-8")
+            # A reader sees the whole file or none.
+            os.replace(Path(own, "new"), folder / f"{key}.json")
+        files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for oldest in files[:-MOST_FILES]:
+            oldest.unlink(missing_ok=True)
+    except OSError as error:
+        warn(f"{VARIABLE}: the folder {str(folder)!r} cannot be written ({error.strerror}): nothing is kept. {_REMEDY}")
+
+
+def forget() -> None:
+    """Forget what is kept in memory; the folder stays."""
+    _memory.clear()
+
+
+def _folder(target: Target) -> Path | None:
+    asked = os.environ.get(VARIABLE, "").strip()
+    if target.kind != "gpu" or asked.lower() in _OFF:
+        return None
+    try:
+        folder = Path(asked or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "remat_jax")).expanduser()
+    except RuntimeError:  # a user without a home folder, as in a container
+        return None
+    if _is_others(folder):
+        warn(f"{VARIABLE}: others may write the folder {str(folder)!r}, so that it is not used. {_REMEDY}")
+        return None
+    return folder
+
+
+def _is_others(folder: Path) -> bool:
+    """Whether a folder is another user's, or one that others than this user's own group may write."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return False
+    if os.name != "posix":
+        return False
+    writers = 0o002 if found.st_gid == os.getgid() else 0o022
+    return found.st_uid not in (0, os.getuid()) or bool(found.st_mode & writers)
+
+
+@functools.cache
+def _packages() -> dict[str, str]:
+    """The versions of JAX, of its plugins and of NVIDIA's libraries."""
+    found = {str(one.metadata["Name"]): one.version for one in importlib.metadata.distributions()}
+    return {name: version for name, version in sorted(found.items()) if name.lower().startswith(_PACKAGES)}
+
+
+@functools.cache
+def _sources(child: Path) -> str:
+    """What reads the compiler's answer: the code of `remat_jax.memory`."""
+    found = hashlib.sha256(child.read_bytes())
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()

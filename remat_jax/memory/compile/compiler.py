@@ -1,0 +1,347 @@
+"""Compiling for a target in processes of their own: the sizes, what is alive at the peak, how host copies are scheduled."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from remat_jax import compat
+from remat_jax.errors import ArgumentError, CompileError, TargetError, UnsupportedError
+from remat_jax.hardware import Target
+from remat_jax.memory.compile import cache
+from remat_jax.memory.compile.exporting import Program as Program
+from remat_jax.memory.compile.exporting import export_step as export_step
+from remat_jax.memory.compile.limit import limit_options
+from remat_jax.memory.compile.process import Children, Question, ask, compiler_environment
+from remat_jax.memory.compile.scratch import scratch
+from remat_jax.memory.compile.tuned_kernels import Kernels, kernel_options, never_run_options, refuse
+from remat_jax.memory.hlo.collectives import Collective, read_collectives
+from remat_jax.memory.hlo.copies import Overlap
+from remat_jax.memory.hlo.live import LiveBuffer, Schedule, named_arguments
+from remat_jax.memory.hlo.schedule import StepTime, step_time
+from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled
+from remat_jax.memory.hlo.text import Module, parse
+from remat_jax.memory.hlo.timeline import Timeline
+from remat_jax.reading import from_plain
+
+MOST_CHILDREN = 4
+"""Compiling processes at a time: each holds a compiler of its own, about 1 GB."""
+
+OPTIMISED = "gpu_after_optimizations.txt"
+"""How the file ends to which XLA writes the optimised module."""
+
+CHILD = Path(__file__).with_name("child.py")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the compiler reports, in bytes; `host_*` live in host memory.
+
+    Attributes:
+      live: what is on the device at the peak; empty for the target `cpu`.
+      timeline: what is on the device over the schedule; None for the target `cpu`.
+      time: the modelled time of the compiled schedule; None for the target `cpu`, and where the compiled text or a rate is
+        not known.
+      miscompiled: whether a loop copies another slot of a host buffer than the program asks for; None where the compiled text
+        does not tell.
+      collectives: what the devices of a mesh send each other; None for one device, and where the compiled text is not known.
+      untiled: whether a matrix product was one that Triton's guessed tiles do not fit, and all were compiled without Triton.
+      limit_options: the memory limit that it was compiled with, as options for `jax.jit`; empty for XLA's own.
+    """
+
+    temp: int
+    argument: int
+    output: int
+    alias: int
+    host_temp: int
+    host_argument: int
+    host_output: int
+    host_alias: int
+    live: tuple[LiveBuffer, ...] = ()
+    time: StepTime | None = None
+    miscompiled: bool | None = False
+    collectives: tuple[Collective, ...] | None = None
+    untiled: bool = False
+    limit_options: dict[str, int] = field(default_factory=dict, hash=False)
+    timeline: Timeline | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """The modelled time of the step; None where it is not known."""
+        return None if self.time is None else self.time.seconds
+
+    @property
+    def overlap(self) -> Overlap | None:
+        """How the copies to and from the host are scheduled; None where there are none, or a rate is not known."""
+        found = None if self.time is None else self.time.overlap
+        return found if found is not None and found.out.count + found.back.count else None
+
+    @property
+    def device(self) -> int:
+        """Arguments + outputs − aliased + temp."""
+        return self.argument + self.output - self.alias + self.temp
+
+    @property
+    def host(self) -> int:
+        """The same in host memory."""
+        return self.host_temp + self.host_argument + self.host_output - self.host_alias
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Sizes:
+        """What `to_dict` gave; anything else raises ValueError."""
+        found: Sizes = from_plain(cls, data)
+        return found
+
+
+def compile_programs(
+    programs: Sequence[Program],
+    target: Target,
+    *,
+    timeout: float,
+    compiler_options: dict[str, Any] | None = None,
+    memory_limit: int | None = None,
+    on_done: Callable[[str], None] | None = None,
+    kernels: Kernels | None = None,
+    children: Children | None = None,
+) -> dict[str, Sizes]:
+    """The compiler's sizes of each program on `target`, by key; several are compiled side by side, one process for each core.
+
+    What was compiled before, by the same compiler with the same options, is not compiled again (`cache.py`).
+
+    Args:
+      timeout: seconds for all of them together.
+      memory_limit: the bytes of device memory that XLA is to stay within (`limit.py`); a CPU has no such limit.
+      on_done: told each key as its program is compiled.
+      kernels: what an earlier call has made for the same target with the same options; None where nothing is known.
+      children: the processes of a larger call, which ends them; where one of several programs fails here, all
+        of that call's are ended, and those that it starts later. One program that fails ends no other.
+
+    Raises:
+      CompileError: the compiler failed, aborted, hung or ran out of memory, with what it said last.
+      TargetError: the target is a GPU that nothing describes to the compiler.
+      UnsupportedError: the target is a GPU and its compiler is not installed.
+    """
+    if target.kind == "gpu":
+        if target.compiler_description is None:
+            raise TargetError(
+                f"target={target.name!r} has no compiler description, without which nothing can be compiled for it: add a "
+                f"table [{target.name}.compiler] to its file, and its line under [{target.name}.source], in the form of the "
+                "package's own targets.toml"
+            )
+        compat.require_gpu_compiler()
+    tell = on_done or (lambda key: None)
+    limits = {one.key: limit_options(memory_limit, target, one.held_bytes) for one in programs}
+    options = {key: (compiler_options or {}) | limit for key, limit in limits.items()}
+    digests = {one.key: cache.digest(one, target, options[one.key], CHILD) for one in programs}
+    found = {digest: sizes for digest in set(digests.values()) if (sizes := cache.read(digest, target, Sizes.from_dict))}
+    # Of programs that are equal, one is compiled.
+    new: dict[str, Program] = {}
+    for one in programs:
+        if digests[one.key] not in found:
+            new.setdefault(digests[one.key], one)
+    for key, digest in digests.items():
+        if digest in found:
+            tell(key)
+    if new:
+        compiled = _compiled(list(new.values()), target, timeout, options, tell, kernels, children)
+        for digest, program in new.items():
+            found[digest] = replace(compiled[program.key], limit_options=limits[program.key])
+            cache.write(digest, target, found[digest])
+        for key, digest in digests.items():
+            if digest in new and new[digest].key != key:
+                tell(key)
+    return {key: found[digest] for key, digest in digests.items()}
+
+
+def result_shapes(program: Program, target: Target, *, timeout: float) -> list[tuple[int, ...]]:
+    """The shapes of what each device of a mesh has of the results of `program`, as the compiler divides them.
+
+    Raises:
+      CompileError, UnsupportedError: as for `compile_programs`.
+    """
+    if target.kind == "gpu":
+        compat.require_gpu_compiler()
+    digest = cache.digest(program, target, {"results": True}, CHILD)
+    found = cache.read(digest, target, _Shapes.from_dict)
+    if found is None:
+        with scratch() as folder:
+            entry = _entry(folder / "0", program, target, {})
+            answer = _answers([entry], target, timeout, folder, lambda key: None, Kernels(folder))[program.key]
+        found = _Shapes(tuple(map(tuple, answer["results"])))
+        cache.write(digest, target, found)
+    return list(found.shapes)
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    shapes: tuple[tuple[int, ...], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"shapes": self.shapes}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> _Shapes:
+        found: _Shapes = from_plain(cls, data)
+        return found
+
+
+def _compiled(
+    programs: Sequence[Program],
+    target: Target,
+    timeout: float,
+    options: Mapping[str, dict[str, Any]],
+    tell: Callable[[str], None],
+    kernels: Kernels | None,
+    children: Children | None,
+) -> dict[str, Sizes]:
+    with scratch() as folder:
+        entries = [_entry(folder / str(index), one, target, options[one.key]) for index, one in enumerate(programs)]
+        answers = _answers(entries, target, timeout, folder, tell, kernels or Kernels(folder), children)
+        return {one.key: _sizes(answers[one.key], folder / str(index), one, target) for index, one in enumerate(programs)}
+
+
+def _entry(folder: Path, program: Program, target: Target, options: dict[str, Any]) -> dict[str, Any]:
+    """What the compiling process is told of one program; what it writes goes to the folder."""
+    folder.mkdir()
+    path = folder / "program.jaxexport"
+    path.write_bytes(program.blob)
+    options = never_run_options(target.kind) | options
+    entry = {"key": program.key, "path": str(path), "donated": program.donated, "compiler_options": options}
+    entry["mesh"] = program.mesh
+    if target.kind == "gpu":
+        # Having XLA write down what it decided costs no time that could be measured.
+        dump = {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
+        # A program may have set XLA_FLAGS to write down its own step alone, as MaxText does.
+        entry["compiler_options"] = options | dump | {"xla_dump_hlo_module_re": ".*"}
+        entry["text"] = str(folder / "compiled.hlo")
+    return entry
+
+
+def _answers(
+    entries: Sequence[dict[str, Any]],
+    target: Target,
+    timeout: float,
+    folder: Path,
+    tell: Callable[[str], None],
+    kernels: Kernels,
+    children: Children | None = None,
+) -> dict[str, dict[str, Any]]:
+    """What the compiling processes answer together; the first failure ends them all."""
+    side_by_side = max(1, min(len(entries), os.cpu_count() or 1, MOST_CHILDREN))
+    environment = compiler_environment(target)
+    ends = time.monotonic() + timeout
+
+    def asked(part: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        left = min(timeout, max(1.0, ends - time.monotonic()))
+        request = {"programs": part, "compiler_description": target.compiler_description, "devices": target.devices}
+        request |= {"hosts": target.hosts, "folder": str(folder)}
+        doing, keys = f"compiling for target={target.name!r}", [entry["key"] for entry in part]
+        return ask(Question(CHILD, request, keys, doing, environment, timeout, left=left, again=True), tell, own)
+
+    def run(number: int) -> dict[str, dict[str, Any]]:
+        part = entries[number::side_by_side]
+        if target.kind != "gpu":
+            return asked(part)
+        file = kernels.take()
+        options = kernel_options(file)
+        while options:
+            try:
+                found = asked([_with(one, options) for one in part])
+            except CompileError as error:
+                if not refuse(error):
+                    raise
+                # Without the option that it refused; without any where it was the file.
+                options = fewer if (fewer := kernel_options(file)) != options else {}
+            else:
+                kernels.give_back(file)
+                return found
+        return asked(part)
+
+    own = children or Children()
+    if side_by_side == 1:
+        return run(0)
+    with ThreadPoolExecutor(side_by_side) as pool, own:
+        parts = [pool.submit(run, number) for number in range(side_by_side)]
+        ended, _ = wait(parts, return_when=FIRST_EXCEPTION)
+        # What failed comes first: the others run on, and are ended with it.
+        return {key: answer for part in (*ended, *parts) for key, answer in part.result().items()}
+
+
+def _with(entry: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"compiler_options": options | entry["compiler_options"]}
+
+
+def _sizes(answer: dict[str, Any], folder: Path, program: Program, target: Target) -> Sizes:
+    dump = folder / "dump"
+    copied = folder / "compiled.hlo"  # the child writes it where something is copied to or from the host
+    miscompiled: bool | None = False
+    module = played = _module(_last(dump, OPTIMISED))
+    if copied.exists():
+        played = _module(copied.read_text(encoding="utf-8", errors="replace"))
+        miscompiled = _miscompiled(played)
+    time = None if played is None else _step_time(played, target, program)
+    sent: tuple[Collective, ...] | None = None
+    live: tuple[LiveBuffer, ...] = ()
+    timeline: Timeline | None = None
+    if module is not None:
+        sent = read_collectives(module) if program.mesh else None
+        live, timeline = _live(module, dump, program)
+    seen = {
+        "live": live,
+        "timeline": timeline,
+        "time": time,
+        "miscompiled": miscompiled,
+        "collectives": sent,
+        "untiled": answer["untiled"],
+    }
+    return Sizes(**answer["sizes"], **seen)
+
+
+def _last(dump: Path, ending: str) -> str | None:
+    """The text of the last file with this ending; None where the compiler wrote none down."""
+    paths = sorted(dump.glob(f"*{ending}"))
+    return paths[-1].read_text(encoding="utf-8", errors="replace") if paths else None
+
+
+def _module(text: str | None) -> Module | None:
+    """The compiled module; None where its text is missing or has a form that is not known: the sizes hold all the same."""
+    try:
+        return None if text is None else parse(text)
+    except UnsupportedError:
+        return None
+
+
+def _step_time(module: Module, target: Target, program: Program) -> StepTime | None:
+    """The modelled time of a step; None where the target does not say a rate: the sizes hold all the same."""
+    try:
+        return step_time(module, target, kernels=dict(program.kernels))
+    except (ArgumentError, TargetError):
+        return None
+
+
+def _live(module: Module, dump: Path, program: Program) -> tuple[tuple[LiveBuffer, ...], Timeline | None]:
+    """What is on the device at the peak and over the schedule, arguments by their names; nothing where none is written down."""
+    assignment, ranges = _last(dump, "-buffer-assignment.txt"), _last(dump, "-live-range.txt")
+    if assignment is None or ranges is None:
+        return (), None
+    schedule = Schedule(module, assignment, ranges)
+    timeline = Timeline.of(schedule)
+    timeline = replace(timeline, buffers=tuple(named_arguments(timeline.buffers, program.arguments)))
+    return tuple(named_arguments(schedule.at_peak(), program.arguments)), timeline
+
+
+def _miscompiled(module: Module | None) -> bool | None:
+    """Whether a host copy takes the wrong slot; None where the text does not tell, and it is up to the receipt."""
+    try:
+        return None if module is None else scanned_offload_is_miscompiled(module)
+    except UnsupportedError:
+        return None

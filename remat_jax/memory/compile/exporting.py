@@ -1,0 +1,177 @@
+"""A training step as a program that another process can compile: lowered for the target's platform, and serialised."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import export
+
+from remat_jax import compat
+from remat_jax.cost.kernels import named_kernels
+from remat_jax.errors import UnsupportedError
+from remat_jax.hardware import Target
+from remat_jax.mesh import check_context
+from remat_jax.train.structs import device_bytes
+from remat_jax.warning import warn
+from remat_jax.workload import Step
+
+# "ALL" is understood from JAX 0.11 on; before, each target that is refused is named in the error, and is let pass then.
+_CUSTOM_CALLS = ("annotate_device_placement", "ALL")
+_REFUSED = re.compile(r'custom_call @"?([^\s("]+)"?\(')
+
+
+def _check_process() -> None:
+    """Say at once what would fail later, or wait for ever."""
+    if not Path(__file__).is_file():
+        raise UnsupportedError(
+            f"remat_jax was imported from {__file__.partition('/remat_jax/')[0]!r}, which is no folder, and the process that "
+            "compiles is started from a file: install remat-jax, or unpack it"
+        )
+    if compat.lost_threads():
+        warn(
+            "this process was forked from one in which JAX had started, and JAX's threads stayed there: JAX may wait for ever. "
+            "Start it otherwise, as with multiprocessing.get_context('spawn')"
+        )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training step, exported for a platform.
+
+    Attributes:
+      key: what the caller knows it by.
+      blob: the serialised program.
+      donated: the flat arguments whose buffers it may reuse.
+      arguments: what each flat argument is called.
+      mesh: the axes of the mesh that it is divided over, with their sizes; empty for a single device.
+      kernels: the operations of its Pallas kernels, by their names.
+      held_bytes: device memory of one device for the arguments, and the results that reuse no argument's buffer.
+    """
+
+    key: str
+    blob: bytes
+    donated: tuple[int, ...]
+    arguments: tuple[str, ...]
+    mesh: tuple[tuple[str, int], ...] = ()
+    held_bytes: int = 0
+    kernels: tuple[tuple[str, float], ...] = ()
+
+
+def export_step(key: str, step: Step, target: Target) -> Program:
+    """`step` lowered for the platform of `target`; nothing is compiled or allocated here.
+
+    Raises:
+      ArgumentError: this call stands under a `jax.set_mesh` of another size.
+      CompileError: a kernel needs cuDNN, which is not installed.
+      UnsupportedError: the step names a mesh of its own, of another size; or this package is in a zip file.
+    """
+    _check_process()
+    devices = 1 if step.mesh is None else step.mesh.size
+    check_context(devices, f"a step for {_counted(devices)}")
+    leaves, treedef = jax.tree.flatten(step.arguments)
+    donated: list[int] = []
+    start = 0
+    for index, argument in enumerate(step.arguments):
+        count = len(jax.tree.leaves(argument))
+        if index in step.donate_argnums:
+            donated += range(start, start + count)
+        start += count
+
+    def flat(*values: Any) -> list[Any]:
+        return jax.tree.leaves(step.function(*jax.tree.unflatten(treedef, values)))
+
+    with compat.cudnn_explained(), compat.without_source_lines():
+        try:
+            exported, kernels = _exported(flat, leaves, target, jax.tree.leaves(step.shardings))
+        except ValueError as error:
+            if "device assignment" not in str(error):
+                raise
+            raise _of_another_mesh(devices, str(error)) from error
+    # A program for one device, without any sharding, runs on each of several.
+    if exported.nr_devices not in (1, devices):
+        raise _of_another_mesh(devices, f"it is a program for {_counted(exported.nr_devices)}")
+    mesh = tuple(zip(step.mesh.axis_names, step.mesh.axis_sizes, strict=True)) if step.mesh is not None else ()
+    held = _held_bytes(step, exported.out_avals, donated)
+    return Program(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)), mesh, held, kernels)
+
+
+def _held_bytes(step: Step, results: Sequence[Any], donated: Sequence[int]) -> int:
+    """What one device holds for the whole step; a result of an argument's type is taken to lie on the mesh as that does."""
+    local = jax.tree.leaves(step.local_arguments)
+    reusable: Counter[Any] = Counter()
+    alike: dict[Any, Any] = {}
+    for index, (whole, part) in enumerate(zip(jax.tree.leaves(step.arguments), local, strict=True)):
+        alike.setdefault(_type(whole), part)
+        reusable[_type(whole)] += index in donated
+    held = device_bytes(local)
+    for result in results:
+        if reusable[_type(result)]:
+            reusable[_type(result)] -= 1
+        else:
+            held += device_bytes(alike.get(_type(result), result))
+    return held
+
+
+def _type(leaf: Any) -> tuple[Any, ...]:
+    return tuple(leaf.shape), leaf.dtype, compat.is_on_host(leaf)
+
+
+def _exported(
+    flat: Callable[..., Any], leaves: Sequence[Any], target: Target, shardings: Sequence[Any]
+) -> tuple[Any, tuple[tuple[str, float], ...]]:
+    """`flat` exported, and the operations of its Pallas kernels, of which the exported program says nothing.
+
+    Kernels whose form JAX does not promise to keep are let pass: they are compiled at once.
+    """
+    platform = "cuda" if target.kind == "gpu" else "cpu"
+    described: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    allowed: tuple[str, ...] = _CUSTOM_CALLS
+    places = {"in_shardings": tuple(shardings)} if shardings else {}
+    jitted: Any = jax.jit(flat, keep_unused=True, **places)
+    for _ in range(3):
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in allowed]
+        try:
+            with described():
+                exported = export.export(jitted, platforms=[platform], disabled_checks=checks)(*leaves)
+            # The trace is there already: exporting made it.
+            return exported, tuple(sorted(named_kernels(jitted.trace(*leaves).jaxpr).items()))
+        except ValueError as error:
+            refused = tuple(dict.fromkeys(_REFUSED.findall(str(error))))
+            if not refused or set(refused) <= set(allowed):
+                raise
+            allowed += refused
+        except RuntimeError as error:
+            # A Pallas kernel is lowered for the device that is there, unless another one is named.
+            if "AbstractDevice" not in str(error) or described is not contextlib.nullcontext:
+                raise
+            described = functools.partial(compat.lowering_for, target.name, target.device_kinds)
+    raise AssertionError("each reason to try again is met once")
+
+
+def _of_another_mesh(devices: int, said: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the step is asked about for {_counted(devices)}, and names a mesh of its own of another size, by a NamedSharding in "
+        f"a constraint, in a jit, or of an array that the loss closes over ({said}): write constraints as bare PartitionSpecs, "
+        "and give Workload(…, mesh=…, shardings=…), which says what mesh they mean"
+    )
+
+
+def _counted(devices: int) -> str:
+    return f"{devices} device{'s' * (devices > 1)}"
+
+
+def _argument_names(step: Step) -> list[str]:
+    found = []
+    for index, argument in enumerate(step.arguments):
+        name = step.names[index] if step.names else f"argument {index}"
+        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(argument)]
+        found += [f"{name}/{path}" if path else name for path in paths]
+    return found

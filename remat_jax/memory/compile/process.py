@@ -1,0 +1,346 @@
+"""Asking a process of its own: a compiler that aborts, hangs or runs out of memory does so there, and is an error here."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from remat_jax import compat
+from remat_jax.errors import CompileError
+from remat_jax.hardware import Target
+from remat_jax.memory.compile.scratch import full_disk
+
+ENVIRONMENT = ("JAX_", "XLA_", "TF_", "CUDA_", "NVIDIA_")
+"""How the variables begin on which a compiler's answer depends."""
+
+IDLE_SECONDS, MOST_IDLE = 30.0, 4
+"""How long a child waits for another question, holding some 500 MB, and how many do."""
+
+_OUT_OF_MEMORY = (
+    "RESOURCE_EXHAUSTED",
+    "out of memory",
+    "bad_alloc",
+    "annot allocate memory",
+    "MemoryError",
+    "Unable to allocate",
+    "failed to map segment",  # no room for a library
+    "pthread_create",  # no room for a thread's stack
+    "can't start new thread",
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a child is asked.
+
+    Attributes:
+      child: the script, which reads `request` as a line of JSON on standard input, with the process that asks as `parent`, and
+        prints one JSON object for each of `keys`.
+      doing: what it does, for error messages, such as `compiling for target='h200'`.
+      environment: of the process.
+      timeout: seconds for all keys together.
+      who: who refuses a key, for error messages.
+      left: what earlier processes of the same call have left of these seconds; None for all of them.
+      again: whether the child prints `{"done": true}` in the end and waits to be asked again, for `IDLE_SECONDS` at most:
+        starting one is most of the time that a small program takes.
+    """
+
+    child: Path
+    request: dict[str, Any]
+    keys: Sequence[str]
+    doing: str
+    environment: dict[str, str]
+    timeout: float
+    who: str = "the compiler"
+    left: float | None = None
+    again: bool = False
+
+
+class Children:
+    """The processes of one call, which end where it does: who interrupts a call does not wait for a compiler.
+
+    As a context it ends them when an error passes through it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._ended = threading.Lock(), False
+        self._running: set[_Child] = set()
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            self.end()
+
+    def end(self) -> None:
+        """Kill those that run, and those that are started from now on."""
+        with self._lock:
+            self._ended = True
+            for child in self._running:
+                child.kill()
+
+    @contextlib.contextmanager
+    def running(self, child: _Child) -> Iterator[None]:
+        """While the child is one of them; it must not have been waited for before the end."""
+        with self._lock:
+            self._running.add(child)
+            if self._ended:
+                child.kill()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.discard(child)
+
+
+def ask(
+    question: Question, on_done: Callable[[str], None] | None = None, children: Children | None = None
+) -> dict[str, dict[str, Any]]:
+    """The child's answer for each key; `on_done` is told of each as it comes, and `children` may end it.
+
+    Raises:
+      CompileError: the child refused a key, died, hung or ran out of memory, with what it said last.
+    """
+    child = _idle.take(question) or _Child.started(question)
+    alarm = _Alarm(child, question.timeout if question.left is None else question.left)
+    waits = False
+    try:
+        with (children or Children()).running(child):
+            answers, failed, waits = _converse(child, question, on_done)
+        status = 0 if waits else child.process.wait()
+        said = child.said()
+    finally:
+        alarm.cancel()
+        if waits and not child.killed:
+            _idle.give_back(child)
+        else:
+            child.end()
+    _raise_for(question, answers, failed, status, alarm.expired, said)
+    return answers
+
+
+def _converse(
+    child: _Child, question: Question, on_done: Callable[[str], None] | None
+) -> tuple[dict[str, dict[str, Any]], str, bool]:
+    """What the child answers by key, the first key that it refused with its reason, and whether it waits for more."""
+    source, sink = child.process.stdout, child.process.stdin
+    assert source is not None and sink is not None
+    # A broken pipe: the child died at once, and its exit status says why.
+    with contextlib.suppress(BrokenPipeError):
+        sink.write(json.dumps(question.request | {"parent": os.getpid()}) + "\n")
+        sink.flush()
+        if not question.again:
+            sink.close()
+    answers: dict[str, dict[str, Any]] = {}
+    failed = ""
+    for line in source:
+        answer = _answer(line)
+        if answer is None:
+            continue
+        if "key" not in answer:
+            return answers, failed, True
+        if "error" in answer:
+            failed = failed or f"{answer['key']}: {answer['error']}"
+            continue
+        answers[answer["key"]] = answer
+        if on_done is not None:
+            on_done(answer["key"])
+    return answers, failed, False
+
+
+def _answer(line: str) -> dict[str, Any] | None:
+    """What the child says in a line; None for what some library prints there."""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) and ("key" in answer or "done" in answer) else None
+
+
+class _Child:
+    """A process that answers; what distinguishes it from others is its `kind`."""
+
+    def __init__(self, process: subprocess.Popen[str], errors: TextIO, kind: tuple[Any, ...]) -> None:
+        self.process, self.kind, self.killed, self.waits_since = process, kind, False, 0.0
+        self._errors = errors
+
+    @classmethod
+    def started(cls, question: Question) -> _Child:
+        """A new one for a question."""
+        errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        process = subprocess.Popen(
+            # -P: the modules beside the script must not hide others of their names.
+            [sys.executable, "-P", str(question.child)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=question.environment,
+            text=True,
+            start_new_session=True,
+        )
+        return cls(process, errors, _kind(question))
+
+    def said(self) -> str:
+        """What it said on standard error for the last question."""
+        self._errors.seek(0)
+        said = self._errors.read().strip()
+        self._errors.seek(0)
+        self._errors.truncate()
+        return said
+
+    def kill(self) -> None:
+        """Kill it and the processes that the compiler has started: they are a process group of their own."""
+        self.killed = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill it if it runs, and close what leads to it."""
+        if self.process.poll() is None:
+            self.kill()
+            self.process.wait()
+        for file in (self.process.stdout, self.process.stdin, self._errors):
+            with contextlib.suppress(BrokenPipeError):
+                assert file is not None
+                file.close()
+
+
+def _kind(question: Question) -> tuple[Any, ...]:
+    """Questions of one kind can be answered by one process: the same script, under all that a compiler's answer depends on."""
+    told = {name: value for name, value in question.environment.items() if name.startswith(ENVIRONMENT)}
+    return str(question.child), tuple(sorted(told.items()))
+
+
+class _Idle:
+    """Children that wait to be asked again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[_Child] = []
+
+    def take(self, question: Question) -> _Child | None:
+        """One that answers questions of this kind; those that have waited too long are ended."""
+        if not question.again:
+            return None
+        kind, now = _kind(question), time.monotonic()
+        with self._lock:
+            # A child leaves by itself a while later, so that one that is taken here is there.
+            for child in [
+                one for one in self._waiting if now - one.waits_since > IDLE_SECONDS or one.process.poll() is not None
+            ]:
+                self._waiting.remove(child)
+                child.end()
+            found = next((child for child in reversed(self._waiting) if child.kind == kind), None)
+            if found is not None:
+                self._waiting.remove(found)
+            return found
+
+    def give_back(self, child: _Child) -> None:
+        """Keep a child that waits, in place of the one that has waited longest where there are many."""
+        child.waits_since = time.monotonic()
+        with self._lock:
+            self._waiting.append(child)
+            if len(self._waiting) > MOST_IDLE:
+                self._waiting.pop(0).end()
+
+    def forget(self) -> None:
+        """Leave them alone: in a process that was forked they are the other one's."""
+        self._lock, self._waiting = threading.Lock(), []
+
+    def end(self) -> None:
+        """End them all."""
+        with self._lock:
+            for child in self._waiting:
+                child.end()
+            self._waiting.clear()
+
+
+_idle = _Idle()
+atexit.register(_idle.end)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.forget)
+
+
+def _raise_for(question: Question, answers: dict[str, Any], failed: str, status: int, expired: bool, said: str) -> None:
+    missing = [key for key in question.keys if key not in answers]
+    if expired and missing:
+        raise CompileError(
+            f"{question.doing}: not done after timeout={question.timeout:g} s, stopped at policy={missing[0]!r}. "
+            "Give a longer timeout, or scan the layers so that there is less to compile."
+        )
+    if failed:
+        remedy = f". {compat.CUDNN_REMEDY}" if compat.wants_cudnn(failed) else _remedy(failed, status)
+        raise CompileError(f"{question.doing}: {question.who} refused policy={failed[:2000]}{remedy}")
+    if missing:
+        reason = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+        raise CompileError(
+            f"{question.doing}: the process ended with {reason} at policy={missing[0]!r}. "
+            f"It said: {_shortened(said) or 'nothing'}{_remedy(said, status)}"
+        )
+
+
+def _shortened(said: str) -> str:
+    """The first and the last that was said: an abort gives its reason before a long stack, an exception after it."""
+    return said if len(said) <= 1500 else f"{said[:500]}\n…\n{said[-1000:]}"
+
+
+def _remedy(said: str, status: int) -> str:
+    """What to do, as the end of a message, where the reason is known."""
+    if remedy := full_disk(said):
+        return remedy
+    if any(word in said for word in _OUT_OF_MEMORY):
+        return ". It ran out of memory: give it more (ulimit -v, the container's limit), or compile fewer policies at once"
+    if status == -signal.SIGKILL:
+        return ". It ran out of memory, or was killed from outside: look at the memory that is free"
+    if status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT):
+        return ". A compiler ends so where it may not have more memory (ulimit -v), or by a fault of its own"
+    return ""
+
+
+class _Alarm:
+    """Kills the child when its time is up, and remembers that it did."""
+
+    def __init__(self, child: _Child, seconds: float) -> None:
+        self.expired = False
+        self._child = child
+        self._timer = threading.Timer(seconds, self._expire)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _expire(self) -> None:
+        # What it started may hold the pipe after it: the group is ended, whether or not the child is.
+        self.expired = True
+        self._child.kill()
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+        self._timer.join()
+
+
+def compiler_environment(target: Target) -> dict[str, str]:
+    """The environment of a process that compiles for `target` without touching a GPU.
+
+    Raises:
+      CompileError: `XLA_FLAGS` names a file that cannot be read.
+    """
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    environment["JAX_ENABLE_X64"] = "1"  # the exported program carries its own dtypes; without this JAX would narrow them
+    if target.kind == "gpu":
+        environment |= compat.GPU_COMPILER_ENVIRONMENT
+        environment["XLA_FLAGS"] = compat.xla_flags(compat.GPU_COMPILER_FLAGS)
+    elif target.devices > 1:
+        environment["XLA_FLAGS"] = compat.xla_flags(f"--xla_force_host_platform_device_count={target.devices}")
+    return environment

@@ -1,0 +1,1 @@
+"""What the text of a compiled module says: buffers, copies, collectives, time."""

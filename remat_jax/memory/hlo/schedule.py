@@ -1,0 +1,347 @@
+"""How long a compiled step takes, played from its schedule, and what compute covers of its copies and exchanges.
+
+XLA:GPU writes the order in which it starts things into the module: a copy or a collective is started at one line and waited
+for at another, and what stands between may run meanwhile. Here the schedule is played. Compute runs line by line on one stream;
+copies to the host run one after the other on a second, copies back on a third, collectives on a fourth. Each starts when its
+line is reached and its stream is free, and the line that waits for it holds compute up until it is done. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from remat_jax.errors import ArgumentError
+from remat_jax.hardware import Target
+from remat_jax.hardware.rates import Rates
+from remat_jax.memory.hlo.collectives import exchange_of, exchange_seconds
+from remat_jax.memory.hlo.copies import Copies, Direction, Overlap, host_copy
+from remat_jax.memory.hlo.kernel_times import KernelTimes
+from remat_jax.memory.hlo.round_trips import round_trips
+from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled as scanned_offload_is_miscompiled
+from remat_jax.memory.hlo.text import Computation, Instruction, Module, parse
+
+Lane = Literal["out", "back", "exchange"]
+"""Where something runs beside compute: copies to the host, copies back, collectives."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The modelled time of one execution of a compiled module.
+
+    Attributes:
+      seconds: of all of it: compute, and what compute waits for copies and exchanges.
+      compute_seconds: of compute alone.
+      overlap: the copies to and from the host.
+      exchanges: the collectives, in the same terms.
+      untimed: custom calls and instructions whose operations nobody knows: their bytes are counted.
+      assumed: the rates that nobody measured, by their names in `Rates`.
+    """
+
+    seconds: float
+    compute_seconds: float
+    overlap: Overlap
+    exchanges: Copies
+    untimed: tuple[str, ...]
+    assumed: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; the keys are the attribute names."""
+        return asdict(self) | {"overlap": self.overlap.to_dict(), "exchanges": self.exchanges.to_dict()}
+
+
+def step_time(
+    text: str | Module, target: Target, rates: Rates | None = None, *, kernels: Mapping[str, float] | None = None
+) -> StepTime:
+    """The modelled time of the compiled module `text` on one device of `target`.
+
+    A kernel takes what starting it takes and the longer of its operations and its bytes; products reach the rate of their shape
+    (`remat_jax.hardware.products`), attention that of its operands. A loop runs as often as the compiler knows it does (once
+    where it does not), and of a `conditional` the longest branch.
+
+    Args:
+      text: `compiled.as_text()` of a program compiled for a GPU.
+      target: whose devices, hosts and links it is.
+      rates: instead of those of the target, `Rates.of(target)`.
+      kernels: the operations of Pallas kernels by name, as `Program.kernels` has them.
+
+    Raises:
+      ArgumentError: a rate that the module needs is not known of the target.
+      TargetError: nothing at all is known of its rates.
+      UnsupportedError: the text has a line of a form that is not known.
+
+    >>> from remat_jax.hardware import target
+    >>> text = '''
+    ... ENTRY %main (x: bf16[8192,8192]) -> bf16[8192,8192] {
+    ...   %x = bf16[8192,8192]{1,0} parameter(0)
+    ...   ROOT %y = bf16[8192,8192]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+    ... }
+    ... '''
+    >>> rates = Rates({"bfloat16": 2.0**40}, 1e15)
+    >>> step_time(text, target("h200"), rates).seconds
+    1.0
+    """
+    module = parse(text)
+    player = _Player(module, target, Rates.of(target) if rates is None else rates, kernels)
+    player.run(module.computations[module.entry])
+    return player.result()
+
+
+def read_overlap(
+    text: str | Module,
+    target: Target,
+    *,
+    flops_per_s: float | None = None,
+    hbm_bytes_per_s: float | None = None,
+    host_link_bytes_per_s: float | None = None,
+) -> Overlap:
+    """What compute covers of the host copies in the compiled module `text`, as `step_time` plays it.
+
+    Args:
+      text: `compiled.as_text()` of a program compiled for a GPU.
+      target: whose rates are used.
+      flops_per_s: a rate for every product of every dtype instead; starting a kernel then takes no time.
+      hbm_bytes_per_s, host_link_bytes_per_s: rates instead of the target's; `math.inf` leaves the device memory out.
+
+    Raises:
+      ArgumentError: a rate is not positive, or neither given nor known of the target.
+
+    >>> from remat_jax.hardware import target
+    >>> text = '''
+    ... ENTRY %main (x: f32[250000000]) -> f32[250000000] {
+    ...   %x = f32[250000000]{0} parameter(0)
+    ...   %copy-start = (f32[250000000]{0:S(5)}, f32[250000000]{0}, u32[]) copy-start(%x)
+    ...   %y = f32[250000000]{0} negate(%x)
+    ...   %copy-done = f32[250000000]{0:S(5)} copy-done(%copy-start)
+    ...   ROOT %z = f32[250000000]{0} negate(%y)
+    ... }
+    ... '''
+    >>> found = read_overlap(text, target("h200"), hbm_bytes_per_s=4e12, host_link_bytes_per_s=50e9)
+    >>> found.out.bytes, found.out.seconds, round(found.out.covered, 3)
+    (1000000000, 0.02, 0.025)
+    """
+    given = {"hbm_bytes_per_s": hbm_bytes_per_s, "host_link_bytes_per_s": host_link_bytes_per_s}
+    for name, rate in given.items():
+        if rate is None and getattr(target, name) is None:
+            raise ArgumentError(f"{name}: target={target.name!r} does not say; name a GPU such as 'h200', or pass {name}=")
+    for name, rate in {**given, "flops_per_s": flops_per_s}.items():
+        if rate is not None and not rate > 0:
+            raise ArgumentError(f"{name}={rate!r}: expected a positive number per second")
+    return step_time(text, target, _with(target, flops_per_s, hbm_bytes_per_s, host_link_bytes_per_s)).overlap
+
+
+def _with(target: Target, flops: float | None, memory: float | None, link: float | None) -> Rates:
+    """The rates of a target, but for those that are given."""
+    if flops is None and not (target.peak_flops or target.reached or target.measured):
+        raise ArgumentError(f"flops_per_s: target={target.name!r} has no rate of products; pass flops_per_s=")
+    rates = Rates.of(target)
+    if flops is not None:
+        rates = replace(rates, flops={"float32": flops}, launch_seconds=0.0, cores=None, products={})
+    if memory is not None:
+        rates = replace(rates, hbm_bytes_per_s=min(memory, sys.float_info.max))
+    return rates if link is None else replace(rates, out_bytes_per_s=link, in_bytes_per_s=link)
+
+
+# --- playing the schedule ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Stream:
+    free: float = 0.0
+    bytes: int = 0
+    count: int = 0
+    seconds: float = 0.0
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    first: float | None = None
+    waited: float = 0.0
+
+
+class _Player:
+    def __init__(self, module: Module, target: Target, rates: Rates, kernels: Mapping[str, float] | None) -> None:
+        self.module, self.target, self.rates = module, target, rates
+        self.kernels = KernelTimes(module, rates, kernels)
+        self.now = self.compute = 0.0
+        self.busy: list[tuple[float, float]] = []
+        self.streams: dict[Lane, _Stream] = {"out": _Stream(), "back": _Stream(), "exchange": _Stream()}
+        # How much was computed before an instruction and once it is done, and how long the copy takes that it starts.
+        self.before: dict[str, float] = {}
+        self.after: dict[str, float] = {}
+        self.copying: dict[str, float] = {}
+        self._sending: dict[str, bool] = {}
+        self._totals: dict[str, float] = {}
+
+    def run(self, computation: Computation) -> None:
+        pending: dict[str, tuple[Lane, float]] = {}
+        for one in computation:
+            self.before[one.name] = self.compute
+            self._play(computation, one, pending)
+            self.after[one.name] = self.compute
+        for lane, end in pending.values():
+            self._wait(lane, end)
+
+    def _play(self, computation: Computation, one: Instruction, pending: dict[str, tuple[Lane, float]]) -> None:
+        if one.opcode.endswith("-done"):
+            if one.operands and one.operands[0] in pending:
+                self._wait(*pending.pop(one.operands[0]))
+        elif one.opcode in ("while", "call", "conditional"):
+            self._enter(one)
+        elif (started := self._beside(computation, one)) is not None:
+            lane, size, seconds = started
+            end = self._start(lane, size, seconds)
+            self.copying[one.name] = seconds
+            if one.opcode.endswith("-start"):
+                pending[one.name] = (lane, end)
+            else:
+                self._wait(lane, end)
+        else:
+            self._work(self.kernels.seconds(computation, one))
+
+    def _beside(self, computation: Computation, one: Instruction) -> tuple[Lane, int, float] | None:
+        """What an instruction starts beside compute: where, its bytes, and how long it takes; None where it computes."""
+        found = exchange_of(self.module, computation, one)
+        if found is not None:
+            seconds = exchange_seconds(*found, self.target, self.rates.links)
+            if seconds is None:
+                raise ArgumentError(
+                    f"target={self.target.name!r}: its devices exchange arrays ({found[1].opcode}), and no rate of the links "
+                    "between them is known; state device_link_bytes_per_s, and network_bytes_per_s for several hosts, in the "
+                    "file that describes the target"
+                )
+            return "exchange", sum(array.bytes for array in found[1].arrays), seconds
+        copied = host_copy(self.module, computation, one)
+        return None if copied is None else (*copied, copied[1] / self._link(copied[0]))
+
+    def _link(self, direction: Direction) -> float:
+        rate = self.rates.out_bytes_per_s if direction == "out" else self.rates.in_bytes_per_s
+        if rate is None:
+            raise ArgumentError(f"host_link_bytes_per_s: target={self.target.name!r} does not say; pass host_link_bytes_per_s=")
+        return rate
+
+    def _enter(self, one: Instruction) -> None:
+        body, trips = self._body(one)
+        if body is None:
+            return
+        if not self._sends(body):
+            self._work(trips * self._total(body))
+            return
+        for _ in range(trips):
+            self.run(body)
+
+    def _body(self, one: Instruction) -> tuple[Computation | None, int]:
+        if one.opcode == "while":
+            trips = int(one.config.get("known_trip_count", {}).get("n", 1))
+            return self.module.computations.get(one.attribute("body") or ""), trips
+        if one.opcode == "call":
+            return self.module.computations.get(one.attribute("to_apply") or one.attribute("calls") or ""), 1
+        branches = list(_branches(self.module, one))
+        return max(branches, key=lambda branch: (self._sends(branch), self._total(branch)), default=None), 1
+
+    def _sends(self, computation: Computation) -> bool:
+        """Whether something runs beside compute in it: then every round is played."""
+        if computation.name not in self._sending:
+            inner = (self._body(one)[0] for one in computation if one.opcode in ("while", "call", "conditional"))
+            self._sending[computation.name] = any(self._beside(computation, one) for one in computation) or any(
+                self._sends(body) for body in inner if body is not None
+            )
+        return self._sending[computation.name]
+
+    def _total(self, computation: Computation) -> float:
+        """The compute of one round."""
+        if computation.name not in self._totals:
+            total = 0.0
+            for one in computation:
+                if one.opcode in ("while", "call", "conditional"):
+                    body, trips = self._body(one)
+                    total += trips * self._total(body) if body is not None else 0.0
+                elif self._beside(computation, one) is None:
+                    total += self.kernels.seconds(computation, one)
+            self._totals[computation.name] = total
+        return self._totals[computation.name]
+
+    def _work(self, seconds: float) -> None:
+        if seconds > 0:
+            self.busy.append((self.now, self.now + seconds))
+            self.now += seconds
+            self.compute += seconds
+
+    def _start(self, lane: Lane, size: int, seconds: float) -> float:
+        stream = self.streams[lane]
+        begin = max(self.now, stream.free)
+        stream.free = begin + seconds
+        stream.spans.append((begin, stream.free))
+        stream.count, stream.bytes, stream.seconds = stream.count + 1, stream.bytes + size, stream.seconds + seconds
+        stream.first = self.now if stream.first is None else stream.first
+        return stream.free
+
+    def _wait(self, lane: Lane, end: float) -> None:
+        self.now = max(self.now, end)
+        self.streams[lane].waited = max(self.streams[lane].waited, self.now)
+
+    def result(self) -> StepTime:
+        lanes = {lane: self._lane(stream) for lane, stream in self.streams.items()}
+        out, back = lanes["out"], lanes["back"]
+        overlap = Overlap(out, back, self.compute, self.now, self._coverable(out, back))
+        untimed = tuple(sorted(self.kernels.unknown))
+        return StepTime(self.now, self.compute, overlap, lanes["exchange"], untimed, self._assumed(lanes))
+
+    def _assumed(self, lanes: dict[Lane, Copies]) -> tuple[str, ...]:
+        """The assumed rates that this module needs."""
+        needs = {"flops", "hbm_bytes_per_s"}
+        needs |= {"out_bytes_per_s"} if lanes["out"].count else set()
+        needs |= {"in_bytes_per_s"} if lanes["back"].count else set()
+        if lanes["exchange"].count:
+            needs |= {"device_link_bytes_per_s"} | ({"network_bytes_per_s"} if self.target.hosts > 1 else set())
+        return tuple(name for name in self.rates.assumed(self.kernels.dtypes) if name in needs)
+
+    def _lane(self, stream: _Stream) -> Copies:
+        window = [(stream.first, stream.waited)] if stream.first is not None else []
+        return Copies(
+            count=stream.count,
+            bytes=stream.bytes,
+            seconds=stream.seconds,
+            covered_seconds=_common(stream.spans, self.busy),
+            available_seconds=_common(window, self.busy),
+        )
+
+    def _coverable(self, out: Copies, back: Copies) -> float:
+        entry = self.module.computations[self.module.entry]
+        # By the copy out, what an array's two copies cannot have together (of one that is fetched more than once, its longest
+        # wait); by each copy, what it could not have if all the compute between were its own.
+        together: dict[str, float] = {}
+        alone: dict[Direction, dict[str, float]] = {"out": {}, "back": {}}
+        for trip in round_trips(entry, lambda one: (host_copy(self.module, entry, one) or (None,))[0]):
+            between = self.before[trip.read] - self.after[trip.made]
+            _raise_to(together, trip.out, self.copying[trip.out] + self.copying[trip.back] - between)
+            _raise_to(alone["out"], trip.out, self.copying[trip.out] - between)
+            _raise_to(alone["back"], trip.back, self.copying[trip.back] - between)
+        reachable = sum(
+            min(one.seconds - sum(exposed.values()), one.available_seconds)
+            for one, exposed in ((out, alone["out"]), (back, alone["back"]))
+        )
+        return min(reachable, out.seconds + back.seconds - sum(together.values()))
+
+
+def _raise_to(found: dict[str, float], name: str, seconds: float) -> None:
+    found[name] = max(seconds, found.get(name, 0.0))
+
+
+def _branches(module: Module, one: Instruction) -> Iterator[Computation]:
+    listed = one.rest.split("branch_computations={")[-1].split("}")[0] if "branch_computations={" in one.rest else ""
+    names = [name.strip().lstrip("%") for name in listed.split(",") if name.strip()]
+    names += [name for key in ("true_computation", "false_computation") if (name := one.attribute(key))]
+    return (module.computations[name] for name in names if name in module.computations)
+
+
+def _common(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """The time that two lists of spans, each in order and without overlap, have in common."""
+    total, place = 0.0, 0
+    for begin, end in some:
+        while place < len(others) and others[place][1] <= begin:
+            place += 1
+        at = place
+        while at < len(others) and others[at][0] < end:
+            total += max(0.0, min(end, others[at][1]) - max(begin, others[at][0]))
+            at += 1
+    return total

@@ -1,0 +1,168 @@
+"""Which slot of a host buffer a scanned offload's copies take, read from a compiled module (openxla/xla#46231).
+
+XLA:GPU turns a copy to or from one slot of a stacked array inside a loop into a memory copy whose address is baked in: an
+offset and a stride per iteration, in the configuration of the `dynamic-slice` or `dynamic-update-slice`. The index that the
+program asks for still stands beside it. JAX 0.10.2 and 0.11.0 bake in slot k where the backward pass asks for slot L-1-k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from remat_jax.errors import UnsupportedError
+from remat_jax.memory.hlo.text import Array, Computation, Instruction, Module, parse
+
+_ARITHMETIC: dict[str, Callable[..., int]] = {
+    "add": lambda a, b: a + b,
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b,
+    "divide": lambda a, b: int(a / b),
+    "remainder": lambda a, b: int(math.fmod(a, b)),
+    "maximum": max,
+    "minimum": min,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "negate": lambda a: -a,
+    "not": lambda a: 1 - a,
+    "select": lambda which, a, b: a if which else b,
+    "clamp": lambda low, a, high: max(low, min(a, high)),
+    **dict.fromkeys(("convert", "copy", "bitcast", "reshape", "broadcast"), lambda a: a),
+}
+_COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "LT": lambda a, b: a < b,
+    "LE": lambda a, b: a <= b,
+    "GT": lambda a, b: a > b,
+    "GE": lambda a, b: a >= b,
+    "EQ": lambda a, b: a == b,
+    "NE": lambda a, b: a != b,
+}
+
+
+def scanned_offload_is_miscompiled(text: str | Module) -> bool:
+    """Whether a loop of the compiled module `text` copies another slot of a host buffer than the program asks for.
+
+    Every iteration of every loop whose count the compiler knows is compared. False where no loop copies to or from host
+    memory, or where the index is read when the program runs.
+
+    Args:
+      text: `compiled.as_text()` of a program compiled for a GPU.
+
+    Raises:
+      UnsupportedError: an address is baked in and the index beside it cannot be followed, so that nothing can be said.
+
+    >>> scanned_offload_is_miscompiled("ENTRY %main (x: f32[]) -> f32[] {\\n  ROOT %x = f32[] parameter(0)\\n}")
+    False
+    """
+    module = parse(text)
+    try:
+        return any(
+            _is_wrong(module, body, loop, one)
+            for computation in module.computations.values()
+            for loop in computation
+            if loop.opcode == "while"
+            for body in [module.computations[loop.attribute("body") or ""]]
+            for one in body
+        )
+    except (LookupError, RecursionError, ValueError) as error:
+        raise UnsupportedError(
+            f"a loop of the compiled module refers to what is not in its text ({type(error).__name__}: {error}), so that it is "
+            "not known whether its copies are right; give the whole text"
+        ) from error
+
+
+def _is_wrong(module: Module, body: Computation, loop: Instruction, one: Instruction) -> bool:
+    called = module.computations.get(one.attribute("calls") or "")
+    for inner in [] if called is None else called:
+        baked = _baked(inner)
+        if called is None or baked is None:
+            continue
+        whole = called.operand(inner, 0)
+        if whole is None or not any(array.on_host for array in (*whole.arrays, *inner.arrays)):
+            continue
+        for iteration in range(int(loop.config.get("known_trip_count", {}).get("n", 0))):
+            asked = _address(module, body, loop, one, called, inner, whole.arrays[0], iteration)
+            if asked != baked[0] + iteration * baked[1]:
+                return True
+    return False
+
+
+def _baked(inner: Instruction) -> tuple[int, int] | None:
+    """The offset and stride in bytes, of the innermost loop's iterations; None if none are baked in."""
+    if inner.opcode not in ("dynamic-slice", "dynamic-update-slice"):
+        return None
+    config = inner.config.get("dynamic_slice_config")
+    if config is None or int(config.get("loop_index", 0)) != 0:
+        return None
+    # JAX 0.12 has the address in a part of its own.
+    config = config.get("linear", config)
+    return int(config.get("byte_offset", 0)), int(config.get("byte_stride", 0))
+
+
+def _address(
+    module: Module,
+    body: Computation,
+    loop: Instruction,
+    one: Instruction,
+    called: Computation,
+    inner: Instruction,
+    whole: Array,
+    iteration: int,
+) -> int:
+    first = 1 if inner.opcode == "dynamic-slice" else 2
+    part = inner.arrays[0] if first == 1 else _first(called.operand(inner, 1))
+    counters = {int(entry["tuple_index"]): int(entry["init"]) + iteration * int(entry["step"]) for entry in _counters(loop)}
+
+    def given(parameter: int) -> int:
+        return _value(module, body, body.instructions[one.operands[parameter]], counters, None)
+
+    address, stride = 0, whole.bytes // math.prod(whole.dims)
+    for axis in whole.order:
+        index = _value(module, called, called.instructions[inner.operands[first + axis]], {}, given)
+        address += stride * max(0, min(index, whole.dims[axis] - part.dims[axis]))
+        stride *= whole.dims[axis]
+    return address
+
+
+def _first(one: Instruction | None) -> Array:
+    if one is None or not one.arrays:
+        raise UnsupportedError("a dynamic-update-slice whose update has no shape in the module's text; give the whole text")
+    return one.arrays[0]
+
+
+def _counters(loop: Instruction) -> Iterator[dict[str, str]]:
+    known = loop.config.get("dynamic_variables")
+    if known:
+        yield from known
+    elif "known_induction_variable" in loop.config:
+        yield {**loop.config["known_induction_variable"], **loop.config.get("known_init_step", {"init": "0", "step": "1"})}
+
+
+def _value(
+    module: Module, computation: Computation, one: Instruction, counters: dict[int, int], given: Callable[[int], int] | None
+) -> int:
+    """The integer that a scalar instruction is, for the loop's `counters` by tuple index, or the `given` parameters."""
+    if one.opcode == "constant":
+        return int(one.argument == "true") if one.argument in ("true", "false") else int(one.argument)
+    if one.opcode == "parameter" and given is not None:
+        return given(int(one.argument))
+    if one.opcode == "get-tuple-element":
+        place = int(one.attribute("index") or -1)
+        if place in counters:
+            return counters[place]
+    operands = [computation.instructions[name] for name in one.operands if name in computation.instructions]
+
+    def of(index: int) -> int:
+        return _value(module, computation, operands[index], counters, given)
+
+    if one.opcode == "compare":
+        return int(_COMPARE[one.attribute("direction") or "EQ"](of(0), of(1)))
+    if one.opcode in _ARITHMETIC:
+        return _ARITHMETIC[one.opcode](*(of(index) for index in range(len(operands))))
+    called = module.computations.get(one.attribute("calls") or one.attribute("to_apply") or "")
+    if one.opcode in ("fusion", "call") and called is not None:
+        return _value(module, called, called.root, {}, of)
+    raise UnsupportedError(
+        f"instruction {one.name!r} ({one.opcode}) of {computation.name!r}: an index that a baked-in copy stands beside cannot "
+        "be followed through it, so that it is not known whether the copy is right"
+    )
