@@ -16,7 +16,7 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.diagnosis import Diagnosis, compiled
-from remat_jax.diagnosis.timing import exposed_copies
+from remat_jax.diagnosis.compiled import exposed_copies
 from remat_jax.diagnosis.watch import observe
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target

@@ -22,7 +22,7 @@ from parity_tests.compare.cases import run
 from parity_tests.third_party import ports as p
 from remat_jax.parity import ParityReport, compare
 from remat_jax.parity.case import make_case
-from remat_jax.parity.torch_peak import torch_peak
+from remat_jax.parity.memory import torch_peak
 from remat_jax.parity.torch_side import TorchSide
 
 FULL: dict[str, Any] = {"optimizer": "adamw"}

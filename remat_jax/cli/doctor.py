@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from remat_jax import compat
-from remat_jax.cli.meshes import MeshOption, checked_mesh, load_on_mesh
 from remat_jax.cli.output import FAILED, Json, answering, progress
-from remat_jax.cli.policies import TAKEN, check_policy, read_policy
+from remat_jax.cli.workloads import TAKEN, MeshOption, check_policy, checked_mesh, load_on_mesh, read_policy
 from remat_jax.diagnosis import doctor as diagnose
 from remat_jax.diagnosis import environment
 from remat_jax.errors import ArgumentError

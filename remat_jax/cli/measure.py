@@ -11,9 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from remat_jax import compat
-from remat_jax.cli.meshes import MeshOption, checked_mesh, load_on_mesh
 from remat_jax.cli.output import Answer, Json, answering, progress
-from remat_jax.cli.policies import TAKEN, check_policy, is_plan, read_policy
+from remat_jax.cli.workloads import TAKEN, MeshOption, check_policy, checked_mesh, is_plan, load_on_mesh, read_policy
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named

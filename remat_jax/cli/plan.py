@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from remat_jax import compat
-from remat_jax.cli.meshes import MeshOption, checked_mesh, load_on_mesh
 from remat_jax.cli.output import Answer, Json, answering, progress
+from remat_jax.cli.workloads import MeshOption, checked_mesh, load_on_mesh
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.measure import DEFAULT_TIMEOUT

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from remat_jax import compat
-from remat_jax.cli.meshes import MeshOption, checked_mesh, load_on_mesh
 from remat_jax.cli.output import FAILED, Answer, Json, answering, progress
 from remat_jax.cli.parity import parity_report
+from remat_jax.cli.workloads import MeshOption, checked_mesh, load_on_mesh
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.devices import check_devices

@@ -1,4 +1,4 @@
-"""Finding the workload, or the case, that a user names on the command line."""
+"""What a command is asked about: a workload or a case in a file, policies by name or file, the axes of a mesh."""
 
 from __future__ import annotations
 
@@ -10,10 +10,81 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from jax.sharding import AbstractMesh
 
 from remat_jax.errors import ArgumentError, RematError, nearest
+from remat_jax.hardware import Target
+from remat_jax.memory.compile.devices import check_size
+from remat_jax.mesh import as_mesh
+from remat_jax.planning.plan import Plan
+from remat_jax.policy import as_block_policy
 from remat_jax.workload import Workload
+
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="AXIS=SIZE,…",
+        help="Divide by these axes, such as data=8,fsdp=8, in place of the workload's own mesh; its shardings stay. Where "
+        "it has none, the batch lies over data and fsdp, and each parameter over fsdp.",
+    ),
+]
+
+
+def checked_mesh(text: str | None, target: Target | None) -> AbstractMesh | None:
+    """The mesh that was asked for, of as many devices as the target; None where none was.
+
+    Raises:
+      ArgumentError: it is no mesh, or of another size.
+    """
+    if text is None:
+        return None
+    found = as_mesh(text)
+    if target is not None:
+        check_size(found, target, f"mesh={text!r}")
+    return found
+
+
+def load_on_mesh(name: str, mesh: AbstractMesh | None) -> Workload:
+    """The workload that `name` stands for, on `mesh` where there is one."""
+    job = load_workload(name)
+    return job if mesh is None else job.on_mesh(mesh)
+
+
+TAKEN = "A name, a text, or the .json file of a plan"
+
+
+def check_policy(given: str) -> Any:
+    """What can be said of `given` before the user's file runs: the policy, or the path of the plan.
+
+    Raises:
+      PolicyError: it is no policy.
+      ArgumentError: there is no such file.
+    """
+    if not is_plan(given):
+        return as_block_policy(given)
+    path = Path(given)
+    if not path.is_file():
+        raise ArgumentError(f"policy={given!r}: there is no such file; write one with remat-jax plan --save")
+    return path
+
+
+def read_policy(given: str, workload: Workload) -> Any:
+    """The policy, or those that a plan gives the blocks of `workload`.
+
+    Raises:
+      PlanningError: the file is no plan, or one of another model.
+    """
+    return dict(Plan.load(given, workload).policies) if is_plan(given) else given
+
+
+def is_plan(given: str) -> bool:
+    """Whether `given` names the file of a plan."""
+    return given.endswith(".json")
+
 
 _EXPECTED = "expected path/to/file.py:function or package.module:function"
 

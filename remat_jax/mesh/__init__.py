@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from remat_jax.mesh.arguments import argument_shardings
-from remat_jax.mesh.axes import as_mesh, shown
-from remat_jax.mesh.state import state_shardings
-from remat_jax.mesh.tracing import check_context, local_struct, pinned, under
-from remat_jax.mesh.usual import specs_for, usual_shardings
+from remat_jax.mesh.arguments import argument_shardings, check_context, local_struct, pinned, state_shardings, under
+from remat_jax.mesh.axes import as_mesh, shown, specs_for, usual_shardings
 
 __all__ = [
     "argument_shardings",

@@ -1,13 +1,16 @@
-"""How each argument of a workload lies on its mesh, as the user says it."""
+"""How the arguments of a step lie on a mesh: parameters, batch, the optimizer's state; tracing under that mesh."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from remat_jax import compat
 from remat_jax.errors import ArgumentError, UnsupportedError
 
 
@@ -116,3 +119,78 @@ def _checked(mesh: AbstractMesh, given: Any, shape: tuple[int, ...], where: str)
     if len(set(named)) < len(named):
         raise ArgumentError(f"shardings: {spec} for {where} names an axis twice; each divides one dimension")
     return NamedSharding(mesh, spec)
+
+
+def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) -> Any:
+    """The shardings of an optimizer's state: an array like a parameter lies as that parameter does, the rest is everywhere.
+
+    `optax.tree_map_params` says which array of the state belongs to which parameter. What is in host memory is on the
+    host of each device that has it.
+    """
+    everywhere = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
+    places = {
+        path: (leaf.shape, place)
+        for (path, leaf), place in zip(jax.tree.leaves_with_path(trained), jax.tree.leaves(shardings), strict=True)
+    }
+
+    def one(path: Any, array: Any) -> Any:
+        # A wrapper may mask a parameter (optax.masked), or have several arrays for one (sm3).
+        starts = (path[:length] for length in range(len(path), -1, -1))
+        shape, place = next((places[start] for start in starts if start in places), (None, everywhere))
+        return at(array, place if array.shape == shape else everywhere)
+
+    def at(array: Any, place: NamedSharding) -> NamedSharding:
+        return place.with_memory_kind("pinned_host") if compat.is_on_host(array) else place
+
+    return optax.tree_map_params(
+        optimizer,
+        lambda part: jax.tree.map_with_path(one, part),
+        state,
+        transform_non_params=lambda array: at(array, everywhere),
+        is_leaf=lambda _: True,
+    )
+
+
+def under(mesh: AbstractMesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` traced under `mesh`, so that a bare `PartitionSpec` in a constraint of its own means this mesh.
+
+    Raises:
+      ArgumentError: when it is called under a mesh of another size.
+    """
+    if mesh is None:
+        return function
+
+    def traced(*args: Any) -> Any:
+        check_context(mesh.size, f"a workload on a mesh of {mesh.size} devices ({dict(mesh.shape)})")
+        with jax.sharding.use_abstract_mesh(mesh):
+            return function(*args)
+
+    traced.__name__ = getattr(function, "__name__", "function")
+    return traced
+
+
+def check_context(devices: int, called: str) -> None:
+    """Refuse a `jax.set_mesh` around us that is of more or fewer than `devices` devices: JAX cannot leave it for another size.
+
+    Raises:
+      ArgumentError: naming both; `called` is what the message says of what is asked for.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    if not around.empty and around.size != devices:
+        raise ArgumentError(
+            f"jax.set_mesh: this call stands under a mesh of {around.size} devices ({dict(around.shape)}), and {called} cannot "
+            "be traced there: leave the jax.set_mesh before this call; Workload(…, mesh=…) needs none"
+        )
+
+
+def pinned(tree: Any, shardings: Any) -> Any:
+    """Every array of `tree` where `shardings`, a pytree of the same form, says."""
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
+
+
+def local_struct(leaf: Any, sharding: NamedSharding) -> Any:
+    """What one device holds of `leaf`, as a shape in the memory that it is in."""
+    shape = sharding.shard_shape(leaf.shape)
+    if compat.is_on_host(leaf):
+        return jax.core.ShapedArray(shape, leaf.dtype, memory_space=jax.memory.Space.Host)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)

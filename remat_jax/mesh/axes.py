@@ -1,4 +1,4 @@
-"""The named axes of a mesh, in all forms in which they may be given."""
+"""The axes of a mesh by name, and how the arrays of a workload that says nothing else are divided over them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jax.sharding import AbstractMesh, AxisType, Mesh
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from remat_jax.errors import ArgumentError, UnsupportedError
 
@@ -70,3 +71,73 @@ def shown(mesh: AbstractMesh) -> str:
     'data=8,fsdp=4'
     """
     return ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+REPLICATED, DIVIDED = "data", "fsdp"
+"""What the axes are called that say by their names what lies over them: the batch over both, parameters over the second."""
+
+
+def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Shardings for a workload that has none: the batch over `data` and `fsdp`, each parameter's largest dimension over `fsdp`.
+
+    The batch's size is the first dimension of its first array; what has another one is everywhere, and so is a parameter
+    without a dimension that divides. This is what the two names stand for (PyTorch's hybrid sharding, MaxText's mesh axes).
+
+    Raises:
+      ArgumentError: an axis of another name, or a batch that does not divide.
+
+    >>> from remat_jax.mesh import as_mesh
+    >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
+    >>> tuple(map(tuple, usual_shardings(as_mesh("data=2,fsdp=4"), x, (x,))))
+    (('fsdp', None), (('data', 'fsdp'),))
+    """
+    others = [name for name in mesh.axis_names if name not in (REPLICATED, DIVIDED)]
+    if others:
+        raise ArgumentError(
+            f"mesh={shown(mesh)}: the workload does not say what lies over {', '.join(others)}. Only {REPLICATED!r} and "
+            f"{DIVIDED!r} say so by their names; for others write Workload(…, mesh={{…}}, shardings=(…))"
+        )
+    parts = dict(mesh.shape).get(DIVIDED, 1)
+    # A key of the old style, uint32[2], is no batch.
+    arrays = [leaf for leaf in jax.tree.leaves(batch) if leaf.shape and (leaf.shape, leaf.dtype) != ((2,), "uint32")]
+    rows = arrays[0].shape[0] if arrays else 0
+    if not rows or rows % mesh.size:
+        raise ArgumentError(
+            f"mesh={shown(mesh)} divides the batch into {mesh.size} parts, and its first array has {rows} rows: give a batch "
+            "that is a multiple, or another mesh"
+        )
+
+    def of_parameter(leaf: Any) -> PartitionSpec:
+        dividing = [axis for axis, size in enumerate(leaf.shape) if parts > 1 and size % parts == 0]
+        largest = max(dividing, key=lambda axis: leaf.shape[axis], default=None)
+        return PartitionSpec(*(DIVIDED if axis == largest else None for axis in range(len(leaf.shape)) if largest is not None))
+
+    def of_batch(leaf: Any) -> PartitionSpec:
+        return PartitionSpec(mesh.axis_names) if leaf.shape and leaf.shape[0] == rows else PartitionSpec()
+
+    return jax.tree.map(of_parameter, params), *jax.tree.map(of_batch, batch)
+
+
+def specs_for(mesh: AbstractMesh, shardings: tuple[Any, ...], known: AbstractMesh) -> tuple[Any, ...]:
+    """The specs of `shardings`, which are over the mesh `known`, for use over `mesh`.
+
+    Raises:
+      ArgumentError: they name an axis that `mesh` lacks, or it has one that neither they nor `known` know of: the devices
+        along it would do the same work.
+    """
+    specs = jax.tree.map(lambda one: one.spec, shardings)
+    entries = [entry for one in jax.tree.leaves(shardings) for entry in one.spec if entry is not None]
+    named = {axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry)}
+    lacking = [axis for axis in known.axis_names if axis in named and axis not in mesh.axis_names]
+    if lacking:
+        raise ArgumentError(
+            f"mesh={shown(mesh)}: the workload's shardings divide by {', '.join(map(repr, lacking))} too; give each of its "
+            f"axes ({', '.join(known.axis_names)}) a size, 1 for not divided"
+        )
+    idle = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in named and axis not in known.axis_names]
+    if idle:
+        raise ArgumentError(
+            f"mesh={shown(mesh)}: nothing lies over {', '.join(map(repr, idle))}; the workload's axes are "
+            f"{', '.join(known.axis_names)}"
+        )
+    return specs

@@ -11,8 +11,7 @@ import numpy as np
 
 from remat_jax.parity.capture import Call, Recomputed, Trace
 from remat_jax.parity.recorder import Recorder, Traced
-from remat_jax.parity.tapped import Place
-from remat_jax.parity.taps import Label
+from remat_jax.parity.tapped import Label, Place
 
 Instance = tuple[int, tuple[int, ...]]
 Key = tuple[int, ...]

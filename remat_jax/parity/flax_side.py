@@ -1,8 +1,9 @@
-"""Flax's side of a comparison: the model as a function of (weights, inputs), and its compiled training step in every mode."""
+"""Flax's side of a comparison: the model's variables in each dtype, its blocks, and its training step in every mode."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,8 +21,6 @@ from remat_jax.memory.measure import measure
 from remat_jax.memory.residuals import ResidualTable, residuals
 from remat_jax.parity.case import Arrays, Case, Run, is_floating, running
 from remat_jax.parity.compiling import compile_options, down_casts
-from remat_jax.parity.flax_blocks import find_blocks
-from remat_jax.parity.structure import arrays_in
 from remat_jax.parity.trees import default_loss, named_outputs, same_names
 from remat_jax.porting import Rules, from_torch
 from remat_jax.porting.float64 import FLOAT32_REMEDY
@@ -30,6 +29,81 @@ from remat_jax.porting.transfer import take
 from remat_jax.porting.variables import Variables
 from remat_jax.warning import silenced
 from remat_jax.workload import Workload
+
+
+def structure(case: Case, dtype: str) -> tuple[Any, Any]:
+    """What makes a model of its variables, and those: a Linen module and shapes, or an NNX module's two parts."""
+    module = case.flax(dtype)
+    if isinstance(module, nnx.Module):
+        return nnx.split(module)
+    if case.variables is not None:
+        return module, case.variables
+    init = nn.init(case.flax_call, module)
+    args, kwargs = case.inputs.arguments({n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays_in(case, dtype).items()})
+    arrays, treedef, where = _arrays_only((args, kwargs))
+
+    def empty(*given: Any) -> Any:
+        args, kwargs = _filled(treedef, where, given)
+        return init(jax.random.key(0), *args, **kwargs)
+
+    with running("flax_module"):
+        return module, jax.eval_shape(empty, *arrays)
+
+
+def arrays_in(case: Case, dtype: str) -> Arrays:
+    """The inputs, floating-point ones in a dtype, the others as JAX has them now."""
+    floating = case.inputs.floating
+    canonical = jax.dtypes.canonicalize_dtype
+    arrays = case.inputs.arrays
+    return {n: x.astype(dtype) if n in floating else x.astype(canonical(x.dtype)) for n, x in arrays.items()}
+
+
+def _arrays_only(tree: Any) -> tuple[list[Any], Any, list[tuple[bool, Any]]]:
+    """The arrays of a tree, and what fills it again: `jax.eval_shape` takes nothing else."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
+    is_array = [hasattr(leaf, "shape") for leaf in leaves]
+    where = [(yes, None if yes else leaf) for yes, leaf in zip(is_array, leaves, strict=True)]
+    return [leaf for yes, leaf in zip(is_array, leaves, strict=True) if yes], treedef, where
+
+
+def _filled(treedef: Any, where: list[tuple[bool, Any]], arrays: Any) -> Any:
+    given = iter(arrays)
+    return jax.tree.unflatten(treedef, [next(given) if yes else leaf for yes, leaf in where])
+
+
+def find_blocks(module: Any, seen: Mapping[str, type], torch: Any, sources: Mapping[str, tuple[str, ...]]) -> tuple[type, ...]:
+    """The classes of the Flax modules that hold exactly the weights of PyTorch's blocks; empty where there are none.
+
+    `seen` has the classes of Linen's modules by path, met while one ran; `sources` the tensors that fill each variable.
+    """
+    classes = dict(seen)
+    if isinstance(module, nnx.Module):
+        nodes = ((path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Module))
+        classes = {re.sub(r"/(\d+)(?=/|$)", r"_\1", "/".join(map(str, path))): type(node) for path, node in nodes}
+    names = [name for name in torch.weights if any(name in torches for torches in sources.values())]
+    found: dict[type, None] = {}
+    for prefix in _prefixes(names, torch.block_paths):
+        paths = [path for path, torches in sources.items() if any(name.startswith(f"{prefix}.") for name in torches)]
+        kind = classes.get(_common(paths)) if paths else None
+        if kind is not None:
+            found[kind] = None
+    return tuple(found)
+
+
+def _prefixes(names: list[str], paths: list[str]) -> list[str]:
+    return [path for path in paths if any(name.startswith(f"{path}.") for name in names)]
+
+
+def _common(paths: list[str]) -> str:
+    """The path of the innermost module that has all these variables: without the collection, and the variable's name."""
+    modules = [path.split("/")[1:-1] for path in paths]
+    shared = []
+    for parts in zip(*modules, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return "/".join(shared)
+
 
 Leaves = dict[str, Any]
 

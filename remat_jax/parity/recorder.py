@@ -16,7 +16,7 @@ from flax import linen, nnx
 from remat_jax import compat
 from remat_jax.apply.calls import patched
 from remat_jax.parity.capture import LOSS, argument_names
-from remat_jax.parity.taps import Label, differentiated, step_traced, tap
+from remat_jax.parity.tapped import Label, differentiated, step_traced, tap
 from remat_jax.parity.trees import fields
 
 _TAG = "parity_path"

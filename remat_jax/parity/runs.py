@@ -22,18 +22,17 @@ from remat_jax.parity.checks import (
     weight_check,
 )
 from remat_jax.parity.explain import computed_otherwise, first_difference
-from remat_jax.parity.flax_side import FlaxSide
+from remat_jax.parity.flax_side import FlaxSide, structure
 from remat_jax.parity.kept import KeptAlone
 from remat_jax.parity.ledger import Ledger
 from remat_jax.parity.memory import memory_of
 from remat_jax.parity.report import Check, MemoryRow, ParityReport, differs
 from remat_jax.parity.rule import float64_errors
 from remat_jax.parity.settings import settings
-from remat_jax.parity.structure import structure
 from remat_jax.parity.tolerances import TOLERANCES
 from remat_jax.parity.torch_side import TorchSide
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
-from remat_jax.porting.ties import pairs
+from remat_jax.porting.tied_tensors import pairs
 
 Tell = Callable[[str, int, int], None]
 

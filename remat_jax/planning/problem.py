@@ -25,7 +25,7 @@ from remat_jax.planning.program import Price, Program, block_program
 from remat_jax.planning.selectors import selectors
 from remat_jax.planning.working_set import working_bytes
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy
-from remat_jax.train.structs import device_bytes
+from remat_jax.train.traced import device_bytes
 from remat_jax.workload import Step, Workload
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from remat_jax.errors import PortingError, nearest
 from remat_jax.porting.pattern import Captures, Index
-from remat_jax.porting.rule import Rule
-from remat_jax.porting.rules import Rules
+from remat_jax.porting.rules import Rule, Rules
 
 Shape = tuple[int, ...]
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from remat_jax.errors import PortingError
 from remat_jax.porting.pattern import Pattern, Target
-from remat_jax.porting.rule import Rule
-from remat_jax.porting.rules import Rules
+from remat_jax.porting.rules import Rule, Rules
 from remat_jax.porting.transfer import from_torch, to_torch
 from remat_jax.porting.variables import Variables
 

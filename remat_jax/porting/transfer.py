@@ -11,7 +11,7 @@ from remat_jax.errors import PortingError
 from remat_jax.porting.links import Link, Place, fit, links_of_places
 from remat_jax.porting.rules import Rules, as_rules
 from remat_jax.porting.tensors import as_jax, as_numpy, as_torch, is_torch
-from remat_jax.porting.ties import add_tied, join_tied, names_of, refuse_shared
+from remat_jax.porting.tied_tensors import add_tied, join_tied, names_of, refuse_shared
 from remat_jax.porting.variables import Leaves, Variables
 
 Arrays = dict[str, np.ndarray]

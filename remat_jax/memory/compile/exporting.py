@@ -19,7 +19,7 @@ from remat_jax.cost.kernels import named_kernels
 from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.mesh import check_context
-from remat_jax.train.structs import device_bytes
+from remat_jax.train.traced import device_bytes
 from remat_jax.warning import warn
 from remat_jax.workload import Step
 

@@ -17,9 +17,8 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.hlo.collectives import exchange_of, exchange_seconds
-from remat_jax.memory.hlo.copies import Copies, Direction, Overlap, host_copy
+from remat_jax.memory.hlo.copies import Copies, Direction, Overlap, host_copy, round_trips
 from remat_jax.memory.hlo.kernel_times import KernelTimes
-from remat_jax.memory.hlo.round_trips import round_trips
 from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled as scanned_offload_is_miscompiled
 from remat_jax.memory.hlo.text import Computation, Instruction, Module, parse
 

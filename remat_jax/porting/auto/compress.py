@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from remat_jax.porting.links import Shape, fit
 from remat_jax.porting.pattern import Pattern, Target
-from remat_jax.porting.rule import Rule
-from remat_jax.porting.rules import Rules
+from remat_jax.porting.rules import Rule, Rules
 
 _NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d{0,8})(?!\d)")
 _LETTERS = "ijklmn"

@@ -9,7 +9,7 @@ from remat_jax.errors import PortingError
 from remat_jax.porting.auto.units import FlaxUnit, Shape, TorchUnit
 from remat_jax.porting.links import Place
 from remat_jax.porting.pattern import Pattern, Target
-from remat_jax.porting.rule import Rule
+from remat_jax.porting.rules import Rule
 from remat_jax.porting.transform import Transform
 
 # One way: a rule for every tensor of the unit.
