@@ -26,7 +26,7 @@ from remat_jax.errors import (
 from remat_jax.hardware import target
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning import compiling, make
-from remat_jax.planning.plan import NOT_MAXIMAL
+from remat_jax.planning.plan_data import NOT_MAXIMAL
 from remat_jax.planning.search import MORE_COMPILED, MOST_COMPILED, UNMOVED_COMPILED
 from remat_jax.policy import NAMED
 from tests.plan_models import LAYERS, WIDTH, MlpLayer, MlpStack, job

@@ -29,7 +29,8 @@ from remat_jax.planning.fit import Fit
 from remat_jax.planning.holders import argument_bytes, check_arguments_fit, infeasible
 from remat_jax.planning.model import Model
 from remat_jax.planning.outcome import outcome
-from remat_jax.planning.plan import NOT_MAXIMAL, Plan
+from remat_jax.planning.plan import Plan
+from remat_jax.planning.plan_data import NOT_MAXIMAL
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import Described, describe, recompute_flops
 from remat_jax.planning.proposals import Proposals
