@@ -18,6 +18,7 @@ from remat_jax.planning.explain import named_table
 from remat_jax.planning.model import Model as PlannedModel
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import describe
+from remat_jax.planning.proposals import Proposals
 from remat_jax.report.tables import render
 from remat_jax.workload import Workload
 from tests import shard_map_models
@@ -100,6 +101,36 @@ def test_tracing_is_within_the_timeout_too(monkeypatch):
     found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=40)
     assert found.device_bytes <= BUDGET and now[0] == 30.0  # one pair, where two would end after 60
     assert any("The search ended after timeout=40 s" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("solved", [0, 3])
+def test_the_frontier_is_within_the_timeout_too(monkeypatch, solved):
+    """The clock reaches the timeout while the frontier is read: before anything is solved for, or after three budgets."""
+    solve, asked, reading, now = Proposals.solve, [], [], [0.0]
+
+    def slow(self, stack, budget, **options):
+        if reading:
+            asked.append(now[0])
+            now[0] += 10.0
+        return solve(self, stack, budget, **options)
+
+    def told(what, done, of):
+        if what == "reading the frontier":
+            reading.append(what)
+            now[0] = 30.5 - 10 * solved
+
+    monkeypatch.setattr(Proposals, "solve", slow)
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: now[0])
+    found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30, progress=told)
+    assert len(asked) == solved and all(one <= 30 for one in asked)
+    assert sum("Not shown: the whole frontier; after timeout=30 s" in note for note in found.notes) == 1
+    assert found.device_bytes <= BUDGET and found.seconds > found.base_seconds
+    predicted = [one for one in found.frontier if not one.compiled and one.name == ""]
+    if solved:
+        assert found.lower_bound <= found.seconds and found.next_gib_seconds > 0 and len(predicted) <= solved
+    else:
+        assert found.lower_bound is None and predicted == []
+        assert "What the next GiB would buy was not computed" in found.explain()
 
 
 def test_what_could_not_be_compiled_stands_beside_what_was():

@@ -59,7 +59,7 @@ def summary(plan: PlanData) -> str:
         f"{plan.recompute_flops / 1e12:.3g} TFLOP are computed again. "
         f"{format_bytes(plan.device_bytes)} on the device as compiled ({format_bytes(plan.predicted_bytes)} were predicted)"
         f"{f', {format_bytes(plan.host_bytes)} in host memory' if plan.host_bytes else ''}; {_compiled(plan)}."
-        f"{_limit(plan)}"
+        f"{_limit(plan)}{_bound(plan)}"
     )
     best = plan.best_named
     if best is None or best.seconds is None:
@@ -72,6 +72,14 @@ def _limit(plan: PlanData) -> str:
     if not plan.compiler_options:
         return ""
     return f" Compiled with a memory limit: jax.jit(step, compiler_options={dict(plan.compiler_options)!r})."
+
+
+def _bound(plan: PlanData) -> str:
+    """How much faster another plan could be, as a sentence with a space before it; empty where that is not known."""
+    if plan.lower_bound is None or not plan.seconds:
+        return ""
+    below = 100 * (1 - plan.lower_bound / plan.seconds)
+    return f" By the same estimate no plan within the budget takes less than {format_seconds(plan.lower_bound)}: {below:.1f} % less."
 
 
 def explanation(plan: PlanData) -> str:
@@ -92,6 +100,8 @@ def explanation(plan: PlanData) -> str:
 
 def next_gib(plan: PlanData) -> str:
     """What one GiB more would buy, as a sentence."""
+    if plan.next_gib_seconds is None and plan.seconds > plan.base_seconds:
+        return "What the next GiB would buy was not computed before the timeout."
     if plan.next_gib_seconds is None:
         return "More memory would buy nothing: by the estimate no step is faster."
     if not plan.next_gib_seconds:

@@ -106,8 +106,8 @@ def _checked(data: Any, workload: Workload | None, told: str) -> dict[str, Any]:
         raise PlanningError(
             f"{told} is of version {data['version']!r}, and this release reads versions {known} only: make the plan again"
         )
-    # Plans of before were compiled without a memory limit.
-    values = _fields({"compiler_options": {}, **data}, _PLAN, "the plan")
+    # Plans of before were compiled without a memory limit, and did not say how near to the best they are.
+    values = _fields({"compiler_options": {}, "lower_bound": None, **data}, _PLAN, "the plan")
     model = _model(values["model"])
     if workload is not None:
         model.check_workload(workload, told)
@@ -320,7 +320,7 @@ _PLAN: _Checks = {
     **dict.fromkeys(("frontier", "named", "parts", "tried", "notes"), _list),
     **dict.fromkeys(("workload", "target", "jax_version"), _text),
     "host_budget": _or_none(_count),
-    "next_gib_seconds": _or_none(_seconds),
+    **dict.fromkeys(("next_gib_seconds", "lower_bound"), _or_none(_seconds)),
     "model": _any,
     "compiler_options": _compiler_options,
 }

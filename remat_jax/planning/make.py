@@ -201,7 +201,11 @@ class _Making:
         self.progress("reading the frontier", len(self.fit.tried), len(self.fit.tried))
         policies = policies_of(self.described, best.candidate)
         self._add_as_written(best)
-        found = outcome(self.described, self.fit, self.proposals, best, self.remarks)
+        found = outcome(self.described, self.fit, self.proposals, best, self.remarks, self._is_late)
+        if self._is_late():
+            self.notes.append(
+                f"Not shown: the whole frontier; after timeout={self.timeout:g} s only what was compiled and named is on it"
+            )
         self._note(best)
         if best.candidate.seconds > 0 and (beyond := largest_advice(self.workload, best.compiled.sizes, self.target.devices)):
             self.notes.append(beyond)
@@ -264,6 +268,9 @@ class _Making:
             return None
         self.fit.learn(asked, self.compiler.compile(asked, None))
         return self.fit.best
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self.deadline
 
     @staticmethod
     def _is_best(candidate: Candidate, best: Tried | None) -> bool:
@@ -329,8 +336,7 @@ class _Making:
 
     def _recompute_flops(self, policies: Mapping[Any, Any]) -> int:
         """Counted, not estimated: the step under the plan against the step that computes nothing again."""
-        late = time.monotonic() > self.deadline
-        counted = None if late else counted_flops(self.workload, dict(policies))
+        counted = None if self._is_late() else counted_flops(self.workload, dict(policies))
         # Too late to trace, or a loop of unknown length, as in a Pallas kernel: what is computed again is known block by block.
         return recompute_flops(self.described, dict(policies)) if counted is None else counted
 
@@ -339,7 +345,7 @@ class _Making:
         if not self.workload.replaced_checkpoints:
             return
         self.notes.append(replaced_text(self.workload.replaced_checkpoints))
-        if time.monotonic() > self.deadline:
+        if self._is_late():
             return
         full = next((one for one in self.proposals.named if one.name == "full"), None)
         self.remarks.append(as_written(self.workload, self.described, full, self.compiler.compile, best))

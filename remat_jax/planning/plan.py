@@ -39,13 +39,17 @@ class Plan(PlanData):
       named: what the named policies take, the same way.
       parts: what the layers do, in forward order.
       workload, target, budget, host_budget: what was asked; bytes, and None for no limit.
-      next_gib_seconds: how much less a step would take with one GiB more; None where nothing is left to win.
+      next_gib_seconds: how much less a step would take with one GiB more; None where nothing is left to win, or `timeout` ended
+        the search.
       tried: every policy that was compiled, with its device bytes.
       notes: what else is to be known.
       model: which model it is for.
       jax_version: what compiled it.
       compiler_options: the memory limit that it was compiled with, for the `jax.jit` of the step: `jax.jit(step,
         compiler_options=plan.compiler_options)`. Empty where the plan fits without a limit.
+      lower_bound: seconds of a step that no plan of this model within the budgets is below, by the same estimate; it bounds the
+        estimate, and not what a GPU takes. None where the planner's problem does not have the plan in it: groups of layers, a
+        memory limit, a named policy that keeps other arrays; and where `timeout` ended the search.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_jax as rj

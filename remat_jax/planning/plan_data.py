@@ -39,6 +39,7 @@ class PlanData:
     model: Model = field(repr=False)
     jax_version: str = ""
     compiler_options: Mapping[str, int] = field(default_factory=dict)
+    lower_bound: float | None = None
 
     @property
     def texts(self) -> dict[str, str]:
