@@ -79,7 +79,8 @@ def _bound(plan: PlanData) -> str:
     if plan.lower_bound is None or not plan.seconds:
         return ""
     below = 100 * (1 - plan.lower_bound / plan.seconds)
-    return f" By the same estimate no plan within the budget takes less than {format_seconds(plan.lower_bound)}: {below:.1f} % less."
+    least = format_seconds(plan.lower_bound)
+    return f" By the same estimate no plan within the budget takes less than {least}: {below:.1f} % less."
 
 
 def explanation(plan: PlanData) -> str:
