@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 import remat_jax as rj
-from benchmarks.plan_seconds import decoder
+from benchmarks.plan_seconds import compiler_seconds, decoder
 
 POLICIES = {
     "full": None,
@@ -101,9 +100,9 @@ def unrolled(layers: int) -> rj.Workload:
 def measuring(layers: int) -> tuple[float, float]:
     """Seconds of this process, and of XLA's, to measure a step under `full`."""
     job = unrolled(layers)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    before = compiler_seconds()
     own = processor(lambda: rj.measure(job, "full", "h200"))
-    return own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    return own, compiler_seconds() - before
 
 
 def planning(job: rj.Workload) -> tuple[float, float, float, float, int]:
