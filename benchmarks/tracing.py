@@ -1,10 +1,11 @@
 """What our own Python costs: tracing under a policy, measuring, planning, in processor seconds of this process.
 
-    python -m benchmarks.tracing                   all three tables
-    python -m benchmarks.tracing --layers 12       a shorter stack
+    python -m benchmarks.tracing                             all that is below
+    python -m benchmarks.tracing --layers 12 --scanned 2 4   shorter stacks
 
 A policy is held against the same model with `nn.remat` written by hand, in turns, the least of three runs each. `measure` is
-held against what XLA takes for the same step, in its own processes. A plan of a scanned stack is made for 4 and for 64 layers.
+held against what XLA takes for the same step, in its own processes. A plan of a scanned stack is made for 4 and for 64 layers:
+in all, and for each compiled step. A plan of unrolled layers is held against one `measure` of them, by the clock too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 import remat_jax as rj
-from benchmarks.plan_seconds import decoder
+from benchmarks.plan_seconds import compiler_seconds, decoder
 
 POLICIES = {
     "full": None,
@@ -88,29 +88,62 @@ def tracing(layers: int, policy: str) -> tuple[float, float]:
     return min(ours for ours, _ in turns), min(hand for _, hand in turns)
 
 
-def measuring(layers: int) -> tuple[float, float]:
-    """Seconds of this process, and of XLA's, to measure a step under `full`."""
+def unrolled(layers: int) -> rj.Workload:
+    """A training step of unrolled layers."""
     model = Stack(layers)
     params = jax.eval_shape(model.init, jax.random.key(0), BATCH)
-    job = rj.Workload(
+    return rj.Workload(
         lambda p, x: jnp.mean(model.apply(p, x) ** 2), params, (BATCH,), Block, optimizer=optax.adam(1e-3), name="stack"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+
+
+def measuring(layers: int) -> tuple[float, float]:
+    """Seconds of this process, and of XLA's, to measure a step under `full`."""
+    job = unrolled(layers)
+    before = compiler_seconds()
     own = processor(lambda: rj.measure(job, "full", "h200"))
-    return own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    return own, compiler_seconds() - before
 
 
-def planning(layers: int) -> float:
-    """Seconds of this process to plan a scanned Llama for 1.2 × what `full` needs, divided by the steps that were compiled."""
-    job, plans = decoder(layers, optimizer=optax.sgd(1e-4)), []
-    budget = round(1.2 * rj.measure(job, "full", "h200").device_bytes)
-    own = processor(lambda: plans.append(rj.plan(job, budget, "h200")))
-    return own / max(1, len(plans[0].tried))
+def planning(job: rj.Workload) -> tuple[float, float, float, float, int]:
+    """Seconds to measure under `full`, and to plan for 1.2 × that, of the clock and of this process; and the steps compiled."""
+    reports, plans = [], []
+    measured = clocked(lambda: reports.append(rj.measure(job, "full", "h200")))
+    budget = round(1.2 * reports[0].device_bytes)
+    planned = clocked(lambda: plans.append(rj.plan(job, budget, "h200")))
+    return *measured, *planned, max(1, len(plans[0].tried))
+
+
+def clocked(run: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of the clock, and of this process, that `run()` takes."""
+    begin = time.perf_counter()
+    own = processor(run)
+    return time.perf_counter() - begin, own
+
+
+def print_plans(console: Console, layers: int, scanned: tuple[int, int]) -> None:
+    """Plans of scanned stacks, and of an unrolled one beside one `measure` of it."""
+    table = Table("plan of", "our Python", "compiled", "for each step", title="scanned layers, an 8B decoder's")
+    totals = []
+    for count in scanned:
+        *_, own, compiled = planning(decoder(count, optimizer=optax.sgd(1e-4)))
+        totals.append((own, own / compiled))
+        table.add_row(f"{count} layers", f"{own:.2f} s", str(compiled), f"{own / compiled:.2f} s")
+    (few, few_each), (many, many_each) = totals
+    table.add_row("ratio", f"{many / few:.2f}", "", f"{many_each / few_each:.2f}")
+    console.print(table)
+    wall, own, plan_wall, plan_own, compiled = planning(unrolled(layers))
+    table = Table("unrolled layers", "the clock", "our Python", title=f"{layers} layers")
+    table.add_row("one measure", f"{wall:.1f} s", f"{own:.1f} s")
+    table.add_row(f"a plan, {compiled} steps compiled", f"{plan_wall:.1f} s", f"{plan_own:.1f} s")
+    table.add_row("ratio", f"{plan_wall / wall:.2f}", f"{plan_own / own:.2f}")
+    console.print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--scanned", type=int, nargs=2, default=(4, 64), help="layers of the two scanned stacks")
     parser.add_argument("--only", choices=("tracing", "measuring", "planning"))
     options = parser.parse_args()
     console = Console()
@@ -130,10 +163,7 @@ def main() -> None:
                 f"measure {layers} unrolled layers: {own:.1f} s of our Python, {compiler:.1f} s of XLA: {own / compiler:.2f}"
             )
         if options.only in (None, "planning"):
-            few, many = planning(4), planning(64)
-            console.print(
-                f"plan a scanned stack, for each compiled step: 4 layers {few:.2f} s, 64 layers {many:.2f} s: {many / few:.2f}"
-            )
+            print_plans(console, options.layers * 2 // 3, tuple(options.scanned))
 
 
 if __name__ == "__main__":

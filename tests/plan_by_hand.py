@@ -69,5 +69,6 @@ def plan(**changes):
         ),
         "jax_version": "0.0.0",
         "compiler_options": {OPTION: 29},
+        "lower_bound": 0.0124,
     }
     return Plan(**{**values, **changes})

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 import remat_jax as rj
-from remat_jax.parity.report import Check, MemoryRow, ParityReport, TensorRow
+from remat_jax.parity.report import ParityReport
+from remat_jax.parity.report_data import Check, MemoryRow, TensorRow
 from remat_jax.planning.model import Model
 from remat_jax.planning.point import Point
 from tests.plan_by_hand import plan

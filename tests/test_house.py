@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -97,6 +98,27 @@ def test_no_module_inside_the_package_imports_its_root():
         if re.fullmatch(r"remat_jax\.\w+", name) and name.partition(".")[2] not in inside
     ]
     assert [entry for entry in through_the_root if not entry.startswith("remat_jax/cli")] == []
+
+
+def test_modules_import_each_other_in_one_direction_only():
+    """Imports for types alone count too: what needs another's type only stands above it, or both above plain data."""
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources(*PACKAGES)}
+    names = {path: name.removesuffix(".__init__") for path, name in names.items()}
+    modules, imports = set(names.values()), dict[str, set[str]]()
+    for path, name in names.items():
+        wanted = set()
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.Import):
+                wanted |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                # A relative import begins at the package, which a module's own name ends behind.
+                package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1 if node.level else 0], *filter(None, [node.module])])
+                inside = [f"{base}.{alias.name}" for alias in node.names]
+                wanted |= {one if one in modules else base for one in inside}
+        imports[name] = wanted & modules - {name}
+    ordered = list(graphlib.TopologicalSorter(imports).static_order())  # CycleError names the circle
+    assert len(ordered) == len(modules) > 200
 
 
 def test_files_are_at_most_400_lines():

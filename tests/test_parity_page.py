@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from remat_jax.parity.kept import KeptAlone
 from remat_jax.parity.page import page
-from remat_jax.parity.report import Check, KeptAlone, MemoryRow, ParityReport, TensorRow
+from remat_jax.parity.report import ParityReport
+from remat_jax.parity.report_data import Check, MemoryRow, TensorRow
 from tests.browser import Browser, Tab
 
 MODES, LAYERS = ("off", "checkpoint", "offload"), 12

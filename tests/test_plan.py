@@ -26,9 +26,10 @@ from remat_jax.errors import (
 from remat_jax.hardware import target
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning import compiling, make
-from remat_jax.planning.plan import NOT_MAXIMAL
+from remat_jax.planning.plan_data import NOT_MAXIMAL
 from remat_jax.planning.search import MORE_COMPILED, MOST_COMPILED, UNMOVED_COMPILED
 from remat_jax.policy import NAMED
+from remat_jax.report.tables import format_seconds
 from tests.plan_models import LAYERS, WIDTH, MlpLayer, MlpStack, job
 from tests.small_models import assert_same
 
@@ -65,6 +66,18 @@ def test_no_named_policy_that_fits_is_faster(made):
     # What was not compiled fits by its prediction: on JAX 0.11.2 `dots` does so.
     assert plan.seconds < plan.best_named.seconds <= full.seconds
     assert plan.base_seconds == next(one.seconds for one in plan.named if one.name == "everything")
+
+
+def test_the_bound_is_of_the_whole_step_and_below_every_way_that_fits(made):
+    plan, _ = made
+    assert plan.base_seconds < plan.lower_bound <= plan.seconds < 1.02 * plan.lower_bound
+    within = [one for one in (*plan.frontier, *plan.named) if one.device_bytes is not None and one.device_bytes <= BUDGET]
+    assert len(within) > 3 and min(one.seconds for one in within) >= plan.lower_bound
+    below = 100 * (1 - plan.lower_bound / plan.seconds)
+    assert (
+        f"By the same estimate no plan within the budget takes less than {format_seconds(plan.lower_bound)}: {below:.1f} %"
+        in (plan.explain())
+    )
 
 
 def test_six_compilations_at_most_and_each_is_told(made):

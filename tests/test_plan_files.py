@@ -58,6 +58,15 @@ def test_a_plan_of_before_was_compiled_without_a_memory_limit(tmp_path):
     assert rj.Plan.load(write(tmp_path, data)) == plan(compiler_options={}) != plan()
 
 
+def test_a_plan_of_before_does_not_say_how_near_to_the_best_it_is(tmp_path):
+    data = plan().to_dict()
+    assert data.pop("lower_bound") == 0.0124
+    old = rj.Plan.load(write(tmp_path, data))
+    assert old == plan(lower_bound=None) != plan()
+    said = "By the same estimate no plan within the budget takes less than 12 ms: 0.8 % less."
+    assert said in " ".join(str(plan()).split()) and said in plan().explain() and "By the same estimate" not in old.explain()
+
+
 def test_the_memory_limit_is_printed_and_on_the_page():
     said = "Compiled with a memory limit: jax.jit(step, compiler_options={'xla_gpu_memory_limit_slop_factor': 29})."
     one, other = plan(), plan(compiler_options={})

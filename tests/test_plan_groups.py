@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,10 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.errors import InfeasibleBudget, PlanningError
+from remat_jax.hardware import target
+from remat_jax.planning import make
+from remat_jax.planning.candidate import Compiled
+from remat_jax.planning.fitting import predicted
 from tests import plan_models
 
 LAYERS = 16
@@ -71,6 +76,42 @@ def test_the_gradients_of_a_plan_with_groups_are_those_of_the_loss():
         under = jax.grad(rj.checkpoint_blocks(job.loss, policies))(params, *batch)
         for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(under), strict=True):
             np.testing.assert_allclose(other, one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("rate", "grouped"), [(5e9, True), (1e14, False)])
+def test_groups_are_a_candidate_where_the_link_makes_offload_slow(rate, grouped):
+    """No step is compiled here: each needs what the formula says. The budget lacks room for the inputs of three layers."""
+    alone = plan_models.job(rows=65536, layers=8)
+
+    def loss(params, x):  # layers of one kind: the first one's input comes from parameters too
+        return alone.loss(params, x * params["params"]["layers_0"]["down"]["kernel"][0])
+
+    work = rj.Workload(loss, alone.params, alone.batch, plan_models.MlpLayer, optimizer=alone.optimizer)
+    h200 = target("h200")
+    link = replace(h200, reached={**h200.reached, "out_bytes_per_s": rate, "in_bytes_per_s": rate})
+    (full,) = (one for one in making(work, 2**60, link).proposals.named if one.name == "full")
+    stack = making(work, 2**60, link).described.stack
+    found = making(work, int(predicted(stack, full.loads)) - 3 * full.loads[0].saved, link)
+    asked = []
+
+    def by_the_formula(candidates, best):
+        asked.extend(candidates)
+        return [Compiled(one.expected_bytes or round(predicted(stack, one.loads)), one.host_bytes) for one in candidates]
+
+    found.compiler.compile = by_the_formula
+    before = found.search.run(by_the_formula)
+    compiled = len(asked)
+    best = found._or_groups(before)
+    assert before.candidate.host_bytes > 0 and len(asked) - compiled == grouped
+    assert bool(best.candidate.grouped) == grouped and best.compiled.device_bytes <= found.budget
+    if grouped:
+        # Over saving everything: all layers once more, and three of the groups' layers but the last a second time.
+        again = full.seconds + 3 * stack.blocks[0].forward_seconds
+        assert best.candidate.seconds == pytest.approx(again) and best.candidate.seconds < before.candidate.seconds
+
+
+def making(work, budget, link):
+    return make._Making(work, budget, link, None, 300.0, lambda *told: None, None)
 
 
 def test_below_every_grouping_nothing_fits(job, full):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,12 +14,16 @@ from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
 from remat_jax.errors import CompileError, UnsupportedError
+from remat_jax.hardware import target
 from remat_jax.memory.measure import measure_many
-from remat_jax.planning import compiling
+from remat_jax.planning import compiling, make
+from remat_jax.planning.candidate import Compiled
 from remat_jax.planning.explain import named_table
+from remat_jax.planning.fitting import predicted
 from remat_jax.planning.model import Model as PlannedModel
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import describe
+from remat_jax.planning.proposals import Proposals
 from remat_jax.report.tables import render
 from remat_jax.workload import Workload
 from tests import shard_map_models
@@ -100,6 +106,60 @@ def test_tracing_is_within_the_timeout_too(monkeypatch):
     found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=40)
     assert found.device_bytes <= BUDGET and now[0] == 30.0  # one pair, where two would end after 60
     assert any("The search ended after timeout=40 s" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("solved", [0, 3])
+def test_the_frontier_is_within_the_timeout_too(monkeypatch, solved):
+    """The clock reaches the timeout while the frontier is read: before anything is solved for, or after three budgets."""
+    solve, asked, reading, now = Proposals.solve, [], [], [0.0]
+
+    def slow(self, stack, budget, **options):
+        if reading:
+            asked.append(now[0])
+            now[0] += 10.0
+        return solve(self, stack, budget, **options)
+
+    def told(what, done, of):
+        if what == "reading the frontier":
+            reading.append(what)
+            now[0] = 30.5 - 10 * solved
+
+    monkeypatch.setattr(Proposals, "solve", slow)
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: now[0])
+    found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30, progress=told)
+    assert len(asked) == solved and all(one <= 30 for one in asked)
+    assert sum("Not shown: the whole frontier; after timeout=30 s" in note for note in found.notes) == 1
+    assert found.device_bytes <= BUDGET and found.seconds > found.base_seconds
+    predicted = [one for one in found.frontier if not one.compiled and one.name == ""]
+    if solved:
+        assert found.lower_bound <= found.seconds and found.next_gib_seconds > 0 and len(predicted) <= solved
+    else:
+        assert found.lower_bound is None and predicted == []
+        assert "What the next GiB would buy was not computed" in found.explain()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_named_policy_that_was_not_shown_not_to_fit_is_compiled_at_last(monkeypatch, late):
+    """No step is compiled here: each needs what the formula says, `dots` half of it. Two compilations end the search."""
+    monkeypatch.setattr(make, "Search", functools.partial(make.Search, most_compiled=2))
+    monkeypatch.setattr("remat_jax.planning.search.MORE_COMPILED", 0)
+    found = make._Making(job(scanned=True), 2**40, target("cpu"), 0, 300.0, lambda *told: None, None)
+    stack, asked = found.fit.guess, []
+    (dots,) = (one for one in found.proposals.named if one.name == "dots")
+    found.fit.budget = predicted(stack, dots.loads) / 1.35
+
+    def by_the_formula(candidates, best):
+        asked.extend(one.name for one in candidates)
+        needs = [predicted(stack, one.loads) * (0.5 if one.name == "dots" else 1) for one in candidates]
+        return [Compiled(round(size), 0) for size in needs]
+
+    found.compiler.compile = by_the_formula
+    before = found.search.run(by_the_formula)
+    assert len(asked) == 2 and "dots" not in asked and found.proposals.unknown(before)[0].name == "dots"
+    found.compiler.deadline -= 300.0 if late else 0.0
+    best = found._with_named(before)
+    assert asked[2:] == ([] if late else ["dots"])
+    assert best is before if late else (best.candidate.seconds < before.candidate.seconds and best.candidate.name == "dots")
 
 
 def test_what_could_not_be_compiled_stands_beside_what_was():

@@ -16,6 +16,8 @@ Printed with Equinox 0.13.2 and JAX 0.10.2; the last line is of a small decoder,
 
 from __future__ import annotations
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -87,7 +89,7 @@ def main() -> None:
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     planned = small.apply(loss)
 
-    @eqx.filter_jit
+    @functools.partial(eqx.filter_jit, compiler_options=small.compiler_options)
     def step(model: Decoder, state: optax.OptState, tokens: jax.Array) -> tuple[Decoder, optax.OptState, jax.Array]:
         value, gradients = eqx.filter_value_and_grad(planned)(model, tokens)
         updates, state = optimizer.update(gradients, state)

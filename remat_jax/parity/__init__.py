@@ -10,7 +10,8 @@ from remat_jax.parity.divergence import Divergence
 from remat_jax.parity.exciting import excite
 from remat_jax.parity.localise import Divergences, first_divergences
 from remat_jax.parity.optimizers import Optimizer
-from remat_jax.parity.report import Check, MemoryRow, ParityReport, TensorRow
+from remat_jax.parity.report import ParityReport
+from remat_jax.parity.report_data import Check, MemoryRow, TensorRow
 from remat_jax.parity.rule import Row, float64_error, judge
 from remat_jax.parity.semantics import Difference, differences
 from remat_jax.parity.tolerances import LOSS_STEPS, TOLERANCES, Tolerance, epsilon

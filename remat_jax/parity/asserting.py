@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from remat_jax.parity.comparison import compare
-from remat_jax.parity.report import ParityReport, differs, said
+from remat_jax.parity.report import ParityReport
+from remat_jax.parity.report_data import differs, said
 
 
 def assert_parity(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) -> ParityReport:

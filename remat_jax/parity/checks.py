@@ -11,7 +11,7 @@ import numpy as np
 
 from remat_jax.parity.case import Arrays, Run
 from remat_jax.parity.ledger import Planted
-from remat_jax.parity.report import Check
+from remat_jax.parity.report_data import Check
 from remat_jax.parity.rule import float64_errors, judge, norm
 from remat_jax.parity.tolerances import TOLERANCES
 

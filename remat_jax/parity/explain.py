@@ -12,7 +12,7 @@ from remat_jax.errors import RematError
 from remat_jax.parity.capture_torch import capture_torch
 from remat_jax.parity.case import Case, running
 from remat_jax.parity.localise import first_divergences
-from remat_jax.parity.report import Check
+from remat_jax.parity.report_data import Check
 from remat_jax.parity.torch_side import TorchSide
 from remat_jax.porting.float64 import keep_float64
 

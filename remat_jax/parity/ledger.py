@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from remat_jax.parity.report import TensorRow
+from remat_jax.parity.report_data import TensorRow
 from remat_jax.parity.rule import float64_errors, global_norm, incomparable, judge, norm
 from remat_jax.parity.tolerances import TOLERANCES
 

@@ -8,7 +8,7 @@ import jax
 
 from remat_jax.parity.flax_side import FlaxSide
 from remat_jax.parity.kept import KeptAlone, kept_alone
-from remat_jax.parity.report import MemoryRow
+from remat_jax.parity.report_data import MemoryRow
 from remat_jax.parity.torch_side import TorchSide
 
 

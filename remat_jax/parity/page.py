@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from remat_jax.parity.report import ParityReport, TensorRow, differs, relative, shape_text, unseen
+from remat_jax.parity.report_data import ParityData, TensorRow, differs, relative, shape_text, unseen
 from remat_jax.report.html_tables import Column
 from remat_jax.report.page import Bar, Node, html_page
 from remat_jax.report.tables import format_bytes, format_error
 
 
-def page(report: ParityReport) -> str:
+def page(report: ParityData) -> str:
     """The page as text."""
     title = f"Parity: {report.torch} (PyTorch) and {report.flax} (Flax)"
     return html_page(title, report.verdict(), report.passed, **evidence(report))
 
 
-def evidence(report: ParityReport) -> dict[str, Any]:
+def evidence(report: ParityData) -> dict[str, Any]:
     """What the page has below the verdict, as plain data."""
     dtypes = [dtype for dtype in report.dtypes if dtype != "float64"]
     columns = [Column("kind"), Column("tensor"), Column("in Flax"), Column("shape"), Column("norm", "error")]
@@ -40,7 +40,7 @@ def evidence(report: ParityReport) -> dict[str, Any]:
     }
 
 
-def module_tree(report: ParityReport) -> Node:
+def module_tree(report: ParityData) -> Node:
     """The PyTorch modules as a tree, each parameter with its figures, and the first difference of each pass marked."""
     root = Node(report.torch, "the whole model")
     for row in report.rows:
@@ -83,7 +83,7 @@ def _parts(row: Any) -> dict[str, int | None]:
     return {"device": row.device_bytes, "host": row.host_bytes, "peak": row.peak_bytes}
 
 
-def _alone(report: ParityReport) -> str:
+def _alone(report: ParityData) -> str:
     return "\n".join(
         f"{one.mode}: {one.framework} keeps {one.count} × {shape_text(one.shape)} of {one.name} on the {one.place}: "
         f"{format_bytes(one.bytes)}"

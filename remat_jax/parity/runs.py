@@ -26,7 +26,8 @@ from remat_jax.parity.flax_side import FlaxSide, structure
 from remat_jax.parity.kept import KeptAlone
 from remat_jax.parity.ledger import Ledger
 from remat_jax.parity.memory import memory_of
-from remat_jax.parity.report import Check, MemoryRow, ParityReport, differs
+from remat_jax.parity.report import ParityReport
+from remat_jax.parity.report_data import Check, MemoryRow, differs
 from remat_jax.parity.rule import float64_errors
 from remat_jax.parity.settings import settings
 from remat_jax.parity.tolerances import TOLERANCES

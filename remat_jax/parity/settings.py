@@ -16,7 +16,7 @@ from remat_jax.parity.case import Case, is_floating, running
 from remat_jax.parity.explain import call_of
 from remat_jax.parity.flax_side import arrays_in
 from remat_jax.parity.masks import FAR, flax_masks, opposed, torch_masks
-from remat_jax.parity.report import Check
+from remat_jax.parity.report_data import Check
 from remat_jax.parity.semantics import Difference, step_differences
 from remat_jax.porting.tensors import as_torch
 from remat_jax.porting.variables import Variables

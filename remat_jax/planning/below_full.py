@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from remat_jax import compat
-from remat_jax.planning.candidate import FAILED, Candidate, Tried
+from remat_jax.planning.candidate import FAILED, Candidate
 from remat_jax.planning.problem import Described
 from remat_jax.policy import LayerPolicies, Policy
 from remat_jax.solver.groups import GroupedLayer, Grouping, groupings
@@ -18,24 +18,27 @@ MOST_GROUPED = 2
 """So many ways to group the layers are compiled."""
 
 
-def grouped_candidates(workload: Workload, described: Described, full: Tried, budget: int) -> list[Candidate]:
-    """Ways to group the layers that are predicted to fit, the fastest and the leanest, from the compiled step under `full`.
+def grouped_candidates(
+    workload: Workload, described: Described, full: Candidate, full_bytes: int, budget: int
+) -> list[Candidate]:
+    """Ways to group the layers that are predicted to fit, the fastest and the leanest; the leanest where none is.
 
-    Empty where the blocks are of several kinds or in nested loops, or where no grouping is predicted to fit.
+    Empty where the blocks are of several kinds or in nested loops.
+
+    Args:
+      full, full_bytes: the policy, and the device bytes of the step under it, as compiled or as predicted.
     """
     (kind, *others), (block, *_) = described.kinds, described.stack.blocks
-    if others or kind.program.call.nested or kind.program.call.stride != 1 or full.compiled.device_bytes >= FAILED:
+    if others or kind.program.call.nested or kind.program.call.stride != 1 or full_bytes >= FAILED:
         return []
-    layers, load = block.repeats, full.candidate.loads[0]
+    layers, load = block.repeats, full.loads[0]
     gradients = compat.tree_bytes(workload.params) / layers
-    layer = GroupedLayer(
-        load.saved, 0.0, 0.0, block.forward_seconds, full.candidate.seconds / layers, gradients if kind.scanned else 0.0
-    )
+    layer = GroupedLayer(load.saved, 0.0, 0.0, block.forward_seconds, full.seconds / layers, gradients if kind.scanned else 0.0)
     # All that is there under `full` besides the layers' inputs is there in groups, too.
-    fixed = max(0.0, full.compiled.device_bytes - layers * load.saved)
+    fixed = max(0.0, full_bytes - layers * load.saved)
     found = groupings(layers, layer, float(budget), fixed_bytes=fixed, scanned=kind.scanned)
     chosen = [*found[:1], *found[-1:]] or groupings(layers, layer, fixed_bytes=fixed, scanned=kind.scanned)[-1:]
-    return [_candidate(full.candidate, one) for one in dict.fromkeys(chosen)][:MOST_GROUPED]
+    return [_candidate(full, one) for one in dict.fromkeys(chosen)][:MOST_GROUPED]
 
 
 def _candidate(full: Candidate, grouping: Grouping) -> Candidate:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from remat_jax.planning.plan_data import PlanData
 from remat_jax.planning.point import Part, Point, Row
 from remat_jax.report.tables import format_bytes, format_seconds, table
-
-if TYPE_CHECKING:
-    from remat_jax.planning.plan import Plan
 
 GIB = 2**30
 _SHORT = 3
@@ -18,7 +16,7 @@ _SMALL = 0.01
 """Residuals below this share of the largest are told together."""
 
 
-def plan_table(plan: Plan) -> Any:
+def plan_table(plan: PlanData) -> Any:
     """What the layers do, a line for each run of equal ones, as a table."""
     columns = ("block and layers", "saved", "offloaded", "recomputed", "recompute", "copies not hidden", "what")
     rows = [
@@ -38,7 +36,7 @@ def plan_table(plan: Plan) -> Any:
     return table(title, columns, rows, caption=summary(plan))
 
 
-def named_table(plan: Plan) -> Any:
+def named_table(plan: PlanData) -> Any:
     """What the named policies would take beside the plan, as a table."""
     rows = [_named_row("this plan", plan.device_bytes, True, plan.host_bytes, plan.seconds, plan, "fits")]
     for one in sorted(plan.named, key=_by_time):
@@ -49,7 +47,7 @@ def named_table(plan: Plan) -> Any:
     return table("Beside the named policies", columns, rows)
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: PlanData) -> str:
     """The figures of the whole plan in a sentence or two.
 
     The estimated time, what recomputing adds, and the best named policy that fits.
@@ -61,7 +59,7 @@ def summary(plan: Plan) -> str:
         f"{plan.recompute_flops / 1e12:.3g} TFLOP are computed again. "
         f"{format_bytes(plan.device_bytes)} on the device as compiled ({format_bytes(plan.predicted_bytes)} were predicted)"
         f"{f', {format_bytes(plan.host_bytes)} in host memory' if plan.host_bytes else ''}; {_compiled(plan)}."
-        f"{_limit(plan)}"
+        f"{_limit(plan)}{_bound(plan)}"
     )
     best = plan.best_named
     if best is None or best.seconds is None:
@@ -69,14 +67,23 @@ def summary(plan: Plan) -> str:
     return f"{said} The best named policy that fits, {best.name}, takes {format_seconds(best.seconds)}."
 
 
-def _limit(plan: Plan) -> str:
+def _limit(plan: PlanData) -> str:
     """How the step is to be compiled, as a sentence with a space before it; empty where there is nothing to say."""
     if not plan.compiler_options:
         return ""
     return f" Compiled with a memory limit: jax.jit(step, compiler_options={dict(plan.compiler_options)!r})."
 
 
-def explanation(plan: Plan) -> str:
+def _bound(plan: PlanData) -> str:
+    """How much faster another plan could be, as a sentence with a space before it; empty where that is not known."""
+    if plan.lower_bound is None or not plan.seconds:
+        return ""
+    below = 100 * (1 - plan.lower_bound / plan.seconds)
+    least = format_seconds(plan.lower_bound)
+    return f" By the same estimate no plan within the budget takes less than {least}: {below:.1f} % less."
+
+
+def explanation(plan: PlanData) -> str:
     """Why each residual is where it is, and what the next GiB would buy, as text of several lines."""
     lines = [summary(plan), "Bytes and times are of one layer.", ""]
     if plan.is_off:
@@ -92,8 +99,10 @@ def explanation(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def next_gib(plan: Plan) -> str:
+def next_gib(plan: PlanData) -> str:
     """What one GiB more would buy, as a sentence."""
+    if plan.next_gib_seconds is None and plan.seconds > plan.base_seconds:
+        return "What the next GiB would buy was not computed before the timeout."
     if plan.next_gib_seconds is None:
         return "More memory would buy nothing: by the estimate no step is faster."
     if not plan.next_gib_seconds:
@@ -108,7 +117,7 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (order.index(row.action), -row.bytes, row.residual))
 
 
-def _compiled(plan: Plan) -> str:
+def _compiled(plan: PlanData) -> str:
     return f"{len(plan.tried)} steps were compiled" if len(plan.tried) > 1 else "one step was compiled"
 
 
@@ -154,7 +163,7 @@ def _price(row: Row) -> str:
     return f"{format_seconds(row.seconds)}{per_gib}"
 
 
-def _verdict(plan: Plan, point: Point) -> str:
+def _verdict(plan: PlanData, point: Point) -> str:
     if point.remark:
         return point.remark
     if point.device_bytes is None:
@@ -173,7 +182,7 @@ def _by_time(point: Point) -> tuple[float, float]:
 
 
 def _named_row(
-    name: str, device: int | None, compiled: bool, host: int, seconds: float | None, plan: Plan, verdict: str
+    name: str, device: int | None, compiled: bool, host: int, seconds: float | None, plan: PlanData, verdict: str
 ) -> tuple[Any, ...]:
     extra = None if seconds is None else seconds - plan.base_seconds
     how = "" if device is None else "compiled" if compiled else "predicted"

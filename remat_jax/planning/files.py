@@ -8,20 +8,18 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from remat_jax.core.marks import CHECKPOINTS, Block
 from remat_jax.errors import ArgumentError, PlanningError, RematError
 from remat_jax.memory.compile.limit import OPTION
 from remat_jax.planning.model import Model, block_key, find_block
+from remat_jax.planning.plan_data import PlanData
 from remat_jax.planning.point import Part, Point, Row
 from remat_jax.policy import LayerPolicies, Policy
 from remat_jax.reading import read_limited
 from remat_jax.report.document import write_whole
 from remat_jax.workload import Workload
-
-if TYPE_CHECKING:
-    from remat_jax.planning.plan import Plan
 
 VERSION = 3
 READ = (1, 2, 3)
@@ -39,7 +37,7 @@ MOST_FACTOR = 100
 _ACTIONS = ("save", "offload", "recompute")
 
 
-def to_dict(plan: Plan) -> dict[str, Any]:
+def to_dict(plan: PlanData) -> dict[str, Any]:
     """The plan as plain data."""
     values = {one.name: getattr(plan, one.name) for one in dataclasses.fields(plan)}
     for name in ("frontier", "named", "parts"):
@@ -50,7 +48,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     return {"version": VERSION, **values, "policies": policies, "model": dataclasses.asdict(plan.model), **said}
 
 
-def to_json(plan: Plan) -> str:
+def to_json(plan: PlanData) -> str:
     """The plan as JSON."""
     return json.dumps(to_dict(plan), indent=1, allow_nan=False) + "\n"
 
@@ -108,8 +106,8 @@ def _checked(data: Any, workload: Workload | None, told: str) -> dict[str, Any]:
         raise PlanningError(
             f"{told} is of version {data['version']!r}, and this release reads versions {known} only: make the plan again"
         )
-    # Plans of before were compiled without a memory limit.
-    values = _fields({"compiler_options": {}, **data}, _PLAN, "the plan")
+    # Plans of before were compiled without a memory limit, and did not say how near to the best they are.
+    values = _fields({"compiler_options": {}, "lower_bound": None, **data}, _PLAN, "the plan")
     model = _model(values["model"])
     if workload is not None:
         model.check_workload(workload, told)
@@ -322,7 +320,7 @@ _PLAN: _Checks = {
     **dict.fromkeys(("frontier", "named", "parts", "tried", "notes"), _list),
     **dict.fromkeys(("workload", "target", "jax_version"), _text),
     "host_budget": _or_none(_count),
-    "next_gib_seconds": _or_none(_seconds),
+    **dict.fromkeys(("next_gib_seconds", "lower_bound"), _or_none(_seconds)),
     "model": _any,
     "compiler_options": _compiler_options,
 }

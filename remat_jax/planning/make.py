@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,8 @@ from remat_jax.planning.fit import Fit
 from remat_jax.planning.holders import argument_bytes, check_arguments_fit, infeasible
 from remat_jax.planning.model import Model
 from remat_jax.planning.outcome import outcome
-from remat_jax.planning.plan import NOT_MAXIMAL, Plan
+from remat_jax.planning.plan import Plan
+from remat_jax.planning.plan_data import NOT_MAXIMAL
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import Described, describe, recompute_flops
 from remat_jax.planning.proposals import Proposals
@@ -53,8 +54,8 @@ def plan(
 
     The residuals of each block, their bytes and the time to recompute them make a problem. Its solution, a mix of a few
     policies, is compiled beside the fastest named policy that is predicted to fit; what the compiler says corrects the problem,
-    which is solved again. The answer was compiled and fits. By the estimate no named policy that was compiled and fits is
-    faster, and named policies that might be faster are compiled. What exactly is promised, and the mathematics, is in
+    which is solved again. The answer was compiled and fits. By the estimate no named policy that fits is faster: those that
+    might be are compiled, and a note names one that was not. What exactly is promised, and the mathematics, is in
     `docs/how/planner.md`.
 
     Args:
@@ -192,7 +193,7 @@ class _Making:
 
     def plan(self) -> Plan:
         try:
-            best = self._with_limit(self.search.run(self.compiler.compile))
+            best = self._with_limit(self._with_named(self._or_groups(self.search.run(self.compiler.compile))))
         except InfeasibleBudget:
             best = self._with_limit(None) or self._in_groups()
         if best is None:
@@ -200,7 +201,11 @@ class _Making:
         self.progress("reading the frontier", len(self.fit.tried), len(self.fit.tried))
         policies = policies_of(self.described, best.candidate)
         self._add_as_written(best)
-        found = outcome(self.described, self.fit, self.proposals, best, self.remarks)
+        found = outcome(self.described, self.fit, self.proposals, best, self.remarks, self._is_late)
+        if self._is_late():
+            self.notes.append(
+                f"Not shown: the whole frontier; after timeout={self.timeout:g} s only what was compiled and named is on it"
+            )
         self._note(best)
         if best.candidate.seconds > 0 and (beyond := largest_advice(self.workload, best.compiled.sizes, self.target.devices)):
             self.notes.append(beyond)
@@ -257,12 +262,37 @@ class _Making:
 
     def _in_groups(self) -> Tried | None:
         """The fastest way to group the layers that fits, where the inputs of single layers are too much; None if none does."""
-        full = next((one for one in self.fit.tried if one.candidate.name == "full"), None)
-        asked = [] if full is None else grouped_candidates(self.workload, self.described, full, self.budget)
+        asked = self._grouped(compiled=True)
         if not asked or self.compiler.is_over:
             return None
         self.fit.learn(asked, self.compiler.compile(asked, None))
         return self.fit.best
+
+    def _or_groups(self, best: Tried) -> Tried:
+        """The best; or, where it offloads, the fastest way to group the layers if that is faster, as over a slow link."""
+        least = best.candidate.seconds - self.proposals.worth
+        asked = self._grouped(compiled=False) if best.candidate.host_bytes else []
+        return self._one_more(best, [one for one in asked if one.seconds < least and self.fit.expected(one) <= self.budget])
+
+    def _with_named(self, best: Tried) -> Tried:
+        """The best, or the named policy that would be faster, was not compiled yet, and is predicted to need least of these."""
+        return self._one_more(best, self.proposals.unknown(best))
+
+    def _one_more(self, best: Tried, asked: Sequence[Candidate]) -> Tried:
+        """The best after one compilation more, of the first that is asked for, while time is left."""
+        if asked and not self.compiler.is_over:
+            self.fit.learn(asked[:1], self.compiler.compile(asked[:1], best))
+        return self.fit.best or best
+
+    def _grouped(self, *, compiled: bool) -> list[Candidate]:
+        """Ways to group the layers, judged by the step under `full`, compiled or else as predicted."""
+        full = next((one for one in self.proposals.named if one.name == "full"), None)
+        if full is None or (compiled and self.fit.known(full) is None):
+            return []
+        return grouped_candidates(self.workload, self.described, full, self.fit.expected(full), self.budget)
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self.deadline
 
     @staticmethod
     def _is_best(candidate: Candidate, best: Tried | None) -> bool:
@@ -328,8 +358,7 @@ class _Making:
 
     def _recompute_flops(self, policies: Mapping[Any, Any]) -> int:
         """Counted, not estimated: the step under the plan against the step that computes nothing again."""
-        late = time.monotonic() > self.deadline
-        counted = None if late else counted_flops(self.workload, dict(policies))
+        counted = None if self._is_late() else counted_flops(self.workload, dict(policies))
         # Too late to trace, or a loop of unknown length, as in a Pallas kernel: what is computed again is known block by block.
         return recompute_flops(self.described, dict(policies)) if counted is None else counted
 
@@ -338,7 +367,7 @@ class _Making:
         if not self.workload.replaced_checkpoints:
             return
         self.notes.append(replaced_text(self.workload.replaced_checkpoints))
-        if time.monotonic() > self.deadline:
+        if self._is_late():
             return
         full = next((one for one in self.proposals.named if one.name == "full"), None)
         self.remarks.append(as_written(self.workload, self.described, full, self.compiler.compile, best))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat_jax.planning.candidate import FAILED, Candidate, Tried
@@ -19,8 +19,15 @@ POINTS = 12
 _GIB = 2**30
 
 
-def outcome(described: Described, fit: Fit, proposals: Proposals, best: Tried, remarks: Sequence[Point]) -> dict[str, Any]:
-    """The fields of a `Plan` that a search decides."""
+def outcome(
+    described: Described,
+    fit: Fit,
+    proposals: Proposals,
+    best: Tried,
+    remarks: Sequence[Point],
+    is_over: Callable[[], bool],
+) -> dict[str, Any]:
+    """The fields of a `Plan` that a search decides; nothing is solved for once `is_over`."""
     stack = fit.stack
     base = stack.base_seconds + described.outside_seconds
 
@@ -39,7 +46,9 @@ def outcome(described: Described, fit: Fit, proposals: Proposals, best: Tried, r
     failed = [one for one in fit.tried if one.compiled.device_bytes == FAILED]
     tried = [point(one.candidate) for one in fit.tried]
     named = [point(one) for one in proposals.named]
-    predicted = proposals.frontier(stack, POINTS)
+    bound = None if is_over() else _lower_bound(proposals, best, base)
+    next_gib = None if is_over() else _next_gib(proposals, stack, best)
+    predicted = proposals.frontier(stack, POINTS, is_over)
     beside = [one for one in (*tried, *named, *map(point, predicted)) if not one.remark]
     return {
         "device_bytes": best.compiled.device_bytes,
@@ -47,10 +56,11 @@ def outcome(described: Described, fit: Fit, proposals: Proposals, best: Tried, r
         "host_bytes": best.compiled.host_bytes,
         "seconds": base + best.candidate.seconds,
         "base_seconds": base,
+        "lower_bound": bound,
         "frontier": unbeaten(beside),
         "named": (*named, *remarks),
         "parts": parts_of(described, stack, best.candidate),
-        "next_gib_seconds": _next_gib(proposals, stack, best),
+        "next_gib_seconds": next_gib,
         "tried": tuple((one.candidate.name or "a plan", one.compiled.device_bytes) for one in fit.tried if one not in failed),
     }
 
@@ -85,6 +95,25 @@ def parts_of(described: Described, stack: Stack, candidate: Candidate) -> tuple[
             )
         )
     return tuple(found)
+
+
+_ALIKE = 1 + 1e-9
+"""The same numbers added up in another order."""
+
+
+def _lower_bound(proposals: Proposals, best: Tried, base: float) -> float | None:
+    """Seconds of a step that no plan is below; None where the solver's problem does not have `best` in it.
+
+    The problem knows no groups of layers, nothing of what XLA recomputes by itself to meet a memory limit, and not all arrays
+    that a named policy may keep.
+    """
+    candidate, sizes = best.candidate, best.compiled.sizes
+    limited = sizes is not None and bool(sizes.limit_options)
+    if limited or (candidate.done is None and candidate.name != "off"):
+        return None
+    extra = proposals.bound()
+    # A policy priced as a whole may cost less than its residuals one by one, and a step may need less than is predicted.
+    return base + min(extra, candidate.seconds) if extra <= candidate.seconds * _ALIKE else None
 
 
 def _next_gib(proposals: Proposals, stack: Stack, best: Tried) -> float | None:

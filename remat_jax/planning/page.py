@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from remat_jax.planning.explain import next_gib, ranked, summary
+from remat_jax.planning.plan_data import PlanData
 from remat_jax.planning.point import Part, Point
 from remat_jax.report.frontier import frontier_figure
 from remat_jax.report.plan_page import plan_page
 from remat_jax.report.tables import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from remat_jax.planning.plan import Plan
 
-
-def page(plan: Plan) -> str:
+def page(plan: PlanData) -> str:
     """The page as text."""
     return plan_page(page_data(plan))
 
 
-def page_data(plan: Plan) -> dict[str, Any]:
+def page_data(plan: PlanData) -> dict[str, Any]:
     """What the page shows, as plain data."""
     points = with_plan(plan)
     named = [one for one in plan.named if _place(one) is not None and not one.remark]
@@ -35,7 +33,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def picture(plan: Plan) -> Any:
+def picture(plan: PlanData) -> Any:
     """Memory against time as a Matplotlib figure: the frontier, the named policies, the plan."""
     named = [(one.name, place) for one in plan.named if not one.remark and (place := _place(one)) is not None]
     line = [place for one in with_plan(plan) if (place := _place(one)) is not None]
@@ -49,7 +47,7 @@ def _place(point: Point) -> tuple[int, float, bool] | None:
     return point.device_bytes, point.seconds, point.compiled
 
 
-def with_plan(plan: Plan) -> tuple[Point, ...]:
+def with_plan(plan: PlanData) -> tuple[Point, ...]:
     """The frontier with the plan itself on it, the smallest first."""
     line = tuple(one for one in plan.frontier if _place(one) is not None)
     if any(_is_plan(plan, one) for one in line):
@@ -58,7 +56,7 @@ def with_plan(plan: Plan) -> tuple[Point, ...]:
     return tuple(sorted((*line, own), key=lambda one: (one.device_bytes or 0, one.seconds or 0.0)))
 
 
-def _is_plan(plan: Plan, point: Point) -> bool:
+def _is_plan(plan: PlanData, point: Point) -> bool:
     return point.compiled and (point.device_bytes, point.seconds) == (plan.device_bytes, plan.seconds)
 
 
@@ -74,7 +72,7 @@ def _point(point: Point) -> dict[str, Any]:
     }
 
 
-def _figures(plan: Plan, point: Point) -> dict[str, Any]:
+def _figures(plan: PlanData, point: Point) -> dict[str, Any]:
     size, seconds = point.device_bytes or 0, point.seconds or 0.0
     extra = seconds - plan.base_seconds
     left = plan.budget - size

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,26 +14,19 @@ from rich.text import Text
 from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.apply.effect import call_signature
 from remat_jax.apply.own_checkpoints import noting_regions
-from remat_jax.core.marks import Block
 from remat_jax.errors import ArgumentError, NoEffectError
 from remat_jax.planning import files
 from remat_jax.planning.explain import explanation, plan_table
-from remat_jax.planning.model import Model, block_name
 from remat_jax.planning.page import page
-from remat_jax.planning.point import Part, Point
-from remat_jax.policy import Policy
+from remat_jax.planning.plan_data import PlanData
 from remat_jax.report.tables import render
 from remat_jax.workload import Workload
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-NOT_MAXIMAL = "Not shown: that no residual more can be saved in a run of layers"
-"""How a note begins; `Plan.is_maximal` goes by it."""
 
-
-@dataclass(frozen=True)
-class Plan:
+class Plan(PlanData):
     """Policies for a workload, compiled for its target within its budget.
 
     Attributes:
@@ -47,13 +39,17 @@ class Plan:
       named: what the named policies take, the same way.
       parts: what the layers do, in forward order.
       workload, target, budget, host_budget: what was asked; bytes, and None for no limit.
-      next_gib_seconds: how much less a step would take with one GiB more; None where nothing is left to win.
+      next_gib_seconds: how much less a step would take with one GiB more; None where nothing is left to win, or `timeout` ended
+        the search.
       tried: every policy that was compiled, with its device bytes.
       notes: what else is to be known.
       model: which model it is for.
       jax_version: what compiled it.
       compiler_options: the memory limit that it was compiled with, for the `jax.jit` of the step: `jax.jit(step,
         compiler_options=plan.compiler_options)`. Empty where the plan fits without a limit.
+      lower_bound: seconds of a step that no plan of this model within the budgets is below, by the same estimate; it bounds the
+        estimate, and not what a GPU takes. None where the planner's problem does not have the plan in it: groups of layers, a
+        memory limit, a named policy that keeps other arrays; and where `timeout` ended the search.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_jax as rj
@@ -65,42 +61,6 @@ class Plan:
     >>> made.is_off, made.recompute_flops, made.device_bytes < made.budget  # memory enough: nothing is checkpointed
     (True, 0, True)
     """
-
-    policies: Mapping[Block, Any]
-    device_bytes: int
-    predicted_bytes: int
-    host_bytes: int
-    recompute_flops: int
-    seconds: float
-    base_seconds: float
-    frontier: tuple[Point, ...]
-    named: tuple[Point, ...]
-    parts: tuple[Part, ...]
-    workload: str
-    target: str
-    budget: int
-    host_budget: int | None
-    next_gib_seconds: float | None
-    tried: tuple[tuple[str, int], ...]
-    notes: tuple[str, ...]
-    model: Model = field(repr=False)
-    jax_version: str = ""
-    compiler_options: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def texts(self) -> dict[str, str]:
-        """The policies as text, by the names of their blocks."""
-        return {block_name(block): str(policy) for block, policy in self.policies.items()}
-
-    @property
-    def best_named(self) -> Point | None:
-        """The fastest named policy that fits, as compiled or as predicted; None where none does."""
-        fits = [one for one in self.named if self._fits(one)]
-        return min(fits, key=lambda one: (one.seconds, one.device_bytes)) if fits else None
-
-    def _fits(self, point: Point) -> bool:
-        host = point.host_bytes <= self.host_budget if self.host_budget is not None else True
-        return point.device_bytes is not None and point.device_bytes <= self.budget and not point.remark and host
 
     def apply(self, fn: Callable[P, R], *, strict: bool = True) -> Callable[P, R]:
         """`fn`, a loss or anything else that runs the model, with the plan's policies on its blocks.
@@ -150,20 +110,6 @@ class Plan:
             return outputs
 
         return with_plan
-
-    @property
-    def is_off(self) -> bool:
-        """Whether the plan is to checkpoint nothing."""
-        return all(isinstance(one, Policy) and not one.checkpoint for one in self.policies.values())
-
-    @property
-    def is_maximal(self) -> bool:
-        """Whether compiling showed that no residual more can be saved in a run of equal layers within the budget.
-
-        Only residuals that save 0.3 % of the step count. It is one residual in all layers of one run, and the runs stay as
-        they are (`docs/how/planner.md`).
-        """
-        return not any(note.startswith(NOT_MAXIMAL) for note in self.notes)
 
     @property
     def _told(self) -> str:

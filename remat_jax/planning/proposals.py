@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.planning.candidate import FAILED, Candidate, Own, Recut, Tried
@@ -68,13 +68,19 @@ class Proposals:
                     solver.add(block_policies(stack, one.like))
         return self._solvers[stack, most_runs]
 
-    def frontier(self, stack: Stack, points: int) -> list[Candidate]:
-        """The planner's plans at so many budgets, from the least to that of keeping everything."""
+    def bound(self) -> float:
+        """Seconds over keeping everything that no plan within both budgets is below, by the stack as it is fitted now."""
+        return self._solver(self.fit.stack, self._most_runs).bound(self.fit.budget, self.fit.host_left)
+
+    def frontier(self, stack: Stack, points: int, is_over: Callable[[], bool]) -> list[Candidate]:
+        """The planner's plans at so many budgets, from the least to that of keeping everything; fewer once `is_over`."""
+        if is_over():
+            return []
         least = self.least(stack)
         low = predicted(stack, least.loads)
         high = max([low, *(predicted(stack, one.loads) for one in self.named if one.name in ("off", "everything"))])
         budgets = [low + (high - low) * step / points for step in range(1, points + 1)]
-        return [least, *filter(None, (self.solve(stack, budget) for budget in budgets))]
+        return [least, *filter(None, (self.solve(stack, budget) for budget in budgets if not is_over()))]
 
     def least(self, stack: Stack) -> Candidate:
         """A plan that needs as little as can be told: what is kept counts in every block behind, the rest where it runs."""

@@ -89,6 +89,16 @@ class Solver:
         mixing = _Mixing(self.stack, self._hull, self.most, budget, host_budget, relaxed)
         return stack_plan(self.stack, mixing.policies(), bound=max(0.0, relaxed.bound))
 
+    def bound(self, budget: float = math.inf, host_budget: float = math.inf) -> float:
+        """Seconds beyond saving everything that no plan within both budgets is below; `plan` has it as ``lower_bound``.
+
+        Raises:
+            PlanningError: a budget is not a positive number of bytes.
+        """
+        check_budget("budget", budget)
+        check_budget("host_budget", host_budget)
+        return max(0.0, self._hull.relaxed(budget, host_budget).bound)
+
 
 def solve(
     stack: Stack, budget: float = math.inf, host_budget: float = math.inf, *, most_policies: int = MOST_POLICIES

@@ -269,7 +269,14 @@ class _Idle:
 
 
 _idle = _Idle()
-atexit.register(_idle.end)
+
+
+def end_idle() -> None:
+    """End the compilers that wait to be asked again: what they took is counted from then on."""
+    _idle.end()
+
+
+atexit.register(end_idle)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle.forget)
 

@@ -1,0 +1,217 @@
+"""A comparison as plain data: one row per tensor, the checks around them, the memory of both frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from remat_jax.parity.kept import KeptAlone
+
+KINDS = ("output", "gradient", "state", "update")
+
+
+@dataclass
+class TensorRow:
+    """The verdict on one tensor, over all modes and dtypes.
+
+    Attributes:
+        kind: `output`, `gradient` (of a parameter, or of an input as `input:NAME`), `state` (what the forward pass wrote) or
+            `update` (what the optimizer's first step added; in dtypes below float64 the parameter after it).
+        name: PyTorch's; of a state and an update the path in the Flax model.
+        flax: where a parameter is in the Flax model.
+        shape, norm: of PyTorch's tensor in float64; the norm is None where PyTorch has none.
+        errors: mode → relative error in float64.
+        ratios: dtype → mode → err_jax / max(err_torch, ε·g), at most 4 by the parity rule.
+        caught: dtype → whether this gradient with its sign flipped, and doubled, would have been found.
+        problems: why it has not passed; empty where it has.
+
+    >>> row = TensorRow("gradient", "ffn.weight", errors={"off": 3e-16, "offload": 4e-16}, ratios={"float32": {"off": 0.9}})
+    >>> row.passed, row.error, row.ratio("float32")
+    (True, 4e-16, 0.9)
+    >>> row.fail("5.1 times PyTorch's error", "offload")
+    >>> row.passed, row.fails_in("off"), row.fails_in("offload")
+    (False, False, True)
+    """
+
+    kind: str
+    name: str
+    flax: str = ""
+    shape: tuple[int, ...] = ()
+    norm: float | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    ratios: dict[str, dict[str, float]] = field(default_factory=dict)
+    caught: dict[str, bool] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it holds in every mode and dtype."""
+        return not self.problems and bool(self.errors or self.ratios)
+
+    @property
+    def error(self) -> float | None:
+        """The largest relative error in float64 over the modes."""
+        return max(self.errors.values()) if self.errors else None
+
+    def ratio(self, dtype: str) -> float | None:
+        """The largest ratio of a dtype over the modes."""
+        return max(self.ratios[dtype].values()) if dtype in self.ratios else None
+
+    def fail(self, problem: str, mode: str) -> None:
+        """Note what is wrong in a mode."""
+        self.problems.append(f"{mode}: {problem}")
+
+    def fails_in(self, mode: str) -> bool:
+        """Whether something is wrong in a mode."""
+        return any(problem.startswith(f"{mode}: ") for problem in self.problems)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        largest = {dtype: self.ratio(dtype) for dtype in self.ratios}
+        return {**asdict(self), "passed": self.passed, "error": self.error, "ratio": largest}
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that must hold beside the tensors, and what was found.
+
+    >>> Check("planted faults", passed=False, found="1 of 12 was not found").passed
+    False
+    """
+
+    name: str
+    passed: bool
+    found: str
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """What one framework keeps between the passes in a mode, parameters and inputs excluded, in bytes; and its peak.
+
+    `peak_bytes` is the most that the forward and backward pass need on the device, parameters, inputs and gradients included,
+    and no optimizer's state or update in either framework. `peak_from` says how that is known, or why it is None;
+    docs/memory.md says what may be compared.
+
+    >>> MemoryRow("offload", "flax", device_bytes=0, host_bytes=4096).peak_bytes is None  # no peak was asked for
+    True
+    """
+
+    mode: str
+    framework: str
+    device_bytes: int
+    host_bytes: int
+    peak_bytes: int | None = None
+    peak_from: str = ""
+
+
+@dataclass(frozen=True)
+class ParityData:
+    """The attributes of a `ParityReport`, which says what each is; and what follows from them alone."""
+
+    rows: tuple[TensorRow, ...]
+    checks: tuple[Check, ...]
+    memory: tuple[MemoryRow, ...]
+    torch: str
+    flax: str
+    rules: str
+    modes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    optimizer: str | None = None
+    divergences: dict[str, Any] = field(default_factory=dict)
+    hidden: tuple[str, ...] = ()
+    differences: tuple[dict[str, Any], ...] = ()
+    kept_alone: tuple[KeptAlone, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every row and every check holds."""
+        return bool(self.rows) and all(row.passed for row in self.rows) and all(check.passed for check in self.checks)
+
+    @property
+    def proves(self) -> bool:
+        """Whether the planted faults were found; if not, that the rest passed says nothing."""
+        planted = [check for check in self.checks if check.name.startswith("planted")]
+        return bool(planted) and all(check.passed for check in planted)
+
+    @property
+    def failed_rows(self) -> tuple[TensorRow, ...]:
+        """The rows that have not passed."""
+        return tuple(row for row in self.rows if not row.passed)
+
+    def verdict(self) -> str:
+        """One sentence: whether it passed, and if not, why."""
+        if self.passed:
+            return f"PASSED: {self.flax} computes what {self.torch} computes, {len(self.rows)} tensors"
+        checks = [check.name for check in self.checks if not check.passed]
+        if not self.proves:
+            others = [name for name in checks if not name.startswith("planted")]
+            see = f"; see {', '.join(others)}" if others else ""
+            return f"NOT PASSED: a planted fault was not found, so that this comparison proves nothing{see}"
+        failed = f"{len(self.failed_rows)} of {len(self.rows)} tensors" if self.failed_rows else ""
+        return f"NOT PASSED: {', '.join(filter(None, (failed, *checks)))}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; the keys are the attribute names."""
+        return {
+            "passed": self.passed,
+            "proves": self.proves,
+            "verdict": self.verdict(),
+            "torch": self.torch,
+            "flax": self.flax,
+            "rules": self.rules,
+            "modes": list(self.modes),
+            "dtypes": list(self.dtypes),
+            "optimizer": self.optimizer,
+            "checks": [asdict(check) for check in self.checks],
+            "rows": [row.to_dict() for row in self.rows],
+            "memory": [asdict(row) for row in self.memory],
+            "kept_alone": [asdict(one) for one in self.kept_alone],
+            "divergences": self.divergences,
+            "hidden": list(self.hidden),
+            "differences": list(self.differences),
+        }
+
+
+def differs(one: Mapping[str, Any]) -> str:
+    """What differs in a module's settings.
+
+    >>> differs({"path": "ln", "what": "epsilon", "torch": "1e-05", "flax": "1e-06"})
+    'epsilon is 1e-05 in PyTorch and 1e-06 in Flax'
+    """
+    return f"{one['what']} is {one['torch']} in PyTorch and {one['flax']} in Flax"
+
+
+def said(direction: str, found: Mapping[str, Any]) -> str:
+    """One line of the first module that differs.
+
+    >>> said("forward", {"torch_path": "ln", "flax_path": "norm", "what": "output 0", "error": 1e-3, "reference": 10.0})
+    'first difference, forward: ln (norm in Flax), output 0 1.0e-04 off'
+    """
+    names = f"{found['torch_path'] or 'the whole model'} ({found['flax_path'] or 'the whole model'} in Flax)"
+    note = f" ({found['note']})" if found.get("note") else ""
+    return f"first difference, {direction}: {names}, {found['what']} {relative(found):.1e} off{note}"
+
+
+def unseen(hidden: Sequence[str]) -> str:
+    """One line of the modules that cannot be named as the first that differs.
+
+    >>> unseen(("solver/step",))
+    'not looked into, because nothing can be captured where they run (such as in a while loop): solver/step'
+    """
+    where = "nothing can be captured where they run (such as in a while loop)"
+    return f"not looked into, because {where}: {', '.join(path or 'the whole model' for path in hidden)}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as it is written in tables.
+
+    >>> shape_text((2, 3)), shape_text(())
+    ('2×3', 'scalar')
+    """
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def relative(found: Mapping[str, Any]) -> float:
+    """How far off a divergence is, as a part of what it should be."""
+    return float(found["error"] / found["reference"]) if found["reference"] else float("inf")

@@ -1,0 +1,71 @@
+"""A plan as plain data: policies for a workload that fit a budget, what they cost, and what else was possible."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from remat_jax.core.marks import Block
+from remat_jax.planning.model import Model, block_name
+from remat_jax.planning.point import Part, Point
+from remat_jax.policy import Policy
+
+NOT_MAXIMAL = "Not shown: that no residual more can be saved in a run of layers"
+"""How a note begins; `PlanData.is_maximal` goes by it."""
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """The attributes of a `Plan`, which says what each is; and what follows from them alone."""
+
+    policies: Mapping[Block, Any]
+    device_bytes: int
+    predicted_bytes: int
+    host_bytes: int
+    recompute_flops: int
+    seconds: float
+    base_seconds: float
+    frontier: tuple[Point, ...]
+    named: tuple[Point, ...]
+    parts: tuple[Part, ...]
+    workload: str
+    target: str
+    budget: int
+    host_budget: int | None
+    next_gib_seconds: float | None
+    tried: tuple[tuple[str, int], ...]
+    notes: tuple[str, ...]
+    model: Model = field(repr=False)
+    jax_version: str = ""
+    compiler_options: Mapping[str, int] = field(default_factory=dict)
+    lower_bound: float | None = None
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The policies as text, by the names of their blocks."""
+        return {block_name(block): str(policy) for block, policy in self.policies.items()}
+
+    @property
+    def best_named(self) -> Point | None:
+        """The fastest named policy that fits, as compiled or as predicted; None where none does."""
+        fits = [one for one in self.named if self._fits(one)]
+        return min(fits, key=lambda one: (one.seconds, one.device_bytes)) if fits else None
+
+    def _fits(self, point: Point) -> bool:
+        host = point.host_bytes <= self.host_budget if self.host_budget is not None else True
+        return point.device_bytes is not None and point.device_bytes <= self.budget and not point.remark and host
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the plan is to checkpoint nothing."""
+        return all(isinstance(one, Policy) and not one.checkpoint for one in self.policies.values())
+
+    @property
+    def is_maximal(self) -> bool:
+        """Whether compiling showed that no residual more can be saved in a run of equal layers within the budget.
+
+        Only residuals that save 0.3 % of the step count. It is one residual in all layers of one run, and the runs stay as
+        they are (`docs/how/planner.md`).
+        """
+        return not any(note.startswith(NOT_MAXIMAL) for note in self.notes)
