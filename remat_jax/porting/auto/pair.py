@@ -25,6 +25,8 @@ Values = dict[str, np.ndarray]
 
 # Between rounding (1e-12 and less for models of this depth) and anything else (1e-8 for a softmax in float32).
 LIMIT = 1e-9
+# As large as what float32 rounds somewhere inside makes of a tensor: a few hundred times its ε, and less.
+FLOAT32_ERROR = 1e-5
 # A tensor is judged by its own norm, but not below this share of the norm of all: an exact 0 has no digits.
 FLOOR = 1e-3
 
