@@ -60,8 +60,9 @@ def test_casts_from_float64_are_left_out() -> None:
     assert x.float().dtype == torch.float32
 
 
-TURNS = np.outer(np.arange(4), 1 / 3 ** np.arange(4))
-"""Angles of a rotation, by position and pair of features."""
+def angles() -> Any:
+    """Of a rotation, by position and pair of features."""
+    return np.outer(np.arange(4), 1 / 3 ** np.arange(4))
 
 
 def turned(x: Any, sin: Any, cos: Any, stack: Any) -> Any:
@@ -81,7 +82,7 @@ class TurnedTorch(torch.nn.Module):
             torch.nn.init.normal_(weight, std=0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        sin, cos = (torch.from_numpy(table(TURNS)) for table in (np.sin, np.cos))
+        sin, cos = (torch.from_numpy(table(angles())) for table in (np.sin, np.cos))
         query, key = (turned(part(x), sin, cos, torch.stack) for part in (self.query, self.key))
         return (query @ key.mT).softmax(-1) @ self.value(x)
 
@@ -90,7 +91,7 @@ class TurnedFlax(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         query, key, value = (nn.Dense(8, name=name, **F64)(x) for name in ("query", "key", "value"))
-        sin, cos = (table(TURNS).astype("float32") for table in (np.sin, np.cos))
+        sin, cos = (table(angles()).astype("float32") for table in (np.sin, np.cos))
         query, key = (turned(part, sin, cos, jnp.stack) for part in (query, key))
         return jax.nn.softmax(query @ key.mT) @ value
 

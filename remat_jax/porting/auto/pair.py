@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -72,6 +73,12 @@ def torch_copy(torch_module: Any) -> Any:
     return made.double()
 
 
+def call_hint(argument: str, error: Exception) -> str:
+    """What to do where a model, an argument of ours, asks for one of its own that nobody gave; empty for all else."""
+    missing = isinstance(error, TypeError) and re.search(r"missing \d+ required .*argument", str(error))
+    return f"; add it to inputs, or pass it in {argument.partition('_')[0]}_call" if missing else ""
+
+
 @contextlib.contextmanager
 def _running(argument: str, module: Any) -> Iterator[None]:
     """Whatever a model raises, as an error that says whose it is; the model's own is its cause."""
@@ -80,7 +87,7 @@ def _running(argument: str, module: Any) -> Iterator[None]:
     except RematError:
         raise
     except Exception as error:
-        text = f"{argument}: {type(module).__name__} cannot be run on inputs: {described(error)}"
+        text = f"{argument}: {type(module).__name__} cannot be run on inputs: {described(error)}{call_hint(argument, error)}"
         raise PortingError(text) from error
 
 
