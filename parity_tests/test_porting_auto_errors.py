@@ -6,6 +6,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -57,3 +58,45 @@ def test_casts_from_float64_are_left_out() -> None:
         assert {each.dtype for each in kept} == {torch.float64}
         assert x.long().dtype == torch.int64
     assert x.float().dtype == torch.float32
+
+
+def angles() -> Any:
+    """Of a rotation, by position and pair of features."""
+    return np.outer(np.arange(4), 1 / 3 ** np.arange(4))
+
+
+def turned(x: Any, sin: Any, cos: Any, stack: Any) -> Any:
+    first, second = x[..., 0::2], x[..., 1::2]
+    return stack([first * cos - second * sin, second * cos + first * sin], -1).reshape(x.shape)
+
+
+class TurnedTorch(torch.nn.Module):
+    """Attention with rotated queries and keys; weights as small as those of an untrained model hide the rotation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name in ("query", "key", "value"):
+            setattr(self, name, torch.nn.Linear(8, 8))
+        for weight in self.parameters():
+            torch.nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sin, cos = (torch.from_numpy(table(angles())) for table in (np.sin, np.cos))
+        query, key = (turned(part(x), sin, cos, torch.stack) for part in (self.query, self.key))
+        return (query @ key.mT).softmax(-1) @ self.value(x)
+
+
+class TurnedFlax(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        query, key, value = (nn.Dense(8, name=name, **F64)(x) for name in ("query", "key", "value"))
+        sin, cos = (table(angles()).astype("float32") for table in (np.sin, np.cos))
+        query, key = (turned(part, sin, cos, jnp.stack) for part in (query, key))
+        return jax.nn.softmax(query @ key.mT) @ value
+
+
+def test_a_map_that_a_float32_table_hides_is_answered_with_the_remedy() -> None:
+    with pytest.raises(PortingError, match=r"no map was found.* size of float32's rounding.*give keep_float64=True"):
+        porting.propose(TurnedTorch(), TurnedFlax(), random_input(2, 4, 8))
+    assert len(porting.propose(TurnedTorch(), TurnedFlax(), random_input(2, 4, 8), keep_float64=True).rules) == 6

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from examples.models import gpt2, linen, llama
+from parity_tests.mutants import encdec
 from parity_tests.mutants import models as m
 from parity_tests.mutants import planting as plant
 from parity_tests.mutants.planting import DOUBLED, FLIPPED, Plant, at, detached, fields, given, inside, mapped, output, skipped
@@ -73,6 +74,25 @@ def keys_for_queries(right: Any) -> Any:
     return lambda query, key, value, bias: right(key, query, value, bias)
 
 
+def fewer_buckets(right: Any) -> Any:
+    return lambda distance: right(distance, encdec.BUCKETS // 2)
+
+
+def all_seen(right: Any) -> Any:
+    """What pads is a token like any other."""
+    return lambda mask, dtype: right(jnp.ones_like(mask), dtype)
+
+
+def memory_detached(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The decoder's gradient does not reach the encoder."""
+    x, bias, memory, seen = args
+    return method(x, bias, jax.lax.stop_gradient(memory), seen)
+
+
+def scaled_logits(made: Any) -> Any:
+    return {**made, "logits": made["logits"] * 1.001}
+
+
 def mean_square(y: Any) -> Any:
     y = y["logits"] if isinstance(y, dict) else y
     return (y**2).mean()
@@ -109,10 +129,18 @@ MUTANTS: dict[str, list[Mutant]] = {
             "model/layers/1/self_attn/o_proj",
             OUT,
         ),
+        Mutant(
+            "encoder-decoder",
+            mapped("decoder.layers.0.cross_attn.k.weight -> params/decoder/layers_0/cross_attn/k/kernel"),
+            FORWARD,
+            "decoder/layers/0/cross_attn/k",
+            OUT,
+        ),
     ],
     "another epsilon": [
         Mutant("decoder", at("layers_1/norm2", fields(epsilon=1e-6)), FORWARD, "decoder/layers/1/norm2", OUT),
         Mutant("conv", at("blocks_0/norm", fields(epsilon=1e-3)), FORWARD, "blocks/0/norm", OUT),
+        Mutant("encoder-decoder", at("decoder/layers_1/norm3", fields(epsilon=1e-3)), FORWARD, "decoder/layers/1/norm3", OUT),
     ],
     "the other GELU": [
         Mutant(
@@ -153,6 +181,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant("gpt2", at("", inside(gpt2, "attention_bias", inverted)), FORWARD, "", "input 1 of 'layers_0'"),
         Mutant("llama", at("layers_1", inside(llama, "attention", inverted_bias)), FORWARD, "model/layers/1/self_attn", OUT),
+        Mutant("encoder-decoder", at("", inside(encdec, "padding_bias", all_seen)), FORWARD, "", "input bias of 'encoder'"),
+        Mutant(
+            "encoder-decoder",
+            at("", inside(encdec, "causal_bias", lambda right: lambda near: near)),
+            FORWARD,
+            "",
+            "input bias of 'decoder'",
+        ),
     ],
     "a copy in the place of a tie": [
         Mutant("gpt2", at("", inside(gpt2, "unembed", copied)), BACKWARD, "transformer/wte", f"gradient of weight{TIED}"),
@@ -163,7 +199,16 @@ MUTANTS: dict[str, list[Mutant]] = {
             "llama", at("layers_1/self_attn", inside(llama, "rotate", interleaved)), FORWARD, "model/layers/1/self_attn", OUT
         ),
     ],
+    "other buckets": [
+        Mutant("encoder-decoder", at("relative", inside(encdec, "buckets", fewer_buckets)), FORWARD, "relative", OUT),
+    ],
+    "a fault at the root": [
+        Mutant("encoder-decoder", at("", fields(first_place=1)), FORWARD, "", "input 0 of 'positions'"),
+        Mutant("encoder-decoder", at("", fields(pooled=1)), FORWARD, "", "input 0 of 'pooler'"),
+        Mutant("encoder-decoder", at("", output(scaled_logits)), FORWARD, "", "output logits"),
+    ],
     "a sign flipped": [
+        Mutant("encoder-decoder", at("encoder/layers_0/self_attn/v", FLIPPED), BACKWARD, "encoder/layers/0/self_attn/v", IN),
         Mutant("decoder", at("layers_0/ffn/up", FLIPPED), BACKWARD, "decoder/layers/0/ffn/0", IN),
         Mutant("conv", at("blocks_0/conv2", FLIPPED), BACKWARD, "blocks/0/conv2", IN),
     ],
@@ -247,6 +292,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("decoder", at("layers_0/ffn", detached), BACKWARD, "decoder/layers/0/ffn", IN),
         Mutant("conv", at("blocks_1/conv1", detached), BACKWARD, "blocks/1/conv1", IN),
         Mutant("llama", at("layers_0/mlp", detached), BACKWARD, "model/layers/0/mlp", IN_X),
+        Mutant("encoder-decoder", at("decoder", memory_detached), BACKWARD, "decoder", "gradient of input memory"),
     ],
 }
 CASES = [pytest.param(fault, one, id=f"{fault}, {one.model}") for fault, several in MUTANTS.items() for one in several]
@@ -274,5 +320,5 @@ def test_a_fault_is_found_and_named(fault: str, mutant: Mutant) -> None:
 
 def test_the_table_is_as_large_as_it_is_said_to_be() -> None:
     models = Counter(one.model for several in MUTANTS.values() for one in several)
-    assert len(MUTANTS) == 17 and set(models) == set(m.MODELS)
-    assert min(models[name] for name in ("decoder", "conv", "llama")) >= 10
+    assert len(MUTANTS) == 19 and set(models) == set(m.MODELS) and sum(models.values()) == 51
+    assert min(models[name] for name in ("decoder", "conv", "llama", "encoder-decoder")) >= 10

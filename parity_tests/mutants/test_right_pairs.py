@@ -38,6 +38,8 @@ RIGHT: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "conv-train": (m.conv, "off"),
     "conv-train-checkpoint": (m.conv, "checkpoint"),
     "conv-evaluation": (lambda: m.conv(train=False), "off"),
+    "encoder-decoder": (m.encoder_decoder, "off"),
+    "encoder-decoder-checkpoint": (m.encoder_decoder, "checkpoint"),
     "gpt2": (m.MODELS["gpt2"], "off"),
     "gpt2-scan": (lambda: m.transformer(test_gpt2.PORT, scan=True), "checkpoint"),
     "llama-train": (m.MODELS["llama"], "off"),

@@ -89,6 +89,11 @@ def places(tokens: Any) -> Any:
     return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
 
+def hides_nothing(**inputs: Any) -> dict[str, Any]:
+    return {"decoder_attention_mask": jnp.ones_like(inputs["decoder_input_ids"])}
+
+
+T5 = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
 NO_CACHE = {"use_cache": False}
 FLOAT32_INSIDE = {"keep_float64": True}
 PAIRS: dict[str, Pair] = {
@@ -158,11 +163,11 @@ PAIRS: dict[str, Pair] = {
     ),
     "t5": Pair(
         "T5ForConditionalGeneration",
-        {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0},
+        T5,
         TWO_TEXTS,
         options=FLOAT32_INSIDE,
         torch_only=NO_CACHE,
-        flax_only=lambda **inputs: {"decoder_attention_mask": jnp.ones_like(inputs["decoder_input_ids"])},
+        flax_only=hides_nothing,
     ),
     "whisper": Pair(
         "WhisperForConditionalGeneration",
@@ -181,6 +186,35 @@ PAIRS: dict[str, Pair] = {
         torch_only=NO_CACHE,
         flax_only=lambda **inputs: {"decoder_position_ids": places(inputs["decoder_input_ids"])},
     ),
+    "distilbert": Pair(
+        "DistilBertModel", TEXT | {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32}, TOKENS_ONLY, STATES[:1]
+    ),
+    # Its rotary table is in float32.
+    "gptj": Pair(
+        "GPTJForCausalLM",
+        {"vocab_size": 60, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4},
+        WITH_PLACES,
+        options=FLOAT32_INSIDE,
+        torch_only=NO_CACHE,
+    ),
+    "gemma": Pair(
+        "GemmaForCausalLM",
+        WIDTHS | TEXT | {"num_key_value_heads": 1, "head_dim": 8},
+        WITH_PLACES,
+        options=FLOAT32_INSIDE,
+        torch_only=NO_CACHE,
+    ),
+    "longt5": Pair(
+        "LongT5Model",
+        T5 | {"local_radius": 3, "global_block_size": 2},
+        TWO_TEXTS,
+        STATES[:1],
+        options=FLOAT32_INSIDE,
+        torch_only=NO_CACHE,
+        flax_only=hides_nothing,
+    ),
+    # Its mask token is used by neither model: no patch is masked.
+    "dinov2": Pair("Dinov2Model", WIDTHS | {"image_size": 32, "patch_size": 8}, {"pixel_values": PIXELS}, STATES),
 }
 
 
@@ -212,11 +246,7 @@ def make(name: str) -> dict[str, Any]:
 
     def flax_call(model: Any, **inputs: Any) -> dict[str, Any]:
         given = dict(inputs)
-        if name == "resnet":
-            given["pixel_values"] = jnp.transpose(given["pixel_values"], (0, 2, 3, 1))
-        if name == "vit":
-            given["pixel_values"] = jnp.transpose(given["pixel_values"], (0, 2, 3, 1))
-        if name == "clip":
+        if "pixel_values" in given:
             given["pixel_values"] = jnp.transpose(given["pixel_values"], (0, 2, 3, 1))
         made = model(**given, **pair.flax_only(**inputs))
         return {key: made[key] for key in pair.outputs}

@@ -33,23 +33,26 @@ with {versions}, on a CPU. DiffSynth-Studio: {diffsynth}. OpenPI: {openpi}.
 
 Errors are relative to the original: of the output, of the gradient as a whole, and of the tensor of the gradient that is
 furthest off (relative to its own norm, or to a thousandth of the whole where it is smaller, because some gradients are 0). The
-first two pass up to the limit; in float64 all three do.
+first two pass up to the limit; in float64 all three do. In float32 both sides are held against a run in float64 as well, of the
+original, or of the port where the original has none: how far each is from it (output, gradient), and the largest ratio of any
+tensor by the [parity rule](../parity.md), which allows 4.
 
 {rows}
 
 - DiffSynth-Studio runs through `model_fn_qwen_image` and `model_fn_wan_video` with its own pair of flags. `WanModel.forward`
   itself cannot run at this commit: it takes two results of `patchify`, which gives one. `QwenImageDiT` has the published widths
   in its constructor, so that a small one is put together of its modules.
-- Qwen-Image is compared at time 62.5 of 1000. PyTorch rounds two of its 128 frequencies otherwise, by the last bit.
-  A late time multiplies that: at 500 the float32 outputs were 4e-6 apart. Wan is compared at 900: DiffSynth-Studio computes its
+- Qwen-Image is compared at times {early} and {late} of 1000. PyTorch rounds some of its 128 frequencies otherwise, by the last
+  bit, and a late time multiplies that. {late_text} Wan is compared at 900: DiffSynth-Studio computes its
   features in float64, and the port as exactly.
 - OpenPI's JAX model has checkpoints of its own around every layer; the switch is `rj.enable_gradient_checkpointing` on it,
   which puts the policy in their place. It has no float64. {rounding}
 - OpenPI's PyTorch model has a switch for checkpointing and none for offload: there only the port offloads. {pytorch}
 """
+LATE = "At {at:g} the outputs are {0.output:.1e} apart, and the original's {0.original.output:.1e} from its own in float64."
 ROUNDING = (
-    "In float32 its gradient is 2e-6 off that of the port in float64, and so is the port's: hence the limit of 4e-6. It draws"
-    " early times, because it rounds the features of late ones by up to 1e-4."
+    "In float32 its gradient is up to {original:.1e} off that of the port in float64, and the port's up to {port:.1e}: hence"
+    " the limit of {limit:.0e}. It draws early times, because it rounds the features of late ones."
 )
 REPLACED = "It ran with `transformers` 4.53.2 and the files that OpenPI puts in the place of its own."
 NOT_REPLACED = (
@@ -59,10 +62,17 @@ NOT_REPLACED = (
 
 def table(rows: list[Row]) -> str:
     """All rows in Markdown."""
-    lines = ["| model | dtype | mode | layers | output | gradient | furthest tensor | limit |", "| --- " * 8 + "|"]
+    titles = ("model", "dtype", "mode", "layers", "output", "gradient", "furthest tensor", "limit")
+    titles += ("original from float64", "port from float64", "ratio")
+    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
     for row in rows:
         errors = f"{row.output:.1e} | {row.gradient:.1e} | {row.tensor:.1e}, `{row.name}`"
-        lines.append(f"| {row.pair} | {row.dtype} | {row.mode} | {row.layers} | {errors} | {row.limit:.0e} |")
+        sides = " | ".join(
+            "" if side is None else f"{side.output:.1e}, {side.gradient:.1e}" for side in (row.original, row.port)
+        )
+        ratio = f"{row.ratio:.2f}" if row.original else ""
+        cells = (row.pair, row.dtype, row.mode, row.layers, errors, f"{row.limit:.0e}", sides, ratio)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -70,7 +80,16 @@ def note(rows: list[Row], commits: dict[str, str]) -> str:
     """The note, with the commits of both projects."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in PACKAGES)
     pytorch = REPLACED if openpi.has_replaced_files() else NOT_REPLACED
-    return TEXT.format(versions=versions, rows=table(rows), rounding=ROUNDING, pytorch=pytorch, **commits)
+    late = max((row for row in rows if row.pair == diffsynth.LATE_NAME and row.original), key=lambda row: row.output)
+    jax_rows = [row for row in rows if row.pair.endswith("JAX")]
+    furthest = {side: max(getattr(row, side).gradient for row in jax_rows) for side in ("original", "port")}
+    texts = {
+        "late_text": LATE.format(late, at=diffsynth.LATE),
+        "rounding": ROUNDING.format(limit=openpi.JAX_LIMIT, **furthest),
+        "pytorch": pytorch,
+    }
+    times = {"early": f"{diffsynth.EARLY:g}", "late": f"{diffsynth.LATE:g}"}
+    return TEXT.format(versions=versions, rows=table(rows), **texts, **times, **commits)
 
 
 def run(pairs: list[Pair]) -> list[Row]:
@@ -81,7 +100,9 @@ def run(pairs: list[Pair]) -> list[Row]:
             state = "ok" if row.passed else "FAILED"
             where = f"{row.pair}, {row.dtype}, {row.mode}, {row.layers}"
             print(
-                f"{state:6} {where}: output {row.output:.1e}, gradient {row.gradient:.1e}, {row.name} {row.tensor:.1e}",
+                f"{state:6} {where}: output {row.output:.1e}, gradient {row.gradient:.1e}, {row.name} {row.tensor:.1e}"
+                + (f"; from float64 {row.original.output:.1e} and {row.port.output:.1e}" if row.original and row.port else "")
+                + (f"; ratio {row.ratio:.2f}" if row.original else ""),
                 flush=True,
             )
             rows.append(row)

@@ -30,9 +30,10 @@ QWEN_IMAGE = qwen_image.QwenImageConfig(activation="quick_gelu")
 # Heads of 20: the original takes a third of a head, which must be even.
 WAN = wan.WanConfig(hidden_size=40, channels=4)
 WORDS, GRID, VIDEO = 7, (3, 5), (2, 4, 6)
-# In thousandths. Two of the 256 features of Qwen-Image have a frequency that PyTorch rounds otherwise, by its last bit; far out
-# that turns them, by 1e-5 at 500.
-QWEN_IMAGE_TIME, WAN_TIMES = 62.5, (900.0, 312.0)
+# In thousandths. PyTorch rounds two of Qwen-Image's 128 frequencies otherwise, by the last bit, which turns features at 500 by
+# 1e-5: the port's are as near to those in float64 as the original's.
+EARLY, LATE, WAN_TIMES = 62.5, 500.0, (900.0, 312.0)
+LATE_NAME = f"Qwen-Image of DiffSynth-Studio, time {LATE:.0f}"
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
 
 
@@ -42,8 +43,9 @@ def use(path: str) -> Path:
 
 
 def pairs() -> list[Pair]:
-    """Qwen-Image and Wan."""
-    return [qwen_image_pair(), wan_pair()]
+    """Qwen-Image, also at a late time, and Wan."""
+    late = qwen_image_pair(LATE, LATE_NAME, everywhere=False)
+    return [qwen_image_pair(EARLY, "Qwen-Image of DiffSynth-Studio"), late, wan_pair()]
 
 
 class OneImage(qwen_image.QwenImage):
@@ -53,13 +55,13 @@ class OneImage(qwen_image.QwenImage):
         return super().__call__(*arguments, ((1, *GRID),))
 
 
-def qwen_image_pair() -> Pair:
-    """Qwen-Image: `model_fn_qwen_image` around a small model of the modules that `QwenImageDiT` is made of."""
+def qwen_image_pair(at: float, name: str, **options: Any) -> Pair:
+    """Qwen-Image at a time: `model_fn_qwen_image` around a small model of the modules that `QwenImageDiT` is made of."""
     dit = importlib.import_module("diffsynth.models.qwen_image_dit")
     model_fn = importlib.import_module("diffsynth.pipelines.qwen_image").model_fn_qwen_image
     random, (rows, columns) = np.random.default_rng(0), GRID
     latents = _normal(random, 1, QWEN_IMAGE.in_channels // 4, 2 * rows, 2 * columns)
-    text, time = _normal(random, 1, WORDS, QWEN_IMAGE.text_width), np.array([QWEN_IMAGE_TIME], np.float32)
+    text, time = _normal(random, 1, WORDS, QWEN_IMAGE.text_width), np.array([at], np.float32)
     given = {"latents": latents, "timestep": time, "prompt_emb": text}
     sizes = {"height": 16 * rows, "width": 16 * columns, "prompt_emb_mask": torch.ones(1, WORDS, dtype=torch.int64)}
 
@@ -67,7 +69,7 @@ def qwen_image_pair() -> Pair:
         return pack(model_fn(dit=model, **given, **sizes).movedim(1, -1), (2, 2))
 
     return _pair(
-        "Qwen-Image of DiffSynth-Studio",
+        name,
         lambda: small_qwen_image(dit, QWEN_IMAGE),
         forward,
         given,
@@ -76,6 +78,7 @@ def qwen_image_pair() -> Pair:
         rules=lambda scan: qwen_image_rules.rules(QWEN_IMAGE, scan, "diffsynth"),
         arguments=(pack(np.moveaxis(latents, 1, -1), (2, 2)), text, time / 1000),
         loss=lambda found: (found, jnp.mean(jnp.square(found))),
+        **options,
     )
 
 

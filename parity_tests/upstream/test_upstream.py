@@ -72,7 +72,22 @@ def test_errors_above_the_limit_fail() -> None:
     assert ROW.passed and not ROW._replace(output=2e-6).passed and not ROW._replace(gradient=2e-6).passed
     exact = ROW._replace(dtype="float64", output=0.0, gradient=0.0, limit=comparing.LIMITS["float64"])
     assert not exact.passed and exact._replace(tensor=1e-13).passed
-    assert "| a | float32 | off | scanned | 1.0e-07 | 1.0e-07 | 1.0e-05, `w` | 1e-06 |" in command.table([ROW])
+    assert not ROW._replace(ratio=4.1).passed
+    near = ROW._replace(original=comparing.Errors(2e-7, 3e-7), port=comparing.Errors(4e-7, 5e-7), ratio=1.5)
+    start = "| a | float32 | off | scanned | 1.0e-07 | 1.0e-07 | 1.0e-05, `w` | 1e-06 |"
+    assert f"{start} 2.0e-07, 3.0e-07 | 4.0e-07, 5.0e-07 | 1.50 |" in command.table([near])
+
+
+@pytest.mark.parametrize(("tensor", "other", "ratio"), [("w", 1e-6, 1.0), ("w", 1e-5, 10.0), ("output", 1e-5, 10.0)])
+def test_float32_is_judged_by_the_original_s_own_error(tensor: str, other: float, ratio: float) -> None:
+    """The original is 1e-6 off the run in float64, the port 1e-6 or ten times as much."""
+
+    def step(error: float, dtype: str) -> comparing.Step:
+        one, same = np.full(1000, 1 + error).astype(dtype), np.full(1000, 1 + min(error, 1e-6)).astype(dtype)
+        return comparing.Step(one if tensor == "output" else same, {"w": one if tensor == "w" else same})
+
+    found = comparing._ratio(step(0.0, "float64"), step(other, "float32"), step(1e-6, "float32"))
+    assert found == pytest.approx(ratio, rel=0.06)
 
 
 @pytest.mark.parametrize("spoilt", [None, "output", "w", "b"])
@@ -87,7 +102,7 @@ def test_a_difference_in_any_tensor_is_seen(spoilt: str | None) -> None:
             return port
 
     pair = Same("a", None, (), ("float64",), {}, None, (), None, (), None)  # type: ignore[arg-type]  # not run
-    row = comparing._row(pair, "float64", "off", True, original)
+    row = comparing._row(pair, "float64", "off", True, original, original)
     assert row.passed == (spoilt is None) and (spoilt in (None, "output") or row.name == spoilt)
     with pytest.raises(AssertionError, match="a: only one side has a gradient of b"):
-        comparing._row(pair, "float64", "off", True, original._replace(gradients={"w": np.ones(1000)}))
+        comparing._row(pair, "float64", "off", True, original._replace(gradients={"w": np.ones(1000)}), original)

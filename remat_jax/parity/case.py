@@ -18,11 +18,12 @@ from remat_jax.parity.optimizers import Optimizer, OptimizerPair, as_optimizer
 from remat_jax.parity.tolerances import dtype_name, epsilon
 from remat_jax.policy import Policy, as_policy
 from remat_jax.porting import Rules
-from remat_jax.porting.auto.pair import wrapper_text
+from remat_jax.porting.auto.pair import call_hint, wrapper_text
 from remat_jax.porting.tensors import as_numpy, is_torch
 
 Arrays = dict[str, np.ndarray]
 Call = Callable[..., Any]
+RUN = "run on inputs"
 
 
 @dataclass
@@ -199,7 +200,7 @@ def require_torch() -> None:
 
 
 @contextlib.contextmanager
-def running(argument: str, what: str = "run on inputs") -> Iterator[None]:
+def running(argument: str, what: str = RUN) -> Iterator[None]:
     """Whatever a user's model raises, as an error that names the argument; the model's own is its cause."""
     try:
         yield
@@ -209,6 +210,8 @@ def running(argument: str, what: str = "run on inputs") -> Iterator[None]:
         hint = ""
         if isinstance(error, InvalidRngError):
             hint = "; what is random cannot be compared: make the model deterministic, in place of giving it random keys"
+        if what == RUN:
+            hint += call_hint(argument, error)
         raise ArgumentError(f"{argument} cannot be {what}: {described(error)}{hint}") from error
 
 

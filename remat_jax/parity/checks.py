@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,8 +36,8 @@ def precision_check() -> Check:
     return Check("precision", not wrong, "; ".join(wrong) or "both multiply in full precision")
 
 
-def gradients_check(reference: Run) -> Check:
-    """There are gradients, and each is there: what is 0 on both sides shows nothing."""
+def gradients_check(reference: Run, unused: Sequence[str] = ()) -> Check:
+    """There are gradients, and each is there: what is 0 on both sides shows nothing, unless neither model uses it."""
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
     if spoilt:
@@ -49,7 +49,8 @@ def gradients_check(reference: Run) -> Check:
     if zero:
         remedy = "use them in the inputs and the loss, or freeze them (requires_grad=False)"
         return Check("gradients", False, f"0 in PyTorch, so that nothing is shown of {_several(zero)}; {remedy}")
-    return Check("gradients", True, f"{total} parameters, none with a gradient of 0")
+    aside = f"; unused by both, not compared: {_several([*unused])}" if unused else ""
+    return Check("gradients", True, f"{total} parameters, none with a gradient of 0{aside}")
 
 
 def statistics_check(before: Mapping[str, Any], reference: Arrays, candidate: Arrays) -> list[Check]:

@@ -17,6 +17,19 @@ def compile_options(dtype: str) -> dict[str, Any]:
     return compat.quick_compile_options() if dtype == "float64" else {}
 
 
+def unread_inputs(jaxpr: Any) -> list[bool]:
+    """For each input of a closed jaxpr whether no result depends on it, whatever its value.
+
+    >>> import jax
+    >>> unread_inputs(jax.make_jaxpr(lambda x, y, z: x + 0 * jax.jit(lambda x, y: y)(z, y))(1.0, 1.0, 1.0))
+    [False, False, True]
+    """
+    pruned = compat.dce(jaxpr).jaxpr
+    read = {var for eqn in pruned.eqns for var in eqn.invars if not hasattr(var, "val")}
+    read |= {var for var in pruned.outvars if not hasattr(var, "val")}
+    return [var not in read for var in pruned.invars]
+
+
 def down_casts(jaxpr: Any) -> list[str]:
     """Where float64 becomes a smaller floating-point dtype on its way to a floating-point result, each place once.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -20,7 +20,7 @@ from remat_jax.errors import ArgumentError, PortingError
 from remat_jax.memory.measure import measure
 from remat_jax.memory.residuals import ResidualTable, residuals
 from remat_jax.parity.case import Arrays, Case, Run, is_floating, running
-from remat_jax.parity.compiling import compile_options, down_casts
+from remat_jax.parity.compiling import compile_options, down_casts, unread_inputs
 from remat_jax.parity.trees import default_loss, named_outputs, same_names
 from remat_jax.porting import Rules, from_torch
 from remat_jax.porting.float64 import FLOAT32_REMEDY
@@ -121,7 +121,7 @@ class FlaxSide:
     Attributes:
         names: Flax's name of an output → PyTorch's.
         sources: the path of a variable → the PyTorch tensors that fill it.
-        trained: the paths that have a gradient in both frameworks.
+        trained: the paths that have a gradient in both frameworks, without those that a comparison sets aside.
         blocks: what is checkpointed; None where there is none.
         down_casts: where the float64 step falls to a smaller dtype; known once it is compiled.
 
@@ -134,16 +134,31 @@ class FlaxSide:
         self._structure = structure
         self.case, self.rules, self.torch = case, rules, torch
         self.down_casts: list[str] = []
+        self._unused: set[str] = set()
         self._compiled: dict[tuple[str, str], Any] = {}
         shapes = {path: tuple(leaf.shape) for path, leaf in self._variables("float64").leaves.items()}
         links = links_of_places(rules, shapes)
-        self.sources = {place.path: () for place in links} | {}
+        self.sources: dict[str, tuple[str, ...]] = {place.path: () for place in links}
         for place, link in links.items():
-            self.sources[place.path] += link.torch  # type: ignore[assignment]  # tuples of any length
+            self.sources[place.path] += tuple(link.torch)
         trainable = Variables(self._tree("float64"), trainable=True).leaves
         wanted = {*torch.trained, *torch.ties}
         self.trained = {path for path in trainable if wanted & set(self.sources.get(path, ()))}
         self.names, self.blocks = self._look()
+
+    def set_aside(self, names: Collection[str]) -> set[str]:
+        """Leave out of `trained` the weights that only PyTorch's tensors `names` fill and that the traced step does not read.
+
+        Returns those of `names` all of whose places were left out. What a traced step reads says more than a gradient of 0,
+        which a value can have.
+        """
+        filled = {path: {self.torch.ties.get(name, name) for name in self.sources[path]} for path in self.trained}
+        trained, others = self._shapes("float64")
+        jaxpr = jax.make_jaxpr(self._loss("float64"))(trained, *self._ordered(others, self._data("float64")))
+        unread = [path for path, alone in zip(sorted(trained), unread_inputs(jaxpr), strict=False) if alone]
+        self._unused = {path for path in unread if filled[path] <= set(names)}
+        self.trained -= self._unused
+        return set(names).difference(*(filled[path] for path in self.trained))
 
     def weights(self, state_dict: Mapping[str, Any], dtype: str) -> Leaves:
         """PyTorch's tensors as Flax's variables of a dtype, path → array."""
@@ -231,7 +246,7 @@ class FlaxSide:
                     value = self.case.loss[1](result)
                 if not hasattr(value, "shape") or value.size != 1 or not jnp.issubdtype(value.dtype, jnp.floating):
                     raise ArgumentError(f"loss gave {value!r} for Flax: expected a floating-point scalar")
-            written = {path: x for path, x in state.items() if path in self.sources}
+            written = {path: x for path, x in state.items() if path in self.sources.keys() - self._unused}
             return jnp.reshape(value, ()), (outputs, written)
 
         return loss

@@ -34,6 +34,7 @@ from remat_jax.parity.tolerances import TOLERANCES
 from remat_jax.parity.torch_side import TorchSide
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
 from remat_jax.porting.tied_tensors import pairs
+from remat_jax.warning import silenced
 
 Tell = Callable[[str, int, int], None]
 
@@ -65,9 +66,10 @@ class Comparison:
             self.steps = case.steps if case.optimizer else 0
             self.wants_state = len(self.flax.sources) > len(self.flax.trained)
             self.exact = self.torch.run("float64", steps=self.steps, wants_state=self.wants_state)
+            unused = self._set_aside(self.exact.unused)
             self.before = self.flax.weights(self.torch.weights, "float64")
             self.reference = self._mapped(self.exact, "float64", self.before)
-        self.checks.append(gradients_check(self.reference))
+        self.checks.append(gradients_check(self.reference, unused))
 
     def say(self, what: str) -> None:
         """Tell what begins."""
@@ -118,9 +120,20 @@ class Comparison:
                 found["note"] = "; ".join(filter(None, (only, found["note"])))
             return divergences
 
+    def _set_aside(self, candidates: frozenset[str]) -> list[str]:
+        """Compare no weight on which the results depend in neither framework, unless all are such: these are returned."""
+        if not candidates or len(candidates) == len(self.torch.trained):
+            return []
+        unused = self.flax.set_aside(candidates)
+        self.torch.trained = [name for name in self.torch.trained if name not in unused]
+        for name in unused:
+            self.exact.run.gradients.pop(name)
+        return sorted(unused)
+
     def _proposed(self) -> porting.Rules:
         try:
-            return _proposed(self.case, self.torch)
+            with silenced():  # what no gradient proves, the check of the gradients says
+                return _proposed(self.case, self.torch)
         except PortingError as error:
             told = "".join(f"\n  {one['path'] or 'the whole model'}: {differs(one)}" for one in self.differences)
             raise PortingError(f"{error}\nThe settings of the two models differ:{told}" if told else str(error)) from error

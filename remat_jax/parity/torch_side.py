@@ -20,11 +20,15 @@ Tensors = dict[str, Any]
 
 
 class TorchRun(NamedTuple):
-    """A run, the state dict after its forward pass, and after the optimizer's first step; where they are asked for."""
+    """A run, the state dict after its forward pass, and after the optimizer's first step, where they are asked for.
+
+    `unused` are the trained parameters that the backward pass did not reach.
+    """
 
     run: Run
     state: Tensors
     after: Tensors
+    unused: frozenset[str]
 
 
 class TorchSide:
@@ -33,7 +37,7 @@ class TorchSide:
     Attributes:
         weights: the state dict of all runs, in float64.
         excited: the parameters that were constant and were given other values.
-        trained: the parameters that require a gradient.
+        trained: the parameters that require a gradient, without those that a comparison sets aside.
         ties: every further name of a shared parameter → the one under which PyTorch lists it.
         blocks, block_paths: the classes that are checkpointed, and where they are.
         shapes: of the outputs, by name: (shape, whether it is floating-point).
@@ -77,14 +81,16 @@ class TorchSide:
             run.outputs, loss = self._forward(model, inputs, dtype)
             state = _copies(model) if wants_state else {}
             loss.backward()
-            run.gradients = {name: _gradient(p) for name, p in model.named_parameters() if p.requires_grad}
+            parameters = {name: p for name, p in model.named_parameters() if name in self.trained}
+            run.gradients = {name: _gradient(p) for name, p in parameters.items()}
+            unused = frozenset(name for name, p in parameters.items() if p.grad is None)
             run.input_gradients = {name: _gradient(inputs[name]) for name in self.case.inputs.floating}
             run.losses = [float(loss.detach())]
             if optimizer:
                 optimizer.step()
                 after = _copies(model)
                 run.losses += [self._train(model, optimizer, dtype) for _ in range(steps - 1)]
-        return TorchRun(run, state, after)
+        return TorchRun(run, state, after, unused)
 
     def inputs(self, dtype: str, *, with_gradients: bool = False) -> Tensors:
         """The inputs as tensors, floating-point ones in a dtype."""

@@ -101,8 +101,8 @@ def _equal(space: Space, gradients: Values, one: int, other: int) -> bool:
     return all(float(np.linalg.norm(gradients[a] - gradients[b])) <= EQUAL * scale for a, b in pairs)
 
 
-def unexercised(pair: Pair, space: Space, answer: Candidate) -> list[str]:
-    """The tensors of modules that the outputs do not depend on at all, so that nothing can be proved of them.
+def unexercised(pair: Pair, space: Space, answer: Candidate) -> list[int]:
+    """The units that the outputs do not depend on at all, so that nothing can be proved of them.
 
     A gradient of 0 is not enough: a frozen weight has none, and the outputs change with it.
     """
@@ -114,8 +114,8 @@ def unexercised(pair: Pair, space: Space, answer: Candidate) -> list[str]:
         names = [name for name in space.names(unit) if name in gradients]
         if any(float(np.abs(gradients[name]).max(initial=0)) > 1e-13 * total for name in names):
             continue
-        if pair.change(space.rules(answer), values, space.with_one_other(values, other, unit)) <= LIMIT:
-            found += names
+        if names and pair.change(space.rules(answer), values, space.with_one_other(values, other, unit)) <= LIMIT:
+            found.append(unit)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ Values = dict[str, np.ndarray]
 
 # Between rounding (1e-12 and less for models of this depth) and anything else (1e-8 for a softmax in float32).
 LIMIT = 1e-9
+# As large as what float32 rounds somewhere inside makes of a tensor: a few hundred times its ε, and less.
+FLOAT32_ERROR = 1e-5
 # A tensor is judged by its own norm, but not below this share of the norm of all: an exact 0 has no digits.
 FLOOR = 1e-3
 
@@ -70,6 +73,12 @@ def torch_copy(torch_module: Any) -> Any:
     return made.double()
 
 
+def call_hint(argument: str, error: Exception) -> str:
+    """What to do where a model, an argument of ours, asks for one of its own that nobody gave; empty for all else."""
+    missing = isinstance(error, TypeError) and re.search(r"missing \d+ required .*argument", str(error))
+    return f"; add it to inputs, or pass it in {argument.partition('_')[0]}_call" if missing else ""
+
+
 @contextlib.contextmanager
 def _running(argument: str, module: Any) -> Iterator[None]:
     """Whatever a model raises, as an error that says whose it is; the model's own is its cause."""
@@ -78,7 +87,7 @@ def _running(argument: str, module: Any) -> Iterator[None]:
     except RematError:
         raise
     except Exception as error:
-        text = f"{argument}: {type(module).__name__} cannot be run on inputs: {described(error)}"
+        text = f"{argument}: {type(module).__name__} cannot be run on inputs: {described(error)}{call_hint(argument, error)}"
         raise PortingError(text) from error
 
 

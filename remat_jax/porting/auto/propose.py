@@ -13,11 +13,12 @@ from remat_jax.porting.auto.candidates import Candidate, Space
 from remat_jax.porting.auto.compress import compress
 from remat_jax.porting.auto.interrogate import identify, other_answers, unexercised
 from remat_jax.porting.auto.match import by_names, likeness, table
-from remat_jax.porting.auto.pair import LIMIT, Pair
+from remat_jax.porting.auto.pair import FLOAT32_ERROR, LIMIT, Pair
 from remat_jax.porting.auto.units import FlaxUnit, TorchParts, attentions, flax_units, stack_candidates, torch_parts
-from remat_jax.porting.float64 import keep_jax_float64
+from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
 from remat_jax.porting.links import links_of_places, links_of_tensors
 from remat_jax.porting.rules import Rules, as_rules
+from remat_jax.warning import warn
 
 
 def propose(
@@ -36,7 +37,8 @@ def propose(
     Names, shapes and kinds of modules say where to begin; the models decide. By the map that is returned, outputs and the
     gradients of all parameters agree to 1e-9 on `inputs`, and by no other one: not with two modules of the same shapes
     exchanged, not with a square kernel transposed. Where several maps agree, as in a model that has a symmetry, it is an error
-    that lists them, and `rules` for the modules in question decide.
+    that lists them, and `rules` for the modules in question decide. A weight on which the outputs do not depend is mapped where
+    its name, shape and kind leave one place and one way, with a `RematWarning`, and is an error otherwise.
 
     `inputs` are arrays for both models: a tuple of positional ones, or a dictionary by name. `torch_call` and `flax_call` run
     a model otherwise than `model(*inputs)`, each `call(model, *inputs)`, as where one takes images with channels last.
@@ -66,14 +68,9 @@ def propose(
             answer = identify(pair, space, start)
             _require_proof(pair, space, answer)
         unused = unexercised(pair, space, answer)
-        if unused:
-            units = [unit for unit in range(len(space.torch)) if set(space.names(unit)) & {*unused}]
-            lines = [rule for unit in units for rule in space.way(answer, unit)]
-            raise PortingError(
-                f"the outputs do not depend on {', '.join(unused)}, so nothing can be proved of these; "
-                "give inputs that use them, or rules for them, such as:\n" + "\n".join(f"  {rule}" for rule in lines)
-            )
+        _require_forced(space, answer, unused)
         _require_one(pair, space, answer)
+        warn(_unproved(space, unused))
         return compress(space.rules(answer), {n: x.shape for n, x in pair.initial.items()}, pair.shapes)
 
 
@@ -144,10 +141,36 @@ def _proved(pair: Pair, space: Space, candidate: Candidate) -> bool:
 def _require_proof(pair: Pair, space: Space, candidate: Candidate) -> None:
     error, where = pair.disagreement(space.rules(candidate), pair.generic(0))
     if not error <= LIMIT:
+        rounded = f" The error has the size of float32's rounding: {FLOAT32_REMEDY}." if error <= FLOAT32_ERROR else ""
         raise PortingError(
-            f"no map was found by which the models agree: by the best one, {where} differs by {error:.1e}. "
+            f"no map was found by which the models agree: by the best one, {where} differs by {error:.1e}.{rounded} "
             "They may differ in more than their weights; or write rules for a part of them, and give these as rules."
         )
+
+
+def _require_forced(space: Space, answer: Candidate, unused: Sequence[int]) -> None:
+    """Of what the outputs do not depend on nothing is proved: names, shapes and kinds must leave one place and one way."""
+    places = [answer.places[unit] for unit in unused]
+    open_units = []
+    for unit in unused:
+        name, place = space.torch[unit].name, answer.places[unit]
+        fitting = [other for other in places if space.table[unit][other]]
+        if fitting != [place] or len(space.table[unit][place]) > 1 or not likeness(name, space.flax[place].name):
+            open_units.append(unit)
+    if open_units:
+        names = [name for unit in open_units for name in space.names(unit)]
+        lines = [rule for unit in open_units for rule in space.way(answer, unit)]
+        raise PortingError(
+            f"the outputs do not depend on {', '.join(names)}, so nothing can be proved of these; "
+            "give inputs that use them, or rules for them, such as:\n" + "\n".join(f"  {rule}" for rule in lines)
+        )
+
+
+def _unproved(space: Space, unused: Sequence[int]) -> str | None:
+    names = [name for unit in unused for name in space.names(unit)]
+    them = "them, so that their places are" if len(names) > 1 else "it, so that its place is"
+    text = f"{', '.join(names)}: the outputs do not depend on {them} by name, shape and kind alone, and not proved"
+    return text if names else None
 
 
 def _require_one(pair: Pair, space: Space, answer: Candidate) -> None:

@@ -1,0 +1,131 @@
+"""Weights that neither model uses are set aside with a note; a gradient that happens to be 0 shows nothing, and fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from parity_tests.compare import cases as c
+from remat_jax import porting
+from remat_jax.errors import PortingError
+from remat_jax.parity import Check, ParityReport, compare
+from remat_jax.warning import RematWarning
+
+RULES = "mask_token -> params/mask_token\nlinear.weight -> params/linear/kernel | linear\nlinear.bias -> params/linear/bias"
+X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+
+
+class Torch(torch.nn.Module):
+    """A token for masked patches, as DINOv2 has it, and no mask that asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask_token, self.linear = torch.nn.Parameter(torch.randn(1, 3)), torch.nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class TorchTimesZero(Torch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x + 0 * self.mask_token)
+
+
+class Flax(nn.Module):
+    """As `Torch`; its mask token is multiplied by `share` and added, where there is one."""
+
+    share: float | None = None
+    name_of_token: str = "mask_token"
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        token = self.param(self.name_of_token, nn.initializers.normal(), (1, 3))
+        return nn.Dense(2, name="linear")(x if self.share is None else x + self.share * token)
+
+
+class FlaxNnx(nnx.Module):
+    def __init__(self) -> None:
+        self.mask_token, self.linear = nnx.Param(jnp.ones((1, 3))), nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        return self.linear(x)
+
+
+def run(flax: Any, torch_module: Any = None, **options: Any) -> ParityReport:
+    torch.manual_seed(0)
+    return compare(
+        **{"torch_module": torch_module or Torch(), "flax_module": flax, "inputs": X, "rules": RULES, **c.QUICK, **options}
+    )
+
+
+def gradients(report: ParityReport) -> Check:
+    return next(check for check in report.checks if check.name == "gradients")
+
+
+@pytest.mark.parametrize("flax", [Flax(), FlaxNnx()], ids=["linen", "nnx"])
+def test_what_neither_model_uses_is_a_note(flax: Any) -> None:
+    blocks = {"torch_blocks": torch.nn.Linear, "flax_blocks": nn.Dense if isinstance(flax, Flax) else nnx.Linear}
+    report = run(flax, modes=("off", "checkpoint"), dtypes=("float64", "float32"), optimizer="adamw", **blocks)
+    assert report.passed, str(report)
+    assert gradients(report).found == "2 parameters, none with a gradient of 0; unused by both, not compared: mask_token"
+    assert {row.name for row in report.rows if row.kind == "gradient"} == {"linear.weight", "linear.bias", "input:0"}
+    assert not any("mask_token" in row.name for row in report.rows)
+
+
+@pytest.mark.parametrize(
+    ("flax", "module"),
+    [(Flax(), TorchTimesZero), (Flax(0.0), Torch), (Flax(0.0), TorchTimesZero)],
+    ids=["torch", "flax", "both"],
+)
+def test_a_gradient_that_happens_to_be_zero_still_fails(flax: Any, module: Any) -> None:
+    report = run(flax, module())
+    assert not report.passed and "nothing is shown of mask_token" in gradients(report).found
+
+
+def test_a_weight_that_only_flax_uses_differs() -> None:
+    report = run(Flax(1.0))
+    assert not report.passed and {"output", "mask_token"} <= {row.name for row in report.failed_rows}
+
+
+def test_where_all_weights_are_unused_nothing_is_proved() -> None:
+    class Idle(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            Flax(name="inner")(x)
+            return x**2
+
+    rules = RULES.replace("params/", "params/inner/")
+    report = run(Idle(), rules=rules, torch_call=lambda model, x: x**2)
+    assert not report.passed and not report.proves and "every gradient is 0" in gradients(report).found
+
+
+def test_a_map_is_proposed_for_it_where_only_one_is_possible() -> None:
+    with pytest.warns(RematWarning, match="mask_token: the outputs do not depend on it, so that its place is by name, shape"):
+        assert "mask_token -> params/mask_token" in str(porting.propose(Torch(), Flax(), X))
+    report = run(Flax(), rules="auto")  # the report says it
+    assert report.passed and "not compared: mask_token" in gradients(report).found
+
+
+def test_no_map_is_proposed_where_the_name_is_another() -> None:
+    with pytest.raises(PortingError, match="the outputs do not depend on mask_token.*\n  mask_token -> params/bottleneck"):
+        porting.propose(Torch(), Flax(name_of_token="bottleneck"), X)
+
+
+def test_no_map_is_proposed_where_shapes_leave_two_places() -> None:
+    class Two(Flax):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for name in ("mask_token", "class_token"):
+                self.param(name, nn.initializers.normal(), (1, 3))
+            return nn.Dense(2, name="linear")(x)
+
+    module = Torch()
+    module.class_token = torch.nn.Parameter(torch.zeros(1, 3))
+    with pytest.raises(PortingError, match="do not depend on mask_token, class_token"):
+        porting.propose(module, Two(), X)
