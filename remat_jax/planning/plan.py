@@ -95,8 +95,8 @@ class Plan:
     @property
     def best_named(self) -> Point | None:
         """The fastest named policy that fits, as compiled or as predicted; None where none does."""
-        fits = [one for one in self.named if self._fits(one)]
-        return min(fits, key=lambda one: (one.seconds, one.device_bytes)) if fits else None
+        fits = [(one.seconds, one.device_bytes, one) for one in self.named if self._fits(one) and one.seconds is not None]
+        return min(fits, key=lambda one: one[:2])[2] if fits else None
 
     def _fits(self, point: Point) -> bool:
         host = point.host_bytes <= self.host_budget if self.host_budget is not None else True
