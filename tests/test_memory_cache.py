@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import grp
 import hashlib
 import json
 import os
 import pathlib
+import pwd
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -259,7 +263,51 @@ def test_a_pipe_and_what_is_nested_too_deep_are_none(folder: pathlib.Path, asked
     assert len(asked) == 3
 
 
-@pytest.mark.parametrize("word", ["off", "OFF ", "none", "No", "0", "false"])
+def test_what_lies_in_a_folder_that_others_may_write_is_not_used_unless_that_is_sticky(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "open" / "mine" / "kept"))
+    (tmp_path / "open" / "mine").mkdir(parents=True)
+    for mode, used in ((0o755, True), (0o777, False), (0o1777, True)):
+        (tmp_path / "open").chmod(mode)
+        with (
+            contextlib.nullcontext()
+            if used
+            else pytest.warns(
+                rj.RematWarning, match=f"others may write the folder '{tmp_path}/open', so that '.*/kept' is not used"
+            )
+        ):
+            assert (cache._folder(H200) is not None) == used
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "used"),
+    [("me", [], True), ("me", ["me"], True), ("me", ["me", "you"], False), ("users", [], False), (None, [], False)],
+)
+def test_what_a_group_may_write_is_used_if_the_user_is_alone_in_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, name: str | None, members: list[str], used: bool
+) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept").chmod(0o775)
+
+    def group(_: int) -> Any:
+        if name is None:
+            raise KeyError
+        return types.SimpleNamespace(gr_name=name, gr_mem=members)
+
+    monkeypatch.setattr(grp, "getgrgid", group)
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: types.SimpleNamespace(pw_name="me"))
+    monkeypatch.setattr(os, "getgid", lambda: os.getuid() + 1)
+    assert cache._is_others(tmp_path / "kept", sticky=False) != used
+
+
+def test_a_home_that_is_not_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cache.VARIABLE, "~nosuchuser/kept")
+    with pytest.warns(rj.RematWarning, match="'~nosuchuser/kept': there is no such home folder: nothing is kept"):
+        assert cache._folder(H200) is None
+
+
+@pytest.mark.parametrize("word", ["off", "OFF ", "none", "No", "0", "false", "Disable", "disabled"])
 def test_words_for_off(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.setenv(cache.VARIABLE, word)
     assert cache._folder(H200) is None

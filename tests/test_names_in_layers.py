@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -77,6 +78,11 @@ def workload(block: Any, seed: int = 0) -> rj.Workload:
     return rj.Workload(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), (x,), block)
 
 
+def arguments(block: Any) -> tuple[Any, Any]:
+    x = jnp.ones((2, 4))
+    return Model(block).init(jax.random.key(0), x), x
+
+
 def kept(job: rj.Workload, policy: str) -> list[tuple[int, str, str]]:
     """Of every array that is kept: its layer, its name in that layer, and the line that makes it."""
     rows = [row for row in rj.residuals(job, policy).rows if row.name.startswith("layer_") and row.action == "save"]
@@ -102,6 +108,59 @@ def test_a_selector_that_keeps_nothing_is_an_error(selector: str) -> None:
     """The one is the output's last sine, which nothing reads; the other is not there."""
     with pytest.raises(NoEffectError, match="keeps nothing|matches no residual"):
         rj.residuals(workload(Written), f"save: {selector}")
+
+
+class Linear(nn.Module):
+    """The second product of the last layer is summed up without weights."""
+
+    seed: int = 0
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        y = jnp.sin(nn.Dense(4, name="dense")(x)) * 2
+        return x + (y if self.name == "layer_2" else jnp.tanh(y))
+
+
+@pytest.mark.parametrize(
+    ("policy", "idle"),
+    [
+        ("save: *:cos#2, *Dense_0:add#0, layer_?:add#0", "layer_?:add#0"),
+        ("save: @dots; save: layer_?:add#0", "layer_?:add#0"),
+        ("offload: *:cos#2, layer_?:add#0", "layer_?:add#0"),
+        ("save: *:sin#2; offload: *:cos#2", "*:sin#2"),
+    ],
+)
+def test_each_selector_is_judged_by_itself_under_its_action(policy: str, idle: str) -> None:
+    """The output of a layer, and the sine in it, are read by no derivative; the others are."""
+    with pytest.raises(NoEffectError, match=rf"the selector '{re.escape(idle)}' keeps nothing in layer_0, layer_1, layer_2: "):
+        rj.checkpoint_blocks(workload(Written).loss, {Written: policy})(*arguments(Written))
+
+
+def test_a_selector_without_effect_in_some_layers_says_in_which() -> None:
+    def run(policy: str) -> None:
+        rj.checkpoint_blocks(workload(Linear).loss, {Linear: policy})(*arguments(Linear))
+
+    with pytest.raises(NoEffectError, match=r":mul#0' keeps nothing in layer_2, .* has an effect in layer_0, layer_1\. Write"):
+        run("save: *:mul#0")
+    # The second is meant to find some arrays, and finds them in some layers.
+    for policy in ("save: layer_[01]:mul#0", "save: layer_?:[ma]*#0, *:cos#0"):
+        run(policy)
+
+
+def test_the_gradient_that_is_taken_decides_in_a_table() -> None:
+    job = workload(Written)
+    for text in ("save: layer_0:cos#1", "offload: layer_0:cos#1", "1 x save: *:cos#1 | 2 x full"):
+        with pytest.raises(NoEffectError, match=r"cos#1' keeps nothing in layer_0: the gradient taken does not read"):
+            rj.residuals(job, text)
+    # The other layers read theirs.
+    assert [row[:2] for row in kept(job, "save: *:cos#1") if "cos" in row[1]] == [(1, ":cos#1"), (2, ":cos#1")]
+
+    def frozen(params: Any, x: Any) -> Any:
+        scale = params["params"]["layer_0"]["Dense_0"]["bias"].sum()
+        return scale * job.loss(jax.lax.stop_gradient(params), x)
+
+    with pytest.raises(NoEffectError, match="'layer_1:cos#2' keeps nothing in any block"):
+        rj.residuals(rj.Workload(frozen, job.params, job.batch, Written), "save: layer_1:cos#2")
 
 
 @pytest.mark.parametrize("seed", [*range(8), 23, 95])

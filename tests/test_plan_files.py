@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import html
 import json
+import operator
 import random
 import tracemalloc
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -229,6 +232,23 @@ def test_hostile_values_anywhere_raise_our_error_or_load(tmp_path):
         loaded += 1
         assert str(found) and found.explain() and found.to_html(tmp_path / "plan.html")
     assert 0 < loaded < 500
+
+
+def test_null_in_any_place_is_our_error_or_a_plan_that_can_be_shown(tmp_path):
+    loaded, made = [], plan()
+    # Several that fit are compared.
+    made = replace(made, named=(*made.named, *made.named))
+    for at in filter(None, places(made.to_dict())):
+        data = made.to_dict()
+        *way, last = at
+        functools.reduce(operator.getitem, way, data)[last] = None
+        try:
+            found = rj.Plan.load(write(tmp_path, data))
+        except PlanningError:
+            continue
+        loaded.append(at[-1])
+        assert str(found) and found.explain() and found.to_html(tmp_path / "plan.html").stat().st_size > 1000
+    assert {"seconds", "host_budget", "next_gib_seconds", "device_bytes"} <= set(loaded)
 
 
 def test_nothing_that_a_file_names_is_imported(tmp_path, monkeypatch):

@@ -126,6 +126,18 @@ if child == 0:
     os._exit(0)
 os.waitpid(child, 0)
 """
+TRAINED = """
+loss = rj.checkpoint_blocks(lambda w: block(w), {block: "full"})
+jnp.ones(3).sum()
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        for size in (3, 4):
+            jax.eval_shape(jax.jit(jax.grad(loss)), jax.ShapeDtypeStruct((size,), jnp.float32))
+        os._exit(0)
+    os.waitpid(child, 0)
+jax.eval_shape(jax.grad(loss), jax.ShapeDtypeStruct((5,), jnp.float32))
+"""
 ZIPPED = """
 try:
     rj.measure(job(), "full", "cpu")
@@ -145,6 +157,11 @@ def fresh(code: str, path: pathlib.Path) -> str:
 def test_a_process_that_was_forked_after_jax_had_started_is_told_at_once() -> None:
     assert "RematWarning: this process was forked from one in which JAX had started" in fresh(FORKED, ROOT)
     assert "RematWarning" not in fresh(FORKED.replace("jnp.ones(3).sum()", "").replace("os.fork()", "0"), ROOT)
+
+
+def test_a_block_that_is_traced_in_a_forked_process_is_told_once_in_each() -> None:
+    """Without a word of ours it would wait for ever when it is compiled."""
+    assert fresh(TRAINED, ROOT).count("RematWarning: this process was forked") == 2
 
 
 def test_a_package_in_a_zip_file_is_an_error_with_the_remedy(tmp_path: pathlib.Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import jax
@@ -29,6 +30,15 @@ with scratch() as folder:
     time.sleep(100)
 """
 
+WRITE = """
+import jax, jax.numpy as jnp
+from remat_jax.hardware import target
+from remat_jax.memory.compile.compiler import compile_programs, export_step
+from remat_jax.workload import Step
+step = Step(lambda x: x * 2, (jax.ShapeDtypeStruct((8,), jnp.float32),), ())
+compile_programs([export_step("full", step, target("cpu"))], target("cpu"), timeout=60)
+"""
+
 
 @pytest.fixture
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -43,15 +53,28 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(parent: Path) ->
     held, left = (Path(one.stdout.readline().strip()) for one in (alive, killed) if one.stdout)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    others = [parent / name for name in ("remat_jax_results", "remat_jax_compile_mine")]
-    for folder in (held, left, *others):
+    others = [parent / name for name in ("remat_jax_results", "remat_jax_compile_new")]
+    unlocked, now = parent / "remat_jax_compile_old", time.time()
+    for folder in (held, left, *others, unlocked):
         folder.mkdir(exist_ok=True)
-        os.utime(folder, (1, 1))
+        os.utime(folder, (1, 1) if folder in (others[0], unlocked) else (now - 10, now - 10))
     with scratch.scratch() as own:
         assert set(parent.iterdir()) == {held, own, *others} and own.is_dir()
     assert set(parent.iterdir()) == {held, *others}
     alive.terminate()
     alive.communicate()
+
+
+def test_a_limit_of_a_files_length_is_named(parent: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f 1; exec {sys.executable} -B -c '{WRITE}'"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TMPDIR": str(parent)},
+    )
+    assert "CompileError: what is to be compiled cannot be written ([Errno 27] File too large" in done.stderr
+    assert f"The temporary folder {str(parent)!r} is full, or no file may be so long (ulimit -f)" in done.stderr
+    assert not [*parent.iterdir()]
 
 
 def test_a_full_disk_is_named_as_that_and_not_as_too_little_memory(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,13 @@ def test_a_closed_stream_and_a_folder_that_is_gone(folder: Path) -> None:
     assert gone.returncode == 1 and gone.stderr.startswith(b"error: the working directory is gone") and not gone.stdout
 
 
+@pytest.mark.parametrize("json", ["", " --json"])
+def test_a_full_disk_under_standard_output_is_an_error(folder: Path, json: str) -> None:
+    full = run(folder, "sh", "-c", f"{sys.executable} -m remat_jax.cli targets{json} > /dev/full")
+    assert full.returncode == 1
+    assert full.stderr == b"error: standard output cannot be written (No space left on device)\n"
+
+
 def test_errors_warnings_and_pages_show_escapes() -> None:
     with pytest.raises(PolicyError, match=r"\\x1b\[2J"):
         rj.Policy.parse("keep: \x1b[2J")

@@ -191,3 +191,23 @@ def test_a_custom_vjp_that_gives_one_result_to_a_whole_batch(policy: str, times_
         assert "primal output that is shared across" in str(error)
     else:
         assert_same(found, expected)
+
+
+@pytest.mark.parametrize("policy", ["full", "offload: *tanh*", "offload_inputs"])
+def test_what_does_not_read_the_batch_comes_out_once(policy: str, x64: None) -> None:
+    """The `out_axes` of a `vmap` may ask for that."""
+    x, scale = jnp.linspace(-1, 1, 12).reshape(3, 4), jnp.linspace(0.5, 1, 4)
+
+    def gradient(block: Any) -> Any:
+        def loss(x: Any, scale: Any) -> Any:
+            each, still = jax.vmap(block, in_axes=(0, None), out_axes=(0, None))(x, scale)
+            return each.sum() + still.sum(), still
+
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(x, scale)
+
+    def block(x: Any, scale: Any) -> Any:
+        return jnp.sin(jnp.tanh(x * scale)), jnp.cos(jnp.tanh(scale))
+
+    found, plain = gradient(rj.remat(block, policy)), gradient(block)
+    assert found[1].shape == (4,)
+    assert_same(found, plain)

@@ -3,13 +3,71 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from remat_jax.core import PlannedBlock
 from remat_jax.errors import NoEffectError
-from remat_jax.policy import CONVOLUTION, CONVS, DOTS, DOTS_WITH_NO_BATCH_DIMS, Candidate, JaxPolicy, Policy
+from remat_jax.policy import (
+    CONVOLUTION,
+    CONVS,
+    DOTS,
+    DOTS_WITH_NO_BATCH_DIMS,
+    Action,
+    Candidate,
+    JaxPolicy,
+    Policy,
+    Rule,
+    matches,
+)
 from remat_jax.warning import warn
+
+
+@dataclass
+class _Selected:
+    """What each selector of automatic names does: the blocks in which it has an effect, and those in which it has none.
+
+    Attributes:
+      wide: the selectors that match several arrays of a block.
+    """
+
+    effective: dict[str, set[str]] = field(default_factory=dict)
+    idle: dict[str, set[str]] = field(default_factory=dict)
+    wide: set[str] = field(default_factory=set)
+
+    def note(self, path: str, block: PlannedBlock, along: Sequence[int] | None = None, *, whole: bool = True) -> None:
+        """A block at `path`, differentiated along some inputs, or along all; not to be judged where it is not `whole`."""
+        assert isinstance(block.policy, Policy)
+        for selector in block.policy.kept_globs:
+            chosen = [one for one in block.candidates if matches(selector, one)]
+            if not whole or _has_effect(selector, block, chosen, along):
+                self.effective.setdefault(selector, set()).add(path)
+            elif chosen:
+                self.idle.setdefault(selector, set()).add(path)
+            if len(chosen) > 1:
+                self.wide.add(selector)
+
+    def add(self, other: _Selected) -> None:
+        """What `other` has noted is noted here, too."""
+        self.wide |= other.wide
+        for mine, theirs in ((self.effective, other.effective), (self.idle, other.idle)):
+            for selector, paths in theirs.items():
+                mine.setdefault(selector, set()).update(paths)
+
+
+def _has_effect(selector: str, block: PlannedBlock, chosen: Sequence[Candidate], along: Sequence[int] | None) -> bool:
+    """Whether the backward pass reads one of the arrays that a selector has chosen, by whichever rule it is kept."""
+    assert isinstance(block.policy, Policy)
+    # An input that stays is kept anyway.
+    if any(one.is_input and block.policy.action(one) is not Action.OFFLOAD for one in chosen):
+        return True
+    # What nobody reads because what is computed from it is kept, too, would be read without that.
+    alone = replace(block, policy=Policy((Rule(Action.SAVE, (selector,)),)))
+    for one in (block, alone) if chosen else ():
+        kept = one.kept if along is None else one.kept_along(along)
+        if kept is None or any(candidate.name in kept for candidate in chosen):
+            return True
+    return False
 
 
 @dataclass
@@ -19,7 +77,17 @@ class _Seen:
     candidates: dict[str, Candidate] = field(default_factory=dict)
     offloaded: set[str] = field(default_factory=set)
     moved: bool = False
-    kept: bool = False
+    selected: _Selected = field(default_factory=lambda: _Selected())
+
+    def add(self, other: _Seen) -> None:
+        """The blocks that `other` saw were traced too."""
+        self.paths += other.paths
+        self.candidates |= other.candidates
+        self.offloaded |= other.offloaded
+        self.moved |= other.moved
+        self.selected.add(other.selected)
+        if other.unmatched is not None:
+            self.unmatched = other.unmatched if self.unmatched is None else self.unmatched & other.unmatched
 
 
 class Audit:
@@ -49,7 +117,8 @@ class Audit:
         seen.offloaded |= block.offloaded
         # One block that moves something is enough, and finding out costs a trace.
         seen.moved = seen.moved or (bool(block.offloaded) and (not whole or block.moves_bytes))
-        seen.kept = seen.kept or not whole or block.keeps_what_it_selects
+        if isinstance(block.policy, Policy) and block.policy.kept_globs:
+            seen.selected.note(path, block, whole=whole)
         if isinstance(block.policy, Policy):
             missed = set(block.policy.unmatched(block.named.candidates.values()))
             if missed:
@@ -61,14 +130,7 @@ class Audit:
     def add(self, other: Audit) -> None:
         """The blocks that `other` saw were traced too."""
         for key, theirs in other._seen.items():
-            seen = self._seen.setdefault(key, _Seen())
-            seen.paths += theirs.paths
-            seen.candidates |= theirs.candidates
-            seen.offloaded |= theirs.offloaded
-            seen.moved |= theirs.moved
-            seen.kept |= theirs.kept
-            if theirs.unmatched is not None:
-                seen.unmatched = theirs.unmatched if seen.unmatched is None else seen.unmatched & theirs.unmatched
+            self._seen.setdefault(key, _Seen()).add(theirs)
 
     @property
     def reached(self) -> tuple[str, ...]:
@@ -132,11 +194,47 @@ def _check_policy(policy: Policy, seen: _Seen, where: str) -> None:
                 f"{_of_convolutions(policy, seen)}{closest(selector, seen.candidates)} "
                 f"Its residuals are: {_some(seen.candidates, 8)}. Correct the selector or leave it out."
             )
-    if not seen.kept:
+    for selector in policy.kept_globs:
+        _check_effect(selector, seen.selected, f"policy={str(policy)!r}{where}: the selector {selector!r}")
+
+
+def _check_effect(selector: str, selected: _Selected, said: str) -> None:
+    effective = selected.effective.get(selector, set())
+    idle = sorted(path or "the block" for path in selected.idle.get(selector, set()) - effective)
+    if idle and not effective:
         raise NoEffectError(
-            f"policy={str(policy)!r}{where} keeps nothing in {blocks}: the backward pass reads none of what it selects. "
-            'Save what is computed from it, or use policy="full".'
+            f"{said} keeps nothing in {_some(idle, 8)}: the backward pass reads none of what it selects. "
+            "Select what is computed from it, or leave it out."
         )
+    # What matches several arrays of a block is meant to find some; which, may differ from layer to layer.
+    if idle and selector not in selected.wide:
+        raise NoEffectError(
+            f"{said} keeps nothing in {_some(idle, 8)}, whose backward pass does not read the array, and has an effect in "
+            f"{_some(sorted(effective), 3)}. Write the path of these in front of it."
+        )
+
+
+def check_differentiated(blocks: Iterable[tuple[PlannedBlock, Sequence[int]]], policies: Iterable[Policy]) -> None:
+    """Raise unless each selector of automatic names keeps something for the gradients that are really taken.
+
+    Args:
+      blocks: all blocks that are differentiated, with the inputs that they are differentiated along.
+
+    Raises:
+      NoEffectError: naming the selector, and the blocks that have what it selects.
+    """
+    seen: dict[Policy, _Selected] = {policy: _Selected() for policy in policies}
+    for block, live in blocks:
+        if isinstance(block.policy, Policy) and block.policy in seen and block.policy.kept_globs:
+            seen[block.policy].note(block.named.path, block, live)
+    for policy, selected in seen.items():
+        for selector in (one for one in policy.kept_globs if one not in selected.effective):
+            where = _some(sorted(path or "the block" for path in selected.idle.get(selector, ["any block"])), 8)
+            raise NoEffectError(
+                f"policy={str(policy)!r}: the selector {selector!r} keeps nothing in {where}: the gradient taken does not "
+                "read what it selects. A block whose input is not differentiated reads less than the others. Select another "
+                "array, or leave it out."
+            )
 
 
 def closest(selector: str, names: Iterable[str]) -> str:

@@ -193,6 +193,11 @@ def applying(policies: BlockPolicies) -> Iterator[Record]:
             outer[-1].add(found, policies)
 
 
+def tracing_anew() -> contextlib.AbstractContextManager[Record]:
+    """Nothing that was traced before is taken from a cache: what is to be seen in a trace is seen."""
+    return applying(BlockPolicies(()).anew())
+
+
 def missed(policies: BlockPolicies, found: Record) -> RematError | None:
     """The error for a block of `policies` that was not called, or for a policy without effect; None if there is neither."""
     for block, _ in policies.entries:

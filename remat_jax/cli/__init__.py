@@ -8,7 +8,7 @@ import sys
 
 def main() -> None:
     """Run the command line on the arguments of this process; exits 0, 1 (a check fails), 2 (bad usage) or 3 (nothing fits)."""
-    from remat_jax.cli.output import prepare_streams
+    from remat_jax.cli.output import prepare_streams, written
 
     prepare_streams()
     try:
@@ -17,7 +17,8 @@ def main() -> None:
         sys.exit("error: the working directory is gone; change into another one")
     from remat_jax.cli.app import app
 
-    app(prog_name="remat-jax")
+    with written():
+        app(prog_name="remat-jax")
 
 
 __all__ = ["main"]

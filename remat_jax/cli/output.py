@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import io
 import json
 import math
@@ -41,6 +42,23 @@ def prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="remat_jax")
+
+
+@contextlib.contextmanager
+def written() -> Iterator[None]:
+    """All that is printed reaches standard output; exits 1 with a message where a disk is full, or the device is gone."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        # One with a file's name is of that file.
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EIO) or error.filename is not None:
+            raise
+        # Python would try once more at its end.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+        sys.exit(f"error: standard output cannot be written ({error.strerror})")
 
 
 def _otherwise(error: UnicodeError) -> tuple[str, int]:

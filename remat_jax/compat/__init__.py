@@ -48,7 +48,7 @@ from remat_jax.compat.jaxprs import (
     with_equations,
     with_params,
 )
-from remat_jax.compat.limits import eager_offload_explained, limits, lost_threads
+from remat_jax.compat.limits import eager_offload_explained, limits, warn_of_lost_threads
 from remat_jax.compat.own_checkpoints import let_checkpoints_give_way
 from remat_jax.compat.rematerialisation import (
     BLOCK_NAME,
@@ -159,7 +159,6 @@ __all__ = [
     "keep_to_cpu_without_gpu",
     "like",
     "limits",
-    "lost_threads",
     "lowering_for",
     "made_by",
     "named",
@@ -188,4 +187,5 @@ __all__ = [
     "wants_cudnn",
     "without_source_lines",
     "xla_flags",
+    "warn_of_lost_threads",
 ]

@@ -15,6 +15,7 @@ from remat_jax.compat.gpu_compiler import require_gpu_compiler
 from remat_jax.compat.rematerialisation import require_named_policies
 from remat_jax.compat.versions import miscompiles_scanned_offload_here
 from remat_jax.errors import UnsupportedError
+from remat_jax.warning import warn
 
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
@@ -61,15 +62,31 @@ def _numbers(version: str) -> str:
     return found.group() if found else version
 
 
-def lost_threads() -> bool:
-    """Whether JAX started in the process that this one was forked from: its threads stayed there, and what asks them waits.
+_lost_threads = False
+_asked = 0
 
-    Known on Linux, and as long as this process has started no thread of its own.
+
+def _after_fork() -> None:
+    global _lost_threads
+    _lost_threads = _bridge.backends_are_initialized()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def warn_of_lost_threads() -> None:
+    """Warn where JAX had started in the process that this one was forked from; once for each process.
+
+    Its threads stayed there, and what asks them waits for ever.
     """
-    try:
-        return len(os.listdir("/proc/self/task")) == 1 and _bridge.backends_are_initialized()
-    except OSError:
-        return False
+    global _asked
+    if _lost_threads and _asked != os.getpid():
+        _asked = os.getpid()
+        warn(
+            "this process was forked from one in which JAX had started, and JAX's threads stayed there: JAX may wait for ever. "
+            "Start it otherwise, as with multiprocessing.get_context('spawn')"
+        )
 
 
 # What JAX says of an array that was moved to the host alone where the others are on a mesh, and of a move inside `shard_map`.

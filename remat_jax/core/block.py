@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +18,12 @@ from remat_jax import compat
 from remat_jax.core.established import established
 from remat_jax.core.naming import Named, name_linearised
 from remat_jax.core.once import transposed_once
-from remat_jax.core.origins import is_on_host
+from remat_jax.core.origins import is_on_host, origin
 from remat_jax.core.repeated import Linearise, NamedBlock, name_block
 from remat_jax.core.stack_rows import read_row
 from remat_jax.core.walk import of_some
 from remat_jax.errors import UnsupportedError
-from remat_jax.policy import Action, Candidate, JaxPolicy, Policy, Rule
+from remat_jax.policy import Action, Candidate, JaxPolicy, Policy
 
 Function = Callable[..., list[Any]]
 
@@ -83,19 +85,29 @@ class PlannedBlock:
         except Exception:  # a block that has no reverse mode can still be run forwards
             return True
 
-    @property
-    def keeps_what_it_selects(self) -> bool:
-        """False where a policy that saves arrays by one selector of automatic names saves none that the backward pass reads."""
-        policy = self.policy
-        if not isinstance(policy, Policy) or policy.offloads or len(policy.automatic_globs) != 1:
-            return True
-        if [rule.selectors for rule in policy.rules if rule.action is Action.SAVE] != [policy.automatic_globs]:
-            return True
-        # What would be moved if it were offloaded is what the backward pass reads. Only a scalar is saved and never offloaded.
-        names = [one.name for one in self.candidates if policy.action(one) is Action.SAVE and not one.is_input]
-        shapes = self.linearised.shapes | self.named.shapes
-        away = Policy((Rule(Action.OFFLOAD, policy.automatic_globs),))
-        return any(shapes[name] == () for name in names) or PlannedBlock(self.jaxpr, self.names, away).moves_bytes
+    @functools.cached_property
+    def kept(self) -> frozenset[str] | None:
+        """`kept_along` every input."""
+        return self.kept_along(range(len(self.jaxpr.in_avals)))
+
+    def kept_along(self, inputs: Iterable[int]) -> frozenset[str] | None:
+        """The names of what leaves the forward pass for the backward pass when the block is differentiated along some inputs.
+
+        None where that cannot be known: of a policy object of JAX's, and of a block that has no reverse mode.
+        """
+        if not isinstance(self.policy, Policy):
+            return None
+        live = tuple(inputs)
+        key = *decide(self.linearised, self.policy), live
+        return self.names.kept(key, self.linearised, lambda: self._names_between(live))
+
+    def _names_between(self, live: Sequence[int]) -> frozenset[str] | None:
+        try:
+            jaxpr = self._between(live)
+            made = [origin(jaxpr, atom) for atom in jaxpr.outvars] if jaxpr is not None else []
+        except Exception:  # a block that has no reverse mode can still be run forwards
+            return None
+        return frozenset(name for one in made for name in (one.name, *one.aliases))
 
     @functools.cached_property
     def host_residuals(self) -> tuple[Any, ...]:
@@ -104,6 +116,12 @@ class PlannedBlock:
 
     def host_residuals_along(self, inputs: Iterable[int]) -> tuple[Any, ...]:
         """The same where it is differentiated along some inputs; what only the gradients of others read stays away."""
+        jaxpr = self._between(inputs)
+        residuals = jaxpr.outvars if jaxpr is not None else ()
+        return tuple(atom.aval for atom in residuals if not hasattr(atom, "val") and is_on_host(atom))
+
+    def _between(self, inputs: Iterable[int]) -> Any:
+        """The open jaxpr of the forward pass, whose outputs are what the backward pass along `inputs` reads; None for none."""
         live = [index for index in inputs if is_smooth(self.jaxpr.in_avals[index])]
         block = self.checkpointed(prevent_cse=False)
 
@@ -113,10 +131,8 @@ class PlannedBlock:
 
             return jax.linearize(of_live, *(primals[index] for index in live))[1]
 
-        if not live:
-            return ()
-        residuals = jax.make_jaxpr(linear)(*self.jaxpr.in_avals).jaxpr.outvars
-        return tuple(atom.aval for atom in residuals if not hasattr(atom, "val") and is_on_host(atom))
+        with _noting(None):
+            return jax.make_jaxpr(linear)(*self.jaxpr.in_avals).jaxpr if live else None
 
     def checkpointed(
         self, *, prevent_cse: bool, rows: Sequence[int] = (), once: bool = False, staying: Callable[[], Iterable[int]] = tuple
@@ -138,6 +154,27 @@ class PlannedBlock:
         return run(prevent_cse=prevent_cse, rows=rows, once=once)
 
 
+Differentiated = list[tuple[PlannedBlock, list[int]]]
+_noted: ContextVar[Differentiated | None] = ContextVar("noted", default=None)
+
+
+@contextlib.contextmanager
+def _noting(blocks: Differentiated | None) -> Iterator[None]:
+    token = _noted.set(blocks)
+    try:
+        yield
+    finally:
+        _noted.reset(token)
+
+
+@contextlib.contextmanager
+def noting_differentiated() -> Iterator[Differentiated]:
+    """The blocks that are differentiated meanwhile, each with the inputs that it is differentiated along; not from a cache."""
+    blocks: Differentiated = []
+    with _noting(blocks):
+        yield blocks
+
+
 def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequence[bool]) -> PlannedBlock:
     """Name the residuals of the block `jaxpr`, to run it under `policy`.
 
@@ -150,6 +187,7 @@ def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequen
     Raises:
       UnsupportedError: the block uses a mutable array.
     """
+    compat.warn_of_lost_threads()
     if compat.uses_references(jaxpr):
         raise UnsupportedError(
             f"block {path or 'function'!r} uses a mutable array (jax.new_ref), which JAX cannot differentiate under a "
@@ -249,6 +287,10 @@ def _differentiated_by_name(
 
     def differentiated(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
+        if (noted := _noted.get()) is not None:
+            # The gradient of a row goes to its stack.
+            places = [*range(size), *rows]
+            noted.append((PlannedBlock(jaxpr, names, policy), [places[index] for index in live if index < len(places)]))
         if not live:
             outputs = run(*primals)
             return outputs, [zero_tangent(out) for out in outputs]

@@ -78,8 +78,7 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
                 return replace(found, key=(atom, found.key), scanned=found.scanned or _is_stacked(eqn, index))
             atom = eqn.invars[found.key[1]]
         else:
-            path = "/".join(outer + compat.scopes(eqn))
-            return Origin(atom, "equation", f"{path}:{eqn.primitive.name}", compat.source_line(eqn), layers=here)
+            return _made_here(eqn, atom, outer + compat.scopes(eqn), here)
     return Origin(("literal", id(atom)), "constant", "literal")
 
 
@@ -120,6 +119,18 @@ def _is_stacked(scan: Any, index: int) -> bool:
 def _through_call(eqn: Any, index: int, path: tuple[str, ...], layers: range | None) -> Origin:
     inner = compat.closed(next(iter(inner_jaxprs(eqn).values()))).jaxpr
     return origin(inner, inner.outvars[index], path, layers)
+
+
+def _made_here(eqn: Any, atom: Any, path: tuple[str, ...], layers: range | None) -> Origin:
+    """An output of an equation; of a `cond`, the names in its branches: one output has what each keeps, of one shape."""
+    branches = eqn.params["branches"] if eqn.primitive.name == "cond" else ()
+    bodies = [compat.closed(one).jaxpr for one in branches]
+    made = [origin(body, body.outvars[eqn.outvars.index(atom)], path, layers) for body in bodies]
+    named = [one for one in made if one.kind == "named"]
+    if named:
+        names = dict.fromkeys(name for one in named for name in (one.name, *one.aliases))
+        return replace(named[0], key=(atom, named[0].key), aliases=tuple(names)[1:])
+    return Origin(atom, "equation", f"{'/'.join(path)}:{eqn.primitive.name}", compat.source_line(eqn), layers=layers)
 
 
 def _through_scan(eqn: Any, index: int, path: tuple[str, ...], layers: range | None) -> Origin:

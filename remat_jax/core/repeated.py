@@ -32,6 +32,7 @@ class FirstLayer:
       original: its jaxpr.
       asked: its inputs, JAX's settings and the source line: an identical block has the same.
       named: its jaxpr with names.
+      kept: what its backward pass reads, by what a policy keeps; all in names of the first layer.
     """
 
     original: Original
@@ -39,6 +40,7 @@ class FirstLayer:
     named: Named
     _linearised: dict[Any, Named] = field(default_factory=dict)
     _keeping: dict[Any, Any] = field(default_factory=dict)
+    kept: dict[Any, frozenset[str] | None] = field(default_factory=dict)
 
     def is_like(self, jaxpr: Any, path: str, asked: Any) -> bool:
         """Whether the block `jaxpr` at `path` is identical."""
@@ -84,6 +86,16 @@ class NamedBlock:
             return keep_names(linearise(self.named), names)
         renaming = self._renaming(found.candidates)
         return renaming.jaxpr(self.first.keeping(frozenset(map(renaming.before, names)), key))
+
+    def kept(self, key: tuple[Any, ...], linearised: Named, find: Callable[[], frozenset[str] | None]) -> frozenset[str] | None:
+        """`find()`, names of this block's linearisation: once for identical blocks and an equal `key`, which has such names."""
+        back = _Renaming(self.named.path, self.first.named.path, linearised.candidates)
+        key = tuple(frozenset(map(back.after, part)) if isinstance(part, frozenset) else part for part in key)
+        if key not in self.first.kept:
+            found = find()
+            self.first.kept[key] = None if found is None else frozenset(map(back.after, found))
+        known = self.first.kept[key]
+        return None if known is None else frozenset(map(back.before, known))
 
     def _renaming(self, candidates: Mapping[str, Candidate]) -> _Renaming:
         return _Renaming(self.first.named.path, self.named.path, candidates)
@@ -139,10 +151,10 @@ class _Renaming:
         """`named` at the other path."""
         if self._paths[0] == self._paths[1]:
             return named
-        candidates = {self._name(name): replace(one, name=self._name(name)) for name, one in named.candidates.items()}
-        shapes = {self._name(name): shape for name, shape in named.shapes.items()}
+        candidates = {self.after(name): replace(one, name=self.after(name)) for name, one in named.candidates.items()}
+        shapes = {self.after(name): shape for name, shape in named.shapes.items()}
         counts = Counter({self._moved(base): count for base, count in named.counts.items()})
-        inputs = tuple(None if name is None else self._name(name) for name in named.inputs)
+        inputs = tuple(None if name is None else self.after(name) for name in named.inputs)
         return Named(lambda: self.jaxpr(named.jaxpr), self._paths[1], candidates, shapes, counts, inputs)
 
     def jaxpr(self, jaxpr: Any) -> Any:
@@ -157,7 +169,8 @@ class _Renaming:
         path, new_path = self._paths
         return new_path + name[len(path) :]
 
-    def _name(self, name: str) -> str:
+    def after(self, name: str) -> str:
+        """This block's name for a `name` of the first one."""
         return self._names.get(name, name)
 
     def _equation(self, eqn: Any) -> Any:

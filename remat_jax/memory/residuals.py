@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
 
 from remat_jax import compat
+from remat_jax.apply.audit import check_differentiated
 from remat_jax.apply.own_checkpoints import KEPT
 from remat_jax.apply.replaced import replaced_text
+from remat_jax.apply.scope import tracing_anew
+from remat_jax.core import noting_differentiated
 from remat_jax.core.origins import Origin, is_on_host, origin
 from remat_jax.core.shared import Reading, collecting
 from remat_jax.core.walk import block_under_checkpoint
@@ -214,11 +218,27 @@ def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, s
             f"workload={workload.name!r} was made from a finished step, which takes its gradient inside: what it keeps between "
             "the passes cannot be read from outside. Make a Workload of the loss instead."
         )
-    with collecting() as read:
+    with collecting() as read, _effect_checked(policy.values() if isinstance(policy, dict) else [checked]):
         rows, aliases = _kept(workload, policy)
     text = str(checked) if checked is not None else "; ".join(f"{block}: {one}" for block, one in policy.items())
     replaced = 0 if is_off(checked) else workload.replaced_checkpoints
     return ResidualTable(tuple(_ordered(rows)), workload.policy_text(text), None, _shared(read), replaced), aliases
+
+
+@contextlib.contextmanager
+def _effect_checked(policies: Iterable[Any]) -> Iterator[None]:
+    """What is traced meanwhile is traced anew, and each selector must keep something for the gradients that it takes."""
+    given = [as_block_policy(one) for one in policies]
+    plain = [
+        one for policy in given for one in ([run[1] for run in policy.runs] if isinstance(policy, LayerPolicies) else [policy])
+    ]
+    named = [one for one in plain if isinstance(one, Policy) and one.kept_globs]
+    if not named:
+        yield
+        return
+    with tracing_anew(), noting_differentiated() as blocks:
+        yield
+    check_differentiated(blocks, named)
 
 
 def _ordered(rows: list[Residual]) -> list[Residual]:

@@ -49,7 +49,7 @@ class PlanData:
     @property
     def best_named(self) -> Point | None:
         """The fastest named policy that fits, as compiled or as predicted; None where none does."""
-        fits = [one for one in self.named if self._fits(one)]
+        fits = [one for one in self.named if self._fits(one) and one.seconds is not None]
         return min(fits, key=lambda one: (one.seconds, one.device_bytes)) if fits else None
 
     def _fits(self, point: Point) -> bool:

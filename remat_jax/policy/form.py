@@ -140,6 +140,16 @@ class Policy:
         """
         return tuple(filter(is_automatic_glob, self.selectors))
 
+    @property
+    def kept_globs(self) -> tuple[str, ...]:
+        """Of these, the selectors that save or offload.
+
+        >>> Policy.parse("recompute: *norm*; save: *ffn/up*").kept_globs
+        ('*ffn/up*',)
+        """
+        kept = (rule.selectors for rule in self.rules if rule.action is not Action.RECOMPUTE)
+        return tuple(one for selectors in kept for one in filter(is_automatic_glob, selectors))
+
     def action(self, candidate: Candidate) -> Action:
         """What this policy says of ``candidate``: the action of the first rule that matches, else the default."""
         return next((rule.action for rule in self.rules if rule.matches(candidate)), self.default)

@@ -207,6 +207,8 @@ def _load_safetensors(path: Path) -> dict[str, np.ndarray]:
                 )
             # Copies: what it returns may be a view of the file.
             return {name: np.array(file.get_tensor(name)) for name in kinds}
+    except PortingError:
+        raise
     except (safetensors.SafetensorError, ValueError) as error:  # NumPy's, of a size that no array has
         raise PortingError(f"{path.name}: not a safetensors file ({error}).") from None
 

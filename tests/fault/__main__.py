@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import seed as seeded
 
+from tests.fault import ops
 from tests.fault.checks import Case, Tally, cases, check
 from tests.fault.files import check_files
 from tests.fault.selectors import check_selectors
@@ -47,10 +48,15 @@ def main() -> int:
     parser.add_argument(
         "--attacks", nargs="*", choices=sorted(ATTACKS), help="the tests of these attacks; of all if none is named"
     )
+    parser.add_argument("--devices", type=int, default=1, help="over how many devices sharding constraints divide")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no slice of programs after this time")
+    parser.add_argument("--note", type=Path, help="write what the programs came to as a note")
     parser.add_argument("--shrink", action="store_true", help="look for the smallest program that is wrong; takes long")
     asked = parser.parse_args()
+    if asked.devices > 1:
+        jax.config.update("jax_num_cpu_devices", asked.devices)
+        ops.DEVICES = asked.devices
     # LLVM's passes take longer than running what they make.
     jax.config.update("jax_disable_most_optimizations", True)
     wrong = check_texts(asked.texts, asked.seed, say)
@@ -80,12 +86,48 @@ def check_programs(asked: argparse.Namespace) -> int:
             wrong += 1
             say(f"WRONG in slice {number}, the program above: {type(error).__name__}: {error}")
         say(f"{drawn} programs drawn, {tally.checked} compared, {tally.bit_equal} of these bit for bit, {wrong} slices wrong")
+    if drawn and asked.note:
+        asked.note.write_text(note(asked, tally, drawn, wrong, time.monotonic() - start), encoding="utf-8")
     if drawn:
         say(f"refused: {dict(tally.refused)}\nof these kinds: {dict(sorted(tally.kinds.items()))}")
     if drawn >= SLICE and 3 * tally.checked < drawn:
         say(f"TOO FEW: {tally.checked} of {drawn} programs were compared")
         return wrong + 1
     return wrong
+
+
+def note(asked: argparse.Namespace, tally: Tally, drawn: int, wrong: int, seconds: float) -> str:
+    """What a run of programs came to, as a page."""
+    kinds = "\n".join(f"| {name} | {count} |" for name, count in sorted(tally.kinds.items()))
+    refused = "\n".join(f"| {name} | {count} |" for name, count in tally.refused.most_common())
+    return f"""# Random programs under random policies
+
+Written by `python -m tests.fault --programs {asked.programs} --seed {asked.seed} --seconds {asked.seconds:g} --note …`,
+with JAX {jax.__version__}. Each program is a stack of layers of random operations under random policies. Its value and
+gradients are held against those of the plain program, in float64.
+
+| programs | |
+| --- | --- |
+| asked for | {asked.programs} |
+| drawn in {seconds / 60:.0f} minutes | {drawn} |
+| compared | {tally.checked} |
+| of these equal bit for bit | {tally.bit_equal} |
+| slices of {SLICE} that a wrong one ended | {wrong} |
+
+Refused, and not compared: by JAX for reasons of its own (`docs/limits.md`), or because a random policy has no effect on a
+random program.
+
+| why | programs |
+| --- | --- |
+{refused}
+
+What was compared, by the way in which the policy was put on it, the loop around the layers, what was done with the loss, and
+how it ran:
+
+| kind | programs |
+| --- | --- |
+{kinds}
+"""
 
 
 def _slices(programs: int) -> Iterator[int]:

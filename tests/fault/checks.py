@@ -6,7 +6,7 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 
 import remat_jax as rj
 from remat_jax import compat
-from remat_jax.core import plan_block
+from remat_jax.core import PlannedBlock, plan_block
 from remat_jax.errors import NoEffectError
 from remat_jax.parity.rule import float64_errors, global_norm
 from remat_jax.parity.tolerances import TOLERANCES, epsilon
+from remat_jax.policy import Action, Rule, matches
+from tests.fault import ops
 from tests.fault.evaluate import traced
 from tests.fault.ops import LOW, low_precision
 from tests.fault.programs import NOT_UNDER, Program, arguments, programs
-from tests.fault.stacks import BY_CLASS, LOOPS, WAYS, Stack
+from tests.fault.stacks import BY_CLASS, LOOPS, OUTER, WAYS, Stack
 
 _ALWAYS = ("off", "full", "everything", "offload_inputs", "recompute: @inputs; offload: *", "save: @primitive:cos; offload: *")
 _OF_DOTS = (
@@ -103,6 +105,8 @@ def cases(draw: st.DrawFn) -> Case:
     """A program, how it becomes layers, the policies on them, and what is done with the loss."""
     program = draw(programs())
     stack = Stack(program, draw(st.sampled_from([1, 2, 2, 3])), draw(st.sampled_from(_ABLE)), draw(st.sampled_from(LOOPS)))
+    if stack.way == "inner":
+        stack = replace(stack, outer=draw(st.sampled_from(OUTER)))
     if stack.way == "forward":
         choices: Any = st.sampled_from(["full", "offload_inputs"])
     elif stack.way == "by_hand":
@@ -115,7 +119,7 @@ def cases(draw: st.DrawFn) -> Case:
     policies = tuple(draw(choices) for _ in range(stack.layers if by_layer else 1))
     allowed = [one for one in TRANSFORMS if not program.has(*NOT_UNDER.get(one, ()))]
     # A callback cannot be serialised.
-    runs = [one for one in RUNS if one != "export" or not program.has("told")]
+    runs = [one for one in RUNS if one != "export" or not program.has("told")] if ops.DEVICES == 1 else ["jit"]
     transform, run, seed = draw(st.sampled_from(allowed)), draw(st.sampled_from(runs)), draw(st.integers(0, 3))
     return Case(stack, policies, transform, run, seed, draw(st.integers(0, 3)) == 3)
 
@@ -182,9 +186,17 @@ def _residual_policy(case: Case, seed: int) -> str | None:
     names = sorted({"*" + one.name[one.name.rfind(":") :] if ":" in one.name else one.name for one in planned.candidates})
     draw, actions = random.Random(seed), {}
     for name in names:
-        actions.setdefault(draw.choice(("save", "offload", "recompute", "recompute")), []).append(name)
+        action = draw.choice(("save", "offload", "recompute", "recompute"))
+        # A selector that keeps nothing is an error, and nothing would be compared.
+        actions.setdefault(action if _keeps(planned, name) else "recompute", []).append(name)
     rules = [f"{action}: {', '.join(actions[action])}" for action in sorted(actions)]
     return "; ".join(rules) if rules else None
+
+
+def _keeps(block: PlannedBlock, selector: str) -> bool:
+    kept = replace(block, policy=rj.Policy((Rule(Action.SAVE, (selector,)),))).kept
+    chosen = [one for one in block.candidates if matches(selector, one)]
+    return kept is None or any(one.is_input or one.name in kept for one in chosen)
 
 
 # --- judging ----------------------------------------------------------------------------------------------------------

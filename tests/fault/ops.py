@@ -29,6 +29,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 ROWS, WIDTH = 3, 4
+DEVICES = 1
+"""Over how many devices a sharding constraint divides an array; with several only what is under `jit` can be run."""
+
 
 LOW = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 low_precision: ContextVar[Any] = ContextVar("low_precision", default=None)
@@ -93,8 +96,8 @@ def _dead(n: int, x: Any) -> Any:
 
 
 def _constrained(n: int, x: Any) -> Any:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("one",))
-    return lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, P("one", None) if n % 2 else P()))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:DEVICES]), ("all",))
+    return lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, P(None, "all") if n % 2 else P()))
 
 
 def _told(n: int, x: Any) -> Any:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
 import remat_jax as rj
+from remat_jax.apply.scope import tracing_anew
+from remat_jax.core import noting_differentiated
+from remat_jax.core.walk import bodies
 from remat_jax.errors import NoEffectError
+from remat_jax.memory.residuals import kept_residuals
+from remat_jax.policy import Candidate
 from tests.fault.programs import Program, arguments, programs
 from tests.fault.stacks import LinenBlock, Stack
 
@@ -44,20 +50,43 @@ def check_selectors(blocks: int, seed: int, say: Callable[[str], None]) -> int:
 
 
 def outcomes(program: Program) -> dict[str, str]:
-    """By the name of each array that the backward pass may read: `kept`, `refused` or `wrong`."""
+    """By the name of each array of two layers, read by the backward pass or not: `kept`, `refused` or `wrong`.
+
+    The first layer's input is not differentiated.
+    """
     with jax.enable_x64(True):
         params, x, ids, keys = jax.eval_shape(lambda: arguments(2))
         loss = Stack(program, 2, "linen", "none").plain()
-        job = rj.Workload(lambda given, *batch: loss(*given, *batch)[0], (params, x), (ids, keys), LinenBlock)
-        return {name: _outcome(job, name) for name in _saved(job, "everything") - _saved(job, "full")}
+        job = rj.Workload(lambda given, *batch: loss(given, *batch)[0], params, (x, ids, keys), LinenBlock)
+        with tracing_anew(), noting_differentiated() as blocks:
+            full = _saved(job, "full")
+        found = {one.name: one for block, _ in blocks for one in block.candidates}
+        chosen = [one for name, one in found.items() if ":" in name and not one.is_input]
+        return {one.name: _outcome(job, one, full) for one in chosen}
 
 
-def _saved(job: rj.Workload, policy: str) -> set[str]:
-    return {row.name for row in rj.residuals(job, policy).rows if row.action == "save" and ":" in row.name}
+def _saved(job: rj.Workload, policy: str) -> set[tuple[str, int, int]]:
+    return {(row.name, row.count, row.bytes) for row in kept_residuals(job, policy).rows if row.action == "save"}
 
 
-def _outcome(job: rj.Workload, name: str) -> str:
+def _outcome(job: rj.Workload, one: Candidate, full: set[tuple[str, int, int]]) -> str:
+    policy = f"save: {one.name}"
     try:
-        return "kept" if name in _saved(job, f"save: {name}") else "wrong"
+        if _saved(job, policy) != full:
+            return "kept"
     except NoEffectError:
         return "refused"
+    # The result of a layer is kept for the next one: where its own layer reads it too, it is not made again.
+    return "kept" if _made(job, one.primitive, policy) < _made(job, one.primitive, "full") else "wrong"
+
+
+def _made(job: rj.Workload, primitive: str, policy: str) -> int:
+    """How often a primitive stands in the step under a policy."""
+    step = job.step(policy)
+    return _count(jax.make_jaxpr(step.function)(*step.arguments).jaxpr, primitive)
+
+
+def _count(jaxpr: Any, primitive: str) -> int:
+    return sum(
+        (eqn.primitive.name == primitive) + sum(_count(one.jaxpr, primitive) for one in bodies(eqn)) for eqn in jaxpr.eqns
+    )

@@ -22,6 +22,9 @@ Loss = Callable[..., Any]
 BY_CLASS = ("linen", "nnx", "nnx_state", "inner")
 """Ways in which `checkpoint_blocks` finds the layers."""
 WAYS = (*BY_CLASS, "remat", "forward", "sequential", "replan", "by_hand")
+OUTER = ("full", "full", "off", "everything", "offload_inputs", "save: @primitive:tanh")
+"""Policies of what stands around a block with a policy of its own (`inner`)."""
+
 LOOPS = ("none", "scan", "reverse", "unroll", "nested", "vmap")
 
 
@@ -32,13 +35,15 @@ class Stack:
     Attributes:
       way: how a policy is put on them.
       loop: whether they are written one by one, or in a scan: forward, in reverse, two a round, or in a scan inside a scan;
-        or written one by one, each under a `vmap`.
+        or written one by one, each under a `vmap`, which does not map a key that comes out.
+      outer: the policy of the module around each, of the way `inner`.
     """
 
     program: Program
     layers: int
     way: str
     loop: str
+    outer: str = "full"
 
     def plain(self) -> Loss:
         """The loss without policies: `(params, x, ids, keys)` → a scalar, and what is not differentiated."""
@@ -49,7 +54,7 @@ class Stack:
     def under(self, policy: Any) -> Loss:
         """The same with `policy` on every layer."""
         if self.way == "inner":
-            return rj.checkpoint_blocks(self.plain(), {LinenOuter: "full", LinenBlock: policy})
+            return rj.checkpoint_blocks(self.plain(), {LinenOuter: self.outer, LinenBlock: policy})
         if self.way in BY_CLASS:
             return rj.checkpoint_blocks(self.plain(), {_BLOCKS[self.way]: policy})
         if self.way == "replan":
@@ -96,8 +101,12 @@ class Stack:
             return x, found
         if self.loop == "vmap":
             found, pair = [], jnp.stack([x, jnp.cos(x)])
+            mapped = {name: None if name == "k" else 0 for name in self.program.outputs}
+            mapped |= {"mean": 0} if self.way == "nnx_state" else {}
             for index in range(self.layers):
-                pair, given = jax.vmap(one, in_axes=(0, None))(pair, jax.tree.map(lambda leaf, index=index: leaf[index], rows))
+                pair, given = jax.vmap(one, in_axes=(0, None), out_axes=(0, mapped))(
+                    pair, jax.tree.map(lambda leaf, index=index: leaf[index], rows)
+                )
                 found.append(given)
             return pair, found
         if self.loop == "nested":

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -15,11 +19,11 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import NoEffectError
 from tests.fault import __main__ as command
-from tests.fault.checks import Case, Tally, cases, check
+from tests.fault.checks import RUNS, TRANSFORMS, Case, Tally, cases, check
 from tests.fault.evaluate import traced
 from tests.fault.ops import OPS
 from tests.fault.programs import NESTINGS, Program, Step, programs
-from tests.fault.stacks import WAYS, Stack
+from tests.fault.stacks import LOOPS, OUTER, WAYS, Stack
 
 TALLY = Tally.empty()
 
@@ -56,6 +60,48 @@ def test_every_operation_is_drawn() -> None:
 
         count()
     assert drawn.keys() == OPS.keys() | NESTINGS.keys(), (OPS.keys() | NESTINGS.keys()) - drawn.keys()
+
+
+def test_every_way_loop_and_run_is_drawn() -> None:
+    drawn: Counter[str] = Counter()
+    for number in range(25):
+
+        @seed(number)
+        @settings(
+            max_examples=25, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        )
+        @given(cases())
+        def count(case: Case) -> None:
+            drawn.update([case.stack.way, case.stack.loop, case.run, case.transform])
+            drawn.update([f"outer {case.stack.outer}"] if case.stack.way == "inner" else [])
+
+        count()
+    wanted = {*WAYS, *LOOPS, *RUNS, *TRANSFORMS, *(f"outer {one}" for one in OUTER)}
+    assert drawn.keys() == wanted, wanted ^ drawn.keys()
+
+
+TWO_DEVICES = """
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+from tests.fault import ops
+from tests.fault.checks import Case, Tally, check
+from tests.fault.programs import Program, Step
+from tests.fault.stacks import Stack
+ops.DEVICES = 2
+steps = (Step("dense", (0, 0), 0), Step("constrained", (0,), 1), Step("tanh", (0,), 0), Step("constrained", (0,), 0))
+tally = Tally.empty()
+ways = ("linen", "none", "everything"), ("remat", "scan", "save: @dots"), ("nnx", "none", "offload: *tanh*")
+for way, loop, policy in ways:
+    check(Case(Stack(Program(steps), 2, way, loop), (policy,), "grad", "jit", 0), tally)
+print(tally.checked, len(jax.devices()))
+"""
+
+
+def test_constraints_over_two_devices_keep_values_and_gradients() -> None:
+    root = pathlib.Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", TWO_DEVICES], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.stdout == "3 2\n", done.stderr[-2000:]
 
 
 SMALL = Program((Step("dense", (0, 0), 0), Step("tanh", (0,), 0)))

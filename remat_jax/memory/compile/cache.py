@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ MOST_FILES = 1000
 MOST_BYTES = 256 * 2**20
 """A file of more is none of ours."""
 
-_OFF = ("off", "0", "no", "false", "none", "disabled")
+_OFF = ("off", "0", "no", "false", "none", "disable", "disabled")
 _REMEDY = f"Name another folder in {VARIABLE}, or 'off'"
 _PACKAGES = ("jax", "nvidia")
 _memory: dict[str, Any] = {}
@@ -108,23 +109,47 @@ def _folder(target: Target) -> Path | None:
     try:
         folder = Path(asked or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "remat_jax")).expanduser()
     except RuntimeError:  # a user without a home folder, as in a container
+        warn(f"{VARIABLE}={asked!r}: there is no such home folder: nothing is kept. {_REMEDY}" if asked else None)
         return None
-    if _is_others(folder):
-        warn(f"{VARIABLE}: others may write the folder {str(folder)!r}, so that it is not used. {_REMEDY}")
+    if others := _of_others(folder):
+        warn(f"{VARIABLE}: others may write the folder {str(others)!r}, so that {str(folder)!r} is not used. {_REMEDY}")
         return None
     return folder
 
 
-def _is_others(folder: Path) -> bool:
-    """Whether a folder is another user's, or one that others than this user's own group may write."""
+def _of_others(folder: Path) -> Path | None:
+    """The folder, or the first one above it, by which others could put their own files in its place; None where they cannot.
+
+    What lies in a folder above that is sticky, such as `/tmp`, can be exchanged by its owner alone.
+    """
+    if os.name != "posix":
+        return None
+    above = [one for path in (folder.absolute(), folder.resolve()) for one in path.parents]
+    found = [one for one in dict.fromkeys([folder, *above]) if _is_others(one, sticky=one != folder)]
+    return found[0] if found else None
+
+
+def _is_others(folder: Path, *, sticky: bool) -> bool:
+    """Whether a folder is another user's, or others may write it; where it is sticky, they may, if that is allowed."""
     try:
         found = folder.stat()
     except OSError:
         return False
-    if os.name != "posix":
-        return False
-    writers = 0o002 if found.st_gid == os.getgid() else 0o022
-    return found.st_uid not in (0, os.getuid()) or bool(found.st_mode & writers)
+    writers = 0o002 if _is_private(found.st_gid) else 0o022
+    open_to_others = bool(found.st_mode & writers) and not (sticky and found.st_mode & stat.S_ISVTX)
+    return found.st_uid not in (0, os.getuid()) or open_to_others
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group has this user alone: it has the user's name, and lists nobody else."""
+    import grp
+    import pwd
+
+    try:
+        user, found = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(group)
+    except KeyError:  # in a container, where neither has a name
+        return group == os.getgid() == os.getuid()
+    return found.gr_name == user and set(found.gr_mem) <= {user}
 
 
 @functools.cache

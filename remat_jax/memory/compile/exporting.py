@@ -20,7 +20,6 @@ from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.mesh import check_context
 from remat_jax.train.traced import device_bytes
-from remat_jax.warning import warn
 from remat_jax.workload import Step
 
 # "ALL" is understood from JAX 0.11 on; before, each target that is refused is named in the error, and is let pass then.
@@ -35,11 +34,7 @@ def _check_process() -> None:
             f"remat_jax was imported from {__file__.partition('/remat_jax/')[0]!r}, which is no folder, and the process that "
             "compiles is started from a file: install remat-jax, or unpack it"
         )
-    if compat.lost_threads():
-        warn(
-            "this process was forked from one in which JAX had started, and JAX's threads stayed there: JAX may wait for ever. "
-            "Start it otherwise, as with multiprocessing.get_context('spawn')"
-        )
+    compat.warn_of_lost_threads()
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ except ImportError:  # Windows, where nothing is swept
     fcntl = None  # type: ignore[assignment]
 
 _PREFIX, _LOCK = "remat_jax_compile_", "held"
-_NEW = 60.0
-"""Seconds in which a folder may not be locked yet."""
+_NEW, _OLD = 2.0, 24 * 3600.0
+"""Seconds in which a folder may not be locked yet; and after which one without a lock is left over."""
 _FULL = {one: os.strerror(one) for one in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)}
 
 
@@ -56,6 +56,10 @@ def full_disk(said: str) -> str:
 def _sweep(parent: str) -> None:
     """Remove what processes left that are gone: nobody holds its lock."""
     for folder in Path(parent).glob(f"{_PREFIX}*") if fcntl else ():
+        with contextlib.suppress(OSError):
+            # Its owner was killed before it made the lock, or while it removed the folder.
+            if not (folder / _LOCK).exists() and time.time() - folder.stat().st_mtime > _OLD:
+                shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError), open(folder / _LOCK, "r+") as held:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if time.time() - folder.stat().st_mtime > _NEW:
