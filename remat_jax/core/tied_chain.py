@@ -337,15 +337,12 @@ def _leave_forward(
 
 
 def _batch(
-    axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, **params: Any
-) -> tuple[list[Any], list[int]]:
-    moved = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
-    in_axes = [None if dim is None else 0 for dim in axes]
-    vmapped = jax.vmap(
-        jex.jaxpr_as_fun(jaxpr), in_axes=in_axes, axis_size=axis.size, axis_name=axis.name, spmd_axis_name=axis.spmd_name
-    )
-    outputs = linked_block_p.bind(*moved, jaxpr=jax.make_jaxpr(vmapped)(*moved), **params)
-    return outputs, [0] * len(outputs)
+    axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, handed: int, **params: Any
+) -> tuple[list[Any], list[int | None]]:
+    # Zeros stand for what is handed on, and are mapped as that is.
+    instantiate = [False] * (len(jaxpr.out_avals) - 2 * handed) + [True] * (2 * handed)
+    mapped, moved, out_axes = compat.batched(jaxpr, axis, args, axes, instantiate)
+    return linked_block_p.bind(*moved, jaxpr=mapped, handed=handed, **params), out_axes
 
 
 linked_block_p.def_impl(_evaluate)
