@@ -5,7 +5,6 @@ Everything else in the package uses public JAX. Supported: JAX 0.10.2 and later.
 
 from __future__ import annotations
 
-from remat_jax.compat import mapped as mapped
 from remat_jax.compat.capture import not_captured
 from remat_jax.compat.flags import disabled_passes, quick_compile_options, xla_flags
 from remat_jax.compat.gpu_compiler import (
@@ -49,6 +48,7 @@ from remat_jax.compat.jaxprs import (
     with_params,
 )
 from remat_jax.compat.limits import eager_offload_explained, limits, warn_of_lost_threads
+from remat_jax.compat.mapped import batched
 from remat_jax.compat.own_checkpoints import let_checkpoints_give_way
 from remat_jax.compat.rematerialisation import (
     BLOCK_NAME,
@@ -75,6 +75,7 @@ from remat_jax.compat.rematerialisation import (
     require_named_policies,
 )
 from remat_jax.compat.tracing import (
+    axes_of_vmaps,
     block_settings,
     bound_axes,
     in_loop,
@@ -109,6 +110,8 @@ __all__ = [
     "OFFLOAD",
     "SCANNED_OFFLOAD_MISCOMPILED",
     "bind",
+    "axes_of_vmaps",
+    "batched",
     "bound_axes",
     "checkpoint_parts",
     "chunk_checkpoint",

@@ -1,4 +1,4 @@
-"""Under `vmap`, what is differentiated already: a rule that JAX lacks, because nothing of its own asks for it.
+"""Under `vmap`: a jaxpr mapped over an axis, and a rule that JAX lacks, because nothing of its own asks for it.
 
 JAX maps a function first and differentiates it then. A block is differentiated by a rule of its own, and a rule is mapped:
 what it has in it are tangents.
@@ -10,9 +10,31 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax._src import core as _core
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
+
+
+def batched(
+    jaxpr: Any, axis: Any, args: Sequence[Any], axes: Sequence[int | None], instantiate: bool | list[bool] = False
+) -> tuple[Any, list[Any], list[int | None]]:
+    """The closed `jaxpr` under the `vmap` of a batching rule.
+
+    An output that is the same for the whole batch (a mean over it) stays one array: `vmap` accepts `out_axes=None` for it.
+
+    Args:
+      axis: what the rule is given of the `vmap`.
+      args: the operands.
+      axes: the axis of each operand that is mapped, or None.
+      instantiate: whether all outputs, or which of them, are mapped in any case.
+
+    Returns:
+      the mapped jaxpr, its operands with the mapped axis in front, and for each output 0 or None.
+    """
+    in_front = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
+    mapped, which = _batching.batch_jaxpr(jaxpr, axis, [dim is not None for dim in axes], instantiate)
+    return mapped, in_front, [0 if flag else None for flag in which]
 
 
 def _known_since_0_12(num_res: int) -> tuple[Any, ...]:

@@ -193,6 +193,11 @@ def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     return bound
 
 
+def axes_of_vmaps(vmaps: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """A context that binds the axis of each `vmap` (its `name` and `size`), for the collectives of a jaxpr from inside."""
+    return _core.extend_axis_env_nd([(vmap.name, vmap.size) for vmap in vmaps])
+
+
 def trace_context(default: Any, *, reaches_blocks: bool = True) -> Callable[[Any], contextlib.AbstractContextManager[Any]]:
     """A context whose value is part of JAX's trace caches: another value, another trace of every `jit` inside.
 

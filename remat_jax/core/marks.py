@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
@@ -49,9 +48,10 @@ class Marked:
 
 @dataclass(frozen=True)
 class Batch:
-    """A `vmap` around a block: which operands it maps over, on their leading axis, and the name of its axis."""
+    """A `vmap` around a block: which operands and outputs are mapped, on their leading axis, and the name of the axis."""
 
     in_axes: tuple[int | None, ...]
+    out_axes: tuple[int | None, ...]
     size: int
     name: Any
     spmd_name: Any
@@ -101,8 +101,8 @@ def vmapped(function: Any, batch: Batch, size: int) -> Any:
 
     def run(*operands: Any) -> list[Any]:
         in_axes = batch.in_axes + (None,) * (len(operands) - size)
-        mapped = jax.vmap(function, in_axes=in_axes, axis_size=batch.size, axis_name=batch.name, spmd_axis_name=batch.spmd_name)
-        return list(mapped(*operands))
+        named = {"axis_size": batch.size, "axis_name": batch.name, "spmd_axis_name": batch.spmd_name}
+        return list(jax.vmap(lambda *args: tuple(function(*args)), in_axes, batch.out_axes, **named)(*operands))
 
     return run
 
@@ -117,13 +117,13 @@ def _abstract(*_: Any, jaxpr: Any, mark: Mark) -> tuple[list[Any], Any]:
 
 def _batch(
     axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, mark: Mark
-) -> tuple[list[Any], list[int]]:
-    moved = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
-    batch = Batch(tuple(None if dim is None else 0 for dim in axes), axis.size, axis.name, axis.spmd_name)
-    batched = jax.make_jaxpr(vmapped(compat.jaxpr_function(jaxpr), batch, len(moved)))(*moved)
+) -> tuple[list[Any], list[int | None]]:
+    batched, moved, out_axes = compat.batched(jaxpr, axis, args, axes)
+    in_axes = tuple(None if dim is None else 0 for dim in axes)
+    batch = Batch(in_axes, tuple(out_axes), axis.size, axis.name, axis.spmd_name)
     whole = Mark(mark.jaxpr, mark.marked, mark.path, mark.inputs, mark.made, (*mark.batches, batch))
     outputs = mark_p.bind(*moved, jaxpr=batched, mark=whole)
-    return list(outputs), [0] * len(outputs)
+    return list(outputs), out_axes
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, mark: Mark) -> Any:

@@ -28,7 +28,6 @@ from jax.interpreters import ad, batching, mlir
 
 from remat_jax import compat
 from remat_jax.core import PlannedBlock, is_smooth
-from remat_jax.core.flow import flagged, has
 from remat_jax.core.parked import Offer, residuals_of
 from remat_jax.core.ties import Links, can_be_handed, ghost, host_zeros, tied, tied_linear_p
 from remat_jax.core.walk import bodies, equations, of_some
@@ -340,18 +339,10 @@ def _leave_forward(
 def _batch(
     axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, handed: int, **params: Any
 ) -> tuple[list[Any], list[int | None]]:
-    moved = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
-    in_axes = [None if dim is None else 0 for dim in axes]
-    # An output that reads nothing of the batch is the same for all of it, as the `out_axes` of a caller's `vmap` may ask.
-    still = flagged(jaxpr, [dim is None for dim in axes], lambda _, flags: all(flags))
-    of_block = jaxpr.jaxpr.outvars[: len(jaxpr.out_avals) - 2 * handed]
-    out_axes = [None if has(out, still) else 0 for out in of_block] + [0] * (2 * handed)
-    run = jex.jaxpr_as_fun(jaxpr)
-    vmapped = jax.vmap(
-        run, in_axes=in_axes, out_axes=out_axes, axis_size=axis.size, axis_name=axis.name, spmd_axis_name=axis.spmd_name
-    )
-    outputs = linked_block_p.bind(*moved, jaxpr=jax.make_jaxpr(vmapped)(*moved), handed=handed, **params)
-    return outputs, out_axes
+    # Zeros stand for what is handed on, and are mapped as that is.
+    instantiate = [False] * (len(jaxpr.out_avals) - 2 * handed) + [True] * (2 * handed)
+    mapped, moved, out_axes = compat.batched(jaxpr, axis, args, axes, instantiate)
+    return linked_block_p.bind(*moved, jaxpr=mapped, handed=handed, **params), out_axes
 
 
 linked_block_p.def_impl(_evaluate)

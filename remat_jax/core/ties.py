@@ -215,22 +215,15 @@ def _batch(
 ) -> tuple[list[Any], list[int | None]]:
     size = len(jaxpr.in_avals)
     behind = size + _number_of_spares(slots)
-    moved = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args[:behind], axes[:behind], strict=True)]
-    in_axes = [None if dim is None else 0 for dim in axes[:size]]
-    # The name of the axis, for the collectives inside.
-    vmapped = jax.vmap(
-        jex.jaxpr_as_fun(jaxpr), in_axes=in_axes, axis_size=axis.size, axis_name=axis.name, spmd_axis_name=axis.spmd_name
-    )
-    types = [compat.on_device(one) if _is_parked(place, slots) else one for place, one in enumerate(moved[:size])]
+    mapped, moved, out_axes = compat.batched(jaxpr, axis, args[:size], axes[:size])
+    spares = [
+        arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args[size:behind], axes[size:behind], strict=True)
+    ]
     # A batch of linear parts is linked to nothing: what it would hand on is zero anyhow.
     numbers = {"num_residuals": params["num_residuals"], "slots": slots, "before": (), "handed": ()}
-    outputs = tied_linear_p.bind(*moved, jaxpr=jax.make_jaxpr(vmapped)(*types), **numbers)
+    outputs = tied_linear_p.bind(*moved, *spares, jaxpr=mapped, **numbers)
     handed = params["handed"]
-    return [*outputs, *map(ghost, handed)], [0] * len(outputs) + [None] * len(handed)
-
-
-def _is_parked(place: int, slots: Sequence[Slot]) -> bool:
-    return any(slot.place == place for slot in slots)
+    return [*outputs, *map(ghost, handed)], out_axes + [None] * len(handed)
 
 
 tied_linear_p.def_impl(_evaluate)

@@ -238,6 +238,7 @@ def _calls(found: Sequence[_Found]) -> list[Call]:
             with contextlib.ExitStack() as stack:
                 for around in one.place.within:
                     stack.enter_context(compat.inner_context(around))
+                stack.enter_context(compat.axes_of_vmaps(mark.batches))
                 blocks[id(mark)] = plan_block(mark.jaxpr, _EVERYTHING, mark.path, mark.inputs)
         block = blocks[id(mark)]
         smooth = tuple(live and is_smooth(aval) for live, aval in zip(one.live, block.jaxpr.in_avals, strict=True))

@@ -213,6 +213,7 @@ def block_program(call: Call) -> Program:
     with contextlib.ExitStack() as stack:
         for around in call.within:
             stack.enter_context(compat.inner_context(around))
+        stack.enter_context(compat.axes_of_vmaps(call.batches))
         # Kept with the call's block: who asks again is not inside.
         (forward, backward), linearised = _passes(block, call), call.block.linearised.jaxpr
     names = [array.names for array in flatten(linearised).inputs[: len(call.live)]]
