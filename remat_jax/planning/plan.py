@@ -43,11 +43,14 @@ class Plan:
       predicted_bytes: what was expected before it was compiled.
       recompute_flops: what a step computes again, in FLOPs, counted in its jaxpr; of all devices of a mesh together.
       seconds: of a step, estimated; `base_seconds` of one that keeps everything.
+      timed: whether `seconds` are of the compiled schedule, as on a GPU target; else they are the traced estimate.
+      assumed_rates: the rates behind them that nobody measured on such a device, by their names in `Rates`.
       frontier: the unbeaten ways to run the step, smallest first, some compiled and some predicted.
       named: what the named policies take, the same way.
       parts: what the layers do, in forward order.
       workload, target, budget, host_budget: what was asked; bytes, and None for no limit.
-      next_gib_seconds: how much less a step would take with one GiB more; None where nothing is left to win.
+      next_gib_seconds: how much less a step would take with `next_bytes` more; None where nothing is left to win.
+      next_bytes: a GiB; of a budget below 16 GiB, a 32nd to a 16th of it.
       tried: every policy that was compiled, with its device bytes.
       notes: what else is to be known.
       model: which model it is for.
@@ -86,6 +89,9 @@ class Plan:
     model: Model = field(repr=False)
     jax_version: str = ""
     compiler_options: Mapping[str, int] = field(default_factory=dict)
+    timed: bool = False
+    assumed_rates: tuple[str, ...] = ()
+    next_bytes: int = 2**30
 
     @property
     def texts(self) -> dict[str, str]:
@@ -94,9 +100,9 @@ class Plan:
 
     @property
     def best_named(self) -> Point | None:
-        """The fastest named policy that fits, as compiled or as predicted; None where none does."""
+        """The fastest named policy that fits, of those that were compiled, else as predicted; None where none does."""
         fits = [one for one in self.named if self._fits(one)]
-        return min(fits, key=lambda one: (one.seconds, one.device_bytes)) if fits else None
+        return min(fits, key=lambda one: (one.timed < self.timed, one.seconds, one.device_bytes)) if fits else None
 
     def _fits(self, point: Point) -> bool:
         host = point.host_bytes <= self.host_budget if self.host_budget is not None else True
