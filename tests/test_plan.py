@@ -135,7 +135,7 @@ def test_a_plan_saved_is_the_plan_loaded(made, tmp_path):
 def test_it_says_why_in_words(made):
     plan, _ = made
     said = plan.explain()
-    assert "MlpLayer 0" in said and "computing it again takes" in said and "The next GiB would buy" in said
+    assert "MlpLayer 0" in said and "computing it again takes" in said and " would buy " in said
     assert f"The best named policy that fits, {plan.best_named.name}" in said and str(plan)
 
 
