@@ -108,7 +108,8 @@ def test_the_frontier_falls_and_has_the_plan(made):
         len(places) >= 4 and places == sorted(places) and sorted((s for _, s in places), reverse=True) == [s for _, s in places]
     )
     assert (plan.device_bytes, plan.seconds) in places
-    assert plan.next_gib_seconds == pytest.approx(plan.seconds - plan.base_seconds)
+    # Of a budget of 8 MB the next half MiB, which buys a part of what keeping everything would.
+    assert plan.next_bytes == 2**19 and 0 < plan.next_gib_seconds < plan.seconds - plan.base_seconds
 
 
 def test_what_is_applied_gives_the_same_gradients(made, x64):
