@@ -40,7 +40,7 @@ def test_the_plan_is_printed_written_and_drawn(file, tmp_path):
     assert done.exit_code == 0, done.stderr
     for said in ("Plan for perceptrons on cpu within 9.0 MiB", "MlpLayer 0", "Beside the named policies", "this plan", "full"):
         assert said in done.stdout
-    assert "The next GiB would buy" in done.stdout and "computing it again takes" in done.stdout
+    assert " would buy " in done.stdout and "computing it again takes" in done.stdout
     assert "tracing" in done.stderr and "compiling full" in done.stderr
     assert rj.Plan.load(saved).budget == 9 * 2**20
     assert plot.read_bytes().startswith(b"\x89PNG") and "<!doctype html>" in page.read_text()

@@ -121,7 +121,8 @@ def test_the_frontier_falls_and_has_the_plan(made):
         len(places) >= 4 and places == sorted(places) and sorted((s for _, s in places), reverse=True) == [s for _, s in places]
     )
     assert (plan.device_bytes, plan.seconds) in places
-    assert plan.next_gib_seconds == pytest.approx(plan.seconds - plan.base_seconds)
+    # Of a budget of 8 MB the next half MiB, which buys a part of what keeping everything would.
+    assert plan.next_bytes == 2**19 and 0 < plan.next_gib_seconds < plan.seconds - plan.base_seconds
 
 
 def test_what_is_applied_gives_the_same_gradients(made, x64):
@@ -148,7 +149,7 @@ def test_a_plan_saved_is_the_plan_loaded(made, tmp_path):
 def test_it_says_why_in_words(made):
     plan, _ = made
     said = plan.explain()
-    assert "MlpLayer 0" in said and "computing it again takes" in said and "The next GiB would buy" in said
+    assert "MlpLayer 0" in said and "computing it again takes" in said and " would buy " in said
     assert f"The best named policy that fits, {plan.best_named.name}" in said and str(plan)
 
 

@@ -10,7 +10,7 @@ import pytest
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.products import Product
-from remat_jax.hardware.rates import LAUNCH_SECONDS, Rates
+from remat_jax.hardware.rates import COPY_SECONDS, LAUNCH_SECONDS, Rates
 from remat_jax.memory.hlo.schedule import read_overlap, scanned_offload_is_miscompiled
 
 # A copy of 1000 bytes takes 10 s, a matmul 8 s, an element-wise operation on x 2 s.
@@ -128,7 +128,7 @@ def test_what_cannot_be_covered_is_missing_in_its_own_direction() -> None:
 def test_rates_are_the_targets_unless_given() -> None:
     lines = (START, "a"), (MATMUL, "g"), (WORK, "w"), (DONE, "a")
     of_target = read_overlap(text_of(*lines), target("h200"))
-    assert of_target.out.seconds == 1000 / 5.5e10
+    assert of_target.out.seconds == COPY_SECONDS + 1000 / 5.5e10
     # Two kernels are started; of so small a product one core computes one tile of 64 × 64, with the filling of its pipeline.
     rates = Rates.of("h200")
     product = rates.product_seconds(Product("tensorfloat32", 1, 10, 10, 10))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
 from benchmarks.predict_memory import pallas_attention
@@ -158,3 +160,39 @@ def test_a_report_has_the_time_of_its_step(gpu: str) -> None:
     assert report.to_dict()["seconds"] == report.seconds
     assumed = "flops" in report.assumed_rates
     assert assumed and (" to " in str(report)) and "assumed: flops" in str(report)
+
+
+def test_a_step_without_a_time_says_why() -> None:
+    """Two hosts of a GPU whose network has no rate: the sizes hold, and everything says what is missing."""
+    model, x = nn.Dense(64), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    given = lambda params, x: jnp.sum(model.apply(params, x) ** 2)  # noqa: E731
+    job = rj.Workload(given, params, (x,), nn.Dense, mesh={"data": 8}, shardings=(None, P("data")))
+    with pytest.warns(rj.RematWarning, match="no step time: target='2x4xl4': .* no rate of the links"):
+        report = rj.measure(job, "full", "2x4xl4")
+    assert report.seconds is None and report.device_bytes > 0
+    assert any("network_bytes_per_s" in one for one in report.warnings)
+    assert "estimated step" in str(report) and "not known: target='2x4xl4'" in str(report)
+    alone = rj.Workload(given, params, (x,), nn.Dense)
+    bare = replace(target("h200"), hbm_bytes_per_s=None, reached={})
+    with pytest.warns(rj.RematWarning, match="no step time: target='h200' has no hbm_bytes_per_s"):
+        assert rj.measure(alone, "full", bare).seconds is None
+    on_cpu = rj.measure(alone, "full", "cpu")
+    assert on_cpu.warnings == () and "not known: not modelled for a CPU" in str(on_cpu)
+
+
+def test_an_assumed_latency_makes_a_range_only_where_it_matters() -> None:
+    told = replace(RATES, source={"launch_seconds": "assumed"})
+    assert step_time(module(DOT), target("h200"), told).assumed == (), "half a second of 12.5"
+    assert step_time(module(DOT), target("h200"), replace(told, launch_seconds=0.9)).assumed == ("launch_seconds",)
+
+
+def test_a_link_of_zero_is_refused(tmp_path: Path) -> None:
+    text = (
+        '[mine]\nkind = "gpu"\ndescription = "mine"\nhost_link_bytes_per_s = 0.0\n[mine.source]\nhost_link_bytes_per_s = "x"\n'
+    )
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(TargetError, match=r"'host_link_bytes_per_s': 0.0.*rates positive"):
+        target(f"{tmp_path}/mine.toml:mine")
+    with pytest.raises(TargetError, match="device_bytes_per_s=0"):
+        Links(0.0)

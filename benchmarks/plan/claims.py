@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.record import text_table
+from remat_jax.planning.last_word import TELLS
 from remat_jax.report.tables import format_bytes
 
 MOST_RATIO = 0.7
@@ -23,15 +24,25 @@ def broken(row: Row) -> list[str]:
     found, more = [], row["further"]
     if row["device_bytes"] > row["budget"]:
         found.append(f"the plan needs {format_bytes(row['device_bytes'])}")
-    if more is not None and more["device_bytes"] <= row["budget"]:
+    if more is not None and more["device_bytes"] <= row["budget"] and not slower_as_compiled(row, more.get("seconds")):
         found.append(
             f"{more['residual']} of {more['where']} could be saved as well: {format_bytes(more['device_bytes'])}, "
             f"extra {1e3 * more['extra_seconds']:.3f} ms instead of {1e3 * row['extra_seconds']:.3f}"
         )
     ratio = ratio_of(row)
-    if ratio is not None and ratio > 1 + _EQUAL:
+    if ratio is not None and ratio > 1 + _EQUAL and not slower_as_compiled(row, row.get("best_seconds")):
         found.append(f"{row['best']} is faster: extra {_ms(row['best_extra_seconds'])} ms against {_ms(row['extra_seconds'])}")
     return found
+
+
+def slower_as_compiled(row: Row, other: float | None) -> bool:
+    """Whether the plan is as fast as another step by the compiled schedules, which are the last word, as far as they tell.
+
+    >>> slower_as_compiled({"seconds": 1.0}, 0.97), slower_as_compiled({"seconds": 1.0}, 0.9), slower_as_compiled({}, 0.9)
+    (True, False, False)
+    """
+    seconds = row.get("seconds")
+    return seconds is not None and other is not None and other >= (1 - TELLS) * seconds
 
 
 def ratio_of(row: Row) -> float | None:

@@ -50,6 +50,7 @@ class Rival:
       device_bytes, host_bytes: compiled.
       extra_seconds: over a step that keeps everything, estimated as plans are.
       remark: why it is not considered.
+      seconds: of the compiled schedule; None where it is not known.
     """
 
     names: tuple[str, ...]
@@ -58,6 +59,7 @@ class Rival:
     host_bytes: int | None = None
     extra_seconds: float | None = None
     remark: str = ""
+    seconds: float | None = None
 
     @property
     def name(self) -> str:
@@ -111,7 +113,7 @@ def rivals(case: Case, described: Described, target: str) -> list[Rival]:
             found.append(Rival(names, policy, remark=remark))
             continue
         report, extra = next(reports), extra_seconds(described, "everything" if policy == "off" else policy)
-        found.append(Rival(names, policy, report.device_bytes, report.host_bytes, extra))
+        found.append(Rival(names, policy, report.device_bytes, report.host_bytes, extra, seconds=report.seconds))
     return found
 
 

@@ -59,6 +59,7 @@ def row(case: Case, described: Described, budget: int, target: str, others: list
         "best": best.name if best else None,
         "best_bytes": best.device_bytes if best else None,
         "best_extra_seconds": best.extra_seconds if best else None,
+        "best_seconds": best.seconds if best else None,
     }
     try:
         found = rj.plan(case.workload, budget, target, timeout=TIMEOUT)
@@ -71,7 +72,8 @@ def row(case: Case, described: Described, budget: int, target: str, others: list
             "device_bytes": found.device_bytes,
             "predicted_bytes": found.predicted_bytes,
             "host_bytes": found.host_bytes,
-            "base_seconds": found.base_seconds,
+            "seconds": found.seconds if found.timed else None,
+            "base_seconds": described.base_seconds,
             "extra_seconds": extra_seconds(described, everything_for_off(found)),
             "policies": found.texts,
             "tried": found.tried,
@@ -94,7 +96,8 @@ def one_more(case: Case, described: Described, found: Plan, target: str) -> dict
         return None
     least = min(options, key=lambda one: one.saved_bytes)
     report = rj.measure(case.workload, least.policies, target, timeout=TIMEOUT)
-    told = {"where": least.where, "residual": least.residual, "saved_bytes": least.saved_bytes}
+    told: dict[str, Any] = {"where": least.where, "residual": least.residual, "saved_bytes": least.saved_bytes}
+    told |= {"seconds": report.seconds}
     return told | {"device_bytes": report.device_bytes, "extra_seconds": extra_seconds(described, least.policies)}
 
 
@@ -102,7 +105,7 @@ def further(described: Described, found: Plan) -> list[Further]:
     """Every way to save one residual more in one run of equal layers that is worth its compilation by the estimate."""
     if found.is_off:
         return []
-    worth = WORTH_COMPILING * found.base_seconds
+    worth = WORTH_COMPILING * described.base_seconds
     extra, kept, options = extra_seconds(described, found.policies), kept_bytes(described, found.policies)[0], []
     for part in found.parts:
         layers = range(part.first, part.first + part.layers * part.every, part.every)

@@ -26,8 +26,9 @@ def calibrate(
 ) -> None:
     """Measure what the attached GPU, or this machine's CPU, really reaches, and write it as a target for estimates of time.
 
-    Products in each dtype, memory, and on a GPU the link to host memory each way and the share of compute beside which copies
-    run. Let nothing else run meanwhile. Then ask for the target by FILE.toml:NAME, wherever a target is taken.
+    Products in each dtype, small ones too, memory, what starting a kernel takes, and on a GPU the link to host memory each way
+    and the share of compute beside which copies run. Let nothing else run meanwhile. Then ask for the target by
+    FILE.toml:NAME, wherever a target is taken.
     """
     with answering(as_json) as answer:
         if output.exists() and not overwrite:

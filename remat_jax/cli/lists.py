@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from remat_jax.cli.output import Json, answering
-from remat_jax.hardware import target
+from remat_jax.hardware import Target, target
 from remat_jax.hardware import targets as target_names
+from remat_jax.hardware.rates import Rates
 from remat_jax.policy import ALIASES, NAMED
 from remat_jax.report import format_bytes, table
 
@@ -31,7 +32,10 @@ SEVERAL = (
     "form of remat_jax/hardware/targets.toml."
 )
 
-_RATES = "All rates are nominal; estimates take what published measurements reach, where there are some."
+_RATES = (
+    "Nominal rates, and in brackets what estimates take: what published measurements reach (of products the best found shape), "
+    "else a share of the nominal rate, which is assumed (*)."
+)
 
 
 def policies(as_json: Json = False) -> None:
@@ -50,24 +54,27 @@ def targets(as_json: Json = False) -> None:
     """List the hardware that memory can be asked about; none of it has to be there."""
     with answering(as_json) as answer:
         known = [target(name) for name in target_names()]
-        cells = [
-            (
-                one.name,
-                format_bytes(one.memory_bytes),
-                _rate(one.hbm_bytes_per_s, 1e9, "GB/s"),
-                _rate(one.host_link_bytes_per_s, 1e9, "GB/s"),
-                _rate(one.peak_flops.get("bfloat16"), 1e12, "TFLOP/s"),
-                one.description,
-            )
-            for one in known
-        ]
+        cells = [(one.name, format_bytes(one.memory_bytes), *_rates(one), one.description) for one in known]
         columns = ("name", "memory", "its rate", "to the host, each way", "bfloat16", "what it is")
         answer.show(table("Targets", columns, cells, caption=_RATES), SEVERAL)
         answer.data({"targets": [one.to_dict() for one in known]})
 
 
-def _rate(value: float | None, unit: float, name: str) -> str | None:
-    return None if value is None else f"{value / unit:,.0f} {name}"
+def _rates(one: Target) -> list[str | None]:
+    """The nominal rates of memory, of the link to the host and of products in bfloat16, and what estimates take of each."""
+    if one.kind == "cpu":
+        return [None, None, None]
+    rates, units = Rates.of(one), ("GB/s", "GB/s", "TFLOP/s")
+    nominal = one.hbm_bytes_per_s, one.host_link_bytes_per_s, one.peak_flops.get("bfloat16")
+    reached = rates.hbm_bytes_per_s, rates.out_bytes_per_s, rates.flops_per_s("bfloat16")
+    gone = rates.assumed(["bfloat16"])
+    marks = ["*" if name in gone else "" for name in ("hbm_bytes_per_s", "out_bytes_per_s", "flops")]
+    return [_rate(*each) for each in zip(nominal, reached, units, marks, strict=True)]
+
+
+def _rate(nominal: float | None, reached: float | None, unit: str, mark: str) -> str | None:
+    scale = 1e12 if unit == "TFLOP/s" else 1e9
+    return None if nominal is None or reached is None else f"{nominal / scale:,.0f} {unit} ({reached / scale:,.0f}{mark})"
 
 
 def _meaning(row: dict[str, Any]) -> str:

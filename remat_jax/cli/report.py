@@ -21,7 +21,7 @@ from remat_jax.overview.save import check_plan, checked_path, checked_policies, 
 from remat_jax.parity.case import require_torch
 from remat_jax.planning.budget import budget_bytes
 from remat_jax.planning.plan import Plan
-from remat_jax.report.tables import format_bytes, format_seconds, table
+from remat_jax.report.tables import format_bytes, format_estimate, table
 
 
 def report(
@@ -102,4 +102,4 @@ def _show(answer: Answer, found: Gathered, where: Path) -> None:
 def _cells(one: Compared) -> tuple[Any, ...]:
     sizes = (format_bytes(one.memory.device_bytes), format_bytes(one.memory.host_bytes))
     traps = ", ".join(dict.fromkeys(finding.trap for finding in one.diagnosis.findings))
-    return one.name, *sizes, format_seconds(one.seconds), traps or "none"
+    return one.name, *sizes, format_estimate(one.seconds, bool(one.memory.assumed_rates)), traps or "none"

@@ -14,7 +14,7 @@ OPTIONAL_FACTS = ("host_memory_bytes", *LINKS)
 OPTIONAL = ("device_kinds", "reached", "measured", *OPTIONAL_FACTS)
 SIZES_AND_RATES = ("memory_bytes", "host_memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s", *LINKS)
 WHOLE = ("memory_bytes", "host_memory_bytes")
-SECONDS = ("launch_seconds", "device_link_seconds", "network_seconds")
+SECONDS = ("launch_seconds", "copy_seconds", "device_link_seconds", "network_seconds")
 REACHED = ("flops", "hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", *LINKS, *SECONDS, "hidden_share")
 """What programs reach, of which somebody wrote down the figures (`reached`), or `remat-jax calibrate` did (`measured`)."""
 MEASURED = (*REACHED, "products", "source")

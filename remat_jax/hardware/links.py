@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from remat_jax.errors import TargetError
+
 _TWICE = frozenset({"all-reduce"})
 """A sum that everyone gets: a reduce-scatter, then an all-gather."""
 _WHOLE = frozenset({"collective-permute", "collective-broadcast"})
@@ -31,6 +33,12 @@ class Links:
     network_bytes_per_s: float | None = None
     device_seconds: float = 0.0
     network_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("device_bytes_per_s", "network_bytes_per_s"):
+            rate = getattr(self, name)
+            if rate is not None and not rate > 0:
+                raise TargetError(f"Links: {name}={rate!r}; expected a positive number of bytes per second")
 
     def seconds(self, kind: str, size: float, devices: int, *, hosts: int = 1) -> float | None:
         """The time of one exchange of `size` bytes, of the larger of what a device gives and gets, among `devices` on `hosts`.

@@ -23,8 +23,10 @@ MATMUL_SHARE, MEMORY_SHARE, LINK_SHARE, HIDDEN_SHARE = 0.8, 0.9, 0.8, 0.9
 Assumed: large matrix products, PCIe copies and collectives are commonly seen at about four fifths of what a data sheet says,
 and streaming reads at nine tenths. `remat-jax calibrate` measures all of them.
 """
-LAUNCH_SECONDS, DEVICE_LINK_SECONDS, NETWORK_SECONDS = 2e-6, 4e-6, 10e-6
-"""What starting a kernel, a message between devices of a host and one between hosts take, where no measurement is known."""
+LAUNCH_SECONDS, COPY_SECONDS, DEVICE_LINK_SECONDS, NETWORK_SECONDS = 2e-6, 5e-6, 4e-6, 10e-6
+"""What starting a kernel, a copy to or from the host, a message between devices of a host and one between hosts take, where no
+measurement is known."""
+LATENCIES = ("launch_seconds", "copy_seconds", "device_link_seconds", "network_seconds")
 
 # Where a dtype has no figure of its own: the next one whose units it can run on, then the next.
 _FALLBACK = {
@@ -60,6 +62,7 @@ class Rates:
             a CPU, whose memory is one.
         hidden_share: the share of compute beside which a copy can run, from 0 to 1.
         launch_seconds: what starting a kernel takes on the device.
+        copy_seconds: what one copy to or from the host takes, however small.
         cores: multiprocessors, among which the tiles of a product are divided; None where every product reaches the rate.
         products: the rate of square products by dtype and size, where it was measured; it counts instead of the tiles.
         links: between devices; None where there are none or nothing is known of them.
@@ -79,6 +82,7 @@ class Rates:
     in_bytes_per_s: float | None = None
     hidden_share: float = 1.0
     launch_seconds: float = 0.0
+    copy_seconds: float = 0.0
     cores: int | None = None
     products: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     links: Links | None = None
@@ -100,8 +104,9 @@ class Rates:
             raise TargetError("Rates: out_bytes_per_s and in_bytes_per_s belong together; give both, or neither.")
         if not _is_number(self.hidden_share) or not 0 <= self.hidden_share <= 1:
             raise TargetError(f"Rates: hidden_share={self.hidden_share!r}; expected a share from 0 to 1.")
-        if not _is_number(self.launch_seconds) or not 0 <= self.launch_seconds < 1:
-            raise TargetError(f"Rates: launch_seconds={self.launch_seconds!r}; expected seconds, 0 or some millionths.")
+        for name in ("launch_seconds", "copy_seconds"):
+            if not _is_number(getattr(self, name)) or not 0 <= getattr(self, name) < 1:
+                raise TargetError(f"Rates: {name}={getattr(self, name)!r}; expected seconds, 0 or some millionths.")
         object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
         curves = {dtype: dict(sorted(curve.items())) for dtype, curve in self.products.items()}
         object.__setattr__(self, "products", MappingProxyType(curves))
@@ -121,8 +126,8 @@ class Rates:
             TargetError: the target has no rate of its operations or its memory.
 
         >>> rates = Rates.of("l40s")
-        >>> rates.flops["bfloat16"] / 1e12, rates.source["flops"]
-        (289.64, 'nominal × 0.8, assumed')
+        >>> rates.flops["bfloat16"] / 1e12, rates.source["hbm_bytes_per_s"]
+        (269.15, 'nominal × 0.9, assumed')
         """
         described = target_named(target) if isinstance(target, str) else target
         if described.kind == "cpu" and not described.measured:
@@ -179,13 +184,15 @@ class Rates:
         return product.flops / (self.flops[dtype] * share)
 
     def assumed(self, dtypes: Iterable[str]) -> tuple[str, ...]:
-        """The rates that nobody measured, of those that matter to products of these dtypes.
+        """The rates and latencies that nobody measured, of those that matter to products of these dtypes.
 
-        >>> Rates.of("h200").assumed(["bfloat16"]), Rates.of("l4").assumed(["bfloat16"])[:2]
-        (('hidden_share',), ('flops', 'hbm_bytes_per_s'))
+        >>> Rates.of("h200").assumed(["bfloat16"])
+        ('hidden_share', 'launch_seconds', 'copy_seconds', 'network_seconds')
+        >>> Rates.of("l4").assumed(["int8"])[:2]
+        ('flops', 'hbm_bytes_per_s')
         """
         used = {self.fallback(dtype) for dtype in dtypes}
-        names = ("hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", "hidden_share", *LINKS)
+        names = ("hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", "hidden_share", *LINKS, *LATENCIES)
         found = [name for name in names if "assumed" in self.source.get(name, "")]
         return ("flops", *found) if used & self.assumed_dtypes else tuple(found)
 
@@ -228,6 +235,7 @@ def _figures(target: Target) -> dict[str, Any]:
         "hidden_share": of_nominal("hidden_share", 1.0, HIDDEN_SHARE),
         "flops": _flops(target, source),
         "launch_seconds": reached("launch_seconds", LAUNCH_SECONDS if target.kind == "gpu" else None, "") or 0.0,
+        "copy_seconds": reached("copy_seconds", COPY_SECONDS if link is not None else None, "") or 0.0,
         "cores": target.core_count,
         "products": {dtype: _curve(curve) for dtype, curve in target.measured.get("products", {}).items()},
     }

@@ -288,6 +288,7 @@ def _report(
         memory_limit=limit,
         compiler_options=found.limit_options,
         seconds=found.seconds,
+        no_time=found.no_time,
         compute_seconds=None if found.time is None else found.time.compute_seconds,
         exchanges=None if found.time is None or not found.time.exchanges.count else found.time.exchanges,
         untimed=() if found.time is None else found.time.untimed,

@@ -71,6 +71,7 @@ class MemoryReport:
         asked for, or XLA's own is lower.
       seconds: the estimated time of the step: its compiled schedule, played at the rates that programs reach on the target,
         with copies to and from the host and collectives. None for the target `cpu`, and where a rate is not known.
+      no_time: why `seconds` is None, in plain words; empty where it is not.
       compute_seconds: the part of it in which compute runs; the rest is waiting for copies and collectives.
       exchanges: the collectives in the schedule, in the terms of `overlap`; None where there are none.
       untimed: kernels whose operations nobody knows (custom calls): their bytes are counted alone.
@@ -122,12 +123,17 @@ class MemoryReport:
     assumed_rates: tuple[str, ...] = ()
     replaced_checkpoints: int = 0
     advice: tuple[Advice, ...] = ()
+    no_time: str = ""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """All that is to be known before the figures are used: of policy, offload, the hosts' memory and the compiler."""
+        """All that is to be known before the figures are used: of policy, offload, the hosts' memory, compiler and time.
+
+        That a CPU's step has no time is no warning: no step has one there.
+        """
         offload = self.receipt.warnings if self.receipt else ()
-        return tuple(filter(None, (self.policy_warning, *offload, self.host_warning, self.compiler_warning)))
+        no_time = f"no step time: {self.no_time}" if self.no_time and self.target != "cpu" else ""
+        return tuple(filter(None, (self.policy_warning, *offload, self.host_warning, self.compiler_warning, no_time)))
 
     @property
     def host_bytes_per_host(self) -> int:
@@ -195,6 +201,8 @@ class MemoryReport:
             rows.append(("exchanged", self.exchanges.bytes, _covered(self.exchanges)))
         if self.seconds is not None:
             rows.append(("estimated step", "", self._estimate()))
+        elif self.no_time:
+            rows.append(("estimated step", "", f"not known: {self.no_time}"))
         if self.collectives and self.live:
             rows.append(("at the peak, exchanged", self.exchanged_bytes, format_bytes(self.exchanged_bytes)))
         for kind, (count, nbytes) in executed(self.collectives or ()).items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -85,6 +85,7 @@ def compare(
         kept = residuals(workload, _with_names(one.policy)) if workload.has_loss else None
         figures = _of_plan(one.plan) if one.plan else _estimated(found.described, one.policy, memory)
         found.policies.append(Compared(name, memory, kept, *figures, diagnosis))
+    found.policies[:] = _as_compiled(found.policies)
     return found
 
 
@@ -170,6 +171,19 @@ def _described(workload: Workload, target: Target, ends: float, found: Compariso
     except (PlanningError, TargetError, UnsupportedError) as error:
         found.notes.append(f"No step time is estimated: {error}")
         return None
+
+
+def _as_compiled(policies: list[Compared]) -> list[Compared]:
+    """The same with the times of the compiled schedules, where every one of them is known; over `off`, if it is compared."""
+    if any(one.memory.seconds is None for one in policies):
+        return policies
+    base = next((one.memory.seconds for one in policies if one.name == "off"), None)
+    found = []
+    for one in policies:
+        seconds = one.memory.seconds
+        extra = None if base is None or seconds is None else seconds - base
+        found.append(replace(one, seconds=seconds, extra_seconds=extra))
+    return found
 
 
 def _estimated(described: Described | None, policy: Any, memory: MemoryReport) -> tuple[float | None, float | None, int | None]:

@@ -18,7 +18,7 @@ from remat_jax.report.html_bars import Stack
 from remat_jax.report.html_tables import Cell, Column
 from remat_jax.report.overview_page import Modules, Overview, Trouble, overview_page
 from remat_jax.report.stacked import KEPT, MOST_MODULES, WORKING, Memory, grouped
-from remat_jax.report.tables import format_bytes, format_seconds
+from remat_jax.report.tables import format_bytes, format_estimate
 
 ON_HOST = "in host memory"
 _COLUMNS = (
@@ -101,7 +101,11 @@ def _is_sound(one: Compared) -> bool:
 def _same_rates(gathered: Gathered) -> bool:
     """Whether the times of the plan may be compared with those of the policies."""
     plan, described = gathered.plan, gathered.comparison.described
-    return plan is None or described is None or abs(plan.base_seconds - described.base_seconds) <= 1e-6 * plan.base_seconds
+    if plan is None or described is None:
+        return True
+    mine = [one for one in gathered.comparison.policies if one.name == THE_PLAN]
+    now, then = (mine[0].memory.seconds, plan.seconds) if plan.timed and mine else (described.base_seconds, plan.base_seconds)
+    return now is not None and abs(now - then) <= 1e-6 * then
 
 
 def _table(gathered: Gathered, limit: tuple[str, int] | None) -> tuple[list[Column], list[list[Cell]]]:
@@ -253,7 +257,7 @@ def _short(gathered: Gathered, plan: Plan | None, limit: tuple[str, int] | None)
         seconds, best = min(fits, key=lambda entry: (entry[0], entry[1].memory.device_bytes))
         within = f" within {limit[0]} ({format_bytes(limit[1])})" if limit else ""
         size = format_bytes(best.memory.device_bytes)
-        said.append(f"The fastest of them{within} is {best.name}: {format_seconds(seconds)} a step by the estimate, in {size}.")
+        said.append(f"The fastest of them{within} is {best.name}: {_said_time(best)} a step by the estimate, in {size}.")
     elif limit and named and not any(_fits(one, gathered) and _is_sound(one) for one in named):
         said.append(f"None of them that may be run is within {limit[0]} ({format_bytes(limit[1])}).")
     if plan is not None:
@@ -266,6 +270,10 @@ def _short(gathered: Gathered, plan: Plan | None, limit: tuple[str, int] | None)
     if gathered.parity is not None:
         said.append(f"Parity with PyTorch: {gathered.parity.verdict()}.")
     return said
+
+
+def _said_time(one: Compared) -> str:
+    return format_estimate(one.seconds, bool(one.memory.assumed_rates))
 
 
 def _least_and_most(found: list[Compared]) -> str:

@@ -13,8 +13,8 @@ from remat_jax.apply.replaced import AS_WRITTEN
 from remat_jax.cost.count import flops
 from remat_jax.errors import UnsupportedError
 from remat_jax.planning.candidate import FAILED, Candidate, Compiled
+from remat_jax.planning.last_word import Times
 from remat_jax.planning.point import Point
-from remat_jax.planning.problem import Described
 from remat_jax.workload import Workload
 
 
@@ -39,18 +39,18 @@ def counted_flops(workload: Workload, policy: Any) -> int | None:
 
 
 def as_written(
-    workload: Workload, described: Described, full: Candidate | None, compile_: Callable[..., list[Compiled]], best: Any
+    workload: Workload, times: Times, full: Candidate | None, compile_: Callable[..., list[Compiled]], best: Any
 ) -> Point:
     """What the step of a model with checkpoints of its own around the blocks takes as written.
 
-    The estimated time is that of `full`, in proportion to the operations that are computed again.
+    Its time is that of its compiled schedule; else that of `full`, in proportion to the operations that are computed again.
     """
     answer = compile_([Candidate(AS_WRITTEN, (), 0.0)], best)
     compiled = answer[0] if answer and answer[0].device_bytes != FAILED else None
     again, of_full = (counted_flops(workload, policy) for policy in ("off", dict.fromkeys(workload.blocks, "full")))
-    seconds = None
-    if full is not None and again is not None and of_full:
-        base = described.stack.base_seconds + described.outside_seconds
-        seconds = base + full.seconds * again / of_full
+    seconds = compiled.seconds if compiled is not None and times.compiled else None
+    timed = seconds is not None
+    if not timed and full is not None and again is not None and of_full:
+        seconds = times.pace * (times.traced_base + full.seconds * again / of_full)
     device, host = (compiled.device_bytes, compiled.host_bytes) if compiled else (None, 0)
-    return Point(AS_WRITTEN, device, host, seconds, compiled is not None)
+    return Point(AS_WRITTEN, device, host, seconds, compiled is not None, timed=timed)

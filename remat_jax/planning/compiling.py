@@ -134,7 +134,7 @@ class Compiler:
     def _tell(self, keys: Sequence[str], best: Tried | None) -> None:
         so_far = ""
         if best is not None:
-            seconds = self.described.base_seconds + best.candidate.seconds
+            seconds = best.compiled.seconds or self.described.base_seconds + best.candidate.seconds
             name = best.candidate.name or "a plan"
             so_far = f"; best so far: {name}, {format_seconds(seconds)}, {format_bytes(best.compiled.device_bytes)}"
         most = max(MOST_COMPILED, self.count + len(keys))

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from remat_jax.planning.plan_data import PlanData
+from remat_jax.planning.plan_data import CUT_SHORT, PlanData
 from remat_jax.planning.point import Part, Point, Row
-from remat_jax.report.tables import format_bytes, format_seconds, table
+from remat_jax.report.tables import format_bytes, format_estimate, table
 
 GIB = 2**30
 _SHORT = 3
@@ -23,8 +23,8 @@ def plan_table(plan: PlanData) -> Any:
         (
             part.where,
             *(format_bytes(size) for size in (part.saved_bytes, part.offloaded_bytes, part.recomputed_bytes)),
-            format_seconds(part.layers * part.recompute_seconds),
-            format_seconds(part.layers * part.copy_seconds),
+            said_time(plan, part.layers * part.recompute_seconds),
+            said_time(plan, part.layers * part.copy_seconds),
             _what(part),
         )
         for part in plan.parts
@@ -38,12 +38,10 @@ def plan_table(plan: PlanData) -> Any:
 
 def named_table(plan: PlanData) -> Any:
     """What the named policies would take beside the plan, as a table."""
-    rows = [_named_row("this plan", plan.device_bytes, True, plan.host_bytes, plan.seconds, plan, "fits")]
-    for one in sorted(plan.named, key=_by_time):
-        rows.append(
-            _named_row(one.name, one.device_bytes, one.compiled, one.host_bytes, one.seconds, plan, _verdict(plan, one))
-        )
-    columns = ("policy", "device", "", "host", "step", "over keeping everything", "")
+    own = Point("this plan", plan.device_bytes, plan.host_bytes, plan.seconds, True, timed=plan.timed)
+    rows = [_named_row(own, plan, "fits")]
+    rows += [_named_row(one, plan, _verdict(plan, one)) for one in sorted(plan.named, key=_by_time)]
+    columns = ("policy", "device", "", "host", "step", "", "over keeping everything", "")
     return table("Beside the named policies", columns, rows)
 
 
@@ -52,10 +50,9 @@ def summary(plan: PlanData) -> str:
 
     The estimated time, what recomputing adds, and the best named policy that fits.
     """
-    extra = plan.seconds - plan.base_seconds
+    of = " of the compiled schedule" if plan.timed else ""
     said = (
-        f"Estimated {format_seconds(plan.seconds)} a step, {format_seconds(extra)} over keeping everything "
-        f"({100 * extra / plan.base_seconds if plan.base_seconds else 0.0:.1f} %); "
+        f"Estimated {said_time(plan, plan.seconds)} a step{of}, {over_everything(plan, plan.seconds)}; "
         f"{plan.recompute_flops / 1e12:.3g} TFLOP are computed again. "
         f"{format_bytes(plan.device_bytes)} on the device as compiled ({format_bytes(plan.predicted_bytes)} were predicted)"
         f"{f', {format_bytes(plan.host_bytes)} in host memory' if plan.host_bytes else ''}; {_compiled(plan)}."
@@ -64,7 +61,7 @@ def summary(plan: PlanData) -> str:
     best = plan.best_named
     if best is None or best.seconds is None:
         return f"{said} No named policy fits."
-    return f"{said} The best named policy that fits, {best.name}, takes {format_seconds(best.seconds)}."
+    return f"{said} The best named policy that fits, {best.name}, takes {said_time(plan, best.seconds)}{_how(best, plan)}."
 
 
 def _limit(plan: PlanData) -> str:
@@ -79,7 +76,7 @@ def _bound(plan: PlanData) -> str:
     if plan.lower_bound is None or not plan.seconds:
         return ""
     below = 100 * (1 - plan.lower_bound / plan.seconds)
-    least = format_seconds(plan.lower_bound)
+    least = said_time(plan, plan.lower_bound)
     return f" By the same estimate no plan within the budget takes less than {least}: {below:.1f} % less."
 
 
@@ -93,22 +90,40 @@ def explanation(plan: PlanData) -> str:
         # Beside another that does the same it is told apart because the scan is cut there.
         cut = before is not None and (before.block, before.policy) == (part.block, part.policy)
         lines.append(f"{part.where}, in a scan of its own:" if cut else f"{part.where}:")
-        lines += _lines(part)
+        lines += _lines(part, plan)
         before = part
     lines += ["", next_gib(plan), *plan.notes]
     return "\n".join(lines)
 
 
+def said_time(plan: PlanData, seconds: float | None) -> str:
+    """A time of the plan's estimates: a range where a rate behind them is assumed."""
+    return format_estimate(seconds, bool(plan.assumed_rates))
+
+
+def over_everything(plan: PlanData, seconds: float) -> str:
+    """A step beside one that keeps everything, which may be the slower of the two: it writes and reads what it keeps."""
+    extra = seconds - plan.base_seconds
+    share = f" ({100 * abs(extra) / plan.base_seconds:.2g} %)" if plan.base_seconds else ""
+    return f"{said_time(plan, abs(extra))} {'over' if extra >= 0 else 'less than'} keeping everything{share}"
+
+
+def _how(point: Point, plan: PlanData) -> str:
+    """That a time beside compiled ones is the traced estimate."""
+    return ", estimated before compiling" if plan.timed and not point.timed else ""
+
+
 def next_gib(plan: PlanData) -> str:
-    """What one GiB more would buy, as a sentence."""
-    if plan.next_gib_seconds is None and plan.seconds > plan.base_seconds:
-        return "What the next GiB would buy was not computed before the timeout."
+    """What more memory would buy, as a sentence."""
+    more = "GiB" if plan.next_bytes == GIB else format_bytes(plan.next_bytes).replace(".0 ", " ")
+    if plan.next_gib_seconds is None and any(note.startswith(CUT_SHORT) for note in plan.notes):
+        return f"What the next {more} would buy was not computed before the timeout."
     if plan.next_gib_seconds is None:
         return "More memory would buy nothing: by the estimate no step is faster."
     if not plan.next_gib_seconds:
-        return "The next GiB would buy nothing: what comes next needs more than that."
+        return f"The next {more} would buy nothing: what comes next needs more than that."
     share = 100 * plan.next_gib_seconds / plan.seconds if plan.seconds else 0.0
-    return f"The next GiB would buy {format_seconds(plan.next_gib_seconds)} a step ({share:.1f} %), by the estimate."
+    return f"The next {more} would buy {said_time(plan, plan.next_gib_seconds)} a step ({share:.2g} %), by the estimate."
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
@@ -121,7 +136,7 @@ def _compiled(plan: PlanData) -> str:
     return f"{len(plan.tried)} steps were compiled" if len(plan.tried) > 1 else "one step was compiled"
 
 
-def _lines(part: Part) -> list[str]:
+def _lines(part: Part, plan: PlanData) -> list[str]:
     """A line for each residual that matters, and one for all others of the same action."""
     least = _SMALL * max((row.bytes for row in part.rows), default=0)
     lines, small = [], dict[str, list[Row]]()
@@ -129,7 +144,7 @@ def _lines(part: Part) -> list[str]:
         if row.bytes < least:
             small.setdefault(row.action, []).append(row)
         else:
-            lines.append(f"  {row.action:<9} {row.residual}, {format_bytes(row.bytes)}: {_why(row, part)}")
+            lines.append(f"  {row.action:<9} {row.residual}, {format_bytes(row.bytes)}: {_why(row, part, plan)}")
     for action, rows in small.items():
         lines.append(f"  {action:<9} {len(rows)} small ones, {format_bytes(sum(row.bytes for row in rows))} together")
     return lines
@@ -146,21 +161,21 @@ def _what(part: Part) -> str:
     return "; ".join(said) or part.policy
 
 
-def _why(row: Row, part: Part) -> str:
-    price = "it cannot be computed again" if row.seconds is None else f"computing it again takes {_price(row)}"
+def _why(row: Row, part: Part, plan: PlanData) -> str:
+    price = "it cannot be computed again" if row.seconds is None else f"computing it again takes {_price(row, plan)}"
     if row.action == "offload":
-        compute = f"the layer's compute ({format_seconds(part.forward_seconds)} forward)"
+        compute = f"the layer's compute ({said_time(plan, part.forward_seconds)} forward)"
         if not part.copy_seconds:
             return f"{price}; {compute} hides what is copied"
-        return f"{price}; {compute} does not hide {format_seconds(part.copy_seconds)} of what is copied"
+        return f"{price}; {compute} does not hide {said_time(plan, part.copy_seconds)} of what is copied"
     return price
 
 
-def _price(row: Row) -> str:
+def _price(row: Row, plan: PlanData) -> str:
     if not row.seconds:
         return "no time of its own"
-    per_gib = f", {format_seconds(row.seconds * GIB / row.bytes)} for each GiB" if row.bytes else ""
-    return f"{format_seconds(row.seconds)}{per_gib}"
+    per_gib = f", {said_time(plan, row.seconds * GIB / row.bytes)} for each GiB" if row.bytes else ""
+    return f"{said_time(plan, row.seconds)}{per_gib}"
 
 
 def _verdict(plan: PlanData, point: Point) -> str:
@@ -181,9 +196,14 @@ def _by_time(point: Point) -> tuple[float, float]:
     return math.inf if seconds is None else seconds, math.inf if size is None else size
 
 
-def _named_row(
-    name: str, device: int | None, compiled: bool, host: int, seconds: float | None, plan: PlanData, verdict: str
-) -> tuple[Any, ...]:
-    extra = None if seconds is None else seconds - plan.base_seconds
-    how = "" if device is None else "compiled" if compiled else "predicted"
-    return name, format_bytes(device), how, format_bytes(host), format_seconds(seconds), format_seconds(extra), verdict
+def _named_row(one: Point, plan: PlanData, verdict: str) -> tuple[Any, ...]:
+    how = "" if one.device_bytes is None else "compiled" if one.compiled else "predicted"
+    time = "" if one.seconds is None else "compiled" if one.timed else "estimated"
+    extra = None if one.seconds is None else one.seconds - plan.base_seconds
+    sizes = format_bytes(one.device_bytes), how, format_bytes(one.host_bytes)
+    return one.name, *sizes, said_time(plan, one.seconds), time, signed(plan, extra), verdict
+
+
+def signed(plan: PlanData, extra: float | None) -> str:
+    """A difference of two times; with a range the sign would not be read."""
+    return said_time(plan, extra) if extra is None or extra >= 0 else f"-{said_time(plan, -extra)}"

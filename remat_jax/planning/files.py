@@ -106,8 +106,7 @@ def _checked(data: Any, workload: Workload | None, told: str) -> dict[str, Any]:
         raise PlanningError(
             f"{told} is of version {data['version']!r}, and this release reads versions {known} only: make the plan again"
         )
-    # Plans of before were compiled without a memory limit, and did not say how near to the best they are.
-    values = _fields({"compiler_options": {}, "lower_bound": None, **data}, _PLAN, "the plan")
+    values = _fields({**_NEWER, **data}, _PLAN, "the plan")
     model = _model(values["model"])
     if workload is not None:
         model.check_workload(workload, told)
@@ -117,6 +116,7 @@ def _checked(data: Any, workload: Workload | None, told: str) -> dict[str, Any]:
         values[name] = tuple(_point(one) for one in values[name])
     values["parts"] = _parts(values["parts"])
     values["tried"] = tuple((_text(name, "tried"), _count(size, "tried")) for name, size in _pairs(values["tried"]))
+    values["assumed_rates"] = tuple(_text(one, "assumed_rates") for one in values["assumed_rates"])
     values["notes"] = tuple(_text(one, "notes") for one in values["notes"])
     return values
 
@@ -197,7 +197,7 @@ def _written(policy: Any) -> dict[str, Any]:
 
 
 def _point(data: Any) -> Point:
-    values = _fields(data, _POINT, "a point of the frontier")
+    values = _fields({"timed": False, **data} if isinstance(data, dict) else data, _POINT, "a point of the frontier")
     return Point(**values | {"parts": _parts(values["parts"])})
 
 
@@ -312,15 +312,20 @@ _POINT: _Checks = {
     "compiled": _flag,
     "parts": _list,
     "remark": _text,
+    "timed": _flag,
 }
+_NEWER = {"compiler_options": {}, "lower_bound": None, "timed": False, "assumed_rates": [], "next_bytes": 2**30}
+"""What older files lack: their plans were compiled without a memory limit, have traced times, and no bound."""
 _PLAN: _Checks = {
     "policies": _list,
     **dict.fromkeys(("device_bytes", "predicted_bytes", "host_bytes", "recompute_flops", "budget"), _count),
     **dict.fromkeys(("seconds", "base_seconds"), _seconds),
-    **dict.fromkeys(("frontier", "named", "parts", "tried", "notes"), _list),
+    **dict.fromkeys(("frontier", "named", "parts", "tried", "notes", "assumed_rates"), _list),
     **dict.fromkeys(("workload", "target", "jax_version"), _text),
     "host_budget": _or_none(_count),
     **dict.fromkeys(("next_gib_seconds", "lower_bound"), _or_none(_seconds)),
+    "timed": _flag,
+    "next_bytes": lambda value, name: _count(value, name, least=1),
     "model": _any,
     "compiler_options": _compiler_options,
 }

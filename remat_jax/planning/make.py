@@ -27,10 +27,11 @@ from remat_jax.planning.candidate import Candidate, Tried
 from remat_jax.planning.compiling import Compiler, Progress, first_sentence, one_line
 from remat_jax.planning.fit import Fit
 from remat_jax.planning.holders import argument_bytes, check_arguments_fit, infeasible
+from remat_jax.planning.last_word import Times, last_word
 from remat_jax.planning.model import Model
 from remat_jax.planning.outcome import outcome
 from remat_jax.planning.plan import Plan
-from remat_jax.planning.plan_data import NOT_MAXIMAL
+from remat_jax.planning.plan_data import CUT_SHORT, NOT_MAXIMAL
 from remat_jax.planning.point import Point
 from remat_jax.planning.problem import Described, describe, recompute_flops
 from remat_jax.planning.proposals import Proposals
@@ -101,7 +102,7 @@ def plan(
 
 
 # Notes on how far the search went, and advice; the other notes change what the plan's step does, and are warnings too.
-_OF_THE_SEARCH = ("Not shown", "Left out", "The policy takes the place", "Beyond the blocks")
+_OF_THE_SEARCH = ("Not shown", "Left out", "The policy takes the place", "Beyond the blocks", "As compiled")
 
 
 @silenced()
@@ -141,11 +142,6 @@ _NEAR = 1.1
 """How much over the budget a step may be that is compiled with the budget as XLA's memory limit."""
 _FASTER = 0.999
 """By which factor such a step must be faster than the best without a limit, as both are compiled."""
-
-
-def _step_seconds(tried: Tried) -> float | None:
-    """The modelled time of a compiled step; None where none is known."""
-    return None if tried.compiled.sizes is None else tried.compiled.sizes.seconds
 
 
 @dataclass
@@ -192,21 +188,15 @@ class _Making:
         return infeasible(self.workload, self.fit.smallest, self.budget, self.host_budget, self.target)
 
     def plan(self) -> Plan:
-        try:
-            best = self._with_limit(self._with_named(self._or_groups(self.search.run(self.compiler.compile))))
-        except InfeasibleBudget:
-            best = self._with_limit(None) or self._in_groups()
-        if best is None:
-            raise self._infeasible()
+        searched, best = self._chosen()
         self.progress("reading the frontier", len(self.fit.tried), len(self.fit.tried))
         policies = policies_of(self.described, best.candidate)
-        self._add_as_written(best)
-        found = outcome(self.described, self.fit, self.proposals, best, self.remarks, self._is_late)
+        times = Times(self.fit, self.described.base_seconds)
+        self._add_as_written(best, times)
+        found = outcome(self.described, self.target, self.proposals, times, searched, best, self.remarks, self._is_late)
         if self._is_late():
-            self.notes.append(
-                f"Not shown: the whole frontier; after timeout={self.timeout:g} s only what was compiled and named is on it"
-            )
-        self._note(best)
+            self.notes.append(f"{CUT_SHORT}; after timeout={self.timeout:g} s only what was compiled and named is on it")
+        self._note(searched, best)
         if best.candidate.seconds > 0 and (beyond := largest_advice(self.workload, best.compiled.sizes, self.target.devices)):
             self.notes.append(beyond)
         return Plan(
@@ -223,42 +213,56 @@ class _Making:
             **found,
         )
 
-    def _with_limit(self, best: Tried | None) -> Tried | None:
-        """The best, or what is faster as compiled with the budget as XLA's memory limit.
+    def _chosen(self) -> tuple[Tried, Tried]:
+        """The best step by the traced estimate, by which the search goes, and the plan, by what was compiled."""
+        try:
+            searched: Tried | None = self._with_named(self._or_groups(self.search.run(self.compiler.compile)))
+        except InfeasibleBudget:
+            searched = None
+        limited = self._with_limit(searched)
+        first = searched or min(limited, key=lambda one: one.compiled.seconds or math.inf, default=None) or self._in_groups()
+        if first is None:
+            raise self._infeasible()
+        best, notes = last_word(first, [*filter(self.fit.fits, self.fit.tried), *limited])
+        self.notes += notes
+        if any(best is one for one in limited):
+            self.notes.append(
+                "The step fits with the budget as XLA's memory limit only: give plan.compiler_options to the jax.jit of the "
+                "step"
+            )
+            return best, best
+        return first, best
+
+    def _with_limit(self, best: Tried | None) -> list[Tried]:
+        """Steps that are faster than the best as compiled with the budget as XLA's memory limit.
 
         That is asked of what needs a little more than the budget without the limit, and of `off` where layers are unrolled: XLA
         then recomputes by itself. In a scan it hardly can: there it is asked only where nothing fits.
         """
         unrolled = not any(kind.scanned for kind in self.described.kinds)
         if best is not None and not unrolled:
-            return best
+            return []
         over = [one.candidate for one in self.fit.tried if self.budget < one.compiled.device_bytes <= _NEAR * self.budget]
         off = [one for one in self.proposals.named if one.name == "off" and unrolled and not self._is_best(one, best)]
         asked = [one for one in off if self.fit.least_expected(one) <= _NEAR * self.budget]
         asked += sorted((one for one in over if one.name != "off"), key=lambda one: one.seconds)[:1]
         faster = [one for one in asked if best is None or one.seconds < best.candidate.seconds]
         if not faster or self.target.kind == "cpu" or self.compiler.is_over:
-            return best
+            return []
         answers = self.compiler.compile(faster, best, memory_limit=self.budget)
         found = [Tried(*pair, self.fit.expected(pair[0])) for pair in zip(faster, answers, strict=False)]
-        able = [one for one in found if self.fit.fits(one) and _step_seconds(one) is not None]
-        if best is not None and (seconds := _step_seconds(best)) is not None:
-            able = [one for one in able if (_step_seconds(one) or math.inf) < _FASTER * seconds]
-        elif best is not None:
-            return best
-        if not able:
-            return best
-        chosen = min(able, key=lambda one: _step_seconds(one) or math.inf)
+        able = [one for one in found if self.fit.fits(one) and one.compiled.seconds]
+        if best is None:
+            return able
+        seconds = best.compiled.seconds or 0.0
         # Its estimate knows nothing of what XLA recomputes: it takes as much more or less as the compiled steps do.
-        if best is not None:
-            base = self.described.base_seconds
-            ratio = (_step_seconds(chosen) or 0.0) / (_step_seconds(best) or 1.0)
-            seconds = max(0.0, ratio * (base + best.candidate.seconds) - base)
-            chosen = replace(chosen, candidate=replace(chosen.candidate, seconds=seconds))
-        self.notes.append(
-            "The step fits with the budget as XLA's memory limit only: give plan.compiler_options to the jax.jit of the step"
-        )
-        return chosen
+        return [self._at_pace(one, best) for one in able if (one.compiled.seconds or math.inf) < _FASTER * seconds]
+
+    def _at_pace(self, tried: Tried, best: Tried) -> Tried:
+        base = self.described.base_seconds
+        ratio = (tried.compiled.seconds or 0.0) / (best.compiled.seconds or 1.0)
+        seconds = max(0.0, ratio * (base + best.candidate.seconds) - base)
+        return replace(tried, candidate=replace(tried.candidate, seconds=seconds))
 
     def _in_groups(self) -> Tried | None:
         """The fastest way to group the layers that fits, where the inputs of single layers are too much; None if none does."""
@@ -298,15 +302,15 @@ class _Making:
     def _is_best(candidate: Candidate, best: Tried | None) -> bool:
         return best is not None and best.candidate.is_same(candidate)
 
-    def _note(self, best: Tried) -> None:
-        """What could not be shown."""
+    def _note(self, searched: Tried, best: Tried) -> None:
+        """What could not be shown: by the traced estimate of the search's step, and of the plan's memory."""
         why = "; the compilations were used up" if len(self.fit.tried) >= MOST_COMPILED else ""
-        unknown = [one.name for one in self.proposals.unknown(best)]
+        unknown = [one.name for one in self.proposals.unknown(searched)]
         if unknown:
             self.notes.append(f"Not shown: whether {' and '.join(unknown)}, faster by the estimate, would fit{why}")
-        if self.search.unmoved(best):
+        if self.search.unmoved(searched):
             self.notes.append(f"Not shown: whether what is offloaded has to be, or would fit on the device{why}")
-        if not self.proposals.is_maximal(best):
+        if not self.proposals.is_maximal(searched):
             self.notes.append(f"{NOT_MAXIMAL}{why}")
         if (short := host_shortage(best.compiled.host_bytes, self.target)) is not None:
             self.notes.append(f"Host memory: {short}, or plan with a host_budget")
@@ -362,7 +366,7 @@ class _Making:
         # Too late to trace, or a loop of unknown length, as in a Pallas kernel: what is computed again is known block by block.
         return recompute_flops(self.described, dict(policies)) if counted is None else counted
 
-    def _add_as_written(self, best: Tried) -> None:
+    def _add_as_written(self, best: Tried, times: Times) -> None:
         """The author's own checkpoints beside the named policies, and that the plan takes their place."""
         if not self.workload.replaced_checkpoints:
             return
@@ -370,4 +374,4 @@ class _Making:
         if self._is_late():
             return
         full = next((one for one in self.proposals.named if one.name == "full"), None)
-        self.remarks.append(as_written(self.workload, self.described, full, self.compiler.compile, best))
+        self.remarks.append(as_written(self.workload, times, full, self.compiler.compile, best))

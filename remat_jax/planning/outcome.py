@@ -5,61 +5,72 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from remat_jax.hardware import Target
+from remat_jax.hardware.rates import Rates
 from remat_jax.planning.candidate import FAILED, Candidate, Tried
 from remat_jax.planning.choices import runs
-from remat_jax.planning.fit import Fit
 from remat_jax.planning.fitting import singles
-from remat_jax.planning.point import Part, Point, unbeaten
+from remat_jax.planning.last_word import Times
+from remat_jax.planning.point import Part, Point, next_bytes, unbeaten
 from remat_jax.planning.problem import Described, copy_seconds
 from remat_jax.planning.proposals import Proposals
 from remat_jax.planning.translate import name_of, recompute_seconds, rows_of, text_of
 from remat_jax.solver import Stack
 
 POINTS = 12
-_GIB = 2**30
 
 
 def outcome(
     described: Described,
-    fit: Fit,
+    target: Target,
     proposals: Proposals,
+    times: Times,
+    searched: Tried,
     best: Tried,
     remarks: Sequence[Point],
     is_over: Callable[[], bool],
 ) -> dict[str, Any]:
-    """The fields of a `Plan` that a search decides; nothing is solved for once `is_over`."""
+    """The fields of a `Plan` that a search decides; nothing is solved for once `is_over`.
+
+    `searched` is the best step by the traced estimate, `best` the plan.
+    """
+    fit = times.fit
     stack = fit.stack
-    base = stack.base_seconds + described.outside_seconds
 
     def point(candidate: Candidate) -> Point:
-        known = fit.known(candidate)
+        known, (seconds, timed) = fit.known(candidate), times.of(candidate)
         return Point(
             candidate.name,
             None if known and known.compiled.device_bytes == FAILED else fit.shown(candidate, stack),
             known.compiled.host_bytes if known else round(candidate.host_bytes),
-            base + candidate.seconds,
+            seconds,
             known is not None,
             parts_of(described, stack, candidate),
             "" if known is None or known.compiled.sound else "what is compiled of it must not be run",
+            timed,
         )
 
     failed = [one for one in fit.tried if one.compiled.device_bytes == FAILED]
     tried = [point(one.candidate) for one in fit.tried]
     named = [point(one) for one in proposals.named]
-    bound = None if is_over() else _lower_bound(proposals, best, base)
-    next_gib = None if is_over() else _next_gib(proposals, stack, best)
+    bound = None if is_over() else _lower_bound(proposals, times, best)
+    next_gib = None if is_over() else _next_gib(proposals, times, searched, best)
     predicted = proposals.frontier(stack, POINTS, is_over)
+    seconds, timed = times.of_compiled(best)
     beside = [one for one in (*tried, *named, *map(point, predicted)) if not one.remark]
     return {
         "device_bytes": best.compiled.device_bytes,
         "predicted_bytes": best.predicted_bytes,
         "host_bytes": best.compiled.host_bytes,
-        "seconds": base + best.candidate.seconds,
-        "base_seconds": base,
+        "seconds": seconds,
+        "timed": timed,
+        "base_seconds": times.base,
         "lower_bound": bound,
         "frontier": unbeaten(beside),
         "named": (*named, *remarks),
         "parts": parts_of(described, stack, best.candidate),
+        "assumed_rates": _assumed(best, target),
+        "next_bytes": next_bytes(proposals.fit.budget),
         "next_gib_seconds": next_gib,
         "tried": tuple((one.candidate.name or "a plan", one.compiled.device_bytes) for one in fit.tried if one not in failed),
     }
@@ -97,15 +108,21 @@ def parts_of(described: Described, stack: Stack, candidate: Candidate) -> tuple[
     return tuple(found)
 
 
+def _assumed(best: Tried, target: Target) -> tuple[str, ...]:
+    """The assumed rates behind the plan's time; where its schedule was not timed, those of products and memory."""
+    time = best.compiled.sizes.time
+    return time.assumed if time is not None else Rates.of(target).assumed(Rates.of(target).flops)[:2]
+
+
 _ALIKE = 1 + 1e-9
 """The same numbers added up in another order."""
 
 
-def _lower_bound(proposals: Proposals, best: Tried, base: float) -> float | None:
-    """Seconds of a step that no plan is below; None where the solver's problem does not have `best` in it.
+def _lower_bound(proposals: Proposals, times: Times, best: Tried) -> float | None:
+    """Seconds of a step that no plan is below; None where the solver's problem does not contain `best`.
 
-    The problem knows no groups of layers, nothing of what XLA recomputes by itself to meet a memory limit, and not all arrays
-    that a named policy may keep.
+    The problem has no groups of layers, no recomputation by XLA itself under a memory limit, and not all arrays that a named
+    policy may keep. The bound is of the traced estimate; it is scaled as the plan's own time is.
     """
     candidate, sizes = best.candidate, best.compiled.sizes
     limited = sizes is not None and bool(sizes.limit_options)
@@ -113,11 +130,18 @@ def _lower_bound(proposals: Proposals, best: Tried, base: float) -> float | None
         return None
     extra = proposals.bound()
     # A policy priced as a whole may cost less than its residuals one by one, and a step may need less than is predicted.
-    return base + min(extra, candidate.seconds) if extra <= candidate.seconds * _ALIKE else None
+    if extra > candidate.seconds * _ALIKE:
+        return None
+    seconds, _ = times.of_compiled(best)
+    return seconds * (times.traced_base + min(extra, candidate.seconds)) / times.traced(candidate)
 
 
-def _next_gib(proposals: Proposals, stack: Stack, best: Tried) -> float | None:
+def _next_gib(proposals: Proposals, times: Times, searched: Tried, best: Tried) -> float | None:
+    """What more memory would win, from the traced estimate at the pace of the step that the search took."""
     if best.candidate.seconds <= 0:
         return None
-    found = proposals.solve(stack, proposals.fit.budget + _GIB)
-    return max(0.0, best.candidate.seconds - found.seconds) if found else 0.0
+    found = proposals.solve(times.fit.stack, proposals.fit.budget + next_bytes(proposals.fit.budget))
+    if found is None:
+        return 0.0
+    (seconds, _), (start, _) = times.of_compiled(best), times.of_compiled(searched)
+    return max(0.0, seconds - start * times.traced(found) / times.traced(searched.candidate))

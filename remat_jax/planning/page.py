@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat_jax.planning.explain import next_gib, ranked, summary
+from remat_jax.planning.explain import next_gib, ranked, said_time, signed, summary
 from remat_jax.planning.plan_data import PlanData
 from remat_jax.planning.point import Part, Point
 from remat_jax.report.frontier import frontier_figure
 from remat_jax.report.plan_page import plan_page
-from remat_jax.report.tables import format_bytes, format_seconds
+from remat_jax.report.tables import format_bytes
 
 
 def page(plan: PlanData) -> str:
@@ -28,8 +28,8 @@ def page_data(plan: PlanData) -> dict[str, Any]:
         "host_budget": plan.host_budget,
         "base_seconds": plan.base_seconds,
         "chosen": next(index for index, one in enumerate(points) if one is points[-1] or _is_plan(plan, one)),
-        "points": [_point(one) | _figures(plan, one) | {"parts": [_part(part) for part in one.parts]} for one in points],
-        "named": [_point(one) | {"name": one.name} for one in named],
+        "points": [_point(plan, one) | _figures(plan, one) | _parts(plan, one) for one in points],
+        "named": [_point(plan, one) | {"name": one.name} for one in named],
     }
 
 
@@ -52,7 +52,7 @@ def with_plan(plan: PlanData) -> tuple[Point, ...]:
     line = tuple(one for one in plan.frontier if _place(one) is not None)
     if any(_is_plan(plan, one) for one in line):
         return line
-    own = Point("", plan.device_bytes, plan.host_bytes, plan.seconds, True, plan.parts)
+    own = Point("", plan.device_bytes, plan.host_bytes, plan.seconds, True, plan.parts, timed=plan.timed)
     return tuple(sorted((*line, own), key=lambda one: (one.device_bytes or 0, one.seconds or 0.0)))
 
 
@@ -60,41 +60,51 @@ def _is_plan(plan: PlanData, point: Point) -> bool:
     return point.compiled and (point.device_bytes, point.seconds) == (plan.device_bytes, plan.seconds)
 
 
-def _point(point: Point) -> dict[str, Any]:
+def _point(plan: PlanData, point: Point) -> dict[str, Any]:
     return {
         "device": point.device_bytes,
         "host": point.host_bytes,
         "seconds": point.seconds,
         "compiled": point.compiled,
         "says": f"{format_bytes(point.device_bytes)} ({'compiled' if point.compiled else 'predicted'}), "
-        f"{format_seconds(point.seconds)} a step"
+        f"{said_time(plan, point.seconds)} a step ({_known(point)})"
         + (f", {format_bytes(point.host_bytes)} in host memory" if point.host_bytes else ""),
     }
 
 
+def _known(point: Point) -> str:
+    """What a time is of."""
+    return "of the compiled schedule" if point.timed else "of the traced program"
+
+
 def _figures(plan: PlanData, point: Point) -> dict[str, Any]:
-    size, seconds = point.device_bytes or 0, point.seconds or 0.0
-    extra = seconds - plan.base_seconds
-    left = plan.budget - size
-    share = f" ({100 * extra / plan.base_seconds:.1f} %)" if plan.base_seconds else ""
+    left = plan.budget - (point.device_bytes or 0)
+    extra = (point.seconds or 0.0) - plan.base_seconds
+    share = f" ({100 * extra / plan.base_seconds:.2g} %)" if plan.base_seconds else ""
     return {
         "figures": [
             ["device memory", format_bytes(point.device_bytes)],
             ["host memory", format_bytes(point.host_bytes)],
-            ["estimated step", format_seconds(point.seconds)],
-            ["over keeping everything", format_seconds(extra) + share],
+            ["estimated step", f"{said_time(plan, point.seconds)}, {_known(point)}"],
+            ["over keeping everything", signed(plan, extra) + share],
             ["left of the budget" if left >= 0 else "over the budget", format_bytes(abs(left))],
         ]
     }
 
 
-def _part(part: Part) -> dict[str, Any]:
+def _parts(plan: PlanData, point: Point) -> dict[str, Any]:
+    return {"parts": [_part(plan, part) for part in point.parts]}
+
+
+def _part(plan: PlanData, part: Part) -> dict[str, Any]:
     sizes = {"save": part.saved_bytes, "offload": part.offloaded_bytes, "recompute": part.recomputed_bytes}
     return {
         "where": part.where,
         "policy": part.policy,
-        "costs": format_seconds(part.layers * (part.recompute_seconds + part.copy_seconds)),
+        "costs": said_time(plan, part.layers * (part.recompute_seconds + part.copy_seconds)),
         "bytes": sizes,
         "texts": {action: format_bytes(size) for action, size in sizes.items()},
-        "rows": [[row.residual, row.action, format_bytes(row.bytes), format_seconds(row.seconds)] for row in ranked(part.rows)],
+        "rows": [
+            [row.residual, row.action, format_bytes(row.bytes), said_time(plan, row.seconds)] for row in ranked(part.rows)
+        ],
     }

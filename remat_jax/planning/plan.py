@@ -35,12 +35,15 @@ class Plan(PlanData):
       predicted_bytes: what was expected before it was compiled.
       recompute_flops: what a step computes again, in FLOPs, counted in its jaxpr; of all devices of a mesh together.
       seconds: of a step, estimated; `base_seconds` of one that keeps everything.
+      timed: whether `seconds` are of the compiled schedule, as on a GPU target; else they are the traced estimate.
+      assumed_rates: the rates behind them that nobody measured on such a device, by their names in `Rates`.
       frontier: the unbeaten ways to run the step, smallest first, some compiled and some predicted.
       named: what the named policies take, the same way.
       parts: what the layers do, in forward order.
       workload, target, budget, host_budget: what was asked; bytes, and None for no limit.
-      next_gib_seconds: how much less a step would take with one GiB more; None where nothing is left to win, or `timeout` ended
-        the search.
+      next_gib_seconds: how much less a step would take with `next_bytes` more; None where nothing is left to win, or `timeout`
+        ended the search.
+      next_bytes: a GiB; of a budget below 16 GiB, a 32nd to a 16th of it.
       tried: every policy that was compiled, with its device bytes.
       notes: what else is to be known.
       model: which model it is for.

@@ -13,6 +13,8 @@ from remat_jax.policy import Policy
 
 NOT_MAXIMAL = "Not shown: that no residual more can be saved in a run of layers"
 """How a note begins; `PlanData.is_maximal` goes by it."""
+CUT_SHORT = "Not shown: the whole frontier"
+"""How the note begins of a search whose `timeout` came before the frontier."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class PlanData:
     jax_version: str = ""
     compiler_options: Mapping[str, int] = field(default_factory=dict)
     lower_bound: float | None = None
+    timed: bool = False
+    assumed_rates: tuple[str, ...] = ()
+    next_bytes: int = 2**30
 
     @property
     def texts(self) -> dict[str, str]:
@@ -48,9 +53,9 @@ class PlanData:
 
     @property
     def best_named(self) -> Point | None:
-        """The fastest named policy that fits, as compiled or as predicted; None where none does."""
+        """The fastest named policy that fits, of those that were compiled, else as predicted; None where none does."""
         fits = [one for one in self.named if self._fits(one) and one.seconds is not None]
-        return min(fits, key=lambda one: (one.seconds, one.device_bytes)) if fits else None
+        return min(fits, key=lambda one: (one.timed < self.timed, one.seconds, one.device_bytes)) if fits else None
 
     def _fits(self, point: Point) -> bool:
         host = point.host_bytes <= self.host_budget if self.host_budget is not None else True

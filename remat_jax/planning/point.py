@@ -78,6 +78,7 @@ class Point:
       compiled: whether the compiler was asked.
       parts: what the layers do.
       remark: why it is not considered; empty where it is.
+      timed: whether `seconds` are of the compiled schedule; else they are the traced estimate.
     """
 
     name: str
@@ -87,6 +88,16 @@ class Point:
     compiled: bool
     parts: tuple[Part, ...] = ()
     remark: str = ""
+    timed: bool = False
+
+
+def next_bytes(budget: float) -> int:
+    """How much more memory a plan asks about: a power of two, from a 32nd to a 16th of the budget, and one GiB at most.
+
+    >>> next_bytes(40 * 2**30) == 2**30, next_bytes(4 * 2**30) == 2**28
+    (True, True)
+    """
+    return min(2**30, 2 ** max(0, int(budget).bit_length() - 5))
 
 
 def unbeaten(points: Sequence[Point]) -> tuple[Point, ...]:

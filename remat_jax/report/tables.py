@@ -176,7 +176,7 @@ def format_estimate(seconds: float | None, assumed: bool) -> str:
     >>> format_estimate(0.82, False), format_estimate(0.82, True)
     ('820 ms', '700 ms to 1.1 s')
     """
-    if seconds is None or not assumed:
+    if not seconds or not assumed:
         return format_seconds(seconds)
     return " to ".join(format_seconds(share * seconds) for share in ASSUMED_RANGE)
 

@@ -47,6 +47,7 @@ class Sizes:
       timeline: what is on the device over the schedule; None for the target `cpu`.
       time: the modelled time of the compiled schedule; None for the target `cpu`, and where the compiled text or a rate is
         not known.
+      no_time: why the time is not known, in plain words; empty where it is.
       miscompiled: whether a loop copies another slot of a host buffer than the program asks for; None where the compiled text
         does not tell.
       collectives: what the devices of a mesh send each other; None for one device, and where the compiled text is not known.
@@ -69,6 +70,7 @@ class Sizes:
     untiled: bool = False
     limit_options: dict[str, int] = field(default_factory=dict, hash=False)
     timeline: Timeline | None = None
+    no_time: str = ""
 
     @property
     def seconds(self) -> float | None:
@@ -288,7 +290,7 @@ def _sizes(answer: dict[str, Any], folder: Path, program: Program, target: Targe
     if copied.exists():
         played = _module(copied.read_text(encoding="utf-8", errors="replace"))
         miscompiled = _miscompiled(played)
-    time = None if played is None else _step_time(played, target, program)
+    time, no_time = _step_time(played, target, program)
     sent: tuple[Collective, ...] | None = None
     live: tuple[LiveBuffer, ...] = ()
     timeline: Timeline | None = None
@@ -299,6 +301,7 @@ def _sizes(answer: dict[str, Any], folder: Path, program: Program, target: Targe
         "live": live,
         "timeline": timeline,
         "time": time,
+        "no_time": no_time,
         "miscompiled": miscompiled,
         "collectives": sent,
         "untiled": answer["untiled"],
@@ -320,12 +323,14 @@ def _module(text: str | None) -> Module | None:
         return None
 
 
-def _step_time(module: Module, target: Target, program: Program) -> StepTime | None:
-    """The modelled time of a step; None where the target does not say a rate: the sizes hold all the same."""
+def _step_time(module: Module | None, target: Target, program: Program) -> tuple[StepTime | None, str]:
+    """The modelled time of a step; or None, and why: a rate that the target does not say. The sizes hold all the same."""
+    if module is None:
+        return None, "not modelled for a CPU" if target.kind == "cpu" else "the compiled module could not be read"
     try:
-        return step_time(module, target, kernels=dict(program.kernels))
-    except (ArgumentError, TargetError):
-        return None
+        return step_time(module, target, kernels=dict(program.kernels)), ""
+    except (ArgumentError, TargetError) as error:
+        return None, str(error)
 
 
 def _live(module: Module, dump: Path, program: Program) -> tuple[tuple[LiveBuffer, ...], Timeline | None]:

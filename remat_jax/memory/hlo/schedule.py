@@ -9,13 +9,13 @@ line is reached and its stream is free, and the line that waits for it holds com
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
-from remat_jax.hardware.rates import Rates
+from remat_jax.hardware.rates import LATENCIES, Rates
 from remat_jax.memory.hlo.collectives import exchange_of, exchange_seconds
 from remat_jax.memory.hlo.copies import Copies, Direction, Overlap, host_copy, round_trips
 from remat_jax.memory.hlo.kernel_times import KernelTimes
@@ -36,7 +36,7 @@ class StepTime:
       overlap: the copies to and from the host.
       exchanges: the collectives, in the same terms.
       untimed: custom calls and instructions whose operations nobody knows: their bytes are counted.
-      assumed: the rates that nobody measured, by their names in `Rates`.
+      assumed: the rates that nobody measured, by their names in `Rates`; latencies only where they are 5 % of the time or more.
     """
 
     seconds: float
@@ -83,9 +83,32 @@ def step_time(
     1.0
     """
     module = parse(text)
-    player = _Player(module, target, Rates.of(target) if rates is None else rates, kernels)
+    rates = Rates.of(target) if rates is None else rates
+    found = _played(module, target, rates, kernels)
+    late = {name for name in found.assumed if name in LATENCIES}
+    if late and found.seconds - _played(module, target, _at_once(rates, late), kernels).seconds < _MATTERS * found.seconds:
+        found = replace(found, assumed=tuple(name for name in found.assumed if name not in late))
+    return found
+
+
+_MATTERS = 0.05
+"""The share of a step from which an assumed latency makes its time a range."""
+
+
+def _played(module: Module, target: Target, rates: Rates, kernels: Mapping[str, float] | None) -> StepTime:
+    player = _Player(module, target, rates, kernels)
     player.run(module.computations[module.entry])
     return player.result()
+
+
+def _at_once(rates: Rates, late: Collection[str]) -> Rates:
+    """The rates without these latencies."""
+    links = rates.links
+    if links is not None:
+        between = [name for name in late if name in ("device_link_seconds", "network_seconds")]
+        links = replace(links, **{name.replace("device_link", "device"): 0.0 for name in between})
+    own = {name: 0.0 for name in late if name in ("launch_seconds", "copy_seconds")}
+    return replace(rates, links=links, **own)  # type: ignore[arg-type]
 
 
 def read_overlap(
@@ -140,7 +163,7 @@ def _with(target: Target, flops: float | None, memory: float | None, link: float
         rates = replace(rates, flops={"float32": flops}, launch_seconds=0.0, cores=None, products={})
     if memory is not None:
         rates = replace(rates, hbm_bytes_per_s=min(memory, sys.float_info.max))
-    return rates if link is None else replace(rates, out_bytes_per_s=link, in_bytes_per_s=link)
+    return rates if link is None else replace(rates, out_bytes_per_s=link, in_bytes_per_s=link, copy_seconds=0.0)
 
 
 # --- playing the schedule ---------------------------------------------------------------------------------------------
@@ -210,7 +233,7 @@ class _Player:
                 )
             return "exchange", sum(array.bytes for array in found[1].arrays), seconds
         copied = host_copy(self.module, computation, one)
-        return None if copied is None else (*copied, copied[1] / self._link(copied[0]))
+        return None if copied is None else (*copied, self.rates.copy_seconds + copied[1] / self._link(copied[0]))
 
     def _link(self, direction: Direction) -> float:
         rate = self.rates.out_bytes_per_s if direction == "out" else self.rates.in_bytes_per_s
@@ -287,11 +310,12 @@ class _Player:
 
     def _assumed(self, lanes: dict[Lane, Copies]) -> tuple[str, ...]:
         """The assumed rates that this module needs."""
-        needs = {"flops", "hbm_bytes_per_s"}
-        needs |= {"out_bytes_per_s"} if lanes["out"].count else set()
-        needs |= {"in_bytes_per_s"} if lanes["back"].count else set()
+        needs = {"flops", "hbm_bytes_per_s", "launch_seconds"}
+        needs |= {"out_bytes_per_s", "copy_seconds"} if lanes["out"].count else set()
+        needs |= {"in_bytes_per_s", "copy_seconds"} if lanes["back"].count else set()
         if lanes["exchange"].count:
-            needs |= {"device_link_bytes_per_s"} | ({"network_bytes_per_s"} if self.target.hosts > 1 else set())
+            needs |= {"device_link_bytes_per_s", "device_link_seconds"}
+            needs |= {"network_bytes_per_s", "network_seconds"} if self.target.hosts > 1 else set()
         return tuple(name for name in self.rates.assumed(self.kernels.dtypes) if name in needs)
 
     def _lane(self, stream: _Stream) -> Copies:

@@ -1,0 +1,113 @@
+"""The last word among compiled steps that fit: the time of their compiled schedules. What was not compiled is estimated."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from remat_jax.planning.candidate import FAILED, Candidate, Tried
+from remat_jax.planning.fit import Fit
+
+TELLS = 0.04
+"""The share of a step by which two compiled times must differ to be told apart.
+
+By so much do ratios to a step without recomputation miss published ones where both compute the same
+(`docs/notes/published_steps.md`).
+"""
+
+
+@dataclass(frozen=True)
+class Times:
+    """The time of a whole step: as compiled where it was, else the traced estimate at the pace of the compiled steps.
+
+    Where the schedule of a compiled step could not be timed, as on a CPU, every time is the traced estimate.
+
+    Attributes:
+      traced_base: the traced estimate of a step that keeps everything.
+    """
+
+    fit: Fit
+    traced_base: float
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the time of every compiled step is known."""
+        seen = [one for one in self.fit.tried if one.compiled.device_bytes < FAILED]
+        return bool(seen) and all(one.compiled.seconds for one in seen)
+
+    @property
+    def pace(self) -> float:
+        """The compiled time over the traced one, the median of the compiled steps; 1 where traced times are shown."""
+        if not self.compiled:
+            return 1.0
+        pairs = [(one.compiled.seconds, self.traced(one.candidate)) for one in self.fit.tried if one.compiled.seconds]
+        found = [seconds / traced for seconds, traced in pairs if traced > 0]
+        return statistics.median(found) if found else 1.0
+
+    def traced(self, candidate: Candidate) -> float:
+        """By the traced program."""
+        return self.traced_base + candidate.seconds
+
+    def of(self, candidate: Candidate) -> tuple[float, bool]:
+        """The seconds of a step, and whether they are of its compiled schedule."""
+        known = self.fit.known(candidate)
+        if known is not None and self.compiled and known.compiled.seconds:
+            return known.compiled.seconds, True
+        return self.pace * self.traced(candidate), False
+
+    def of_compiled(self, tried: Tried) -> tuple[float, bool]:
+        """The same of a step that may have been compiled with a memory limit, beside one without."""
+        if self.compiled and tried.compiled.seconds:
+            return tried.compiled.seconds, True
+        return self.of(tried.candidate)
+
+    @property
+    def base(self) -> float:
+        """Of a step that keeps everything."""
+        kept = [one for one in self.fit.tried if one.candidate.name in ("off", "everything") and one.compiled.seconds]
+        found = [one.compiled.seconds for one in kept if one.compiled.seconds]
+        return min(found) if found and self.compiled else self.pace * self.traced_base
+
+
+def last_word(searched: Tried, able: Sequence[Tried]) -> tuple[Tried, list[str]]:
+    """The plan among the compiled steps that fit, and notes; `searched` is the search's, by the traced estimate.
+
+    It is the fastest as compiled. Of steps that the estimate cannot tell from it the simplest is taken: a named policy before
+    a mix, no offload before offload. Where a step has no compiled time, the search's stays.
+    """
+    if any(not one.compiled.seconds for one in able):
+        return searched, []
+    fastest = min(able, key=lambda one: (_seconds(one), one is not searched))
+    near = [one for one in able if _seconds(fastest) >= (1 - TELLS) * _seconds(one)]
+    chosen = min(near, key=lambda one: (*_complexity(one.candidate), _seconds(one), one is not searched))
+    return chosen, [*_notes(searched, fastest, chosen)]
+
+
+def _notes(searched: Tried, fastest: Tried, chosen: Tried) -> Iterable[str]:
+    if _seconds(fastest) < _seconds(chosen):
+        yield (
+            f"As compiled {_name(fastest)} is {_percent(fastest, chosen)} % faster, less than the {100 * TELLS:.0f} % that "
+            f"the estimate can tell apart: the plan is the simpler step, {_name(chosen)}"
+        )
+    if _seconds(chosen) < _seconds(searched):
+        yield (
+            f"As compiled {_name(chosen)} is {_percent(chosen, searched)} % faster than {_name(searched)}, which the traced "
+            "estimate has before it"
+        )
+
+
+def _seconds(tried: Tried) -> float:
+    return tried.compiled.seconds or 0.0
+
+
+def _percent(fast: Tried, slow: Tried) -> str:
+    return f"{100 * (1 - _seconds(fast) / _seconds(slow)):.1f}"
+
+
+def _name(tried: Tried) -> str:
+    return tried.candidate.name or "a mix of policies"
+
+
+def _complexity(candidate: Candidate) -> tuple[bool, bool]:
+    return not candidate.name or bool(candidate.inside), candidate.host_bytes > 0

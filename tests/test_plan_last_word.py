@@ -1,0 +1,68 @@
+"""The compiled time is the last word among compiled steps that fit; what was not compiled is estimated at their pace."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from remat_jax.planning.candidate import Candidate, Compiled, Tried
+from remat_jax.planning.fit import Fit
+from remat_jax.planning.fitting import Load
+from remat_jax.planning.last_word import TELLS, Times, last_word
+from remat_jax.planning.point import Point, next_bytes
+from tests.plan_by_hand import plan
+from tests.test_plan_search import STACK
+
+
+def tried(name: str, traced: float, seconds: float | None, away: int = 0) -> Tried:
+    sizes = SimpleNamespace(seconds=seconds)
+    return Tried(Candidate(name, (Load(round(100 * traced), 0, away),) * 6, traced), Compiled(1000, 6 * away, sizes=sizes), 0)
+
+
+def test_what_is_compiled_fastest_is_the_plan_whatever_was_traced() -> None:
+    full, dots, off = tried("full", 3.0, 26.0), tried("dots", 1.0, 28.0), tried("off", 0.0, 31.0)
+    chosen, notes = last_word(off, [full, dots, off])
+    assert chosen is full, "a named policy that was compiled, fits and is faster as compiled"
+    assert notes == ["As compiled full is 16.1 % faster than off, which the traced estimate has before it"]
+    assert last_word(full, [full]) == (full, [])
+
+
+def test_where_a_step_has_no_compiled_time_the_search_decides() -> None:
+    full, dots = tried("full", 3.0, 26.0), tried("dots", 1.0, None)
+    assert last_word(dots, [full, dots]) == (dots, [])
+
+
+@pytest.mark.parametrize(
+    ("simple", "mixed"),
+    [
+        (tried("full", 2.0, 100.0), tried("", 1.0, 97.0)),
+        (tried("full", 2.0, 100.0), tried("dots", 1.0, 97.0, away=9)),
+        (tried("", 2.0, 100.0), tried("", 1.0, 97.0, away=9)),
+    ],
+)
+def test_the_simpler_step_is_the_plan_where_the_estimate_cannot_tell_them_apart(simple: Tried, mixed: Tried) -> None:
+    chosen, notes = last_word(mixed, [mixed, simple])
+    assert chosen is simple and notes[0].startswith("As compiled ") and "3.0 % faster, less than the 4 %" in notes[0]
+    far = tried(simple.candidate.name, 2.0, 97.0 / (1 - 1.1 * TELLS))
+    assert last_word(mixed, [mixed, far]) == (mixed, [])
+
+
+def test_what_was_not_compiled_is_estimated_at_the_pace_of_what_was() -> None:
+    fit = Fit(STACK, 1e6)
+    fit.tried = [tried("full", 2.0, 24.0), tried("dots", 0.5, 31.5), tried("off", 0.0, 20.0)]
+    times = Times(fit, 10.0)
+    assert (times.pace, times.base) == (2.0, 20.0)
+    assert times.of(fit.tried[1].candidate) == (31.5, True)
+    assert times.of(tried("other", 4.0, None).candidate) == (28.0, False)
+    fit.tried.append(tried("everything", 0.1, None))
+    assert (Times(fit, 10.0).pace, Times(fit, 10.0).of(fit.tried[0].candidate)) == (1.0, (12.0, False)), "of a kind, or none"
+
+
+def test_the_text_tells_compiled_times_from_estimates() -> None:
+    named = (Point("full", 9, 0, 0.011, True, timed=True), Point("dots", 10, 0, 0.012, False))
+    made = plan(named=named, seconds=0.0105, base_seconds=0.0125, timed=True, assumed_rates=("flops",), next_bytes=2**28)
+    text = made.explain()
+    assert "Estimated 8.9 ms to 14 ms a step of the compiled schedule, 1.7 ms to 2.7 ms less than keeping everything" in text
+    assert "The best named policy that fits, full, takes 9.3 ms to 15 ms." in text and "The next 256 MiB would buy" in text
+    assert [next_bytes(size * 2**30) / 2**30 for size in (2, 4, 16, 80)] == [0.125, 0.25, 1, 1]
