@@ -314,7 +314,7 @@ _POINT: _Checks = {
     "remark": _text,
     "timed": _flag,
 }
-_NEWER = {"compiler_options": {}, "lower_bound": None, "timed": False, "assumed_rates": [], "next_bytes": 2**30}
+_NEWER: dict[str, Any] = {"compiler_options": {}, "lower_bound": None, "timed": False, "assumed_rates": [], "next_bytes": 2**30}
 """What older files lack: their plans were compiled without a memory limit, have traced times, and no bound."""
 _PLAN: _Checks = {
     "policies": _list,
