@@ -150,10 +150,8 @@ class Policy:
         >>> Policy.parse("save: atention_out, @dots").unmatched([Candidate("q:dot_general#0", "dot_general")])
         ('atention_out',)
         """
-        residuals = tuple(candidates)
-        return tuple(
-            selector for selector in self.selectors if not any(matches(selector, candidate) for candidate in residuals)
-        )
+        listed = tuple(candidates)
+        return tuple(selector for selector in self.selectors if not any(matches(selector, candidate) for candidate in listed))
 
     def __or__(self, other: Policy | str) -> Policy:
         """This policy's rules, then the rules of ``other``; this policy decides where both match.

@@ -105,11 +105,7 @@ def series_borders(groups: Sequence[Group]) -> set[int]:
 
 def _checked_pair(pair: Any) -> Group:
     whole = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
-    if (
-        not whole
-        or any(isinstance(position, bool) or not isinstance(position, int) for position in pair)
-        or not 0 <= pair[0] < pair[1]
-    ):
+    if not whole or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in pair) or not 0 <= pair[0] < pair[1]:
         raise PolicyError(
             f"LayerPolicies: group={pair!r}: expected a pair (first layer, the one after the last), as in (0, 4)."
         )
