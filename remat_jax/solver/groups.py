@@ -151,7 +151,7 @@ def groupings(
                 fitting.append(candidate)
                 break
     optimal: list[Grouping] = []
-    for candidate in sorted(fitting, key=lambda grouping: (grouping.extra_seconds, grouping.peak_bytes, grouping.size)):
+    for candidate in sorted(fitting, key=lambda each: (each.extra_seconds, each.peak_bytes, each.size)):
         if not optimal or candidate.peak_bytes < optimal[-1].peak_bytes:
             optimal.append(candidate)
     return tuple(optimal)
