@@ -34,13 +34,17 @@ def calibrate(
             raise TargetError(f"output={str(output)!r} is there already; give another name, or --overwrite")
         compat.keep_to_cpu_without_gpu()
         with progress() as steps:
-            found = measure(name, seconds=seconds, on_done=steps.tell)
-        target = found.save(output, overwrite=overwrite)
-        answer.show(table(f"{found.device_kind}: what it reaches", ("what", "rate"), _cells(found), caption=found.source))
-        if found.out_bytes_per_s is None:
+            calibration = measure(name, seconds=seconds, on_done=steps.tell)
+        target = calibration.save(output, overwrite=overwrite)
+        answer.show(
+            table(
+                f"{calibration.device_kind}: what it reaches", ("what", "rate"), _cells(calibration), caption=calibration.source
+            )
+        )
+        if calibration.out_bytes_per_s is None:
             answer.remark("A CPU has one memory: there is no link to the host, and nothing to offload to.")
         answer.show(f"Target: {target}")
-        answer.data({**found.to_dict(), "target": target})
+        answer.data({**calibration.to_dict(), "target": target})
 
 
 def _cells(found: Calibration) -> list[tuple[str, str]]:

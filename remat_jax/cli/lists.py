@@ -1,4 +1,4 @@
-"""`remat-jax policies` and `remat-jax targets`: what can be asked for."""
+"""`remat-jax policies` and `remat-jax targets`: the named policies and the known hardware."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ def policies(as_json: Json = False) -> None:
 def targets(as_json: Json = False) -> None:
     """List the hardware that memory can be asked about; none of it has to be there."""
     with answering(as_json) as answer:
-        known = [target(name) for name in target_names()]
+        listed = [target(name) for name in target_names()]
         cells = [
             (
-                one.name,
-                format_bytes(one.memory_bytes),
-                _rate(one.hbm_bytes_per_s, 1e9, "GB/s"),
-                _rate(one.host_link_bytes_per_s, 1e9, "GB/s"),
-                _rate(one.peak_flops.get("bfloat16"), 1e12, "TFLOP/s"),
-                one.description,
+                each.name,
+                format_bytes(each.memory_bytes),
+                _rate(each.hbm_bytes_per_s, 1e9, "GB/s"),
+                _rate(each.host_link_bytes_per_s, 1e9, "GB/s"),
+                _rate(each.peak_flops.get("bfloat16"), 1e12, "TFLOP/s"),
+                each.description,
             )
-            for one in known
+            for each in listed
         ]
         columns = ("name", "memory", "its rate", "to the host, each way", "bfloat16", "what it is")
         answer.show(table("Targets", columns, cells, caption=_RATES), SEVERAL)
-        answer.data({"targets": [one.to_dict() for one in known]})
+        answer.data({"targets": [each.to_dict() for each in listed]})
 
 
 def _rate(value: float | None, unit: float, name: str) -> str | None:
@@ -76,5 +76,5 @@ def _meaning(row: dict[str, Any]) -> str:
 
 
 def _policy(name: str) -> dict[str, Any]:
-    aliases = [alias for alias, meant in ALIASES.items() if meant == name]
+    aliases = [alias for alias, policy in ALIASES.items() if policy == name]
     return {"name": name, "text": str(NAMED[name]), "meaning": MEANINGS[name], "aliases": aliases}

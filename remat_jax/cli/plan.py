@@ -58,16 +58,16 @@ def plan(
         compat.keep_to_cpu_without_gpu()
         job = load_on_mesh(workload, divided)
         with progress() as steps:
-            found = make_plan(job, device, described, host, timeout=timeout, progress=steps.tell)
-        answer.show(plan_table(found), named_table(found), next_gib(found), *found.notes)
+            made = make_plan(job, device, described, host, timeout=timeout, progress=steps.tell)
+        answer.show(plan_table(made), named_table(made), next_gib(made), *made.notes)
         if explain:
-            answer.show("", found.explain())
-        written = _write(found, save, html, plot, answer)
-        answer.data({**found.to_dict(), **written})
+            answer.show("", made.explain())
+        written = _write(made, save, html, plot, answer)
+        answer.data({**made.to_dict(), **written})
 
 
 def _check_files(files: Sequence[tuple[str, Path | None]]) -> None:
-    """That everything can be written, said before minutes of compiling."""
+    """Check that all files can be written, before minutes of compiling."""
     for option, path in files:
         if path is not None and not path.absolute().parent.is_dir():
             raise ArgumentError(

@@ -1,4 +1,4 @@
-"""`remat-jax report`: one page with all that is known of a workload."""
+"""`remat-jax report`: one page of a workload's policies, memory, plan, parity and traps."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def report(
     hold, 3 where nothing fits the budget.
     """
     with answering(as_json) as answer:
-        # What can be wrong in the arguments is said before the user's file runs, which may take long.
+        # Check the arguments before the user's file runs, which may take long.
         described = target_named(target)
         where, asked = checked_path(output, "output"), checked_policies(policy or None)
         check_timeout(timeout)
@@ -73,10 +73,10 @@ def report(
             check_plan(made, job, described)
         with progress() as steps:
             compared = parity_report(parity, steps.tell) if parity is not None else None
-            found = gather(job, asked, described, plan=made, parity=compared, timeout=timeout, progress=steps.tell)
-        write_page(where, found, "output")
-        _show(answer, found, where)
-        answer.data({"report": str(where), **found.to_dict()})
+            gathered = gather(job, asked, described, plan=made, parity=compared, timeout=timeout, progress=steps.tell)
+        write_page(where, gathered, "output")
+        _show(answer, gathered, where)
+        answer.data({"report": str(where), **gathered.to_dict()})
     if compared is not None and not compared.passed:
         raise typer.Exit(FAILED)
 
@@ -91,7 +91,7 @@ def _check_plan(budget: str | None, plan: Path | None) -> None:
 def _show(answer: Answer, found: Gathered, where: Path) -> None:
     title = f"{found.workload.name}: one training step compiled for {found.target.name}"
     columns = ("policy", "device", "host", "step", "traps")
-    answer.show(table(title, columns, [_cells(one) for one in found.comparison.policies]))
+    answer.show(table(title, columns, [_cells(policy) for policy in found.comparison.policies]))
     for name, why in found.comparison.left_out.items():
         answer.show(f"Left out: {name}: {why}")
     if found.parity is not None:
