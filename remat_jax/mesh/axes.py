@@ -38,10 +38,10 @@ def as_mesh(mesh: Any) -> AbstractMesh:
             f"mesh={mesh!r}: expected a jax.sharding.Mesh or AbstractMesh with named axes, or sizes by axis name, such as "
             "{'data': 8, 'fsdp': 8}"
         )
-    not_auto = [name for name, kind in zip(named.axis_names, named.axis_types, strict=True) if kind is not AxisType.Auto]
-    if not_auto:
+    names = [name for name, kind in zip(named.axis_names, named.axis_types, strict=True) if kind is not AxisType.Auto]
+    if names:
         raise UnsupportedError(
-            f"mesh: the axes {', '.join(not_auto)} are not of type Auto, under which the compiler divides what is computed; make "
+            f"mesh: the axes {', '.join(names)} are not of type Auto, under which the compiler divides what is computed; make "
             "the mesh with axis_types=(jax.sharding.AxisType.Auto,) * n, or give sizes by axis name"
         )
     return named
