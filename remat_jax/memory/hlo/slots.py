@@ -1,8 +1,8 @@
-"""Which slot of a host buffer a scanned offload's copies take, read from a compiled module (openxla/xla#46231).
+"""Checks which slot of a host buffer a scanned offload's copies use, in a compiled module (openxla/xla#46231).
 
-XLA:GPU turns a copy to or from one slot of a stacked array inside a loop into a memory copy whose address is baked in: an
-offset and a stride per iteration, in the configuration of the `dynamic-slice` or `dynamic-update-slice`. The index that the
-program asks for still stands beside it. JAX 0.10.2 and 0.11.0 bake in slot k where the backward pass asks for slot L-1-k.
+XLA:GPU compiles a copy to or from one slot of a stacked array inside a loop to a memory copy with a constant address: an offset
+and a stride per iteration, in the configuration of the `dynamic-slice` or `dynamic-update-slice`. The program's own index is
+still an operand. JAX 0.10.2 and 0.11.0 use the address of slot k if the backward pass asks for slot L-1-k.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
 
 
 def scanned_offload_is_miscompiled(text: str | Module) -> bool:
-    """Whether a loop of the compiled module `text` copies another slot of a host buffer than the program asks for.
+    """Whether a loop of the compiled module `text` copies a different slot of a host buffer than the program asks for.
 
-    Every iteration of every loop whose count the compiler knows is compared. False where no loop copies to or from host
-    memory, or where the index is read when the program runs.
+    Compares every iteration of every loop with a known trip count. False if no loop copies to or from host memory, or if the
+    copies compute their addresses at run time.
 
     Args:
       text: `compiled.as_text()` of a program compiled for a GPU.
 
     Raises:
-      UnsupportedError: an address is baked in and the index beside it cannot be followed, so that nothing can be said.
+      UnsupportedError: a copy has a constant address, and the program's index cannot be evaluated.
 
     >>> scanned_offload_is_miscompiled("ENTRY %main (x: f32[]) -> f32[] {\\n  ROOT %x = f32[] parameter(0)\\n}")
     False
@@ -57,12 +57,12 @@ def scanned_offload_is_miscompiled(text: str | Module) -> bool:
     module = parse(text)
     try:
         return any(
-            _is_wrong(module, body, loop, one)
+            _is_wrong(module, body, loop, instruction)
             for computation in module.computations.values()
             for loop in computation
             if loop.opcode == "while"
             for body in [module.computations[loop.attribute("body") or ""]]
-            for one in body
+            for instruction in body
         )
     except (LookupError, RecursionError, ValueError) as error:
         raise UnsupportedError(
@@ -88,13 +88,13 @@ def _is_wrong(module: Module, body: Computation, loop: Instruction, one: Instruc
 
 
 def _baked(inner: Instruction) -> tuple[int, int] | None:
-    """The offset and stride in bytes, of the innermost loop's iterations; None if none are baked in."""
+    """The constant offset and stride in bytes over the innermost loop's iterations; None without them."""
     if inner.opcode not in ("dynamic-slice", "dynamic-update-slice"):
         return None
     config = inner.config.get("dynamic_slice_config")
     if config is None or int(config.get("loop_index", 0)) != 0:
         return None
-    # JAX 0.12 has the address in a part of its own.
+    # JAX 0.12 nests the address under "linear".
     config = config.get("linear", config)
     return int(config.get("byte_offset", 0)), int(config.get("byte_stride", 0))
 
@@ -131,9 +131,9 @@ def _first(one: Instruction | None) -> Array:
 
 
 def _counters(loop: Instruction) -> Iterator[dict[str, str]]:
-    known = loop.config.get("dynamic_variables")
-    if known:
-        yield from known
+    variables = loop.config.get("dynamic_variables")
+    if variables:
+        yield from variables
     elif "known_induction_variable" in loop.config:
         yield {**loop.config["known_induction_variable"], **loop.config.get("known_init_step", {"init": "0", "step": "1"})}
 
@@ -141,7 +141,7 @@ def _counters(loop: Instruction) -> Iterator[dict[str, str]]:
 def _value(
     module: Module, computation: Computation, one: Instruction, counters: dict[int, int], given: Callable[[int], int] | None
 ) -> int:
-    """The integer that a scalar instruction is, for the loop's `counters` by tuple index, or the `given` parameters."""
+    """The integer value of a scalar instruction, given the loop's `counters` by tuple index, or `given` parameters."""
     if one.opcode == "constant":
         return int(one.argument == "true") if one.argument in ("true", "false") else int(one.argument)
     if one.opcode == "parameter" and given is not None:
