@@ -380,10 +380,10 @@ class Workload:
 
 
 def _checked_blocks(blocks: Any) -> Blocks:
-    wanted = blocks if isinstance(blocks, tuple) else (blocks,)
-    if not wanted:
+    listed = blocks if isinstance(blocks, tuple) else (blocks,)
+    if not listed:
         raise ArgumentError("blocks=(): expected at least one class, marked function or glob on module paths")
-    return tuple(checked_block(block, "blocks") for block in wanted)
+    return tuple(checked_block(block, "blocks") for block in listed)
 
 
 def _on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[AbstractMesh | None, tuple[Any, ...]]:

@@ -47,14 +47,14 @@ def calibrate(
         answer.data({**calibration.to_dict(), "target": target})
 
 
-def _cells(found: Calibration) -> list[tuple[str, str]]:
-    rows = [(f"products in {dtype}", f"{rate / 1e12:,.3f} TFLOP/s") for dtype, rate in found.flops.items()]
-    if found.launch_seconds is not None:
-        rows.append(("starting a kernel", f"{found.launch_seconds * 1e6:,.1f} µs"))
-    rows.append(("memory, read and written", f"{found.hbm_bytes_per_s / 1e9:,.1f} GB/s"))
-    for what, rate in (("to the host", found.out_bytes_per_s), ("from the host", found.in_bytes_per_s)):
+def _cells(calibration: Calibration) -> list[tuple[str, str]]:
+    rows = [(f"products in {dtype}", f"{rate / 1e12:,.3f} TFLOP/s") for dtype, rate in calibration.flops.items()]
+    if calibration.launch_seconds is not None:
+        rows.append(("starting a kernel", f"{calibration.launch_seconds * 1e6:,.1f} µs"))
+    rows.append(("memory, read and written", f"{calibration.hbm_bytes_per_s / 1e9:,.1f} GB/s"))
+    for what, rate in (("to the host", calibration.out_bytes_per_s), ("from the host", calibration.in_bytes_per_s)):
         if rate is not None:
             rows.append((what, f"{rate / 1e9:,.1f} GB/s"))
-    if found.hidden_share is not None:
-        rows.append(("share of compute that copies run beside", f"{found.hidden_share:.2f}"))
+    if calibration.hidden_share is not None:
+        rows.append(("share of compute that copies run beside", f"{calibration.hidden_share:.2f}"))
     return rows

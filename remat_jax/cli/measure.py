@@ -124,9 +124,9 @@ def _difference(job: Workload, diff: tuple[str, str], target: Target, timeout: f
     return replace(change, before=_called(diff[0], change.before), after=_called(diff[1], change.after))
 
 
-def _called(name: str, found: Any) -> Any:
-    """`found` with its policy called `name` if that is a plan's file: the texts of a plan's policies are many lines."""
-    return replace(found, policy=name) if is_plan(name) else found
+def _called(name: str, report: Any) -> Any:
+    """`report` with the policy `name` if that is a plan's file: the texts of a plan's policies are many lines."""
+    return replace(report, policy=name) if is_plan(name) else report
 
 
 def _check_picture(plot: Path | None, target: Target) -> None:

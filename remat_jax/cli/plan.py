@@ -80,15 +80,15 @@ def _check_files(files: Sequence[tuple[str, Path | None]]) -> None:
                 raise UnsupportedError("plot: pictures need Matplotlib, not installed here: pip install 'remat_jax[report]'")
 
 
-def _write(found: Plan, save: Path | None, html: Path | None, plot: Path | None, answer: Answer) -> dict[str, str]:
+def _write(made: Plan, save: Path | None, html: Path | None, plot: Path | None, answer: Answer) -> dict[str, str]:
     written: dict[str, str] = {}
     if save is not None:
-        written["saved"] = str(found.save(save))
+        written["saved"] = str(made.save(save))
     if html is not None:
-        written["page"] = str(found.to_html(html))
+        written["page"] = str(made.to_html(html))
     if plot is not None:
         try:
-            written["picture"] = save_picture(picture(found), plot)
+            written["picture"] = save_picture(picture(made), plot)
         except OSError as error:
             raise ArgumentError(f"plot={str(plot)!r} cannot be written ({error}); give another file") from None
     for what, path in written.items():

@@ -88,18 +88,18 @@ def _check_plan(budget: str | None, plan: Path | None) -> None:
         raise ArgumentError(f"plan={str(plan)!r}: there is no such file; write one with remat-jax plan --save")
 
 
-def _show(answer: Answer, found: Gathered, where: Path) -> None:
-    title = f"{found.workload.name}: one training step compiled for {found.target.name}"
+def _show(answer: Answer, gathered: Gathered, where: Path) -> None:
+    title = f"{gathered.workload.name}: one training step compiled for {gathered.target.name}"
     columns = ("policy", "device", "host", "step", "traps")
-    answer.show(table(title, columns, [_cells(policy) for policy in found.comparison.policies]))
-    for name, why in found.comparison.left_out.items():
+    answer.show(table(title, columns, [_cells(policy) for policy in gathered.comparison.policies]))
+    for name, why in gathered.comparison.left_out.items():
         answer.show(f"Left out: {name}: {why}")
-    if found.parity is not None:
-        answer.show(found.parity.verdict())
+    if gathered.parity is not None:
+        answer.show(gathered.parity.verdict())
     answer.show(f"Report: {where}")
 
 
-def _cells(one: Compared) -> tuple[Any, ...]:
-    sizes = (format_bytes(one.memory.device_bytes), format_bytes(one.memory.host_bytes))
-    traps = ", ".join(dict.fromkeys(finding.trap for finding in one.diagnosis.findings))
-    return one.name, *sizes, format_seconds(one.seconds), traps or "none"
+def _cells(policy: Compared) -> tuple[Any, ...]:
+    sizes = (format_bytes(policy.memory.device_bytes), format_bytes(policy.memory.host_bytes))
+    traps = ", ".join(dict.fromkeys(finding.trap for finding in policy.diagnosis.findings))
+    return policy.name, *sizes, format_seconds(policy.seconds), traps or "none"

@@ -127,9 +127,9 @@ def load_named(name: str, argument: str, kinds: tuple[type, ...], expected: str)
     return loaded
 
 
-def _called(told: str, function: Any, expected: str) -> Any:
+def _called(asked: str, function: Any, expected: str) -> Any:
     if not callable(function):
-        raise ArgumentError(f"{told} is a {type(function).__name__}: expected {expected}, or a function that returns one")
+        raise ArgumentError(f"{asked} is a {type(function).__name__}: expected {expected}, or a function that returns one")
     needed = [
         each.name
         for each in inspect.signature(function).parameters.values()
@@ -137,24 +137,24 @@ def _called(told: str, function: Any, expected: str) -> Any:
     ]
     if needed:
         raise ArgumentError(
-            f"{told} needs the arguments {', '.join(needed)}: expected a function without arguments; "
+            f"{asked} needs the arguments {', '.join(needed)}: expected a function without arguments; "
             "give them defaults, or wrap it in one that takes none"
         )
-    return _guarded(told, function)
+    return _guarded(asked, function)
 
 
-def _module(where: str, told: str) -> ModuleType:
+def _module(where: str, asked: str) -> ModuleType:
     path = Path(where)
     if path.suffix == ".py":
         if not path.is_file():
-            raise ArgumentError(f"{told}: there is no file {where} in {Path.cwd()}; {_EXPECTED}")
+            raise ArgumentError(f"{asked}: there is no file {where} in {Path.cwd()}; {_EXPECTED}")
         return _from_file(path.resolve())
     if not all(part.isidentifier() for part in where.split(".")):
-        raise ArgumentError(f"{told}: {where!r} is neither a .py file nor a module's name; {_EXPECTED}")
+        raise ArgumentError(f"{asked}: {where!r} is neither a .py file nor a module's name; {_EXPECTED}")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     if not _exists(where):
-        raise ArgumentError(f"{told}: there is no module {where!r} here or among what is installed; {_EXPECTED}")
+        raise ArgumentError(f"{asked}: there is no module {where!r} here or among what is installed; {_EXPECTED}")
     return importlib.import_module(where)
 
 
@@ -182,7 +182,7 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _guarded(told: str, run: Callable[[], Any]) -> Any:
+def _guarded(asked: str, run: Callable[[], Any]) -> Any:
     """`run()`; an error of the user's code becomes an ArgumentError with its type, message and line."""
     try:
         return run()
@@ -193,7 +193,7 @@ def _guarded(told: str, run: Callable[[], Any]) -> Any:
         frames = traceback.extract_tb(error.__traceback__)
         users = [frame for frame in frames if "importlib" not in frame.filename and Path(frame.filename).parent != _HERE]
         at = f", at {users[0].filename}:{users[0].lineno} in {users[0].name}" if users else ""
-        raise ArgumentError(f"{told}: running it raised {type(error).__name__}: {error}{at}") from error
+        raise ArgumentError(f"{asked}: running it raised {type(error).__name__}: {error}{at}") from error
 
 
 _HERE = Path(__file__).parent

@@ -69,8 +69,8 @@ class PolicyDiff:
     Attributes:
       before, after: the compiled memory under the two policies.
       moves: the residuals whose action changes, the largest first.
-      recompute_flops: (before, after): the FLOPs of the matrix products that a step recomputes, without products inside kernels.
-        None if a loop of unknown length has products.
+      recompute_flops: (before, after): the FLOPs of the matrix products that a step recomputes, without products inside
+        kernels. None if a loop of unknown length has products.
       recomputed: the same by module path, with layers that differ in a number joined. The paths are those of the products, not
         of the residuals.
     """

@@ -36,7 +36,7 @@ class Residual:
 
     Attributes:
       name: the residual name; `module/path:primitive` for arrays made outside the blocks, `…:carry#k` for a scan's carry.
-      shape, dtype: those of one array; the first axis of a scanned residual are the layers.
+      shape, dtype: those of one array; a scanned residual has the layers as its first axis.
       bytes: the size of all `count` arrays together.
       action: the policy's action.
       source: the user's source line.
@@ -81,7 +81,7 @@ class ResidualTable:
     """The residuals of one workload under one policy; parameters and batch are not residuals.
 
     Attributes:
-      rows: the residuals: kept ones before recomputed ones, then by size, the largest first.
+      rows: the saved, then the offloaded, then the recomputed residuals, the largest of each first.
       policy: the policy's text.
       device_bytes, host_bytes: the bytes kept between the passes, in device and in host memory.
       recompute_bytes: the bytes that the backward pass recomputes.
@@ -168,8 +168,8 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
     """The arrays that `workload` keeps between its forward and its backward pass under `policy`, and those it recomputes.
 
     They are read from JAX's own linearisation under the policy: saved and offloaded rows are exactly the arrays that pass from
-    the forward to the backward pass, each array once. Recomputed rows are the residuals that a policy that saves every named
-    array would keep in addition. Nothing is allocated or run. On a mesh, shapes and bytes are those of all devices together.
+    the forward to the backward pass, each array once. Recomputed rows are the other arrays that would pass if every named array
+    were saved. Nothing is allocated or run. On a mesh, shapes and bytes are those of all devices together.
 
     Args:
       workload: a workload with a loss; the gradient of a finished step cannot be read.

@@ -81,20 +81,20 @@ def _bodies(jaxpr: Any, path: tuple[str, ...], in_loop: bool) -> Iterator[_Body]
     yield collected
 
 
-def _collect(jaxpr: Any, path: tuple[str, ...], own: _Body) -> Iterator[_Body]:
-    """Add the equations of `jaxpr` to `own`, and yield the bodies of its loops, which count separately."""
+def _collect(jaxpr: Any, path: tuple[str, ...], collected: _Body) -> Iterator[_Body]:
+    """Add the equations of `jaxpr` to `collected`, and yield the bodies of its loops, which count separately."""
     for eqn in jaxpr.jaxpr.eqns:
         here = path + compat.scopes(eqn)
         module = module_path("/".join([*here, eqn.primitive.name]))[0]
         if eqn.primitive.name == "dot_general":
-            own.products.append((eqn, module))
+            collected.products.append((eqn, module))
         elif eqn.primitive.name == "exp":
-            own.exponentials.setdefault(_size(eqn.outvars[0]), []).append(module)
+            collected.exponentials.setdefault(_size(eqn.outvars[0]), []).append(module)
         for body in bodies(eqn):
             if eqn.primitive.name in _LOOPS:
                 yield from _bodies(body, here, True)
             else:
-                yield from _collect(body, here, own)
+                yield from _collect(body, here, collected)
 
 
 def _has_batch(eqn: Any) -> bool:

@@ -174,10 +174,10 @@ def check_context(devices: int, called: str) -> None:
     Raises:
       ArgumentError: with both sizes; the message describes the request as `called`.
     """
-    around = jax.sharding.get_abstract_mesh()
-    if not around.empty and around.size != devices:
+    active = jax.sharding.get_abstract_mesh()
+    if not active.empty and active.size != devices:
         raise ArgumentError(
-            f"jax.set_mesh: this call stands under a mesh of {around.size} devices ({dict(around.shape)}), and {called} cannot "
+            f"jax.set_mesh: this call stands under a mesh of {active.size} devices ({dict(active.shape)}), and {called} cannot "
             "be traced there: leave the jax.set_mesh before this call; Workload(…, mesh=…) needs none"
         )
 

@@ -97,12 +97,12 @@ class Policy:
         if not isinstance(text, str):
             raise not_a_policy(text, argument)
         word = text.strip()
-        meant = NAMED_TEXTS.get(ALIASES.get(word, word), text)
-        if meant == OFF:
+        definition = NAMED_TEXTS.get(ALIASES.get(word, word), text)
+        if definition == OFF:
             return cls(checkpoint=False)
-        if word and meant is text and not any(mark in word for mark in ":;,") and len(word.split()) == 1:
+        if word and definition is text and not any(mark in word for mark in ":;,") and len(word.split()) == 1:
             raise unknown_name(word, argument)
-        return cls(parse_rules(meant, argument))
+        return cls(parse_rules(definition, argument))
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.rules)) if self.checkpoint else OFF

@@ -17,7 +17,7 @@ from remat_jax.policy.grouping import Group, checked_groups, divided, is_in_grou
 VERSION, CUT_VERSION, GROUP_VERSION = 1, 2, 3
 """The versions of JSON without cuts, with cuts, and with groups. An older release must refuse what it cannot read."""
 MOST_LAYERS = 10**6
-"""The most layers in a run. A larger number is a typing error, and a list of its layers would not fit in memory."""
+"""The most layers in a run. A larger number is a typo, and a list of its layers would not fit in memory."""
 _RUN = re.compile(r"\s*(\d+)\s*[x×]\s+(.*)", re.DOTALL)
 # A bar counts only before a new run: residual names may have bars.
 _BAR = re.compile(r"(\|\|?)(?=\s*\d+\s*[x×]\s)")

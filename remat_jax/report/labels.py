@@ -83,9 +83,9 @@ def _candidates(point: tuple[float, float], size: tuple[float, float]) -> Iterat
             yield (left, bottom, left + width, bottom + height)
 
 
-def _shared(one: Box, other: Box) -> float:
-    width = min(one[2], other[2]) - max(one[0], other[0]) + _CLEARANCE
-    height = min(one[3], other[3]) - max(one[1], other[1]) + _CLEARANCE
+def _shared(first: Box, second: Box) -> float:
+    width = min(first[2], second[2]) - max(first[0], second[0]) + _CLEARANCE
+    height = min(first[3], second[3]) - max(first[1], second[1]) + _CLEARANCE
     return width * height if width > 0 and height > 0 else 0.0
 
 

@@ -82,11 +82,11 @@ def _choose(block: Block, index: int, choice: Choice, codes: Any, sums: Any) -> 
         legal = (codes[:, parents] != _CHOICES.index(Choice.UNUSED)).all(axis=1)
     codes, sums = codes[legal].copy(), sums[legal].copy()
     codes[:, index] = _CHOICES.index(choice)
-    size, fetched, again = residual.bytes, block.fetched_share * residual.bytes, block.recomputed_share * residual.bytes
+    size, fetched, recomputed = residual.bytes, block.fetched_share * residual.bytes, block.recomputed_share * residual.bytes
     sums += {
         Choice.SAVE: (size, size, 0.0, 0.0),
         Choice.OFFLOAD: (0.0, fetched, size, 0.0),
-        Choice.RECOMPUTE: (0.0, again, 0.0, residual.seconds or 0.0),
+        Choice.RECOMPUTE: (0.0, recomputed, 0.0, residual.seconds or 0.0),
         Choice.UNUSED: (0.0, 0.0, 0.0, 0.0),
     }[choice]
     return codes, sums

@@ -103,9 +103,9 @@ class Hull:
     def _extend(self, kind: int, codes: Array) -> bool:
         """Append policies to a kind; False if none is new and legal."""
         before = self._codes[kind]
-        together = np.concatenate([before, codes[self._tables[kind].legal(codes)]])
-        _, first = np.unique(together, axis=0, return_index=True)
-        self._codes[kind] = together[np.sort(first)]
+        joined = np.concatenate([before, codes[self._tables[kind].legal(codes)]])
+        _, first = np.unique(joined, axis=0, return_index=True)
+        self._codes[kind] = joined[np.sort(first)]
         return len(first) > len(before)
 
     def relaxed(self, budget: float, host_budget: float) -> Relaxed:

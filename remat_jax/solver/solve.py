@@ -179,10 +179,10 @@ class _Kind:
     def _different(self) -> int:
         return min(self.most, self.block.repeats)
 
-    def _take(self, found: Mix | None) -> bool:
-        if found is None or found.extra_seconds >= self.extra_seconds - _FASTER * abs(self.extra_seconds):
+    def _take(self, mix: Mix | None) -> bool:
+        if mix is None or mix.extra_seconds >= self.extra_seconds - _FASTER * abs(self.extra_seconds):
             return False
-        self.runs = found.runs
+        self.runs = mix.runs
         return True
 
 

@@ -157,7 +157,7 @@ def _parts(result: Any, has_aux: bool) -> Any:
     pair, aux = result if has_aux and isinstance(result, tuple) and len(result) == 2 else (result, None)
     scalars = isinstance(pair, tuple) and len(pair) == 2 and all(jnp.shape(scalar) == () for scalar in pair)
     if not scalars or not jnp.issubdtype(jnp.result_type(pair[0]), jnp.floating):
-        wanted = "((sum of losses, number of targets), aux)" if has_aux else "(sum of losses, number of targets)"
+        expected = "((sum of losses, number of targets), aux)" if has_aux else "(sum of losses, number of targets)"
         shown = jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", result)
-        raise ArgumentError(f"loss returned {shown}: expected {wanted}, two scalars, the sum a float; not a mean")
+        raise ArgumentError(f"loss returned {shown}: expected {expected}, two scalars, the sum a float; not a mean")
     return (pair[0], jnp.asarray(pair[1])), aux

@@ -90,8 +90,8 @@ def trace(function: Callable[..., Any], *args: Any) -> Traced:
     jaxpr = jax.make_jaxpr(flat)(*map(compat.on_device, values))
     outputs, structure = results[-1]
 
-    def finish(found: Sequence[Any]) -> Any:
-        arrays = iter(found)
+    def finish(flat_outputs: Sequence[Any]) -> Any:
+        arrays = iter(flat_outputs)
         return jax.tree.unflatten(structure, [next(arrays) if out is None else out for _, out in outputs])
 
     in_paths = tuple(leaves[index][0] for index in places)

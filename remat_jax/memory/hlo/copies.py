@@ -117,9 +117,9 @@ def host_copy(module: Module, computation: Computation, one: Instruction) -> tup
     return None
 
 
-def _on_host(one: Instruction, inner: Instruction) -> bool:
+def _on_host(instruction: Instruction, inner: Instruction) -> bool:
     # If the copy is in a called computation, the inner instruction's shape has the result's memory.
-    return one.arrays[-1].on_host if one is inner else inner.arrays[0].on_host
+    return instruction.arrays[-1].on_host if instruction is inner else inner.arrays[0].on_host
 
 
 def _moved(from_host: bool, to_host: bool, size: int) -> tuple[Direction, int] | None:
@@ -171,15 +171,17 @@ def _pairs(sources: Mapping[str, tuple[str, str]], readers: Mapping[str, str]) -
             yield RoundTrip(sources[out][1], out, back, readers[back])
 
 
-def _passed_on(one: Instruction, roots: Mapping[str, Roots]) -> Roots:
+def _passed_on(instruction: Instruction, roots: Mapping[str, Roots]) -> Roots:
     """The names of the instructions that computed the arrays of an instruction that moves no data."""
-    taken = [roots.get(operand, operand) for operand in one.operands]
-    if one.opcode == "get-tuple-element":
-        whole, index = taken[0], one.attribute("index")
-        return whole[int(index)] if isinstance(whole, list) and index is not None and int(index) < len(whole) else one.name
-    if one.opcode == "tuple":
+    taken = [roots.get(operand, operand) for operand in instruction.operands]
+    if instruction.opcode == "get-tuple-element":
+        whole, index = taken[0], instruction.attribute("index")
+        return (
+            whole[int(index)] if isinstance(whole, list) and index is not None and int(index) < len(whole) else instruction.name
+        )
+    if instruction.opcode == "tuple":
         return taken
-    return taken[0] if one.opcode not in ("parameter", "constant") and len(taken) == 1 else one.name
+    return taken[0] if instruction.opcode not in ("parameter", "constant") and len(taken) == 1 else instruction.name
 
 
 def _flat(roots: Roots) -> list[str]:

@@ -103,9 +103,9 @@ class _Program:
             name = instruction.operands[0]
         return name, ",".join(index)
 
-    def loop_around(self, one: Instruction) -> tuple[str, Instruction | None]:
+    def loop_around(self, instruction: Instruction) -> tuple[str, Instruction | None]:
         """The computation of an instruction, and the loop that runs the computation."""
-        home = self._home[one.name]
+        home = self._home[instruction.name]
         return home, self.instructions.get(self._loops.get(home, ""))
 
 
@@ -233,8 +233,8 @@ def module_path(op_name: str) -> tuple[str, str, str]:
     return "/".join(path), primitive, phase
 
 
-def _op_name(one: Instruction) -> str:
-    match = re.search(r'op_name="([^"]*)"', one.rest)
+def _op_name(instruction: Instruction) -> str:
+    match = re.search(r'op_name="([^"]*)"', instruction.rest)
     return match[1] if match else ""
 
 
@@ -267,35 +267,35 @@ def _origin(program: _Program, name: str, places: list[int]) -> Instruction:
     return program.instructions[name]
 
 
-def _before(program: _Program, one: Instruction, places: list[int]) -> tuple[str, list[int]] | None:
+def _before(program: _Program, instruction: Instruction, places: list[int]) -> tuple[str, list[int]] | None:
     """The source of an element of an instruction's result; None if the instruction computes the element."""
-    if one.opcode in ("copy", "bitcast", "copy-start", "copy-done", "optimization-barrier") and one.operands:
-        return one.operands[0], places
-    if one.opcode == "get-tuple-element" and one.operands:
-        return one.operands[0], [int(one.attribute("index") or 0), *places]
-    if one.opcode == "tuple" and places and places[0] < len(one.operands):
-        return one.operands[places[0]], places[1:]
-    if (moved := _moved(program, one)) is not None:
+    if instruction.opcode in ("copy", "bitcast", "copy-start", "copy-done", "optimization-barrier") and instruction.operands:
+        return instruction.operands[0], places
+    if instruction.opcode == "get-tuple-element" and instruction.operands:
+        return instruction.operands[0], [int(instruction.attribute("index") or 0), *places]
+    if instruction.opcode == "tuple" and places and places[0] < len(instruction.operands):
+        return instruction.operands[places[0]], places[1:]
+    if (moved := _moved(program, instruction)) is not None:
         return moved, []
-    if one.opcode == "while" and places:
-        return program.roots.get(one.attribute("body") or "", ""), places
-    body, loop = program.loop_around(one)
-    if one.opcode == "parameter" and places and loop is not None:
+    if instruction.opcode == "while" and places:
+        return program.roots.get(instruction.attribute("body") or "", ""), places
+    body, loop = program.loop_around(instruction)
+    if instruction.opcode == "parameter" and places and loop is not None:
         written, unchanged = _written(program, body, places[0])
         return (loop.operands[0], places) if unchanged else (written, places[1:])
     return None
 
 
-def _moved(program: _Program, one: Instruction) -> str | None:
+def _moved(program: _Program, instruction: Instruction) -> str | None:
     """The array that a slice reads from, or that an update of a slice writes into, a stack; None for other instructions."""
-    primitive = _op_name(one).rpartition("/")[2]
-    if primitive not in ("dynamic_slice", "dynamic_update_slice") or one.opcode not in ("fusion", *_SLICES):
+    primitive = _op_name(instruction).rpartition("/")[2]
+    if primitive not in ("dynamic_slice", "dynamic_update_slice") or instruction.opcode not in ("fusion", *_SLICES):
         return None
-    arrays = [operand for operand in one.operands if operand in program.instructions]
+    arrays = [operand for operand in instruction.operands if operand in program.instructions]
     sized = [operand for operand in arrays if "s32[]" not in program.instructions[operand].shape]
     if primitive == "dynamic_slice":
         return sized[0] if sized else None
-    updates = [operand for operand in sized if program.instructions[operand].shape != one.shape]
+    updates = [operand for operand in sized if program.instructions[operand].shape != instruction.shape]
     return updates[0] if updates else None
 
 

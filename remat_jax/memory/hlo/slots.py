@@ -71,8 +71,8 @@ def scanned_offload_is_miscompiled(text: str | Module) -> bool:
         ) from error
 
 
-def _is_wrong(module: Module, body: Computation, loop: Instruction, one: Instruction) -> bool:
-    called = module.computations.get(one.attribute("calls") or "")
+def _is_wrong(module: Module, body: Computation, loop: Instruction, instruction: Instruction) -> bool:
+    called = module.computations.get(instruction.attribute("calls") or "")
     for inner in [] if called is None else called:
         baked = _baked(inner)
         if called is None or baked is None:
@@ -81,8 +81,8 @@ def _is_wrong(module: Module, body: Computation, loop: Instruction, one: Instruc
         if whole is None or not any(array.on_host for array in (*whole.arrays, *inner.arrays)):
             continue
         for iteration in range(int(loop.config.get("known_trip_count", {}).get("n", 0))):
-            asked = _address(module, body, loop, one, called, inner, whole.arrays[0], iteration)
-            if asked != baked[0] + iteration * baked[1]:
+            requested = _address(module, body, loop, instruction, called, inner, whole.arrays[0], iteration)
+            if requested != baked[0] + iteration * baked[1]:
                 return True
     return False
 
@@ -103,7 +103,7 @@ def _address(
     module: Module,
     body: Computation,
     loop: Instruction,
-    one: Instruction,
+    instruction: Instruction,
     called: Computation,
     inner: Instruction,
     whole: Array,
@@ -114,7 +114,7 @@ def _address(
     counters = {int(entry["tuple_index"]): int(entry["init"]) + iteration * int(entry["step"]) for entry in _counters(loop)}
 
     def given(parameter: int) -> int:
-        return _value(module, body, body.instructions[one.operands[parameter]], counters, None)
+        return _value(module, body, body.instructions[instruction.operands[parameter]], counters, None)
 
     address, stride = 0, whole.bytes // math.prod(whole.dims)
     for axis in whole.order:
@@ -124,10 +124,10 @@ def _address(
     return address
 
 
-def _first(one: Instruction | None) -> Array:
-    if one is None or not one.arrays:
+def _first(instruction: Instruction | None) -> Array:
+    if instruction is None or not instruction.arrays:
         raise UnsupportedError("a dynamic-update-slice whose update has no shape in the module's text; give the whole text")
-    return one.arrays[0]
+    return instruction.arrays[0]
 
 
 def _counters(loop: Instruction) -> Iterator[dict[str, str]]:
@@ -139,30 +139,34 @@ def _counters(loop: Instruction) -> Iterator[dict[str, str]]:
 
 
 def _value(
-    module: Module, computation: Computation, one: Instruction, counters: dict[int, int], given: Callable[[int], int] | None
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    counters: dict[int, int],
+    given: Callable[[int], int] | None,
 ) -> int:
     """The integer value of a scalar instruction, given the loop's `counters` by tuple index, or `given` parameters."""
-    if one.opcode == "constant":
-        return int(one.argument == "true") if one.argument in ("true", "false") else int(one.argument)
-    if one.opcode == "parameter" and given is not None:
-        return given(int(one.argument))
-    if one.opcode == "get-tuple-element":
-        place = int(one.attribute("index") or -1)
+    if instruction.opcode == "constant":
+        return int(instruction.argument == "true") if instruction.argument in ("true", "false") else int(instruction.argument)
+    if instruction.opcode == "parameter" and given is not None:
+        return given(int(instruction.argument))
+    if instruction.opcode == "get-tuple-element":
+        place = int(instruction.attribute("index") or -1)
         if place in counters:
             return counters[place]
-    operands = [computation.instructions[name] for name in one.operands if name in computation.instructions]
+    operands = [computation.instructions[name] for name in instruction.operands if name in computation.instructions]
 
     def of(index: int) -> int:
         return _value(module, computation, operands[index], counters, given)
 
-    if one.opcode == "compare":
-        return int(_COMPARE[one.attribute("direction") or "EQ"](of(0), of(1)))
-    if one.opcode in _ARITHMETIC:
-        return _ARITHMETIC[one.opcode](*(of(index) for index in range(len(operands))))
-    called = module.computations.get(one.attribute("calls") or one.attribute("to_apply") or "")
-    if one.opcode in ("fusion", "call") and called is not None:
+    if instruction.opcode == "compare":
+        return int(_COMPARE[instruction.attribute("direction") or "EQ"](of(0), of(1)))
+    if instruction.opcode in _ARITHMETIC:
+        return _ARITHMETIC[instruction.opcode](*(of(index) for index in range(len(operands))))
+    called = module.computations.get(instruction.attribute("calls") or instruction.attribute("to_apply") or "")
+    if instruction.opcode in ("fusion", "call") and called is not None:
         return _value(module, called, called.root, {}, of)
     raise UnsupportedError(
-        f"instruction {one.name!r} ({one.opcode}) of {computation.name!r}: an index that a baked-in copy stands beside cannot "
-        "be followed through it, so that it is not known whether the copy is right"
+        f"instruction {instruction.name!r} ({instruction.opcode}) of {computation.name!r}: an index that a baked-in copy "
+        "stands beside cannot be followed through it, so that it is not known whether the copy is right"
     )

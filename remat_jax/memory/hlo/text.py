@@ -258,9 +258,9 @@ _DTYPES = {
 }
 
 
-def _units(one: Instruction, dtype: str) -> str:
+def _units(instruction: Instruction, dtype: str) -> str:
     """The name of the units on which a product of this HLO dtype runs."""
-    if dtype == "f32" and re.search(r"operand_precision[^\]}]*highest", one.rest, re.IGNORECASE):
+    if dtype == "f32" and re.search(r"operand_precision[^\]}]*highest", instruction.rest, re.IGNORECASE):
         return "float32"
     return units_of(dtype)
 
