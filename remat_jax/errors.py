@@ -1,4 +1,4 @@
-"""Every error that remat_jax raises on purpose: one base class, and what each of its kinds means."""
+"""Every error that remat_jax raises on purpose: one base class, and its kinds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from remat_jax.reading import visible
 
 
 class RematError(Exception):
-    """Base class: raised by every check of ours, so that one ``except`` catches them all.
+    """Base class of all errors of this package's checks, so that one ``except`` catches them all.
 
     >>> import remat_jax as rj
     >>> try:
@@ -22,19 +22,19 @@ class RematError(Exception):
 
     def __init__(self, *args: Any) -> None:
         # A name in the message may come from a file.
-        super().__init__(*(visible(one) if isinstance(one, str) else one for one in args))
+        super().__init__(*(visible(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class PolicyError(RematError, ValueError):
-    """Raised when a policy, its text or its JSON is malformed, or when something else is given for one."""
+    """Raised when a policy, its text or its JSON is malformed, or when an argument is not a policy."""
 
 
 class UnknownPolicyError(PolicyError):
-    """Raised when a word is no policy's name; the message lists the names and the nearest one."""
+    """Raised when a word is not a policy's name; the message lists the names and the nearest one."""
 
 
 class BlockError(RematError, ValueError):
-    """Raised when there are no blocks where some are asked for, such as a class that is never called."""
+    """Raised when blocks are missing, such as a class that is never called."""
 
 
 class NoEffectError(PolicyError):
@@ -42,7 +42,7 @@ class NoEffectError(PolicyError):
 
 
 class ArgumentError(RematError, TypeError):
-    """Raised when an argument of ours has the wrong type, or is traced where it must be static."""
+    """Raised when an argument has the wrong type, or is traced but must be static."""
 
 
 class TargetError(RematError, ValueError):
@@ -54,7 +54,7 @@ class CompileError(RematError, RuntimeError):
 
 
 class UnsupportedError(RematError, NotImplementedError):
-    """Raised when the installed JAX, or the platform, cannot do what is asked."""
+    """Raised when the installed JAX or the platform cannot serve a request."""
 
 
 class PlanningError(RematError, ValueError):
@@ -66,15 +66,15 @@ class SolverError(RematError, RuntimeError):
 
 
 class PortingError(RematError, ValueError):
-    """Raised when tensors, rules and variables do not fit each other, with every one that does not; or a malformed rule."""
+    """Raised when tensors, rules and variables do not fit each other, with a list of all misfits, or a rule is malformed."""
 
 
 class InfeasibleBudget(RematError, RuntimeError):
-    """Raised when no policy fits the budget; the message says the least that can be reached.
+    """Raised when no policy fits the budget; the message has the least memory that can be reached.
 
     Attributes:
-        least_bytes: that number, where it is known.
-        held_by: what takes it, in bytes by name, the largest first; empty where that is not known.
+        least_bytes: the least memory that can be reached, or None if unknown.
+        held_by: the contents of this memory, in bytes by name, the largest first; empty if unknown.
 
     >>> error = InfeasibleBudget("nothing fits", least_bytes=5.0e9, held_by={"parameters": 4_000_000_000})
     >>> error.least_bytes - error.held_by["parameters"]
@@ -88,9 +88,9 @@ class InfeasibleBudget(RematError, RuntimeError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """The end of a sentence that names the choice closest to ``word``, or nothing where none is close.
+    """A sentence with the choice closest to ``word``, or an empty text if none is close.
 
-    Case is ignored. The text starts with a space, so that it can follow any message.
+    Case is ignored. The text starts with a space to follow any message.
 
     >>> nearest("dotz", ["full", "dots"])
     " Did you mean 'dots'?"
@@ -103,7 +103,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def described(error: BaseException) -> str:
-    """What a model or a library raised, in one sentence: its type and its words.
+    """The type and the message of an error of a model or a library, in one line.
 
     >>> described(ValueError("no such axis"))
     'ValueError: no such axis'

@@ -1,4 +1,4 @@
-"""What somebody else may have made: a file's bytes, what it says, and text that a terminal is to show."""
+"""Untrusted input: the bytes of files, plain data from JSON, and text for a terminal."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LARGEST = 2**62
-"""No number of bytes, of rounds or of places is larger."""
+"""The upper bound of every number of bytes, rounds or positions."""
 
 
 def read_limited(path: str | os.PathLike[str], most: int) -> bytes:
-    """The content of a regular file of at most `most` bytes: a pipe could go on for ever, and a large file fill the memory.
+    """The content of a regular file of at most `most` bytes: a pipe may never end, and a large file may fill the memory.
 
     Raises:
-      ValueError: it is no regular file, or has more bytes; or `path` cannot be one, as with a null byte.
-      OSError: there is none, or it cannot be read.
-      TypeError: `path` is none.
+      ValueError: the file is not regular, or has more bytes; or `path` is malformed, as with a null byte.
+      OSError: the file does not exist, or cannot be read.
+      TypeError: `path` is not a path.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -40,7 +40,7 @@ def read_limited(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def visible(text: str) -> str:
-    """`text` with what is no letter, mark, sign or space as an escape; lines and tabs stay.
+    """`text` with control characters as escapes, except for newlines and tabs.
 
     >>> visible("a\x1b[31mb")
     'a\\\\x1b[31mb'
@@ -54,10 +54,10 @@ def visible(text: str) -> str:
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """What `dataclasses.asdict` and JSON made plain, as a `kind`: a dataclass, or what its fields may be.
+    """The `kind` that `dataclasses.asdict` or JSON wrote as `value`; `kind` is a dataclass or the type of a field.
 
     Raises:
-      ValueError: a value is of another type, not finite, negative or larger than any size; or a field is missing or unknown.
+      ValueError: a value has the wrong type, or is not finite, negative or above `LARGEST`; a field is missing or unknown.
 
     >>> from_plain(tuple[int, ...], [1, 2]), from_plain(float | None, 3)
     ((1, 2), 3.0)
@@ -68,23 +68,23 @@ def from_plain(kind: Any, value: Any) -> Any:
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        for one in arguments:
+        for alternative in arguments:
             try:
-                return from_plain(one, value)
+                return from_plain(alternative, value)
             except ValueError:
                 continue
     elif origin is Literal and value in arguments and isinstance(value, str):
         return value
     elif origin in (dict, Mapping) and isinstance(value, dict):
-        return {from_plain(arguments[0], key): from_plain(arguments[1], one) for key, one in value.items()}
+        return {from_plain(arguments[0], key): from_plain(arguments[1], item) for key, item in value.items()}
     elif origin is tuple and isinstance(value, list | tuple):
-        each = [arguments[0]] * len(value) if arguments[1:] == (...,) else arguments
-        return tuple(from_plain(one, item) for one, item in _pairs(each, value))
+        item_kinds = [arguments[0]] * len(value) if arguments[1:] == (...,) else arguments
+        return tuple(from_plain(item_kind, item) for item_kind, item in _pairs(item_kinds, value))
     elif hasattr(kind, "_fields") and isinstance(value, list | tuple):
         return kind(*(from_plain(hint, item) for hint, item in _pairs(list(_hints(kind).values()), value)))
     elif isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = _hints(kind)
-        names = {one.name for one in dataclasses.fields(kind) if one.init}
+        names = {field.name for field in dataclasses.fields(kind) if field.init}
         if names != value.keys():
             raise ValueError(f"{getattr(kind, '__name__', kind)} has {sorted(names ^ value.keys())} or lacks them")
         return kind(**{name: from_plain(hints[name], value[name]) for name in names})

@@ -1,4 +1,4 @@
-"""What a reader must know and is no error: Python warnings of one category, each said once."""
+"""Python warnings of one category, each given once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from remat_jax.reading import visible
 
 
 class RematWarning(UserWarning):
-    """Category of every warning of ours: a policy without effect, an offload that moved less than was asked, a full host.
+    """The category of this package's warnings: a policy without effect, an offload that moved too little, a full host.
 
-    The same text stands in the printed report. From one line of a program a text is given once.
+    The printed report has the same text. Each line of a program gets a text once.
 
     >>> import warnings
     >>> with warnings.catch_warnings():
@@ -29,12 +29,12 @@ class RematWarning(UserWarning):
 
 _PACKAGE = str(Path(__file__).parent)
 _silenced: ContextVar[bool] = ContextVar("silenced", default=False)
-# The file and line of the caller with each text that it was given: Python's own record is emptied by every change of a filter.
+# Each caller's file and line with the texts that it was given. Python's own record is lost at every change of a filter.
 _given: set[tuple[str, int, str]] = set()
 
 
 def warn(messages: str | Iterable[str] | None) -> None:
-    """Give the user's line that called this package each of `messages` as a `RematWarning`, unless it had it before.
+    """Warn the line of user code that called this package with each of `messages`, once per line and message.
 
     >>> import warnings
     >>> with warnings.catch_warnings(record=True) as caught:
@@ -56,7 +56,7 @@ def warn(messages: str | Iterable[str] | None) -> None:
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """While this holds, `warn` does nothing: the caller reports the same texts itself. Also a decorator.
+    """In this context `warn` does nothing, because the caller reports the same texts itself. Also a decorator.
 
     >>> with silenced():
     ...     warn("never seen")
@@ -69,7 +69,7 @@ def silenced() -> Iterator[None]:
 
 
 def _caller() -> tuple[str, int, int]:
-    """File and line of the nearest frame outside of this package, and its `stacklevel` for the function that asks."""
+    """The file and line of the nearest frame outside this package, and its `stacklevel` for the calling function."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         depth, frame = depth + 1, frame.f_back

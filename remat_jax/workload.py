@@ -1,4 +1,4 @@
-"""A workload: a loss function, its parameters and batch, its blocks, and what else makes up one training step."""
+"""A workload: a loss function, its parameters and batch, its blocks, optimizer and mesh: one training step."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ Blocks = tuple[Block, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A finished training step: what a `Workload.from_step` was made of, or what a loss becomes.
+    """A finished training step: the argument of `Workload.from_step`, or the step made from a loss.
 
     Attributes:
       function: takes the arguments and returns anything.
-      arguments: the flat leaves' shapes and dtypes in their pytrees; nothing is allocated.
+      arguments: pytrees of shapes and dtypes; nothing is allocated.
       donate_argnums: the arguments whose buffers the step may reuse.
-      names: what each argument is called in reports; empty for their positions.
-      mesh: the devices that it is divided among; None for a single one.
-      shardings: how each argument lies on the mesh, in its pytree; empty without one.
+      names: the arguments' names in reports; empty for their positions.
+      mesh: the devices that the step is divided among; None for a single device.
+      shardings: the shardings of each argument's leaves, in its pytree; empty without a mesh.
     """
 
     function: Callable[..., Any]
@@ -62,7 +62,7 @@ class Step:
 
     @property
     def local_arguments(self) -> tuple[Any, ...]:
-        """What of the arguments one device holds: the arguments themselves, without a mesh."""
+        """One device's shards of the arguments; without a mesh, the arguments."""
         if self.mesh is None:
             return self.arguments
         return jax.tree.map(local_struct, self.arguments, self.shardings)
@@ -72,32 +72,29 @@ class Workload:
     """One training step of a model, described without running it.
 
     Args:
-      loss: `loss(params, *batch)` gives a scalar, or a scalar and aux if `has_aux`.
-      params: pytree of arrays or `jax.ShapeDtypeStruct`; with the latter nothing is ever allocated. Or a model that is a
-        pytree and is called (an Equinox module, or a container of some): its arrays of floating-point numbers are the
-        parameters, as for `equinox.filter_value_and_grad`; its other arrays are frozen, and what is no array is left as it is.
-      batch: a tuple of arguments, pytrees of the same.
-      blocks: the unit of checkpointing: a class whose instances are called (a Linen, NNX or Equinox module), a function that
-        `remat_jax.block` marked, a glob on module paths, a tuple of these, or `"checkpoints"`, the regions of `jax.checkpoint`
-        that the loss has.
+      loss: `loss(params, *batch)` returns a scalar, or a scalar and aux if `has_aux`.
+      params: a pytree of arrays or `jax.ShapeDtypeStruct`; with the latter nothing is ever allocated. Or a model that is a
+        pytree and is called (an Equinox module, or a container of modules): its floating-point arrays are the parameters, as
+        for `equinox.filter_value_and_grad`; its other arrays are frozen, and other leaves stay as they are.
+      batch: a tuple of arguments, pytrees of arrays or `jax.ShapeDtypeStruct`.
+      blocks: the units of checkpointing: a class whose instances are called (a Linen, NNX or Equinox module), a function marked
+        with `block`, a glob on module paths, a tuple of these, or `"checkpoints"`, the loss's `jax.checkpoint` regions.
       optimizer: an optax optimizer; its update is then part of the step.
       trainable: which parameters have gradients and optimizer state: None for all, a glob (or a tuple of globs) on parameter
         paths such as `"*lora*"`, or a function of the path and the leaf.
       has_aux: the loss returns `(scalar, aux)`; aux is an output of the step.
-      donate: the step may reuse the buffers of parameters and optimizer state. Without an optimizer nothing is updated, and
-        nothing is donated.
+      donate: the step may reuse the buffers of parameters and optimizer state. Without an optimizer nothing is donated.
       mesh: for several devices: a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis name, `{"data": 8, "fsdp": 8}` or
-        `"data=8,fsdp=8"`; the devices need not be here. The loss is traced under it, so that its own constraints may name the
-        axes.
-      shardings: how the arguments lie on the mesh: `(for params, for batch[0], …)`, each a `PartitionSpec`, a pytree prefix of
-        them, or a function of an array's path and the leaf that gives one; None and what is left out mean replicated. An
-        optimizer's state lies as its parameters do.
-      name: what reports call it.
-      own_checkpoints: the model's own checkpoints around the blocks give way to policies, as in `checkpoint_blocks`; `"keep"`
-        leaves them, with a `RematWarning`. Under `"off"` the model stays as its author wrote it.
+        `"data=8,fsdp=8"`; the devices need not exist here. The loss is traced under it, so its constraints may name its axes.
+      shardings: the shardings of the arguments: `(for params, for batch[0], …)`, each a `PartitionSpec`, a pytree prefix of
+        specs, or a function of an array's path and the leaf that returns one. None and missing entries mean replicated. An
+        optimizer's state has its parameters' shardings.
+      name: the workload's name in reports.
+      own_checkpoints: `"replace"`: policies replace the model's own checkpoints around the blocks, as in `checkpoint_blocks`;
+        `"keep"` keeps them, with a `RematWarning`. Under `"off"` the model stays as its author wrote it.
 
     Raises:
-      ArgumentError: naming the argument, its value, what was expected and the remedy.
+      ArgumentError: with the argument, its value, the expected values and the remedy.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
     >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8)])
@@ -156,9 +153,9 @@ class Workload:
         name: str | None = None,
         own_checkpoints: str = "replace",
     ) -> Workload:
-        """A finished train step as it is; a `jit` around it or inside it is fine.
+        """A workload of a finished train step; a `jit` around or inside the step is allowed.
 
-        What a backward pass keeps cannot be read from a step that takes its gradient inside: `residuals` refuses it.
+        `residuals` refuses such a workload: the residuals cannot be read from a step that takes its gradient inside.
         """
         self = cls.__new__(cls)
         if not callable(step):
@@ -181,9 +178,9 @@ class Workload:
     ) -> Workload:
         """A workload of the NNX `model` and `loss(model, *batch)`.
 
-        The parameters are the model's `nnx.Param` state; other state (RNG counters, batch statistics, caches) is given to the
-        loss as it is. `options` are those of `Workload`. The default for `blocks` is what stands in a list of modules of one
-        class, as for `enable_gradient_checkpointing`.
+        The parameters are the model's `nnx.Param` state; the loss gets other state (RNG counters, batch statistics, caches) as
+        it is. `options` are those of `Workload`. The default of `blocks` are the classes of modules in lists of one class, as
+        for `enable_gradient_checkpointing`.
         """
         if not isinstance(model, nnx.Module):
             raise ArgumentError(f"model={model!r}: expected an NNX module")
@@ -192,7 +189,7 @@ class Workload:
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
         def of_params(params: Any, rest: Any, *batch: Any) -> Any:
-            # Made anew at this level of tracing, or Flax would refuse to write to them (counters, statistics).
+            # Copy the variables at this level of tracing; otherwise Flax refuses to write to counters and statistics.
             merged = nnx.merge(graphdef, *jax.tree.map(lambda leaf: leaf, (params, rest)))
             with nnx_blocks.known_paths(merged):
                 return loss(merged, *batch)
@@ -201,25 +198,25 @@ class Workload:
         if not isinstance(batch, tuple):
             raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
         if options.get("mesh") is not None and options.get("shardings") is not None:
-            # Here, so that an error counts the arguments as the caller does. What is no parameter is on every device.
+            # Checked here, so that an error counts the arguments as the caller does. State beside the parameters is replicated.
             described = structs(params, "params"), structs(batch, "batch")
             of_state, of_batch = argument_shardings(as_mesh(options["mesh"]), options["shardings"], *described)
             options["shardings"] = (of_state, None, *of_batch)
-        made = cls(of_params, params, (rest, *batch), blocks, **options)
-        made._states = 1
-        return made
+        workload = cls(of_params, params, (rest, *batch), blocks, **options)
+        workload._states = 1
+        return workload
 
     def on_mesh(self, mesh: Any, shardings: Any = None) -> Workload:
-        """The same step on another mesh, or on one for the first time; what `remat-jax --mesh` does.
+        """The same step on a new mesh, as with `remat-jax --mesh`.
 
         Args:
           mesh: as for `Workload`, such as `"data=8,fsdp=8"`.
-          shardings: as for `Workload`. Without them the workload's own are kept; where it has none, the batch lies over `data`
-            and `fsdp`, and of each parameter the largest dimension that divides over `fsdp`.
+          shardings: as for `Workload`. By default the workload keeps its shardings. A workload without shardings divides the
+            batch over `data` and `fsdp`, and each parameter's largest dimension that divides over `fsdp`.
 
         Raises:
-          ArgumentError: an axis that the shardings need is not there, or one is that nothing lies over.
-          UnsupportedError: a finished step, which is as it is.
+          ArgumentError: the mesh lacks an axis of the shardings, or no array is divided over one of its axes.
+          UnsupportedError: the workload is a finished step.
 
         >>> import jax.numpy as jnp
         >>> x, w = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((8, 32), jnp.float32)
@@ -231,39 +228,45 @@ class Workload:
             raise UnsupportedError(
                 f"mesh={mesh!r}: {self.name!r} is a finished step (Workload.from_step); give its loss instead"
             )
-        found = as_mesh(mesh)
+        new_mesh = as_mesh(mesh)
         if shardings is None and self.mesh is not None:
-            shardings = specs_for(found, self.shardings, self.mesh)
+            shardings = specs_for(new_mesh, self.shardings, self.mesh)
         elif shardings is None:
-            of_params, *of_batch = usual_shardings(found, self.params, self.batch[self._states :])
+            of_params, *of_batch = usual_shardings(new_mesh, self.params, self.batch[self._states :])
             shardings = (of_params, *[None] * self._states, *of_batch)
         elif self._states:
-            # What an NNX model keeps beside its parameters is no argument that a caller knows of.
-            first, others = argument_shardings(found, shardings, self.params, self.batch[self._states :])
-            shardings = (first, *[None] * self._states, *others)
+            # The caller does not see the NNX model's other state, which is the first argument of the batch.
+            of_parameters, others = argument_shardings(new_mesh, shardings, self.params, self.batch[self._states :])
+            shardings = (of_parameters, *[None] * self._states, *others)
         kinds = ("optimizer", "trainable", "has_aux", "donate", "name")
         options = {name: getattr(self, name) for name in kinds} | {"own_checkpoints": self.own.choice}
-        made = Workload(
-            self._own_loss, self._model.whole(self.params), self.batch, self.blocks, mesh=found, shardings=shardings, **options
+        workload = Workload(
+            self._own_loss,
+            self._model.whole(self.params),
+            self.batch,
+            self.blocks,
+            mesh=new_mesh,
+            shardings=shardings,
+            **options,
         )
-        made._states = self._states
-        return made
+        workload._states = self._states
+        return workload
 
     def with_loss(self, loss: Callable[..., Any]) -> Workload:
-        """The same step of another loss, which takes the same arguments."""
-        made = copy.copy(self)
-        made.loss, made._own_loss = under(self.mesh, self._model.loss(loss)), loss
-        return made
+        """The same step with a new loss of the same arguments."""
+        workload = copy.copy(self)
+        workload.loss, workload._own_loss = under(self.mesh, self._model.loss(loss)), loss
+        return workload
 
     @property
     def own_loss(self) -> Callable[..., Any] | None:
-        """The loss as it was given; None for a finished step."""
+        """The user's loss; None for a finished step."""
         return self._own_loss if self.has_loss else None
 
-    # --- what is measured ---------------------------------------------------------------------------------------------
+    # --- the step under a policy ---------------------------------------------------------------------------------------
 
     def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-        """`fn` with `policy` (or one for each layer) on every block of the workload; a mapping from blocks goes as it is."""
+        """`fn` with `policy` (or policies by layer) on every block of the workload; a mapping from blocks is used as it is."""
         if not isinstance(policy, dict):
             checked = as_block_policy(policy)
             if is_off(checked):
@@ -273,21 +276,18 @@ class Workload:
 
     @property
     def replaced_checkpoints(self) -> int:
-        """How many checkpoints of the model's own around the blocks give way to a policy; a scanned one counts once."""
+        """The number of the model's own checkpoints around the blocks that a policy replaces; a scanned one counts once."""
         if self._finished is not None:
             return self.own.count(self._finished.function, self.blocks, self._finished.arguments)
         return self.own.count(self.loss, self.blocks, (self.params, *self.batch))
 
     def policy_text(self, text: str) -> str:
-        """What tables call the policy with this text.
-
-        `off` is the step as written, where the model has checkpoints of its own.
-        """
+        """The policy's name in tables: `off` is called `as written` if the model has checkpoints of its own."""
         return AS_WRITTEN if text == "off" and self.replaced_checkpoints else text
 
     @property
     def has_loss(self) -> bool:
-        """Whether the loss is known, and not only a finished step."""
+        """Whether the workload has a loss; False for a finished step."""
         return self._finished is None
 
     def split_loss(self, policy: Any) -> tuple[Callable[..., Any], Any, Any]:
@@ -297,7 +297,7 @@ class Workload:
         return (lambda trained, frozen, *batch: loss(join(trained, frozen), *batch)), trained, frozen
 
     def step(self, policy: Any, *, micro_batches: int = 1) -> Step:
-        """One training step under `policy`: the gradient (of several micro-batches), and an optimizer's update."""
+        """One training step under `policy`: the gradient, of several micro-batches if given, and the optimizer's update."""
         if self._finished is not None:
             return dataclasses.replace(self._finished, function=self.with_policy(self._finished.function, policy))
         loss, trained, frozen = self.split_loss(policy)
@@ -320,9 +320,9 @@ class Workload:
         return self._placed(Step(update, (trained, state, frozen, *self.batch), donated, names), (0, 1, None))
 
     def step_with_residuals(self, policy: Any) -> tuple[Step, Callable[..., Any]]:
-        """A step on the mesh whose first results are the arrays that its backward pass reads, and a function that gives these.
+        """A step on the mesh that returns (residuals, gradients), and a function that returns the residuals alone.
 
-        Its other results are the gradients. Both take the same arguments.
+        Both take the same arguments.
         """
         loss, trained, frozen = self.split_loss(policy)
         of_trained, of_frozen = self._parted(self.shardings[0])
@@ -344,7 +344,7 @@ class Workload:
         return step, under(self.mesh, kept)
 
     def _placed(self, step: Step, like: tuple[int | None, ...]) -> Step:
-        """`step` on the mesh, each of its results where the argument lies that `like` numbers; a loss is everywhere."""
+        """`step` on the mesh; result i has the shardings of argument `like[i]`, and is unconstrained if that is None."""
         if self.mesh is None:
             return step
         params, *batch = self.shardings
@@ -357,12 +357,12 @@ class Workload:
 
         def function(*arguments: Any) -> Any:
             results = step.function(*arguments)
-            return tuple(one if place is None else pinned(one, places[place]) for one, place in zip(results, like, strict=True))
+            return tuple(out if place is None else pinned(out, places[place]) for out, place in zip(results, like, strict=True))
 
         return dataclasses.replace(step, function=under(self.mesh, function), mesh=self.mesh, shardings=places)
 
     def _parted(self, of_params: Any) -> tuple[Any, Any]:
-        """The part for the trained parameters and that for the frozen ones of a pytree like `params`."""
+        """A pytree like `params`, split into the parts of the trained and of the frozen parameters."""
         trained, frozen, _ = split(self.params, self.trainable)
         if self.trainable is None:
             return of_params, {}
@@ -380,14 +380,14 @@ class Workload:
 
 
 def _checked_blocks(blocks: Any) -> Blocks:
-    wanted = blocks if isinstance(blocks, tuple) else (blocks,)
-    if not wanted:
+    listed = blocks if isinstance(blocks, tuple) else (blocks,)
+    if not listed:
         raise ArgumentError("blocks=(): expected at least one class, marked function or glob on module paths")
-    return tuple(checked_block(block, "blocks") for block in wanted)
+    return tuple(checked_block(block, "blocks") for block in listed)
 
 
 def _on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[AbstractMesh | None, tuple[Any, ...]]:
-    """The mesh, and how parameters and batch lie on it."""
+    """The mesh, and the shardings of parameters and batch."""
     if mesh is None and shardings is None:
         return None, ()
     if mesh is None or shardings is None:
@@ -395,6 +395,6 @@ def _on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> 
         raise ArgumentError(f"{given} without {lacking}: they belong together; give both, or neither for a single device")
     if any(compat.is_on_host(leaf) for leaf in jax.tree.leaves((params, batch))):
         raise UnsupportedError("params or batch: arrays in host memory on a mesh are not served; give them in device memory")
-    found = as_mesh(mesh)
-    of_params, of_batch = argument_shardings(found, shardings, params, batch)
-    return found, (of_params, *of_batch)
+    abstract_mesh = as_mesh(mesh)
+    of_params, of_batch = argument_shardings(abstract_mesh, shardings, params, batch)
+    return abstract_mesh, (of_params, *of_batch)

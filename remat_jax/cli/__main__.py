@@ -1,4 +1,4 @@
-"""`python -m remat_jax.cli`, where the script `remat-jax` is not on the path."""
+"""`python -m remat_jax.cli`, for use without the script `remat-jax`."""
 
 from __future__ import annotations
 

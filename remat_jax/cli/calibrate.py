@@ -35,23 +35,27 @@ def calibrate(
             raise TargetError(f"output={str(output)!r} is there already; give another name, or --overwrite")
         compat.keep_to_cpu_without_gpu()
         with progress() as steps:
-            found = measure(name, seconds=seconds, on_done=steps.tell)
-        target = found.save(output, overwrite=overwrite)
-        answer.show(table(f"{found.device_kind}: what it reaches", ("what", "rate"), _cells(found), caption=found.source))
-        if found.out_bytes_per_s is None:
+            calibration = measure(name, seconds=seconds, on_done=steps.tell)
+        target = calibration.save(output, overwrite=overwrite)
+        answer.show(
+            table(
+                f"{calibration.device_kind}: what it reaches", ("what", "rate"), _cells(calibration), caption=calibration.source
+            )
+        )
+        if calibration.out_bytes_per_s is None:
             answer.remark("A CPU has one memory: there is no link to the host, and nothing to offload to.")
         answer.show(f"Target: {target}")
-        answer.data({**found.to_dict(), "target": target})
+        answer.data({**calibration.to_dict(), "target": target})
 
 
-def _cells(found: Calibration) -> list[tuple[str, str]]:
-    rows = [(f"products in {dtype}", f"{rate / 1e12:,.3f} TFLOP/s") for dtype, rate in found.flops.items()]
-    if found.launch_seconds is not None:
-        rows.append(("starting a kernel", f"{found.launch_seconds * 1e6:,.1f} µs"))
-    rows.append(("memory, read and written", f"{found.hbm_bytes_per_s / 1e9:,.1f} GB/s"))
-    for what, rate in (("to the host", found.out_bytes_per_s), ("from the host", found.in_bytes_per_s)):
+def _cells(calibration: Calibration) -> list[tuple[str, str]]:
+    rows = [(f"products in {dtype}", f"{rate / 1e12:,.3f} TFLOP/s") for dtype, rate in calibration.flops.items()]
+    if calibration.launch_seconds is not None:
+        rows.append(("starting a kernel", f"{calibration.launch_seconds * 1e6:,.1f} µs"))
+    rows.append(("memory, read and written", f"{calibration.hbm_bytes_per_s / 1e9:,.1f} GB/s"))
+    for what, rate in (("to the host", calibration.out_bytes_per_s), ("from the host", calibration.in_bytes_per_s)):
         if rate is not None:
             rows.append((what, f"{rate / 1e9:,.1f} GB/s"))
-    if found.hidden_share is not None:
-        rows.append(("share of compute that copies run beside", f"{found.hidden_share:.2f}"))
+    if calibration.hidden_share is not None:
+        rows.append(("share of compute that copies run beside", f"{calibration.hidden_share:.2f}"))
     return rows

@@ -58,7 +58,7 @@ def demo(
 
 
 def _driver() -> ModuleType:
-    """The demo's own code: a part of the examples, which lie inside the package in a wheel and beside it in a checkout."""
+    """The demo's module in the examples, which are inside the package in a wheel and beside it in a checkout."""
     if importlib.util.find_spec("torch") is None:
         raise UnsupportedError(
             "the demo compares with PyTorch, which is not installed: pip install 'remat_jax[torch]'; "
@@ -75,7 +75,7 @@ def _driver() -> ModuleType:
 
 
 def _check_folder(output: Path) -> None:
-    """Make the folder now: minutes later it would be too late to say that it cannot be written."""
+    """Create the folder before minutes of training, so that an error comes early."""
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -92,8 +92,8 @@ def _pictures(rows: list[Any], output: Path, answer: Answer) -> list[str]:
 
 def _show(driver: ModuleType, outcome: Any, pictures: list[str], answer: Answer) -> None:
     *models, checks = driver.tables(outcome)
-    for one in models:
-        answer.show(one)
+    for model_table in models:
+        answer.show(model_table)
     answer.show(driver.LEGEND, "")
     for sentence in driver.reading(outcome):
         answer.show(_point(sentence))
@@ -101,13 +101,13 @@ def _show(driver: ModuleType, outcome: Any, pictures: list[str], answer: Answer)
         answer.remark(_point(f"Note: {note}"))
     answer.show("", checks)
     if pictures:
-        names = ", ".join(Path(one).name for one in pictures)
+        names = ", ".join(Path(path).name for path in pictures)
         answer.show(f"Pictures in {Path(pictures[0]).parent}: {names}")
     answer.show("PASSED" if outcome.passed else "NOT PASSED")
 
 
 def _point(text: str) -> Table:
-    """`text` behind a bullet, its further lines indented."""
+    """`text` behind a bullet, with further lines indented."""
     point = Table.grid(padding=(0, 1))
     point.add_row("•", Text(text))
     return point

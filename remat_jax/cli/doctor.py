@@ -1,4 +1,4 @@
-"""`remat-jax doctor`: the known traps in a training step and its policy; or what this machine and its packages are."""
+"""`remat-jax doctor`: the known traps in a training step under a policy; or a report of this machine and its packages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def doctor(
         _environment(context, as_json)
         return
     with answering(as_json) as answer:
-        # What can be wrong in the arguments is said before the user's file runs, which may take long.
+        # Check the arguments before the user's file runs, which may take long.
         check_policy(policy)
         check_timeout(timeout)
         described = target_named(target) if target is not None else None
@@ -51,17 +51,17 @@ def doctor(
         job = load_on_mesh(workload, divided)
         with progress() as steps:
             steps.tell(f"{job.name}: tracing" + (f", then compiling for {described.name}" if described else ""), 0, 1)
-            found = diagnose(job, read_policy(policy, job), described, timeout)
-        answer.show(found)
-        answer.data(found.to_dict())
-    if not found.ok:
+            diagnosis = diagnose(job, read_policy(policy, job), described, timeout)
+        answer.show(diagnosis)
+        answer.data(diagnosis.to_dict())
+    if not diagnosis.ok:
         raise typer.Exit(FAILED)
 
 
 def _environment(context: typer.Context, as_json: bool) -> None:
     with answering(as_json) as answer:
         options = ("policy", "target", "mesh", "timeout")
-        # A value and where it is from: one that only a workload can use was given, even if it is the default's.
+        # Compare sources, not values: a user may give an option its default value.
         given = [name for name in options if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
         if given:
             raise ArgumentError(
@@ -69,6 +69,6 @@ def _environment(context: typer.Context, as_json: bool) -> None:
                 "train.py:job, or leave the option out for what this machine and its packages are"
             )
         compat.keep_to_cpu_without_gpu()
-        found = environment()
-        answer.show(found)
-        answer.data(found.to_dict())
+        report = environment()
+        answer.show(report)
+        answer.data(report.to_dict())

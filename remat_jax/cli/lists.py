@@ -1,4 +1,4 @@
-"""`remat-jax policies` and `remat-jax targets`: what can be asked for."""
+"""`remat-jax policies` and `remat-jax targets`: the named policies and the known hardware."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def policies(as_json: Json = False) -> None:
 def targets(as_json: Json = False) -> None:
     """List the hardware that memory can be asked about; none of it has to be there."""
     with answering(as_json) as answer:
-        known = [target(name) for name in target_names()]
-        cells = [(one.name, format_bytes(one.memory_bytes), *_rates(one), one.description) for one in known]
+        listed = [target(name) for name in target_names()]
+        cells = [(each.name, format_bytes(each.memory_bytes), *_rates(each), each.description) for each in listed]
         columns = ("name", "memory", "its rate", "to the host, each way", "bfloat16", "what it is")
         answer.show(table("Targets", columns, cells, caption=_RATES), SEVERAL)
-        answer.data({"targets": [one.to_dict() for one in known]})
+        answer.data({"targets": [each.to_dict() for each in listed]})
 
 
 def _rates(one: Target) -> list[str | None]:
@@ -83,5 +83,5 @@ def _meaning(row: dict[str, Any]) -> str:
 
 
 def _policy(name: str) -> dict[str, Any]:
-    aliases = [alias for alias, meant in ALIASES.items() if meant == name]
+    aliases = [alias for alias, policy in ALIASES.items() if policy == name]
     return {"name": name, "text": str(NAMED[name]), "meaning": MEANINGS[name], "aliases": aliases}

@@ -29,7 +29,7 @@ from remat_jax.workload import Workload
 
 PLAIN_AND_FULL = ("off", "full")
 MOST_LETTERS = 60
-"""Of a policy in a line that says what was done."""
+"""The most letters of a policy in a progress line."""
 
 
 def measure(
@@ -92,8 +92,8 @@ def measure(
                 steps.tell(f"compiled {name[:MOST_LETTERS]} for {described.name}", min(len(done), len(policies)), len(policies))
 
             asked_for = list(policies.values())
-            found = measure_many(job, asked_for, described, timeout, on_done=compiled, memory_limit=limit)
-            reports = [_called(name, report) for name, report in zip(policies, found, strict=True)]
+            measured = measure_many(job, asked_for, described, timeout, on_done=compiled, memory_limit=limit)
+            reports = [_called(name, report) for name, report in zip(policies, measured, strict=True)]
             change = _difference(job, diff, described, timeout, limit) if diff else None
         _show(answer, described, reports, [*tables, *(report.live_table() for report in reports if show_live)])
         answer.show(*(change.tables() if change else ()))
@@ -103,7 +103,7 @@ def measure(
                 "workload": job.name,
                 "target": described.name,
                 "reports": [report.to_dict() for report in reports],
-                **({"residuals": [one.to_dict() for one in tables]} if show_residuals else {}),
+                **({"residuals": [each.to_dict() for each in tables]} if show_residuals else {}),
                 **({"diff": change.to_dict()} if change else {}),
                 **({"picture": picture} if picture else {}),
             }
@@ -111,26 +111,26 @@ def measure(
 
 
 def _asked(policies: Sequence[str] | None, diff: tuple[str, str] | None) -> list[str]:
-    """The policies to measure, those of `--diff` too, each once; checked before the user's file runs, which may take long."""
+    """The distinct policies to measure, including those of `--diff`, checked before the user's file runs."""
     asked: dict[Any, str] = {}
-    for one in [*(policies or (() if diff else PLAIN_AND_FULL)), *(diff or ())]:
-        asked.setdefault(check_policy(one), one)
+    for policy in [*(policies or (() if diff else PLAIN_AND_FULL)), *(diff or ())]:
+        asked.setdefault(check_policy(policy), policy)
     return list(asked.values())
 
 
 def _difference(job: Workload, diff: tuple[str, str], target: Target, timeout: float, limit: int | None) -> PolicyDiff:
     before, after = (read_policy(name, job) for name in diff)
-    found = compare_policies(job, before, after, target, timeout, memory_limit=limit)
-    return replace(found, before=_called(diff[0], found.before), after=_called(diff[1], found.after))
+    change = compare_policies(job, before, after, target, timeout, memory_limit=limit)
+    return replace(change, before=_called(diff[0], change.before), after=_called(diff[1], change.after))
 
 
-def _called(name: str, found: Any) -> Any:
-    """What was found of a policy; a plan goes by the name of its file, as what its policies say is many lines."""
-    return replace(found, policy=name) if is_plan(name) else found
+def _called(name: str, report: Any) -> Any:
+    """`report` with the policy `name` if that is a plan's file: the texts of a plan's policies are many lines."""
+    return replace(report, policy=name) if is_plan(name) else report
 
 
 def _check_picture(plot: Path | None, target: Target) -> None:
-    """That a picture can be drawn, said before minutes of compiling."""
+    """Check that a picture can be drawn, before minutes of compiling."""
     if plot is None:
         return
     if plot.suffix.lower() not in FORMATS:
@@ -167,14 +167,14 @@ def _show(answer: Answer, target: Target, reports: Sequence[MemoryReport], table
 
 
 def _exchanges(reports: Sequence[MemoryReport]) -> list[Any]:
-    """What the devices send each other under each policy, as a table; none of a single device, or where it is not known."""
+    """The collectives under each policy as a table; no table for a single device or if they are unknown."""
     sent = {report.policy: executed(report.collectives) for report in reports if report.collectives is not None}
     if not sent:
         return []
-    kinds = [kind for kind in COLLECTIVES if any(kind in one for one in sent.values())]
+    kinds = [kind for kind in COLLECTIVES if any(kind in by_kind for by_kind in sent.values())]
     rows = [
-        (policy, *(f"{one[kind][0]}: {format_bytes(one[kind][1])}" if kind in one else "" for kind in kinds))
-        for policy, one in sent.items()
+        (policy, *(f"{by_kind[kind][0]}: {format_bytes(by_kind[kind][1])}" if kind in by_kind else "" for kind in kinds))
+        for policy, by_kind in sent.items()
     ]
     caption = "What a policy has more of than off, it makes the devices send again." if "off" in sent else None
     return [
@@ -195,26 +195,26 @@ def _cells(report: MemoryReport) -> tuple[Any, ...]:
 
 def _caption(target: Target, reports: Sequence[MemoryReport]) -> str:
     memory = target.memory_bytes
-    said = "device: arguments + outputs − aliased + temp. kept: residuals, from the forward to the backward pass."
+    caption = "device: arguments + outputs − aliased + temp. kept: residuals, from the forward to the backward pass."
     if target.devices > 1:
-        said = (
+        caption = (
             f"device: of each of the {target.devices}, arguments + outputs − aliased + temp; host too, and a host has "
             f"{target.devices // target.hosts} of them. kept: residuals, of all."
         )
     if any(report.receipt for report in reports):
-        said += " gave back: against saving on the device what is offloaded."
+        caption += " gave back: against saving on the device what is offloaded."
     if (limit := reports[0].memory_limit) is not None:
-        said += f" Compiled with a memory limit of {format_bytes(limit)}."
+        caption += f" Compiled with a memory limit of {format_bytes(limit)}."
     if memory is None:
-        return said
+        return caption
     too_large = [report.policy for report in reports if report.device_bytes > memory]
     fits = f"not enough for {', '.join(too_large)}" if too_large else "enough for all of these"
-    return f"{said} The {target.name} has {format_bytes(memory)}: {fits}."
+    return f"{caption} The {target.name} has {format_bytes(memory)}: {fits}."
 
 
 def _warnings(reports: Sequence[MemoryReport]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    policies_by_warning: dict[str, list[str]] = {}
     for report in reports:
         for warning in report.warnings:
-            found.setdefault(warning, []).append(report.policy)
-    return found
+            policies_by_warning.setdefault(warning, []).append(report.policy)
+    return policies_by_warning

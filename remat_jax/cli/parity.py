@@ -1,4 +1,4 @@
-"""`remat-jax parity`: whether a Flax model computes what a PyTorch model does."""
+"""`remat-jax parity`: whether a Flax model and its PyTorch original compute the same."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def parity(
 
 
 def parity_report(case: str, tell: Any) -> ParityReport:
-    """The report of the case that a user names: compared now, or what their function gave."""
-    found = load_named(case, "case", (Mapping, ParityReport), _EXPECTED)
-    return found if isinstance(found, ParityReport) else compare(**_arguments(case, found, tell))
+    """The report of the case `case`: the result of a comparison, or the report that the user's function returned."""
+    given = load_named(case, "case", (Mapping, ParityReport), _EXPECTED)
+    return given if isinstance(given, ParityReport) else compare(**_arguments(case, given, tell))
 
 
 def _arguments(case: str, given: Mapping[str, Any], tell: Any) -> dict[str, Any]:
     needed = ("torch_module", "flax_module", "inputs")
     missing = [name for name in needed if name not in given]
-    # The annotations of a function name its parameters, and its result.
+    # `__annotations__` has the parameters' names and "return".
     unknown = [name for name in given if name not in compare.__annotations__ or name == "return"]
     if missing or unknown:
         said = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(map(repr, unknown))}"] * bool(unknown)
@@ -61,7 +61,7 @@ def _arguments(case: str, given: Mapping[str, Any], tell: Any) -> dict[str, Any]
 
 
 def _check_page(html: Path | None) -> None:
-    """That the page can be written, said before minutes of comparing."""
+    """Check that the page can be written, before minutes of comparing."""
     if html is not None and not html.absolute().parent.is_dir():
         raise ArgumentError(f"html={str(html)!r}: there is no folder {html.absolute().parent}; make it, or give another file")
 

@@ -58,16 +58,16 @@ def plan(
         compat.keep_to_cpu_without_gpu()
         job = load_on_mesh(workload, divided)
         with progress() as steps:
-            found = make_plan(job, device, described, host, timeout=timeout, progress=steps.tell)
-        answer.show(plan_table(found), named_table(found), next_gib(found), *found.notes)
+            made = make_plan(job, device, described, host, timeout=timeout, progress=steps.tell)
+        answer.show(plan_table(made), named_table(made), next_gib(made), *made.notes)
         if explain:
-            answer.show("", found.explain())
-        written = _write(found, save, html, plot, answer)
-        answer.data({**found.to_dict(), **written})
+            answer.show("", made.explain())
+        written = _write(made, save, html, plot, answer)
+        answer.data({**made.to_dict(), **written})
 
 
 def _check_files(files: Sequence[tuple[str, Path | None]]) -> None:
-    """That everything can be written, said before minutes of compiling."""
+    """Check that all files can be written, before minutes of compiling."""
     for option, path in files:
         if path is not None and not path.absolute().parent.is_dir():
             raise ArgumentError(
@@ -80,15 +80,15 @@ def _check_files(files: Sequence[tuple[str, Path | None]]) -> None:
                 raise UnsupportedError("plot: pictures need Matplotlib, not installed here: pip install 'remat_jax[report]'")
 
 
-def _write(found: Plan, save: Path | None, html: Path | None, plot: Path | None, answer: Answer) -> dict[str, str]:
+def _write(made: Plan, save: Path | None, html: Path | None, plot: Path | None, answer: Answer) -> dict[str, str]:
     written: dict[str, str] = {}
     if save is not None:
-        written["saved"] = str(found.save(save))
+        written["saved"] = str(made.save(save))
     if html is not None:
-        written["page"] = str(found.to_html(html))
+        written["page"] = str(made.to_html(html))
     if plot is not None:
         try:
-            written["picture"] = save_picture(picture(found), plot)
+            written["picture"] = save_picture(picture(made), plot)
         except OSError as error:
             raise ArgumentError(f"plot={str(plot)!r} cannot be written ({error}); give another file") from None
     for what, path in written.items():

@@ -1,4 +1,4 @@
-"""`remat-jax report`: one page with all that is known of a workload."""
+"""`remat-jax report`: one page of a workload's policies, memory, plan, parity and traps."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def report(
     hold, 3 where nothing fits the budget.
     """
     with answering(as_json) as answer:
-        # What can be wrong in the arguments is said before the user's file runs, which may take long.
+        # Check the arguments before the user's file runs, which may take long.
         described = target_named(target)
         where, asked = checked_path(output, "output"), checked_policies(policy or None)
         check_timeout(timeout)
@@ -73,10 +73,10 @@ def report(
             check_plan(made, job, described)
         with progress() as steps:
             compared = parity_report(parity, steps.tell) if parity is not None else None
-            found = gather(job, asked, described, plan=made, parity=compared, timeout=timeout, progress=steps.tell)
-        write_page(where, found, "output")
-        _show(answer, found, where)
-        answer.data({"report": str(where), **found.to_dict()})
+            gathered = gather(job, asked, described, plan=made, parity=compared, timeout=timeout, progress=steps.tell)
+        write_page(where, gathered, "output")
+        _show(answer, gathered, where)
+        answer.data({"report": str(where), **gathered.to_dict()})
     if compared is not None and not compared.passed:
         raise typer.Exit(FAILED)
 
@@ -88,18 +88,18 @@ def _check_plan(budget: str | None, plan: Path | None) -> None:
         raise ArgumentError(f"plan={str(plan)!r}: there is no such file; write one with remat-jax plan --save")
 
 
-def _show(answer: Answer, found: Gathered, where: Path) -> None:
-    title = f"{found.workload.name}: one training step compiled for {found.target.name}"
+def _show(answer: Answer, gathered: Gathered, where: Path) -> None:
+    title = f"{gathered.workload.name}: one training step compiled for {gathered.target.name}"
     columns = ("policy", "device", "host", "step", "traps")
-    answer.show(table(title, columns, [_cells(one) for one in found.comparison.policies]))
-    for name, why in found.comparison.left_out.items():
+    answer.show(table(title, columns, [_cells(policy) for policy in gathered.comparison.policies]))
+    for name, why in gathered.comparison.left_out.items():
         answer.show(f"Left out: {name}: {why}")
-    if found.parity is not None:
-        answer.show(found.parity.verdict())
+    if gathered.parity is not None:
+        answer.show(gathered.parity.verdict())
     answer.show(f"Report: {where}")
 
 
-def _cells(one: Compared) -> tuple[Any, ...]:
-    sizes = (format_bytes(one.memory.device_bytes), format_bytes(one.memory.host_bytes))
-    traps = ", ".join(dict.fromkeys(finding.trap for finding in one.diagnosis.findings))
-    return one.name, *sizes, format_estimate(one.seconds, bool(one.memory.assumed_rates)), traps or "none"
+def _cells(policy: Compared) -> tuple[Any, ...]:
+    sizes = (format_bytes(policy.memory.device_bytes), format_bytes(policy.memory.host_bytes))
+    traps = ", ".join(dict.fromkeys(finding.trap for finding in policy.diagnosis.findings))
+    return policy.name, *sizes, format_estimate(policy.seconds, bool(policy.memory.assumed_rates)), traps or "none"

@@ -1,4 +1,4 @@
-"""What a command is asked about: a workload or a case in a file, policies by name or file, the axes of a mesh."""
+"""The arguments of commands: a workload or a case in a file, policies by name or file, the axes of a mesh."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ MeshOption = Annotated[
 
 
 def checked_mesh(text: str | None, target: Target | None) -> AbstractMesh | None:
-    """The mesh that was asked for, of as many devices as the target; None where none was.
+    """The mesh in `text`, with as many devices as the target; None without a text.
 
     Raises:
-      ArgumentError: it is no mesh, or of another size.
+      ArgumentError: `text` is not a mesh, or has a different number of devices.
     """
     if text is None:
         return None
-    found = as_mesh(text)
+    divided = as_mesh(text)
     if target is not None:
-        check_size(found, target, f"mesh={text!r}")
-    return found
+        check_size(divided, target, f"mesh={text!r}")
+    return divided
 
 
 def load_on_mesh(name: str, mesh: AbstractMesh | None) -> Workload:
-    """The workload that `name` stands for, on `mesh` where there is one."""
+    """The workload called `name`, on `mesh` if it is given."""
     job = load_workload(name)
     return job if mesh is None else job.on_mesh(mesh)
 
@@ -58,11 +58,11 @@ TAKEN = "A name, a text, or the .json file of a plan"
 
 
 def check_policy(given: str) -> Any:
-    """What can be said of `given` before the user's file runs: the policy, or the path of the plan.
+    """The policy, or the path of the plan, that `given` names; for checks before the user's file runs.
 
     Raises:
-      PolicyError: it is no policy.
-      ArgumentError: there is no such file.
+      PolicyError: `given` is not a policy.
+      ArgumentError: the file does not exist.
     """
     if not is_plan(given):
         return as_block_policy(given)
@@ -73,16 +73,16 @@ def check_policy(given: str) -> Any:
 
 
 def read_policy(given: str, workload: Workload) -> Any:
-    """The policy, or those that a plan gives the blocks of `workload`.
+    """The policy `given`, or the policies of a plan for the blocks of `workload`.
 
     Raises:
-      PlanningError: the file is no plan, or one of another model.
+      PlanningError: the file is not a plan, or is a plan of a different model.
     """
     return dict(Plan.load(given, workload).policies) if is_plan(given) else given
 
 
 def is_plan(given: str) -> bool:
-    """Whether `given` names the file of a plan."""
+    """Whether `given` names a plan's file."""
     return given.endswith(".json")
 
 
@@ -90,71 +90,71 @@ _EXPECTED = "expected path/to/file.py:function or package.module:function"
 
 
 def load_workload(name: str) -> Workload:
-    """The workload that `name` stands for: a function without arguments that returns one, or the workload itself.
+    """The workload called `name`: `name` is a function without arguments that returns a workload, or a workload.
 
     Raises:
       ArgumentError: as `load_named`.
     """
-    found: Workload = load_named(name, "workload", (Workload,), "a remat_jax.Workload")
-    return found
+    workload: Workload = load_named(name, "workload", (Workload,), "a remat_jax.Workload")
+    return workload
 
 
 def load_named(name: str, argument: str, kinds: tuple[type, ...], expected: str) -> Any:
-    """What `name` stands for: a function without arguments that returns one of `kinds`, or that itself.
+    """The instance of `kinds` called `name`: the object itself, or the result of a function without arguments.
 
-    A file inside a package is imported as a part of it, so that its relative imports work; a file by itself may import
-    what lies beside it, as if Python ran it. `argument` is what messages call it, and `expected` what they ask for.
+    A file inside a package is imported as part of the package, so that relative imports work; a single file may import
+    its neighbours, as if Python ran it. Messages call the name `argument` and ask for `expected`.
 
     Raises:
-      ArgumentError: there is no such file, module or function, it cannot be run, or it gives something else.
+      ArgumentError: the file, module or function does not exist, raises an error, or gives an object of another type.
     """
     where, colon, attribute = name.rpartition(":")
-    told = f"{argument}={name!r}"
+    asked = f"{argument}={name!r}"
     if not colon or not where or not attribute.isidentifier():
-        raise ArgumentError(f"{told}: {_EXPECTED}, such as train.py:job")
-    module = _guarded(told, lambda: _module(where, told))
+        raise ArgumentError(f"{asked}: {_EXPECTED}, such as train.py:job")
+    module = _guarded(asked, lambda: _module(where, asked))
     if not hasattr(module, attribute):
-        choices = [one for one, value in vars(module).items() if _may_be_meant(module, one, value, kinds)]
+        choices = [each for each, value in vars(module).items() if _may_be_meant(module, each, value, kinds)]
         raise ArgumentError(
-            f"{told}: {where} has no {attribute!r}.{nearest(attribute, choices)} "
+            f"{asked}: {where} has no {attribute!r}.{nearest(attribute, choices)} "
             f"It has {', '.join(choices[:8]) or 'no function of its own'}."
         )
-    found = getattr(module, attribute)
-    if not isinstance(found, kinds):
-        found = _called(told, found, expected)
-    if not isinstance(found, kinds):
-        raise ArgumentError(f"{told} gave a {type(found).__name__}: expected {expected}")
-    return found
+    loaded = getattr(module, attribute)
+    if not isinstance(loaded, kinds):
+        loaded = _called(asked, loaded, expected)
+    if not isinstance(loaded, kinds):
+        raise ArgumentError(f"{asked} gave a {type(loaded).__name__}: expected {expected}")
+    return loaded
 
 
-def _called(told: str, function: Any, expected: str) -> Any:
+def _called(asked: str, function: Any, expected: str) -> Any:
     if not callable(function):
-        raise ArgumentError(f"{told} is a {type(function).__name__}: expected {expected}, or a function that returns one")
+        raise ArgumentError(f"{asked} is a {type(function).__name__}: expected {expected}, or a function that returns one")
     needed = [
-        one.name
-        for one in inspect.signature(function).parameters.values()
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        each.name
+        for each in inspect.signature(function).parameters.values()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     if needed:
         raise ArgumentError(
-            f"{told} needs the arguments {', '.join(needed)}: expected a function without arguments; "
+            f"{asked} needs the arguments {', '.join(needed)}: expected a function without arguments; "
             "give them defaults, or wrap it in one that takes none"
         )
-    return _guarded(told, function)
+    return _guarded(asked, function)
 
 
-def _module(where: str, told: str) -> ModuleType:
+def _module(where: str, asked: str) -> ModuleType:
     path = Path(where)
     if path.suffix == ".py":
         if not path.is_file():
-            raise ArgumentError(f"{told}: there is no file {where} in {Path.cwd()}; {_EXPECTED}")
+            raise ArgumentError(f"{asked}: there is no file {where} in {Path.cwd()}; {_EXPECTED}")
         return _from_file(path.resolve())
     if not all(part.isidentifier() for part in where.split(".")):
-        raise ArgumentError(f"{told}: {where!r} is neither a .py file nor a module's name; {_EXPECTED}")
+        raise ArgumentError(f"{asked}: {where!r} is neither a .py file nor a module's name; {_EXPECTED}")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     if not _exists(where):
-        raise ArgumentError(f"{told}: there is no module {where!r} here or among what is installed; {_EXPECTED}")
+        raise ArgumentError(f"{asked}: there is no module {where!r} here or among what is installed; {_EXPECTED}")
     return importlib.import_module(where)
 
 
@@ -173,7 +173,7 @@ def _from_file(path: Path) -> ModuleType:
         sys.path.insert(0, str(root))
     if len(parts) > 1:
         return importlib.import_module(".".join(parts))
-    # Under its own name a file such as types.py would stand in for the module of that name.
+    # Under its own name a file such as types.py would replace the standard module of that name.
     spec = importlib.util.spec_from_file_location(f"_workload_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -182,18 +182,18 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _guarded(told: str, run: Callable[[], Any]) -> Any:
-    """`run()`, with whatever the user's code raises told in one line that says where."""
+def _guarded(asked: str, run: Callable[[], Any]) -> Any:
+    """`run()`; an error of the user's code becomes an ArgumentError with its type, message and line."""
     try:
         return run()
     except RematError:
         raise
-    # A script that ends itself has given no answer, and its exit status is not ours.
+    # A script that exits has returned no workload, and its exit status is not that of the command.
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         users = [frame for frame in frames if "importlib" not in frame.filename and Path(frame.filename).parent != _HERE]
         at = f", at {users[0].filename}:{users[0].lineno} in {users[0].name}" if users else ""
-        raise ArgumentError(f"{told}: running it raised {type(error).__name__}: {error}{at}") from error
+        raise ArgumentError(f"{asked}: running it raised {type(error).__name__}: {error}{at}") from error
 
 
 _HERE = Path(__file__).parent

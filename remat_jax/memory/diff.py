@@ -1,4 +1,4 @@
-"""`compare_policies`: what changes from one policy to another, residual by residual, and what the compiler makes of it."""
+"""`compare_policies`: the difference of two policies, residual by residual and in the compiled memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from remat_jax.workload import Workload
 
 NOT_KEPT = "not kept"
 _RECOMPUTED = "rematted_computation"
-"""The scope that JAX gives to what a backward pass computes again."""
+"""JAX's scope of the computation that a backward pass repeats."""
 
 _SHOWN = 40
 """Rows of a printed table; `to_dict` has them all."""
@@ -34,13 +34,13 @@ _KEPT = (Action.SAVE.value, Action.OFFLOAD.value)
 
 @dataclass(frozen=True)
 class Move:
-    """A residual that one policy keeps elsewhere than the other.
+    """A residual with different actions under the two policies.
 
     Attributes:
-      name, shape, dtype, count: as in the table of residuals; `count` arrays of the name.
-      bytes: of all of them.
-      before, after: `save`, `offload`, `recompute`, or `not kept`: neither kept nor read by a backward pass that keeps
-        everything, as the output of a product whose activation is kept.
+      name, shape, dtype, count: as in the table of residuals.
+      bytes: the size of all `count` arrays.
+      before, after: `save`, `offload`, `recompute`, or `not kept`: the backward pass does not read the array if everything is
+        kept, such as the output of a product whose activation is kept.
     """
 
     name: str
@@ -53,25 +53,26 @@ class Move:
 
     @property
     def device_bytes(self) -> int:
-        """What it adds to the residuals on the device."""
+        """The change of the residual bytes on the device."""
         return self.bytes * ((self.after == Action.SAVE.value) - (self.before == Action.SAVE.value))
 
     @property
     def host_bytes(self) -> int:
-        """What it adds to the residuals in host memory."""
+        """The change of the residual bytes in host memory."""
         return self.bytes * ((self.after == Action.OFFLOAD.value) - (self.before == Action.OFFLOAD.value))
 
 
 @dataclass(frozen=True)
 class PolicyDiff:
-    """From one policy to another; everything that is called a difference is after − before.
+    """The difference of two policies; every difference is after − before.
 
     Attributes:
-      before, after: the compiled memory of the two.
-      moves: what is kept elsewhere, the largest first.
-      recompute_flops: (before, after): the FLOPs of the products that a step computes again; a kernel's own products are not
-        counted. None where a loop of unknown length has products in it.
-      recomputed: module path, consecutive layers together → the same by module. It names the products, not the residuals.
+      before, after: the compiled memory under the two policies.
+      moves: the residuals whose action changes, the largest first.
+      recompute_flops: (before, after): the FLOPs of the matrix products that a step recomputes, without products inside
+        kernels. None if a loop of unknown length has products.
+      recomputed: the same by module path, with layers that differ in a number joined. The paths are those of the products, not
+        of the residuals.
     """
 
     before: MemoryReport
@@ -82,22 +83,22 @@ class PolicyDiff:
 
     @property
     def residual_device_bytes(self) -> int:
-        """What the policy after keeps more on the device between the passes."""
+        """The change of the residual bytes on the device."""
         return (self.after.residual_device_bytes or 0) - (self.before.residual_device_bytes or 0)
 
     @property
     def residual_host_bytes(self) -> int:
-        """What the policy after keeps more in host memory between the passes."""
+        """The change of the residual bytes in host memory."""
         return (self.after.residual_host_bytes or 0) - (self.before.residual_host_bytes or 0)
 
     @property
     def device_bytes(self) -> int:
-        """What the compiled step needs more on the device."""
+        """The change of the compiled step's device memory."""
         return self.after.device_bytes - self.before.device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """What the compiled step needs more in host memory."""
+        """The change of the compiled step's host memory."""
         return self.after.host_bytes - self.before.host_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,44 +107,46 @@ class PolicyDiff:
         return {
             "before": self.before.policy,
             "after": self.after.policy,
-            "moves": [asdict(one) | {"device_bytes": one.device_bytes, "host_bytes": one.host_bytes} for one in self.moves],
+            "moves": [asdict(each) | {"device_bytes": each.device_bytes, "host_bytes": each.host_bytes} for each in self.moves],
             "recompute_flops": self.recompute_flops,
             "recomputed": self.recomputed,
             **{name: getattr(self, name) for name in names},
         }
 
     def tables(self) -> list[Any]:
-        """What moved, which products are computed again, and the totals; the first two only where there are any."""
-        return [one for one in (self._moved(), self._products(), self._totals()) if one is not None]
+        """The residuals that move and the recomputed products, if there are any, and the totals."""
+        return [part for part in (self._moved(), self._products(), self._totals()) if part is not None]
 
     def __str__(self) -> str:
         return "\n".join(map(render, self.tables()))
 
     def _moved(self) -> Any:
-        together = _layers_together(self.moves)
+        merged = _layers_together(self.moves)
         rows = [
             (
-                one.name + (f" ×{one.count}" if one.count > 1 else ""),
-                "×".join(map(str, one.shape)) or "scalar",
-                one.dtype,
-                format_bytes(one.bytes),
-                f"{one.before} → {one.after}",
-                _signed(one.device_bytes),
-                _signed(one.host_bytes),
+                move.name + (f" ×{move.count}" if move.count > 1 else ""),
+                "×".join(map(str, move.shape)) or "scalar",
+                move.dtype,
+                format_bytes(move.bytes),
+                f"{move.before} → {move.after}",
+                _signed(move.device_bytes),
+                _signed(move.host_bytes),
             )
-            for one in together[:_SHOWN]
+            for move in merged[:_SHOWN]
         ]
         title = f"Residuals that move: {self.before.policy} → {self.after.policy}"
         columns = ("residual", "shape", "dtype", "size", "action", "device", "host")
-        return table(title, columns, rows, caption=self._remark(len(together) - len(rows))) if rows else None
+        return table(title, columns, rows, caption=self._remark(len(merged) - len(rows))) if rows else None
 
     def _remark(self, hidden: int) -> str | None:
-        said = [f"And {hidden} more, smaller ones."] if hidden else []
-        if any(NOT_KEPT in (one.before, one.after) for one in self.moves):
-            said.append(f"{NOT_KEPT}: the backward pass does not read it where everything is kept, only what is made of it.")
+        sentences = [f"And {hidden} more, smaller ones."] if hidden else []
+        if any(NOT_KEPT in (move.before, move.after) for move in self.moves):
+            sentences.append(
+                f"{NOT_KEPT}: the backward pass does not read it where everything is kept, only what is made of it."
+            )
         if "off" in (self.before.policy, self.after.policy):
-            said.append("off keeps what everything keeps; residuals have names only in a checkpointed block.")
-        return " ".join(said) or None
+            sentences.append("off keeps what everything keeps; residuals have names only in a checkpointed block.")
+        return " ".join(sentences) or None
 
     def _products(self) -> Any:
         rows = [
@@ -179,14 +182,14 @@ def compare_policies(
     *,
     memory_limit: Any = None,
 ) -> PolicyDiff:
-    """What changes when `after` takes the place of `before`: which residuals move where, and what that costs.
+    """The change from the policy `before` to `after`: the residuals that move, and the change of memory and FLOPs.
 
-    Bytes of residuals are those of JAX's own linearisation (`residuals`), device and host memory those of the compiled step
-    (`measure`), FLOPs those of the products in the recomputed part of the step's jaxpr.
+    The bytes of residuals are from JAX's own linearisation (`residuals`), device and host memory from the compiled step
+    (`measure`), FLOPs from the matrix products in the recomputed part of the step's jaxpr.
 
     Args:
       before, after: policies, their names or texts.
-      memory_limit: what XLA is to stay within, as for `measure`.
+      memory_limit: XLA's memory limit, as for `measure`.
 
     Raises:
       UnsupportedError: the workload was made by `Workload.from_step`.
@@ -206,7 +209,7 @@ def compare_policies(
     >>> found.recompute_flops  # the product of 2×8 and 8×8
     (256, 0)
     """
-    with silenced():  # the reports have these warnings too
+    with silenced():  # the reports repeat these warnings
         tables = [_table(workload, policy) for policy in (before, after)]
     first, second = measure_many(workload, [before, after], target, timeout, memory_limit=memory_limit)
     warn((*first.warnings, *second.warnings))
@@ -216,26 +219,26 @@ def compare_policies(
 
 
 def _table(workload: Workload, policy: Any) -> ResidualTable:
-    """The residuals under `policy`; of `off`, which has no named ones, those of `everything`."""
+    """The residuals under `policy`; under `everything` for `off`, whose residuals have no names."""
     checked = as_block_policy(policy) if not isinstance(policy, dict) else policy
     return residuals(workload, "everything" if is_off(checked) else policy)
 
 
 def _moves(before: ResidualTable, after: ResidualTable) -> tuple[Move, ...]:
-    """What is kept elsewhere; where the same name stands for several actions (some of its arrays), each is a row."""
-    tables = [{(row.name, row.shape, row.dtype, row.action): row for row in one} for one in (before, after)]
-    names = dict.fromkeys(key[:3] for one in tables for key in one)
-    found = []
+    """The residuals whose action changes; a name whose arrays have several actions has a row for each."""
+    tables = [{(row.name, row.shape, row.dtype, row.action): row for row in side} for side in (before, after)]
+    names = dict.fromkeys(key[:3] for rows in tables for key in rows)
+    moves = []
     for name in names:
         first, second = (
             [rows[*name, action] for action in (*_KEPT, "recompute") if (*name, action) in rows] for rows in tables
         )
-        found += _moved(first, second)
-    return tuple(sorted(found, key=lambda one: (-one.bytes, one.name)))
+        moves += _moved(first, second)
+    return tuple(sorted(moves, key=lambda move: (-move.bytes, move.name)))
 
 
 def _moved(before: list[Residual], after: list[Residual]) -> list[Move]:
-    """The moves of one name: what is kept on both sides alike stays, and the rest pairs off in order."""
+    """The moves of one name: kept rows are paired in order, and a side without a row counts as recomputed or not kept."""
     if {(row.action, row.bytes) for row in before} == {(row.action, row.bytes) for row in after}:
         return []
     sides = [[row for row in side if row.action in _KEPT] for side in (before, after)]
@@ -243,31 +246,31 @@ def _moved(before: list[Residual], after: list[Residual]) -> list[Move]:
         return []
     rest = [next((row.action for row in side if row.action not in _KEPT), NOT_KEPT) for side in (before, after)]
     pairs = max(map(len, sides))
-    found = []
+    moves = []
     for index in range(pairs):
         first, second = (side[index] if index < len(side) else None for side in sides)
         row = second or first
         assert row is not None
         actions = [side.action if side else other for side, other in zip((first, second), rest, strict=True)]
         if actions[0] != actions[1]:
-            found.append(Move(row.name, row.shape, row.dtype, row.count, row.bytes, *actions))
-    return found
+            moves.append(Move(row.name, row.shape, row.dtype, row.count, row.bytes, *actions))
+    return moves
 
 
 def _layers_together(moves: tuple[Move, ...]) -> list[Move]:
-    """Unrolled layers whose residuals move alike, as one row."""
-    found: dict[Any, list[Move]] = {}
-    for one, name in zip(moves, merged_layers(move.name for move in moves), strict=True):
-        found.setdefault((name, one.shape, one.dtype, one.before, one.after), []).append(one)
-    together = [
-        replace(alike[0], name=key[0], count=sum(one.count for one in alike), bytes=sum(one.bytes for one in alike))
-        for key, alike in found.items()
+    """The moves with equal moves of unrolled layers merged into one row."""
+    by_key: dict[Any, list[Move]] = {}
+    for move, name in zip(moves, merged_layers(move.name for move in moves), strict=True):
+        by_key.setdefault((name, move.shape, move.dtype, move.before, move.after), []).append(move)
+    merged = [
+        replace(equal[0], name=key[0], count=sum(move.count for move in equal), bytes=sum(move.bytes for move in equal))
+        for key, equal in by_key.items()
     ]
-    return sorted(together, key=lambda one: (-one.bytes, one.name))
+    return sorted(merged, key=lambda move: (-move.bytes, move.name))
 
 
 def _recomputed(workload: Workload, *policies: Any) -> dict[str, tuple[int, ...]] | None:
-    """The FLOPs of the products that a step computes again under each policy, by module; None where they cannot be counted."""
+    """The FLOPs of the products that a step recomputes under each policy, by module; None if they cannot be counted."""
     steps = [workload.step(policy) for policy in policies]
     jaxprs = [compat.dce(jax.make_jaxpr(step.function)(*step.arguments)) for step in steps]
     paths: dict[str, None] = {}
@@ -286,14 +289,14 @@ def _recomputed(workload: Workload, *policies: Any) -> dict[str, tuple[int, ...]
         return lambda eqn: eqn_flops(eqn) if merged.get(_recomputed_path(eqn) or "") == module else 0
 
     try:
-        found = {module: tuple(count.count(jaxpr, of(module)) for jaxpr in jaxprs) for module in dict.fromkeys(merged.values())}
+        flops = {module: tuple(count.count(jaxpr, of(module)) for jaxpr in jaxprs) for module in dict.fromkeys(merged.values())}
     except UnsupportedError:
         return None
-    return dict(sorted(found.items(), key=lambda entry: (-max(entry[1]), entry[0])))
+    return dict(sorted(flops.items(), key=lambda entry: (-max(entry[1]), entry[0])))
 
 
 def _recomputed_path(eqn: Any) -> str | None:
-    """The module path of an equation of the recomputed part; None for any other equation."""
+    """The module path of an equation in the recomputed part; None for any other equation."""
     scopes = compat.scopes(eqn)
     if _RECOMPUTED not in scopes:
         return None

@@ -1,8 +1,8 @@
-"""The memory of a policy without compiling it: what a few compiled policies tell of all others.
+"""Predicting the memory of a policy without compiling it, from a few compiled policies.
 
-Between the passes a step keeps its residuals, which the linearisation gives to the byte; what it needs beyond them, its working
-set, changes little from policy to policy. A `Predictor` compiles a few policies, takes the residuals off, and explains the rest
-by what one layer keeps and what it fetches from host memory. The figures are in `docs/notes/predicted_memory.md`.
+Between the passes a step keeps its residuals, whose bytes the linearisation gives exactly. The rest, the working set, changes
+little from policy to policy. A `Predictor` compiles a few policies, subtracts the residuals, and fits the working set to the
+bytes that one layer saves and fetches from host memory. The figures are in `docs/notes/predicted_memory.md`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ NAMED = ("full", "everything", "dots")
 DEFAULT_RANDOM = 9
 DEFAULT_TIMEOUT = 600.0
 _SMALLEST_SHARE = 0.01
-"""Random policies decide on names from this share of the largest on; the rest is recomputed."""
+"""Random policies choose among residuals of at least this share of the largest; smaller residuals are recomputed."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step is expected to need under a policy, in bytes.
+    """The predicted memory of a step under a policy, in bytes.
 
     Attributes:
       temp_bytes, device_bytes: as in a `MemoryReport`.
       host_bytes: the offloaded residuals; on a CPU, which has one memory, they are part of temp.
-      compiled: whether this policy is one of those that were compiled, and the figures are the compiler's.
+      compiled: whether this policy was compiled, so that the figures are the compiler's.
     """
 
     temp_bytes: int
@@ -47,21 +47,22 @@ class Prediction:
 
 
 class Predictor:
-    """Predicts the compiled memory of any policy on `workload`, which has its layers scanned, from a few compiled ones.
+    """Predicts the compiled memory of any policy on `workload`, whose layers are scanned, from a few compiled policies.
 
-    temp ≈ residuals kept on the device + a + b · (saved bytes of one layer) + c · (offloaded bytes of one layer); a, b and c
-    are fitted to the calibration by least absolute deviations, so that a policy which the compiler treats oddly does not move
-    the others, and a + b · … + c · … stays within what the calibration showed. Unrolled layers have no b and c.
+    temp ≈ residuals kept on the device + a + b · (saved bytes of one layer) + c · (offloaded bytes of one layer). The
+    coefficients a, b and c are fitted to the calibration by least absolute deviations, which are robust against single policies
+    that the compiler treats oddly. The sum a + b · … + c · … is clipped to the calibration's range. Unrolled layers have no b
+    and c.
 
-    What it cannot see is what the compiler does with a single policy. Read the note's figures, rank with it, and compile the
-    finalists; `learn` takes what they say.
+    A prediction cannot foresee the compiler's choices for a single policy. Read the note's figures, rank policies by their
+    predictions, and compile the best; `learn` adds their results.
 
     Args:
       target: the name of a target, or a `Target`.
-      calibration: the policies to compile, or how many random ones beside `full`, `everything` and `dots`.
-      seed: which random ones.
-      timeout: seconds that compiling all of them may take.
-      on_done: told of each policy as it is compiled.
+      calibration: the policies to compile, or the number of random policies beside `full`, `everything` and `dots`.
+      seed: the seed of the random policies.
+      timeout: seconds for all compilations.
+      on_done: called with each policy once it is compiled.
 
     Raises:
       ArgumentError: too few policies to calibrate with.
@@ -106,14 +107,14 @@ class Predictor:
         self._fit()
 
     def predict(self, policy: Any) -> Prediction:
-        """What a step needs under `policy`; nothing is compiled, the workload is traced once or twice.
+        """The predicted memory of a step under `policy`; nothing is compiled, the workload is traced once or twice.
 
         Raises:
-          UnsupportedError: `policy` has groups of layers, and the compiler has not been asked.
+          UnsupportedError: `policy` has groups of layers, and its compiled memory is unknown.
         """
         table = residuals(self.workload, policy)
-        by_layer = [as_block_policy(one) for one in (policy.values() if isinstance(policy, dict) else [policy])]
-        if _key(table) not in self._known and any(isinstance(one, LayerPolicies) and one.groups for one in by_layer):
+        checked = [as_block_policy(given) for given in (policy.values() if isinstance(policy, dict) else [policy])]
+        if _key(table) not in self._known and any(isinstance(each, LayerPolicies) and each.groups for each in checked):
             raise UnsupportedError(
                 f"policy={table.policy!r}: what a group of layers needs while its backward pass runs is no residual. Ask "
                 "rj.measure, or tell the Predictor what that says (learn)"
@@ -121,15 +122,15 @@ class Predictor:
         return self.predict_from(table)
 
     def predict_from(self, table: ResidualTable) -> Prediction:
-        """The same of a table of residuals, with no tracing either."""
-        known = self._known.get(_key(table))
+        """The same for a table of residuals, without tracing."""
+        compiled_temp = self._known.get(_key(table))
         beyond = float(np.clip(np.dot(self._features(table), self._coefficients), *self._range))
-        temp = known if known is not None else self._kept(table) + round(beyond)
+        temp = compiled_temp if compiled_temp is not None else self._kept(table) + round(beyond)
         host = 0 if self.target.kind == "cpu" else table.host_bytes
-        return Prediction(temp, temp + self._beside_temp, host, known is not None)
+        return Prediction(temp, temp + self._beside_temp, host, compiled_temp is not None)
 
     def learn(self, policy: Any, temp_bytes: int) -> None:
-        """Take in what the compiler said of one more policy; the same policy is from then on answered with it."""
+        """Add the compiled temp bytes of a policy to the fit; predictions for this policy return them from then on."""
         if isinstance(temp_bytes, bool) or not isinstance(temp_bytes, int) or temp_bytes < 0:
             raise ArgumentError(f"temp_bytes={temp_bytes!r}: expected a number of bytes, such as MemoryReport.temp_bytes")
         self._add(residuals(self.workload, policy), temp_bytes)
@@ -140,7 +141,7 @@ class Predictor:
 
     def _features(self, table: ResidualTable) -> tuple[float, ...]:
         if self.target.kind == "cpu":
-            # It has one memory: what is offloaded stays where it was, and costs what it costs when it is saved.
+            # A CPU has one memory: an offloaded residual stays there and costs as much as a saved one.
             return 1.0, _of_a_layer(table, Action.SAVE, Action.OFFLOAD), 0.0
         return 1.0, _of_a_layer(table, Action.SAVE), _of_a_layer(table, Action.OFFLOAD)
 
@@ -155,9 +156,9 @@ class Predictor:
 
 
 def full_plus_residuals(full: ResidualTable, full_temp_bytes: int, table: ResidualTable) -> int:
-    """The temp bytes of a policy by the rule of thumb: those of `full`, and what the policy keeps more on the device.
+    """The temp bytes of a policy by a rule of thumb: those of `full` plus the policy's additional residuals on the device.
 
-    One compilation, of `full`, serves every policy; good for putting policies in order.
+    Needs one compilation, of `full`, for all policies; good for ranking policies.
 
     >>> kept = lambda n: ResidualTable((Residual("b:tanh#0", (n,), "uint8", n, "save", ""),), "save: *")
     >>> full_plus_residuals(kept(10), 100, kept(70))
@@ -174,32 +175,32 @@ def compile_policies(
     timeout: float = DEFAULT_TIMEOUT,
     on_done: Callable[[str], None] | None = None,
 ) -> dict[Any, Sizes]:
-    """The compiler's sizes under each policy. Unlike `measure_many` it compiles nothing to hold an offload against."""
+    """The compiler's sizes under each policy. Unlike `measure_many` it compiles no reference for offloads."""
     programs = [export_step(str(policy), workload.step(policy), target) for policy in policies]
     sizes = compile_programs(programs, target, timeout=timeout, on_done=on_done)
     return {policy: sizes[str(policy)] for policy in policies}
 
 
 def random_policies(workload: Workload, count: int, seed: int = 0) -> list[str]:
-    """`count` different policies, each of which saves some residuals of the blocks by name, offloads some, recomputes the rest.
+    """`count` different policies; each saves some residuals of the blocks by name, offloads some, and recomputes the rest.
 
-    How much a policy keeps, and how much of that in host memory, is drawn as well, so that lean and lavish ones are among them.
+    The shares of kept and of offloaded residuals are random too, so that lean and lavish policies occur.
 
     Raises:
-      UnsupportedError: the blocks have too few residuals for as many policies.
+      UnsupportedError: the blocks have too few residuals for `count` policies.
     """
     names = _names(workload)
     draw = random.Random(seed)
-    found: dict[str, None] = {}
+    policies: dict[str, None] = {}
     for _ in range(8 * count + 8):
-        if len(found) == count:
-            return list(found)
+        if len(policies) == count:
+            return list(policies)
         text = _drawn(names, draw)
         try:
             residuals(workload, text)
         except NoEffectError:
-            continue  # what it offloads is not read once the rest is saved
-        found[text] = None
+            continue  # the backward pass does not read the offloaded residuals if the others are saved
+        policies[text] = None
     raise UnsupportedError(
         f"workload={workload.name!r}: its blocks have {len(names)} residuals of a size that matters, too few for "
         f"{count} different policies; ask for fewer"
@@ -207,7 +208,7 @@ def random_policies(workload: Workload, count: int, seed: int = 0) -> list[str]:
 
 
 def least_absolute_deviations(rows: Any, values: Any, rounds: int = 60) -> Any:
-    """The coefficients c with the least Σ |values − rows · c|, by reweighted least squares; the smallest where many do.
+    """The coefficients c that minimise Σ |values − rows · c|, by reweighted least squares; the smallest of several optima.
 
     >>> least_absolute_deviations(np.array([[1.0], [1.0], [1.0]]), np.array([2.0, 2.0, 90.0])).round(1).tolist()
     [2.0]
@@ -215,13 +216,13 @@ def least_absolute_deviations(rows: Any, values: Any, rounds: int = 60) -> Any:
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
     unit = max(float(np.abs(values).max()), 1e-300)
     weights = np.ones(len(values))
-    found = np.zeros(rows.shape[1])
+    coefficients = np.zeros(rows.shape[1])
     for _ in range(rounds):
         root = np.sqrt(weights)
-        found = np.linalg.lstsq(rows / scale * root[:, None], values / unit * root, rcond=1e-10)[0]
-        # Without a floor the first exact fit would take all the weight.
-        weights = 1 / np.maximum(np.abs(values / unit - rows / scale @ found), 1e-4)
-    return found / scale * unit
+        coefficients = np.linalg.lstsq(rows / scale * root[:, None], values / unit * root, rcond=1e-10)[0]
+        # Without a floor the first exact fit would get all the weight.
+        weights = 1 / np.maximum(np.abs(values / unit - rows / scale @ coefficients), 1e-4)
+    return coefficients / scale * unit
 
 
 def _calibration(workload: Workload, calibration: Sequence[Any] | int, seed: int) -> list[Any]:
@@ -239,7 +240,7 @@ def _calibration(workload: Workload, calibration: Sequence[Any] | int, seed: int
 
 
 def _names(workload: Workload) -> list[str]:
-    """What a policy can decide on and that matters: the residuals under `everything`, and the outputs of products."""
+    """The names that random policies choose from: large residuals under `everything`, and outputs of products."""
     sizes: dict[str, int] = {}
     for policy in ("everything", "dots"):
         for row in residuals(workload, policy):
@@ -249,26 +250,26 @@ def _names(workload: Workload) -> list[str]:
 
 
 def _drawn(names: Sequence[str], draw: random.Random) -> str:
-    keep, away = draw.random(), 0.5 * draw.random()
+    kept_share, offload_share = draw.random(), 0.5 * draw.random()
     chosen: dict[str, list[str]] = {"save": [], "offload": []}
     for name in names:
-        if draw.random() < keep:
+        if draw.random() < kept_share:
             # A comma or a semicolon would end the selector.
-            chosen["offload" if draw.random() < away else "save"].append(name.replace(",", "?").replace(";", "?"))
+            chosen["offload" if draw.random() < offload_share else "save"].append(name.replace(",", "?").replace(";", "?"))
     if draw.random() < 0.3:
         chosen["offload"].append("@inputs")
-    return "; ".join(f"{action}: {', '.join(of)}" for action, of in chosen.items() if of) or "full"
+    return "; ".join(f"{action}: {', '.join(selected)}" for action, selected in chosen.items() if selected) or "full"
 
 
 def _of_a_layer(table: ResidualTable, *actions: Action) -> float:
-    """The bytes of one layer; under policies by layer, of the one with most."""
+    """The bytes of one layer; under policies by layer, the most of any layer."""
     rows = [row for row in table if row.scanned and row.action in actions and row.shape]
     runs = {row.layers for row in rows} - {None} or {None}
     return max(sum(row.bytes / row.shape[0] for row in rows if row.layers in (None, run)) for run in runs)
 
 
 def _key(table: ResidualTable) -> tuple[Any, ...]:
-    """Equal for policies that keep the same arrays in the same places, however they are written."""
+    """A key that is equal for policies that keep the same arrays in the same memory, whatever their texts."""
 
     def kept(row: Residual) -> tuple[Any, ...]:
         return row.name, row.shape, row.dtype, row.action, row.count, row.layers

@@ -1,4 +1,4 @@
-"""The table of residuals: what is really kept between the forward and the backward pass, read from JAX's own linearisation."""
+"""The table of residuals: the arrays kept between forward and backward pass, read from JAX's own linearisation."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ _SHOWN = 40
 """Rows of a printed table; `to_dict` has them all."""
 
 _SHOWN_SHARED = 3
-"""Shared inputs under a printed table."""
+"""The most shared inputs below a printed table."""
 
 _EVERY_NAME, _EVERY_NAME_TOO = Policy.parse("save: *"), Policy.parse("save: **")
 
 
 @dataclass(frozen=True)
 class Residual:
-    """One array that the backward pass reads, or several of the same name.
+    """An array that the backward pass reads, or several arrays of one name.
 
     Attributes:
-      name: its residual name; `module/path:primitive` for what is made outside the blocks, `…:carry#k` for what a scan carries.
-      shape, dtype: of one array; a scanned one has the layers in front.
-      bytes: of all `count` arrays together.
-      action: what happens to it under the policy.
+      name: the residual name; `module/path:primitive` for arrays made outside the blocks, `…:carry#k` for a scan's carry.
+      shape, dtype: those of one array; a scanned residual has the layers as its first axis.
+      bytes: the size of all `count` arrays together.
+      action: the policy's action.
       source: the user's source line.
-      count: how many arrays of this name there are.
-      scanned: whether it comes out of a `scan`, the layers stacked.
-      layers: under policies by layer, the layers it belongs to: the first, and the one after the last, counted from 0.
+      count: the number of arrays of this name.
+      scanned: whether the array is an output of a `scan`, with the layers stacked.
+      layers: under policies by layer, the residual's first layer and the layer after its last, counted from 0.
     """
 
     name: str
@@ -62,12 +62,12 @@ class Residual:
 
 @dataclass(frozen=True)
 class SharedInput:
-    """An input that the policy offloads, and that stays on the device because several blocks read it.
+    """An input that stays on the device although the policy offloads it, because several blocks read it.
 
     Attributes:
       name: its residual name in the first block that reads it.
-      bytes: of the array, which is there once.
-      blocks: how many blocks read it; None where a loop reads it in every round.
+      bytes: the size of the array.
+      blocks: the number of blocks that read it; None if a loop reads it in every round.
     """
 
     name: str
@@ -76,7 +76,7 @@ class SharedInput:
 
     @property
     def readers(self) -> str:
-        """Who reads it, in words."""
+        """The readers, in words."""
         return "in every round of a loop" if self.blocks is None else f"by {self.blocks} blocks"
 
 
@@ -85,14 +85,14 @@ class ResidualTable:
     """The residuals of one workload under one policy; parameters and batch are not residuals.
 
     Attributes:
-      rows: the residuals, the kept ones first, largest first.
+      rows: the saved, then the offloaded, then the recomputed residuals, the largest of each first.
       policy: the policy's text.
-      device_bytes, host_bytes: what is kept between the passes, in device and in host memory.
-      recompute_bytes: what the backward pass makes again.
-      warning: that the policy cannot keep anything, because the blocks stand inside checkpoints of the model's own.
-      shared: the inputs that the policy offloads and that stay on the device, because several blocks read them; the largest
-        first. One that is an argument of the loss is none of the rows.
-      replaced_checkpoints: how many checkpoints of the model's own around the blocks gave way to the policy.
+      device_bytes, host_bytes: the bytes kept between the passes, in device and in host memory.
+      recompute_bytes: the bytes that the backward pass recomputes.
+      warning: a warning if the policy cannot keep anything, because the blocks are inside the model's own checkpoints.
+      shared: the offloaded inputs that stay on the device because several blocks read them, the largest first. Arguments of the
+        loss among them are not in `rows`.
+      replaced_checkpoints: the number of the model's own checkpoints around the blocks that the policy replaced.
     """
 
     rows: tuple[Residual, ...]
@@ -106,17 +106,17 @@ class ResidualTable:
 
     @property
     def device_bytes(self) -> int:
-        """What stays in device memory between the passes."""
+        """The bytes in device memory between the passes."""
         return self._total(Action.SAVE)
 
     @property
     def host_bytes(self) -> int:
-        """What waits in host memory between the passes."""
+        """The bytes in host memory between the passes."""
         return self._total(Action.OFFLOAD)
 
     @property
     def recompute_bytes(self) -> int:
-        """What the backward pass makes again."""
+        """The bytes that the backward pass recomputes."""
         return self._total(Action.RECOMPUTE)
 
     def __iter__(self) -> Iterator[Residual]:
@@ -133,7 +133,7 @@ class ResidualTable:
             "host_bytes": self.host_bytes,
             "recompute_bytes": self.recompute_bytes,
             "warning": self.warning,
-            "shared": [asdict(one) for one in self.shared],
+            "shared": [asdict(each) for each in self.shared],
             "replaced_checkpoints": self.replaced_checkpoints,
             "rows": [asdict(row) for row in self.rows],
         }
@@ -157,7 +157,7 @@ class ResidualTable:
         ]
         columns = ("residual", *(("layers",) if by_layer else ()), "shape", "dtype", "size", "action", "source")
         rest = f"and {len(hidden)} more, {format_bytes(sum(row.bytes for row in hidden))}" if hidden else None
-        stays = [f"{one.name}, {format_bytes(one.bytes)} read {one.readers}, stays on the device" for one in self.shared]
+        stays = [f"{each.name}, {format_bytes(each.bytes)} read {each.readers}, stays on the device" for each in self.shared]
         replaced = replaced_text(self.replaced_checkpoints) if self.replaced_checkpoints else None
         warning = f"warning: {self.warning}" if self.warning else None
         caption = "\n".join(filter(None, (rest, *stays[:_SHOWN_SHARED], replaced, warning)))
@@ -169,19 +169,19 @@ class ResidualTable:
 
 
 def residuals(workload: Workload, policy: Any) -> ResidualTable:
-    """What `workload` keeps between its forward and its backward pass under `policy`, and what it computes again.
+    """The arrays that `workload` keeps between its forward and its backward pass under `policy`, and those it recomputes.
 
-    Read from the linearisation that JAX itself makes under the policy: saved and offloaded rows are exactly the arrays that
-    leave its forward pass for its backward pass, each array once. Recomputed rows are the residuals that would be kept
-    if every named array were. Nothing is allocated or run. On a mesh, shapes and bytes are those of all devices together.
+    They are read from JAX's own linearisation under the policy: saved and offloaded rows are exactly the arrays that pass from
+    the forward to the backward pass, each array once. Recomputed rows are the other arrays that would pass if every named array
+    were saved. Nothing is allocated or run. On a mesh, shapes and bytes are those of all devices together.
 
     Args:
-      workload: with a loss; a finished step has taken its gradient already.
+      workload: a workload with a loss; the gradient of a finished step cannot be read.
       policy: a policy, its name or text, `"off"` included; policies by layer; a mapping from block to any of these.
 
     Raises:
       UnsupportedError: the workload was made by `Workload.from_step`.
-      PolicyError, BlockError, NoEffectError: the policy is none, or has no effect on this workload.
+      PolicyError, BlockError, NoEffectError: the policy is malformed, or has no effect on this workload.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
     >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8)])
@@ -194,24 +194,24 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
     kept, aliases = _checked_and_kept(workload, policy)
     if is_off(policy if isinstance(policy, dict) else as_block_policy(policy)):
         return kept
-    known = {(row.name, row.layers) for row in kept.rows} | aliases
+    kept_names = {(row.name, row.layers) for row in kept.rows} | aliases
     given = policy if isinstance(policy, dict) else dict.fromkeys(workload.blocks, as_block_policy(policy))
-    everything = {block: _every_name(as_block_policy(one)) for block, one in given.items()}
+    everything = {block: _every_name(as_block_policy(of_block)) for block, of_block in given.items()}
     named, _ = _kept(workload, everything, only_named=True)
-    again = [replace(row, action="recompute") for row in named if (row.name, row.layers) not in known]
-    # A policy that computes something again has an effect; looking costs another trace.
-    warning = None if again else _overruled(workload, everything)
+    recomputed = [replace(row, action="recompute") for row in named if (row.name, row.layers) not in kept_names]
+    # A policy that recomputes has an effect; the check costs another trace.
+    warning = None if recomputed else _overruled(workload, everything)
     warn(warning)
-    return replace(kept, rows=tuple(_ordered([*kept.rows, *again])), warning=warning)
+    return replace(kept, rows=tuple(_ordered([*kept.rows, *recomputed])), warning=warning)
 
 
 def kept_residuals(workload: Workload, policy: Any) -> ResidualTable:
-    """`residuals` without the rows that are computed again: the loss is traced once, not twice."""
+    """`residuals` without recomputed rows, which traces the loss once instead of twice."""
     return _checked_and_kept(workload, policy)[0]
 
 
 def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, set[tuple[str, Any]]]:
-    """The table of what is kept, and other names of the same arrays."""
+    """The table of the kept residuals, and other names of the same arrays."""
     checked = as_block_policy(policy) if not isinstance(policy, dict) else None
     if not workload.has_loss:
         raise UnsupportedError(
@@ -220,7 +220,7 @@ def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, s
         )
     with collecting() as read, _effect_checked(policy.values() if isinstance(policy, dict) else [checked]):
         rows, aliases = _kept(workload, policy)
-    text = str(checked) if checked is not None else "; ".join(f"{block}: {one}" for block, one in policy.items())
+    text = str(checked) if checked is not None else "; ".join(f"{block}: {of_block}" for block, of_block in policy.items())
     replaced = 0 if is_off(checked) else workload.replaced_checkpoints
     return ResidualTable(tuple(_ordered(rows)), workload.policy_text(text), None, _shared(read), replaced), aliases
 
@@ -247,18 +247,18 @@ def _ordered(rows: list[Residual]) -> list[Residual]:
 
 
 def _shared(read: list[Reading]) -> tuple[SharedInput, ...]:
-    """Of the arrays that blocks read, those that a policy offloads and that stay; a loop that is traced twice counts once."""
-    found: dict[tuple[str, int], SharedInput] = {}
+    """The arrays that stay on the device although the policy offloads them; a loop that is traced twice counts once."""
+    by_name: dict[tuple[str, int], SharedInput] = {}
     for reading in read:
         if reading.name and reading.stays():
             nbytes = _bytes(reading.aval)
             blocks = None if reading.in_every_round else reading.blocks
-            found.setdefault((reading.name, nbytes), SharedInput(reading.name, nbytes, blocks))
-    return tuple(sorted(found.values(), key=lambda one: -one.bytes))
+            by_name.setdefault((reading.name, nbytes), SharedInput(reading.name, nbytes, blocks))
+    return tuple(sorted(by_name.values(), key=lambda shared: -shared.bytes))
 
 
 def _overruled(workload: Workload, everything: dict[Any, Policy | LayerPolicies]) -> str | None:
-    """Why no policy computes anything again that another keeps; None where this one keeps everything."""
+    """A warning if the blocks are inside the model's own checkpoints, which overrule every policy; None otherwise."""
     loss, trained, frozen = workload.split_loss(everything)
     if not block_under_checkpoint(jax.make_jaxpr(loss)(trained, frozen, *workload.batch)):
         return None
@@ -266,7 +266,7 @@ def _overruled(workload: Workload, everything: dict[Any, Policy | LayerPolicies]
 
 
 def _every_name(policy: Any) -> Policy | LayerPolicies:
-    """The policy that keeps everything; for the same runs of layers, which two ways to write it keep apart."""
+    """The policy that saves everything, with the same runs of layers; two spellings alternate, since equal runs would merge."""
     if not isinstance(policy, LayerPolicies):
         return _EVERY_NAME
     runs = enumerate(policy.ranges)
@@ -274,9 +274,9 @@ def _every_name(policy: Any) -> Policy | LayerPolicies:
 
 
 def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> tuple[list[Residual], set[tuple[str, Any]]]:
-    """The arrays that leave the forward pass for the backward pass, those of one name together, and their other names.
+    """The arrays that pass from the forward to the backward pass, joined by name, and their other names.
 
-    `only_named` leaves out what no policy can choose: what is made outside the blocks, and what a scan carries.
+    `only_named` leaves out arrays that no policy selects: those made outside the blocks, and the carry of a scan.
     """
     loss, trained, frozen = workload.split_loss(policy)
 
@@ -284,20 +284,25 @@ def _kept(workload: Workload, policy: Any, *, only_named: bool = False) -> tuple
         return jax.vjp(lambda p: loss(p, frozen, *batch), trained, has_aux=workload.has_aux)[1]
 
     jaxpr = jax.make_jaxpr(pullback)(trained, frozen, *workload.batch).jaxpr
-    found: dict[Any, tuple[Origin, Any]] = {}
+    origins: dict[Any, tuple[Origin, Any]] = {}
     for atom in jaxpr.outvars:
         if hasattr(atom, "val"):
             continue
-        made = origin(jaxpr, atom)
-        if made.kind == "named" or (not only_named and made.kind not in ("argument", "constant")):
-            found.setdefault((made.key, is_on_host(atom)), (made, atom))
+        array_origin = origin(jaxpr, atom)
+        if array_origin.kind == "named" or (not only_named and array_origin.kind not in ("argument", "constant")):
+            origins.setdefault((array_origin.key, is_on_host(atom)), (array_origin, atom))
     rows: dict[Any, Residual] = {}
-    for made, atom in found.values():
-        row = _row(made, atom)
+    for array_origin, atom in origins.values():
+        row = _row(array_origin, atom)
         key = (row.name, row.shape, row.dtype, row.action, row.layers)
         before = rows.get(key)
         rows[key] = replace(row, bytes=before.bytes + row.bytes, count=before.count + 1) if before else row
-    aliases = {(alias, row.layers) for made, atom in found.values() for row in [_row(made, atom)] for alias in made.aliases}
+    aliases = {
+        (alias, row.layers)
+        for array_origin, atom in origins.values()
+        for row in [_row(array_origin, atom)]
+        for alias in array_origin.aliases
+    }
     return list(rows.values()), aliases
 
 
@@ -318,5 +323,5 @@ def _layers(row: Residual) -> str:
 
 
 def _bytes(aval: Any) -> int:
-    """The bytes of an array; an RNG key is as large as its data."""
+    """The bytes of an array; an RNG key counts as its data."""
     return math.prod(aval.shape) * compat.itemsize(aval.dtype)

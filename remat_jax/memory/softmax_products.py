@@ -1,7 +1,7 @@
-"""The matrix products of a traced step whose results a softmax reads whole: a head's logits, and the scores of attention.
+"""The matrix products of a traced step whose whole results a softmax reads: a head's logits, and attention's scores.
 
-Both are arrays that no model needs as a whole: a head can run in chunks of the tokens, and an attention kernel makes the scores
-tile by tile. They are found by what they are in the traced program, a product and an exponential of equal size, not by names.
+No model needs these arrays as a whole: a head can run in chunks of the tokens, and an attention kernel computes the scores tile
+by tile. They are recognised in the traced program by a product and an exponential of equal size, not by names.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _LOOPS = ("scan", "while")
 
 @dataclass(frozen=True)
 class SoftmaxProduct:
-    """A matrix product, and what it is.
+    """A matrix product whose result a softmax reads.
 
     Attributes:
-      is_head: it is a head's product, tokens × classes, without batch dimensions and in no loop; otherwise it is a product of
-        queries and keys.
-      shape: of its result, on all devices together.
-      path: the module that has both the product and the softmax; empty where none is known.
+      is_head: whether it is a head's product, tokens × classes, without batch dimensions and outside loops; otherwise it is a
+        product of queries and keys.
+      shape: the result's shape, on all devices together.
+      path: the innermost module around both the product and the softmax; empty if unknown.
       source: the user's source line.
     """
 
@@ -38,13 +38,13 @@ class SoftmaxProduct:
 
     @property
     def elements(self) -> int:
-        """How many numbers its result has."""
+        """The number of elements of its result."""
         return math.prod(self.shape)
 
 
 @dataclass
 class _Body:
-    """The equations of one traced body, those of what it calls among them, by what they compute."""
+    """The products and exponentials of one traced body, including those of its calls."""
 
     in_loop: bool
     products: list[tuple[Any, str]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class _Body:
 
 
 def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
-    """Every such product in the closed `jaxpr`, at any depth; those of one shape, path and line once.
+    """Every such product in the closed `jaxpr`, at any depth; products of equal shape, path and line count once.
 
     >>> import jax, jax.numpy as jnp
     >>> def head_loss(kernel, hidden):
@@ -61,40 +61,40 @@ def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
     >>> [(one.is_head, one.shape) for one in softmax_products(traced)]
     [(True, (2, 8, 50))]
     """
-    found: dict[SoftmaxProduct, None] = {}
+    products: dict[SoftmaxProduct, None] = {}
     for body in _bodies(jaxpr, (), False):
         read = {_size(atom) for eqn, _ in body.products if _has_batch(eqn) for atom in eqn.invars}
         for eqn, path in body.products:
             size = _size(eqn.outvars[0])
             is_head = not _has_batch(eqn)
-            # Scores are read by the product with the values; of logits there is one product in the whole step.
-            wanted = not body.in_loop if is_head else size in read
-            if wanted and size in body.exponentials:
+            # The product with the values reads the scores; a head's product runs once in the whole step.
+            is_candidate = not body.in_loop if is_head else size in read
+            if is_candidate and size in body.exponentials:
                 shared = _common([path, *body.exponentials[size]])
-                found[SoftmaxProduct(is_head, tuple(eqn.outvars[0].aval.shape), shared, compat.source_line(eqn))] = None
-    return tuple(found)
+                products[SoftmaxProduct(is_head, tuple(eqn.outvars[0].aval.shape), shared, compat.source_line(eqn))] = None
+    return tuple(products)
 
 
 def _bodies(jaxpr: Any, path: tuple[str, ...], in_loop: bool) -> Iterator[_Body]:
-    own = _Body(in_loop)
-    yield from _collect(jaxpr, path, own)
-    yield own
+    collected = _Body(in_loop)
+    yield from _collect(jaxpr, path, collected)
+    yield collected
 
 
-def _collect(jaxpr: Any, path: tuple[str, ...], own: _Body) -> Iterator[_Body]:
-    """Add what stands in `jaxpr` to `own`; the bodies of loops, which are bodies of their own."""
+def _collect(jaxpr: Any, path: tuple[str, ...], collected: _Body) -> Iterator[_Body]:
+    """Add the equations of `jaxpr` to `collected`, and yield the bodies of its loops, which count separately."""
     for eqn in jaxpr.jaxpr.eqns:
         here = path + compat.scopes(eqn)
         module = module_path("/".join([*here, eqn.primitive.name]))[0]
         if eqn.primitive.name == "dot_general":
-            own.products.append((eqn, module))
+            collected.products.append((eqn, module))
         elif eqn.primitive.name == "exp":
-            own.exponentials.setdefault(_size(eqn.outvars[0]), []).append(module)
+            collected.exponentials.setdefault(_size(eqn.outvars[0]), []).append(module)
         for body in bodies(eqn):
             if eqn.primitive.name in _LOOPS:
                 yield from _bodies(body, here, True)
             else:
-                yield from _collect(body, here, own)
+                yield from _collect(body, here, collected)
 
 
 def _has_batch(eqn: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A workload over several devices: how its arguments lie on a mesh, and what of them each device holds."""
+"""A workload over several devices: the shardings of its arguments on a mesh, and each device's shard of them."""
 
 from __future__ import annotations
 

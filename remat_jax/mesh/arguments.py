@@ -1,4 +1,4 @@
-"""How the arguments of a step lie on a mesh: parameters, batch, the optimizer's state; tracing under that mesh."""
+"""The shardings of a step's arguments on a mesh: parameters, batch, optimizer state; tracing under that mesh."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: t
     """A `NamedSharding` for each array of `params` and of `batch`.
 
     Args:
-      shardings: `(for params, for batch[0], …)`, each one `PartitionSpec`, `NamedSharding` or None (replicated) for a whole
-        argument, a pytree prefix of them, or a function of the path and the leaf that gives one. What is left out at the end is
-        replicated.
+      shardings: `(for params, for batch[0], …)`. Each entry is a `PartitionSpec`, `NamedSharding` or None (replicated) for a
+        whole argument, a pytree prefix of these, or a function of the path and the leaf that returns one. Arguments without an
+        entry are replicated.
 
     Raises:
-      ArgumentError: another form, an axis that the mesh lacks, a dimension that does not divide.
+      ArgumentError: `shardings` has another form, the mesh lacks an axis, or an axis does not divide a dimension.
 
     >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
     >>> mesh = AbstractMesh((8,), ("data",))
@@ -39,8 +39,8 @@ def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: t
         )
     given = (*shardings, *[None] * (1 + len(batch) - len(shardings)))
     names = ("params", *(f"batch[{index}]" for index in range(len(batch))))
-    found = [_of_argument(mesh, one, tree, name) for one, tree, name in zip(given, (params, *batch), names, strict=True)]
-    return found[0], tuple(found[1:])
+    placed = [_of_argument(mesh, entry, tree, name) for entry, tree, name in zip(given, (params, *batch), names, strict=True)]
+    return placed[0], tuple(placed[1:])
 
 
 def _of_argument(mesh: AbstractMesh, given: Any, tree: Any, name: str) -> Any:
@@ -50,8 +50,8 @@ def _of_argument(mesh: AbstractMesh, given: Any, tree: Any, name: str) -> Any:
         specs = [given(path, leaf) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     else:
         try:
-            # None is a spec in what is given, and no leaf in the argument.
-            given = jax.tree.map(lambda one: PartitionSpec() if one is None else one, given, is_leaf=_is_spec)
+            # In `given` None is a spec; in the argument it is not a leaf.
+            given = jax.tree.map(lambda spec: PartitionSpec() if spec is None else spec, given, is_leaf=_is_spec)
             specs = jax.tree.leaves(jax.tree_util.tree_broadcast(given, tree, is_leaf=_is_given), is_leaf=_is_given)
         except ValueError as error:
             raise ArgumentError(f"shardings for {name} are no pytree prefix of it: {error}") from error
@@ -73,7 +73,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _checked(mesh: AbstractMesh, given: Any, shape: tuple[int, ...], where: str) -> NamedSharding:
-    """`given` as a sharding over `mesh` of an array of `shape`."""
+    """`given` as a sharding over `mesh` for an array of `shape`."""
     if not _is_spec(given):
         raise ArgumentError(
             f"shardings: {given!r} for {where}: expected a PartitionSpec, a NamedSharding, or None for replicated"
@@ -122,40 +122,39 @@ def _checked(mesh: AbstractMesh, given: Any, shape: tuple[int, ...], where: str)
 
 
 def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) -> Any:
-    """The shardings of an optimizer's state: an array like a parameter lies as that parameter does, the rest is everywhere.
+    """The shardings of an optimizer's state: its parameter's sharding for an array of the same shape, else replicated.
 
-    `optax.tree_map_params` says which array of the state belongs to which parameter. What is in host memory is on the
-    host of each device that has it.
+    `optax.tree_map_params` maps each array of the state to its parameter. Arrays in host memory have the same sharding there.
     """
-    everywhere = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
+    replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
     places = {
         path: (leaf.shape, place)
         for (path, leaf), place in zip(jax.tree.leaves_with_path(trained), jax.tree.leaves(shardings), strict=True)
     }
 
-    def one(path: Any, array: Any) -> Any:
-        # A wrapper may mask a parameter (optax.masked), or have several arrays for one (sm3).
-        starts = (path[:length] for length in range(len(path), -1, -1))
-        shape, place = next((places[start] for start in starts if start in places), (None, everywhere))
-        return at(array, place if array.shape == shape else everywhere)
+    def sharding_of(path: Any, array: Any) -> Any:
+        # Match prefixes: a wrapper may mask a parameter (optax.masked) or have several arrays for one parameter (sm3).
+        prefixes = (path[:length] for length in range(len(path), -1, -1))
+        shape, place = next((places[start] for start in prefixes if start in places), (None, replicated))
+        return in_its_memory(array, place if array.shape == shape else replicated)
 
-    def at(array: Any, place: NamedSharding) -> NamedSharding:
+    def in_its_memory(array: Any, place: NamedSharding) -> NamedSharding:
         return place.with_memory_kind("pinned_host") if compat.is_on_host(array) else place
 
     return optax.tree_map_params(
         optimizer,
-        lambda part: jax.tree.map_with_path(one, part),
+        lambda part: jax.tree.map_with_path(sharding_of, part),
         state,
-        transform_non_params=lambda array: at(array, everywhere),
+        transform_non_params=lambda array: in_its_memory(array, replicated),
         is_leaf=lambda _: True,
     )
 
 
 def under(mesh: AbstractMesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` traced under `mesh`, so that a bare `PartitionSpec` in a constraint of its own means this mesh.
+    """`function` traced under `mesh`, so that a bare `PartitionSpec` in its constraints refers to this mesh.
 
     Raises:
-      ArgumentError: when it is called under a mesh of another size.
+      ArgumentError: on a call under a mesh of a different size.
     """
     if mesh is None:
         return function
@@ -170,26 +169,26 @@ def under(mesh: AbstractMesh | None, function: Callable[..., Any]) -> Callable[.
 
 
 def check_context(devices: int, called: str) -> None:
-    """Refuse a `jax.set_mesh` around us that is of more or fewer than `devices` devices: JAX cannot leave it for another size.
+    """Refuse a surrounding `jax.set_mesh` whose size is not `devices`: JAX cannot replace it by a mesh of a different size.
 
     Raises:
-      ArgumentError: naming both; `called` is what the message says of what is asked for.
+      ArgumentError: with both sizes; the message describes the request as `called`.
     """
-    around = jax.sharding.get_abstract_mesh()
-    if not around.empty and around.size != devices:
+    active = jax.sharding.get_abstract_mesh()
+    if not active.empty and active.size != devices:
         raise ArgumentError(
-            f"jax.set_mesh: this call stands under a mesh of {around.size} devices ({dict(around.shape)}), and {called} cannot "
+            f"jax.set_mesh: this call stands under a mesh of {active.size} devices ({dict(active.shape)}), and {called} cannot "
             "be traced there: leave the jax.set_mesh before this call; Workload(…, mesh=…) needs none"
         )
 
 
 def pinned(tree: Any, shardings: Any) -> Any:
-    """Every array of `tree` where `shardings`, a pytree of the same form, says."""
+    """Constrain every array of `tree` to its sharding in `shardings`, a pytree of the same structure."""
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
 
 
 def local_struct(leaf: Any, sharding: NamedSharding) -> Any:
-    """What one device holds of `leaf`, as a shape in the memory that it is in."""
+    """One device's shard of `leaf`, as a shape in the memory of `leaf`."""
     shape = sharding.shard_shape(leaf.shape)
     if compat.is_on_host(leaf):
         return jax.core.ShapedArray(shape, leaf.dtype, memory_space=jax.memory.Space.Host)

@@ -1,4 +1,4 @@
-"""The axes of a mesh by name, and how the arrays of a workload that says nothing else are divided over them."""
+"""The axes of a mesh by name, and the default shardings of a workload without shardings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def as_mesh(mesh: Any) -> AbstractMesh:
     """The mesh without its devices: `mesh` is a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis name, as text or data.
 
     Raises:
-      ArgumentError: it is none of these, or a size is no positive whole number.
-      UnsupportedError: an axis is of another type than Auto.
+      ArgumentError: `mesh` is none of these, or a size is not a positive integer.
+      UnsupportedError: an axis is not of type Auto.
 
     >>> as_mesh({"data": 8, "fsdp": 4}).size
     32
@@ -30,34 +30,34 @@ def as_mesh(mesh: Any) -> AbstractMesh:
         wrong = {name: size for name, size in mesh.items() if not isinstance(name, str) or not _is_size(size)}
         if wrong or not mesh:
             raise ArgumentError(f"mesh={mesh!r}: expected sizes by axis name, such as {{'data': 8, 'fsdp': 8}}")
-        # What they are by default depends on JAX's version.
+        # The default axis type depends on JAX's version.
         return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
-    found = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-    if not isinstance(found, AbstractMesh) or not found.axis_names:
+    named = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    if not isinstance(named, AbstractMesh) or not named.axis_names:
         raise ArgumentError(
             f"mesh={mesh!r}: expected a jax.sharding.Mesh or AbstractMesh with named axes, or sizes by axis name, such as "
             "{'data': 8, 'fsdp': 8}"
         )
-    others = [name for name, kind in zip(found.axis_names, found.axis_types, strict=True) if kind is not AxisType.Auto]
-    if others:
+    names = [name for name, kind in zip(named.axis_names, named.axis_types, strict=True) if kind is not AxisType.Auto]
+    if names:
         raise UnsupportedError(
-            f"mesh: the axes {', '.join(others)} are not of type Auto, under which the compiler divides what is computed; make "
+            f"mesh: the axes {', '.join(names)} are not of type Auto, under which the compiler divides what is computed; make "
             "the mesh with axis_types=(jax.sharding.AxisType.Auto,) * n, or give sizes by axis name"
         )
-    return found
+    return named
 
 
 def _written(text: str) -> dict[str, int]:
-    """The sizes by axis name that a text such as `data=8,fsdp=8` says."""
-    found: dict[str, int] = {}
+    """The sizes by axis name in a text such as `data=8,fsdp=8`."""
+    sizes: dict[str, int] = {}
     for part in text.split(","):
-        name, equals, size = (one.strip() for one in part.partition("="))
+        name, equals, size = (word.strip() for word in part.partition("="))
         if not equals or not name.isidentifier() or not re.fullmatch(r"0*[1-9][0-9]{0,6}", size):
             raise ArgumentError(f"mesh={text!r}: {part.strip()!r} is no axis with its size; expected such as 'data=8,fsdp=8'")
-        if name in found:
+        if name in sizes:
             raise ArgumentError(f"mesh={text!r} has the axis {name!r} twice; expected such as 'data=8,fsdp=8'")
-        found[name] = int(size)
-    return found
+        sizes[name] = int(size)
+    return sizes
 
 
 def _is_size(size: Any) -> bool:
@@ -65,7 +65,7 @@ def _is_size(size: Any) -> bool:
 
 
 def shown(mesh: AbstractMesh) -> str:
-    """The axes and sizes as `as_mesh` takes them.
+    """The axes and sizes as a text for `as_mesh`.
 
     >>> shown(as_mesh({"data": 8, "fsdp": 4}))
     'data=8,fsdp=4'
@@ -74,31 +74,31 @@ def shown(mesh: AbstractMesh) -> str:
 
 
 REPLICATED, DIVIDED = "data", "fsdp"
-"""What the axes are called that say by their names what lies over them: the batch over both, parameters over the second."""
+"""The axis names with a default meaning: the batch is divided over both axes, parameters over the second."""
 
 
 def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Shardings for a workload that has none: the batch over `data` and `fsdp`, each parameter's largest dimension over `fsdp`.
+    """Default shardings: the batch over `data` and `fsdp`, each parameter's largest dimension that divides over `fsdp`.
 
-    The batch's size is the first dimension of its first array; what has another one is everywhere, and so is a parameter
-    without a dimension that divides. This is what the two names stand for (PyTorch's hybrid sharding, MaxText's mesh axes).
+    The batch size is the first dimension of the batch's first array. Arrays of the batch with a different first dimension, and
+    parameters that no dimension divides, are replicated. PyTorch's hybrid sharding and MaxText use the two names in this way.
 
     Raises:
-      ArgumentError: an axis of another name, or a batch that does not divide.
+      ArgumentError: an axis has another name, or the batch does not divide.
 
     >>> from remat_jax.mesh import as_mesh
     >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
     >>> tuple(map(tuple, usual_shardings(as_mesh("data=2,fsdp=4"), x, (x,))))
     (('fsdp', None), (('data', 'fsdp'),))
     """
-    others = [name for name in mesh.axis_names if name not in (REPLICATED, DIVIDED)]
-    if others:
+    unnamed = [name for name in mesh.axis_names if name not in (REPLICATED, DIVIDED)]
+    if unnamed:
         raise ArgumentError(
-            f"mesh={shown(mesh)}: the workload does not say what lies over {', '.join(others)}. Only {REPLICATED!r} and "
+            f"mesh={shown(mesh)}: the workload does not say what lies over {', '.join(unnamed)}. Only {REPLICATED!r} and "
             f"{DIVIDED!r} say so by their names; for others write Workload(…, mesh={{…}}, shardings=(…))"
         )
     parts = dict(mesh.shape).get(DIVIDED, 1)
-    # A key of the old style, uint32[2], is no batch.
+    # An old-style random key, uint32[2], is not an array of rows.
     arrays = [leaf for leaf in jax.tree.leaves(batch) if leaf.shape and (leaf.shape, leaf.dtype) != ((2,), "uint32")]
     rows = arrays[0].shape[0] if arrays else 0
     if not rows or rows % mesh.size:
@@ -122,11 +122,11 @@ def specs_for(mesh: AbstractMesh, shardings: tuple[Any, ...], known: AbstractMes
     """The specs of `shardings`, which are over the mesh `known`, for use over `mesh`.
 
     Raises:
-      ArgumentError: they name an axis that `mesh` lacks, or it has one that neither they nor `known` know of: the devices
-        along it would do the same work.
+      ArgumentError: `mesh` lacks an axis of the specs, or has an axis that is neither in the specs nor in `known`: the devices
+        along that axis would do the same work.
     """
-    specs = jax.tree.map(lambda one: one.spec, shardings)
-    entries = [entry for one in jax.tree.leaves(shardings) for entry in one.spec if entry is not None]
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    entries = [entry for sharding in jax.tree.leaves(shardings) for entry in sharding.spec if entry is not None]
     named = {axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry)}
     lacking = [axis for axis in known.axis_names if axis in named and axis not in mesh.axis_names]
     if lacking:

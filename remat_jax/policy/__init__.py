@@ -1,4 +1,4 @@
-"""Policies as data: which residuals are saved, offloaded or recomputed. Knows nothing of JAX."""
+"""Policies as data: which residuals are saved, offloaded or recomputed. Does not import JAX."""
 
 from __future__ import annotations
 

@@ -29,20 +29,20 @@ class Policy:
 
     A policy is written as text, ``action: selector[, selector]; …``, with the actions ``save`` (device memory),
     ``offload`` (host memory) and ``recompute``. A selector is a glob on residual names, ``@inputs``, ``@dots``,
-    ``@dots_with_no_batch_dims``, ``@convs`` (convolutions) or ``@primitive:NAME``. Names with a comma or a semicolon in
-    them need a ``?`` there.
+    ``@dots_with_no_batch_dims``, ``@convs`` (convolutions) or ``@primitive:NAME``. A glob writes ``?`` for a comma or a
+    semicolon in a residual name.
     ``@dots`` and ``@dots_with_no_batch_dims`` are what JAX's ``dots_saveable`` and ``dots_with_no_batch_dims_saveable``
     save: the first includes convolutions, the second does not.
 
-    The inputs of a block are kept whatever the policy says, as ``jax.checkpoint`` keeps them: for an input,
-    ``recompute`` means ``save``, and only ``offload`` moves it.
+    Like ``jax.checkpoint``, every policy keeps the inputs of a block. For an input, ``recompute`` means ``save``; only
+    ``offload`` moves an input.
 
     Attributes:
-        rules: the rules, in order. A rule ``*``, which takes every residual, can only be the last.
-        default: what happens to a residual that no rule before ``*`` matches. A default other than ``recompute`` is
-            turned into a last rule ``*``, and a last rule ``*`` sets the default, so that equal policies are equal.
-            Without any rule the policy is ``recompute: *``.
-        checkpoint: False for ``off``, no checkpointing at all, which has no rules.
+        rules: the rules, in order. Only the last rule can be ``*``, which matches every residual.
+        default: what happens to a residual that no rule before ``*`` matches. A default other than ``recompute`` becomes
+            a last rule ``*``, and a last rule ``*`` sets the default, so policies that do the same compare equal.
+            A policy without rules is ``recompute: *``.
+        checkpoint: False for ``off``: no checkpointing and no rules.
 
     Raises:
         PolicyError: a rule that can never be reached, a default that contradicts the rules, or ``off`` with rules.
@@ -85,10 +85,10 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str, argument: str = "policy") -> Policy:
-        """The policy that a text or a name stands for; ``argument`` is what error messages call it.
+        """The policy that a text or a name describes; error messages call it ``argument``.
 
         Raises:
-            UnknownPolicyError: a single word that is no name.
+            UnknownPolicyError: a single word that is not a policy's name.
             PolicyError: ``text`` is not a string, or is malformed.
 
         >>> Policy.parse("offload: attention_out; save: @dots;")
@@ -97,12 +97,12 @@ class Policy:
         if not isinstance(text, str):
             raise not_a_policy(text, argument)
         word = text.strip()
-        meant = NAMED_TEXTS.get(ALIASES.get(word, word), text)
-        if meant == OFF:
+        definition = NAMED_TEXTS.get(ALIASES.get(word, word), text)
+        if definition == OFF:
             return cls(checkpoint=False)
-        if word and meant is text and not any(mark in word for mark in ":;,") and len(word.split()) == 1:
+        if word and definition is text and not any(mark in word for mark in ":;,") and len(word.split()) == 1:
             raise unknown_name(word, argument)
-        return cls(parse_rules(meant, argument))
+        return cls(parse_rules(definition, argument))
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.rules)) if self.checkpoint else OFF
@@ -112,9 +112,9 @@ class Policy:
 
     @property
     def name(self) -> str | None:
-        """The name of the named policy that this one is equal to, or None."""
+        """The policy's name, or None if no named policy equals it."""
         text = str(self)
-        return next((name for name, known in NAMED_TEXTS.items() if known == text), None)
+        return next((name for name, spelled in NAMED_TEXTS.items() if spelled == text), None)
 
     @property
     def selectors(self) -> tuple[str, ...]:
@@ -128,7 +128,7 @@ class Policy:
 
     @property
     def saves_everything(self) -> bool:
-        """Whether every residual stays in device memory whatever it is: ``everything``, ``off``, and their like."""
+        """Whether every residual stays in device memory, as under ``everything`` and ``off``."""
         return self.default is Action.SAVE and all(rule.action is Action.SAVE for rule in self.rules)
 
     @property
@@ -151,23 +151,23 @@ class Policy:
         return tuple(one for selectors in kept for one in filter(is_automatic_glob, selectors))
 
     def action(self, candidate: Candidate) -> Action:
-        """What this policy says of ``candidate``: the action of the first rule that matches, else the default."""
+        """The action of the first rule that matches ``candidate``, else the default."""
         return next((rule.action for rule in self.rules if rule.matches(candidate)), self.default)
 
     def unmatched(self, candidates: Iterable[Candidate]) -> tuple[str, ...]:
-        """The selectors that match none of ``candidates``, each looked at by itself, without regard to rule order.
+        """The selectors that match none of ``candidates``, whatever the order of the rules.
 
         >>> Policy.parse("save: atention_out, @dots").unmatched([Candidate("q:dot_general#0", "dot_general")])
         ('atention_out',)
         """
-        seen = tuple(candidates)
-        return tuple(one for one in self.selectors if not any(matches(one, candidate) for candidate in seen))
+        listed = tuple(candidates)
+        return tuple(selector for selector in self.selectors if not any(matches(selector, candidate) for candidate in listed))
 
     def __or__(self, other: Policy | str) -> Policy:
-        """This policy's rules, then those of ``other``; what both select goes by this policy.
+        """This policy's rules, then the rules of ``other``; this policy decides where both match.
 
         Raises:
-            PolicyError: either is ``off``, or this policy has a rule ``*``, so that nothing of ``other`` would count.
+            PolicyError: either policy is ``off``, or this policy has a rule ``*``, which hides every rule of ``other``.
 
         >>> Policy.parse("save: @dots") | "offload: @inputs"
         Policy.parse('save: @dots; offload: @inputs')
@@ -190,10 +190,10 @@ class Policy:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Policy:
-        """The policy that ``to_dict`` gave ``data`` for.
+        """The policy that ``to_dict`` wrote as ``data``.
 
         Raises:
-            PolicyError: keys are missing or unknown, the version is another one, or a rule is malformed.
+            PolicyError: keys are missing or unknown, the version is not supported, or a rule is malformed.
         """
         _check_keys(data, ("version", "checkpoint", "rules"), "a policy")
         if type(data["version"]) is not int or data["version"] != VERSION:
@@ -216,10 +216,10 @@ class Policy:
 
     @classmethod
     def from_json(cls, text: str) -> Policy:
-        """The policy that ``to_json`` gave ``text`` for.
+        """The policy that ``to_json`` wrote as ``text``.
 
         Raises:
-            PolicyError: ``text`` is not JSON, or ``from_dict`` refuses what it says.
+            PolicyError: ``text`` is not JSON, or ``from_dict`` refuses its content.
 
         >>> Policy.from_json(Policy.parse("full").to_json()).name
         'full'
@@ -234,17 +234,17 @@ class Policy:
 def _checked_rules(rules: object) -> tuple[Rule, ...]:
     if not isinstance(rules, Sequence) or not all(isinstance(rule, Rule) for rule in rules):
         raise PolicyError(f"Policy: rules={rules!r} is not a sequence of Rule; for a text, use Policy.parse.")
-    found = first_unreachable([selector for rule in rules for selector in rule.selectors])
-    if found:
-        raise PolicyError(f"Policy: the selector {found[1]}")
+    unreachable = first_unreachable([selector for rule in rules for selector in rule.selectors])
+    if unreachable:
+        raise PolicyError(f"Policy: the selector {unreachable[1]}")
     return tuple(rules)
 
 
 def _join(first: Policy, second: Policy) -> Policy:
     if not (first.checkpoint and second.checkpoint):
         raise PolicyError(f"'{first} | {second}': 'off' means no checkpointing and cannot be joined; leave it out.")
-    known = set(first.selectors)
-    kept = [(rule.action, [one for one in rule.selectors if one not in known]) for rule in second.rules]
+    taken = set(first.selectors)
+    kept = [(rule.action, [selector for selector in rule.selectors if selector not in taken]) for rule in second.rules]
     rest = tuple(Rule(action, tuple(selectors)) for action, selectors in kept if selectors)
     if rest and is_catch_all(first.selectors[-1]):
         raise PolicyError(
@@ -260,6 +260,6 @@ def _check_keys(data: object, keys: tuple[str, ...], what: str) -> None:
     unknown, missing = [key for key in data if key not in keys], [key for key in keys if key not in data]
     if unknown or missing:
         wrong = [
-            f"{word} {', '.join(map(repr, found))}" for word, found in (("unknown", unknown), ("missing", missing)) if found
+            f"{word} {', '.join(map(repr, names))}" for word, names in (("unknown", unknown), ("missing", missing)) if names
         ]
         raise PolicyError(f"{what}: {' and '.join(wrong)} in {data!r}; the keys are {', '.join(keys)}.")

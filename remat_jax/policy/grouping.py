@@ -1,4 +1,4 @@
-"""Groups of layers as data: consecutive layers under one checkpoint that keeps the input of the first of them only."""
+"""Groups of layers as data: consecutive layers under one checkpoint, which keeps only the first layer's input."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Any
 from remat_jax.errors import PolicyError
 
 Group = tuple[int, int]
-"""The first layer of a group, counted from 0, and the one after its last."""
+"""The first layer of a group, counted from 0, and the layer after the group."""
 _IN_GROUPS = re.compile(r"(.*\S)\s+in\s+groups\s+of\s+(\S+)\s*", re.DOTALL)
 
 
 def split_groups(text: str, argument: str) -> tuple[str, int | None]:
-    """The policy of a run's text, and how many layers each of its groups has; None without groups.
+    """The policy in a run's text, and the number of layers in each group; None without groups.
 
     Raises:
-        PolicyError: the number of layers in a group is none.
+        PolicyError: the size of the groups is not a positive integer.
 
     >>> split_groups("full in groups of 6", "policy"), split_groups("dots", "policy")
     (('full', 6), ('dots', None))
     """
-    found = _IN_GROUPS.fullmatch(text)
-    if found is None:
+    match = _IN_GROUPS.fullmatch(text)
+    if match is None:
         return text, None
-    size = found[2]
+    size = match[2]
     if not (size.isascii() and size.isdigit() and len(size) < 8 and int(size)):
         raise PolicyError(
             f"{argument}: 'in groups of {size:.20}': a group needs 1 layer or more; write 'N × policy in groups of 4'."
         )
-    return found[1], int(size)
+    return match[1], int(size)
 
 
 def is_in_groups(text: str) -> bool:
-    """Whether a text ends as that of a run in groups does."""
+    """Whether a text ends in 'in groups of N'."""
     return _IN_GROUPS.fullmatch(text) is not None
 
 
 def divided(first: int, layers: int, size: int) -> list[Group]:
-    """The groups of ``size`` of so many layers from ``first`` on; the last one has the rest.
+    """``layers`` layers from ``first`` on, in groups of ``size``; the last group has the rest.
 
     >>> divided(2, 7, 3)
     [(2, 5), (5, 8), (8, 9)]
@@ -49,25 +49,25 @@ def divided(first: int, layers: int, size: int) -> list[Group]:
 
 
 def checked_groups(groups: Any, runs: Sequence[tuple[int, Any]], cuts: Iterable[int]) -> tuple[Group, ...]:
-    """The groups in order, each within one run, none across a cut, none overlapping another.
+    """The groups in order; each is inside one run, contains no cut and overlaps no other group.
 
     Raises:
-        PolicyError: a group is no pair of positions, is not within a run, has a cut inside, overlaps another, or its policy
-            offloads.
+        PolicyError: a group is not a pair of positions, crosses a run's border, contains a cut, overlaps another group, or has
+            a policy that offloads.
     """
     if not isinstance(groups, Sequence) or isinstance(groups, str):
         raise PolicyError(f"LayerPolicies: groups={groups!r}: expected pairs (first layer, the one after the last).")
-    checked = sorted(_checked_pair(one) for one in groups)
+    checked = sorted(_checked_pair(pair) for pair in groups)
     borders, start = [0], 0
     for count, _ in runs:
         start += count
         borders.append(start)
     cut = set(cuts)
-    behind, run = 0, 0
+    last_end, run = 0, 0
     for first, end in checked:
-        if first < behind:
+        if first < last_end:
             raise PolicyError(f"LayerPolicies: groups: layer {first} is in two groups; a layer is in one group at most.")
-        behind = end
+        last_end = end
         while run < len(runs) - 1 and borders[run + 1] <= first:
             run += 1
         if not borders[run] <= first < end <= borders[run + 1]:
@@ -92,7 +92,7 @@ def checked_groups(groups: Any, runs: Sequence[tuple[int, Any]], cuts: Iterable[
 
 
 def series_borders(groups: Sequence[Group]) -> set[int]:
-    """Where groups of one size that follow each other begin and end."""
+    """Where each series of consecutive groups of equal size begins and ends."""
     borders: set[int] = set()
     for nth, (first, end) in enumerate(groups):
         before = groups[nth - 1] if nth else None
@@ -105,7 +105,7 @@ def series_borders(groups: Sequence[Group]) -> set[int]:
 
 def _checked_pair(pair: Any) -> Group:
     whole = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
-    if not whole or any(isinstance(one, bool) or not isinstance(one, int) for one in pair) or not 0 <= pair[0] < pair[1]:
+    if not whole or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in pair) or not 0 <= pair[0] < pair[1]:
         raise PolicyError(
             f"LayerPolicies: group={pair!r}: expected a pair (first layer, the one after the last), as in (0, 4)."
         )

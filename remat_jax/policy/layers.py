@@ -1,4 +1,4 @@
-"""Policies by layer: the first so many blocks under one policy, the next under another, as plain frozen data."""
+"""Policies by layer: consecutive layers under one policy, the next layers under another, as plain frozen data."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from remat_jax.policy.form import Policy
 from remat_jax.policy.grouping import Group, checked_groups, divided, is_in_groups, series_borders, split_groups
 
 VERSION, CUT_VERSION, GROUP_VERSION = 1, 2, 3
-"""Of JSON without cuts, with cuts, and with groups: a reader of an earlier version must refuse what it would leave out."""
+"""The versions of JSON without cuts, with cuts, and with groups. An older release must refuse what it cannot read."""
 MOST_LAYERS = 10**6
-"""In a run: a longer one is a slip of the pen, and a list of its layers would not fit."""
+"""The most layers in a run. A larger number is a typo, and a list of its layers would not fit in memory."""
 _RUN = re.compile(r"\s*(\d+)\s*[x×]\s+(.*)", re.DOTALL)
-# A new run, and not a bar in the name of a residual.
+# A bar counts only before a new run: residual names may have bars.
 _BAR = re.compile(r"(\|\|?)(?=\s*\d+\s*[x×]\s)")
 _GRAMMAR = (
     "'8 × full | 4 × dots' (an x serves for ×), each run with a policy's name or text, '||' to cut one, and "
@@ -31,31 +31,31 @@ _GRAMMAR = (
 class LayerPolicies:
     """A policy for each layer: the i-th call of a block, in forward order, runs under the i-th policy.
 
-    It goes wherever a policy is given to blocks: `checkpoint_blocks`, `Workload`, `residuals`, `measure`, `doctor`. Unrolled
-    layers are counted as they are called; of layers under a scan the scan is cut into one for each run of equal policies, with
-    the same parameters and the same results. There must be as many layers as calls.
+    `checkpoint_blocks`, `Workload`, `residuals`, `measure` and `doctor` take it as a block's policy. Unrolled layers are
+    counted in the order of their calls. A scan over layers is cut into one scan for each run of equal policies, with the same
+    parameters and the same results. There must be as many layers as calls.
 
-    Written as text, runs stand between bars, `N × policy`, the first layers first; `x` serves for `×`. Two bars cut a scan
-    between layers that are under one policy: a scan of a single layer is no loop, and needs other memory
+    As text, bars separate the runs, `N × policy`, the first layers first; `x` serves for `×`. Two bars cut a scan between
+    layers under one policy: XLA does not treat a scan of a single layer as a loop, which changes its memory
     (`docs/notes/cutting_a_scan.md`).
 
-    `N × policy in groups of k` sets one checkpoint around each k consecutive layers. It keeps the input of the group and
-    nothing else, and computes the group again when the backward pass comes to it; only then are its layers under their policy.
-    Under `full` at most N/k + k inputs and the residuals of one layer are alive, and each layer runs forward three times; under
-    `off` it runs twice, and the residuals of k layers are alive (Chen et al., arXiv:1604.06174). The last group of a run has
-    the layers that are left over. A group of one layer is that layer under `full`. What a model computes between the layers of
-    a group is computed again with them.
+    `N × policy in groups of k` sets one checkpoint around each k consecutive layers. The checkpoint keeps only the group's
+    input. The backward pass recomputes the group, and this recomputation runs its layers under their policy.
+    Under `full` at most N/k + k inputs and the residuals of one layer are alive, and each layer runs forward three times.
+    Under `off` each layer runs forward twice, and the residuals of k layers are alive (Chen et al., arXiv:1604.06174). The last
+    group of a run has the layers that are left over. A group of one layer is that layer under `full`. Computation between the
+    layers of a group is recomputed with them.
 
     Attributes:
-        runs: pairs of how many layers in a row and their policy; equal neighbours are one run.
-        cuts: before which layers, counted from 0, a scan is cut though the layers on both sides are under one policy. Where
-            they are not, it is cut in any case, and what is given there is left out. A round is never cut: where it calls the
-            block several times, the cut comes before the next round. Unrolled layers have no scan that could be cut.
-        groups: the first layer of each group, and the one after its last. A group is within a run and has no cut inside.
+        runs: pairs of the number of consecutive layers and their policy; equal neighbours become one run.
+        cuts: the layers, counted from 0, before which a scan is cut between layers under one policy. A cut where the policy
+            changes anyway is dropped. A round of a scan is never cut: if a round calls the block several times, the cut comes
+            before the next round. Cuts have no effect on unrolled layers.
+        groups: for each group its first layer and the layer after it. A group is inside one run and contains no cut.
 
     Raises:
-        PolicyError: there is no run, a run has no layer, something else than a policy is given for one, a cut is not
-            between two layers, a group is not within a run, or a policy offloads inside a group.
+        PolicyError: there is no run, a run has no layer, a run's policy is not a policy, a cut is not between two layers, a
+            group is not inside a run, or a policy offloads inside a group.
 
     >>> policies = LayerPolicies.parse("8 x full | 4 x save: @dots")
     >>> str(policies), policies.layers, policies[8].name
@@ -78,8 +78,8 @@ class LayerPolicies:
                 f"LayerPolicies: runs={self.runs!r}: expected one pair (layers, policy) or more, as in {_GRAMMAR}."
             )
         checked = [_checked_run(run) for run in self.runs]
-        together = itertools.groupby(checked, key=lambda run: run[1])
-        object.__setattr__(self, "runs", tuple((sum(count for count, _ in alike), policy) for policy, alike in together))
+        alike_runs = itertools.groupby(checked, key=lambda run: run[1])
+        object.__setattr__(self, "runs", tuple((sum(count for count, _ in equal), policy) for policy, equal in alike_runs))
         cuts = _checked_cuts(self.cuts, self.layers)
         object.__setattr__(self, "groups", checked_groups(self.groups, self.runs, cuts))
         borders = set(itertools.accumulate(count for count, _ in self.runs)) | series_borders(self.groups)
@@ -87,10 +87,10 @@ class LayerPolicies:
 
     @classmethod
     def of(cls, policies: Iterable[Policy | str], cuts: Iterable[int] = (), groups: Iterable[Group] = ()) -> LayerPolicies:
-        """One policy (or its name or text) for each layer, the first layer's first, where a scan is cut besides, and groups.
+        """Policies by layer from one policy (or its name or text) for each layer, the first layer's first.
 
         Raises:
-            PolicyError: none at all, or one that is no policy.
+            PolicyError: there is no policy, or an element is not a policy.
 
         >>> LayerPolicies.of(["full", "dots", "dots"]).runs[1][0]
         2
@@ -101,14 +101,14 @@ class LayerPolicies:
             raise PolicyError(f"LayerPolicies.of: cuts={cuts!r}: expected the layers before which a scan is cut, such as (3,).")
         if isinstance(groups, str) or not isinstance(groups, Iterable):
             raise PolicyError(f"LayerPolicies.of: groups={groups!r}: expected pairs such as ((0, 4), (4, 8)).")
-        return cls(tuple((1, one) for one in policies), tuple(cuts), tuple(groups))  # type: ignore[misc]  # each run is checked and parsed
+        return cls(tuple((1, policy) for policy in policies), tuple(cuts), tuple(groups))  # type: ignore[misc]  # each run is checked and parsed
 
     @classmethod
     def parse(cls, text: str, argument: str = "policy") -> LayerPolicies:
-        """The policies that a text stands for; ``argument`` is what error messages call it.
+        """The policies that a text describes; error messages call it ``argument``.
 
         Raises:
-            PolicyError: the text is malformed, or a run's policy is; the message quotes the run.
+            PolicyError: the text or a run's policy is malformed; the message quotes the run.
 
         >>> LayerPolicies.parse("1x save: *up*; offload: @inputs | 2 × off")
         LayerPolicies.parse('1 × save: *up*; offload: @inputs | 2 × off')
@@ -118,19 +118,19 @@ class LayerPolicies:
         runs: list[tuple[int, Policy]] = []
         cuts = []
         groups: list[Group] = []
-        # Runs, and the bars between them.
+        # Odd parts are the bars between runs.
         for nth, part in enumerate(_BAR.split(text)):
             if nth % 2:
                 cuts += [sum(count for count, _ in runs)] if part == "||" else []
                 continue
-            found = _RUN.fullmatch(part)
-            if found is None:
+            match = _RUN.fullmatch(part)
+            if match is None:
                 raise PolicyError(f"{argument}={text!r}: the run {part.strip()!r} is not 'N × policy'; write {_GRAMMAR}.")
-            digits = found[1].lstrip("0")
+            digits = match[1].lstrip("0")
             if len(digits) > len(str(MOST_LAYERS)):
-                # Python reads no integer of thousands of digits.
+                # int() refuses thousands of digits.
                 raise PolicyError(f"{argument}: a run of {digits[:12]}… layers: expected 1 or more, at most {MOST_LAYERS}.")
-            policy, size = split_groups(found[2].strip(), argument)
+            policy, size = split_groups(match[2].strip(), argument)
             count = int(digits or 0)
             if size is not None and count <= MOST_LAYERS:
                 groups += divided(sum(before for before, _ in runs), count, size)
@@ -145,51 +145,49 @@ class LayerPolicies:
         return "".join(parts)
 
     def _written(self) -> list[tuple[range, Policy, int | None]]:
-        """`ranges` and the sizes of their groups, with the last and shorter group of a run in one range with those before."""
-        found: list[tuple[range, Policy, int | None]] = []
+        """`ranges` with the sizes of their groups; the shorter last group of a run joins the range of the groups before it."""
+        written: list[tuple[range, Policy, int | None]] = []
         for layers, policy in self.ranges:
             group = self.group_of(layers.start)
             size = len(group) if group else None
-            before, of_before, size_before = found[-1] if found else (layers, policy, None)
+            before, of_before, size_before = written[-1] if written else (layers, policy, None)
             # Only the last group of a run is shorter.
             whole = size_before is not None and len(before) % size_before == 0
             short = size is not None and size_before is not None and size == len(layers) < size_before
             if whole and short and of_before == policy and layers.start not in self.cuts:
-                found[-1] = (range(before.start, layers.stop), policy, size_before)
+                written[-1] = (range(before.start, layers.stop), policy, size_before)
             else:
-                found.append((layers, policy, size))
-        return found
+                written.append((layers, policy, size))
+        return written
 
     def __repr__(self) -> str:
         return f"LayerPolicies.parse({str(self)!r})"
 
     @property
     def layers(self) -> int:
-        """How many layers there are policies for."""
+        """The number of layers."""
         return sum(count for count, _ in self.runs)
 
     @property
     def ranges(self) -> tuple[tuple[range, Policy], ...]:
-        """The positions of each run, or of what cuts and groups of another size leave together of it, and its policy.
-
-        Positions are counted from 0.
+        """The positions of each run, counted from 0, and its policy; cuts and series of groups divide a run.
 
         >>> [(positions.start, positions.stop) for positions, _ in LayerPolicies.parse("8 x full | 4 x dots").ranges]
         [(0, 8), (8, 12)]
         """
-        found, start = [], 0
+        pieces, start = [], 0
         borders = sorted({*self.cuts, *series_borders(self.groups)})
         for count, policy in self.runs:
             places = [start, *(border for border in borders if start < border < start + count), start + count]
-            found += [(range(*pair), policy) for pair in itertools.pairwise(places)]
+            pieces += [(range(*pair), policy) for pair in itertools.pairwise(places)]
             start += count
-        return tuple(found)
+        return tuple(pieces)
 
     def run_of(self, layer: int) -> tuple[range, Policy]:
-        """That of `ranges` which has the layer at this position, counted from 0.
+        """The element of `ranges` that contains a layer, counted from 0.
 
         Raises:
-            IndexError: there is no such layer.
+            IndexError: the layer does not exist.
         """
         for positions, policy in self.ranges:
             if layer in positions:
@@ -197,14 +195,14 @@ class LayerPolicies:
         raise IndexError(f"layer={layer}: there are policies for {self.layers} layers, counted from 0")
 
     def group_of(self, layer: int) -> range | None:
-        """The layers of the group that the layer at this position is in; None where it is in none.
+        """The layers of the group that contains a layer; None if the layer is in no group.
 
         >>> LayerPolicies.parse("7 x full in groups of 3 | 2 x dots").group_of(6)
         range(6, 7)
         """
         place = bisect.bisect_right(self.groups, layer, key=lambda group: group[0]) - 1
-        found = range(*self.groups[place]) if place >= 0 else range(0)
-        return found if layer in found else None
+        group_layers = range(*self.groups[place]) if place >= 0 else range(0)
+        return group_layers if layer in group_layers else None
 
     def __getitem__(self, layer: int) -> Policy:
         return self.run_of(layer)[1]
@@ -215,7 +213,7 @@ class LayerPolicies:
         return any(policy.offloads for _, policy in self.runs)
 
     def map(self, change: Callable[[Policy], Policy]) -> LayerPolicies:
-        """The same runs and groups with another policy for each: ``change(policy)``; what becomes equal stays apart.
+        """The same runs and groups with ``change(policy)`` for each policy; runs that become equal stay apart.
 
         >>> str(LayerPolicies.parse("2 x save: a | 2 x offload: a").map(lambda policy: Policy.parse("full")))
         '2 × full || 2 × full'
@@ -224,7 +222,7 @@ class LayerPolicies:
         return LayerPolicies(tuple((count, change(policy)) for count, policy in self.runs), cuts, self.groups)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: ``version`` and ``runs``, each with ``layers`` and ``policy``; ``cuts``, ``groups`` if any."""
+        """Plain data for JSON: ``version``; ``runs``, each with ``layers`` and ``policy``; ``cuts`` and ``groups`` if any."""
         runs = [{"layers": count, "policy": policy.to_dict()} for count, policy in self.runs]
         data = {"version": GROUP_VERSION if self.groups else CUT_VERSION if self.cuts else VERSION, "runs": runs}
         data |= {"cuts": list(self.cuts)} if self.cuts else {}
@@ -232,10 +230,10 @@ class LayerPolicies:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> LayerPolicies:
-        """The policies that ``to_dict`` gave ``data`` for.
+        """The policies that ``to_dict`` wrote as ``data``.
 
         Raises:
-            PolicyError: keys are missing or unknown, the version is another one, or a run is malformed.
+            PolicyError: keys are missing or unknown, the version is not supported, or a run is malformed.
         """
         keys = set(data) if isinstance(data, dict) else set()
         runs = data["runs"] if {"version", "runs"} <= keys <= {"version", "runs", "cuts", "groups"} else None
@@ -244,8 +242,8 @@ class LayerPolicies:
                 f"policies by layer: {data!r}: expected an object with version and runs, and in each run layers and policy; "
                 "give what LayerPolicies.to_dict wrote."
             )
-        wanted = GROUP_VERSION if "groups" in keys else CUT_VERSION if "cuts" in keys else VERSION
-        if type(data["version"]) is not int or data["version"] != wanted:
+        expected_version = GROUP_VERSION if "groups" in keys else CUT_VERSION if "cuts" in keys else VERSION
+        if type(data["version"]) is not int or data["version"] != expected_version:
             raise PolicyError(
                 f"policies by layer: version={data['version']!r}, and this release reads version {VERSION}, version "
                 f"{CUT_VERSION} with cuts and version {GROUP_VERSION} with groups; write the file again with this release."
@@ -261,10 +259,10 @@ class LayerPolicies:
 
     @classmethod
     def from_json(cls, text: str) -> LayerPolicies:
-        """The policies that ``to_json`` gave ``text`` for.
+        """The policies that ``to_json`` wrote as ``text``.
 
         Raises:
-            PolicyError: ``text`` is not JSON, or ``from_dict`` refuses what it says.
+            PolicyError: ``text`` is not JSON, or ``from_dict`` refuses its content.
 
         >>> LayerPolicies.from_json(LayerPolicies.parse("8 x full | 4 x dots").to_json()).layers
         12
@@ -279,7 +277,7 @@ class LayerPolicies:
 
 
 def is_by_layer(value: object) -> bool:
-    """Whether ``value`` is policies by layer, or a text of theirs.
+    """Whether ``value`` is a `LayerPolicies` or the text of policies by layer.
 
     >>> is_by_layer("8 x full"), is_by_layer("save: x")
     (True, False)

@@ -1,4 +1,4 @@
-"""The named policies, and how anything that stands for a policy becomes one."""
+"""The named policies, and the conversion of names, texts and JAX policies to policies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ JaxPolicy = Callable[..., Any]
 
 
 def as_policy(value: Policy | str | JaxPolicy, argument: str = "policy") -> Policy | JaxPolicy:
-    """The policy that ``value`` stands for: a policy, a name, an alias or a text.
+    """The policy that ``value`` describes: a policy, a name, an alias or a text.
 
-    A JAX policy object, which is a function, is returned as it is. ``argument`` is what error messages call ``value``.
+    A JAX policy object, which is a function, is returned as it is. Error messages call ``value`` ``argument``.
 
     Raises:
-        UnknownPolicyError: a single word that is no name; the message lists the names and the nearest.
+        UnknownPolicyError: a single word that is not a policy's name; the message lists the names and the nearest.
         PolicyError: ``None``, a malformed text, or anything else that is not a policy.
 
     >>> as_policy("nothing_saveable").name
@@ -42,10 +42,10 @@ def as_policy(value: Policy | str | JaxPolicy, argument: str = "policy") -> Poli
 
 
 def as_block_policy(value: Any, argument: str = "policy") -> Policy | JaxPolicy | LayerPolicies:
-    """What a policy for blocks stands for: policies by layer or their text, or what `as_policy` takes.
+    """The policy for blocks that ``value`` describes: policies by layer or their text, or what `as_policy` takes.
 
     Raises:
-        PolicyError: it is neither.
+        PolicyError: ``value`` is neither.
 
     >>> as_block_policy("2 x full | 1 x dots").layers, as_block_policy("dots").name
     (3, 'dots')
@@ -61,7 +61,7 @@ def is_off(policy: Any) -> bool:
 
 
 def _check_not_a_factory(value: JaxPolicy, argument: str) -> None:
-    # JAX would call the factory as a policy and take what it returns, a function, for "save this".
+    # JAX would call the factory as a policy; the function that it returns is truthy, which JAX reads as "save".
     name, module = getattr(value, "__name__", ""), getattr(value, "__module__", "") or ""
     if name in FACTORIES and module.split(".")[0] == "jax":
         raise PolicyError(

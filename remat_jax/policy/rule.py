@@ -1,4 +1,4 @@
-"""Actions, candidates and rules: what one line of a policy says, and what it looks at."""
+"""Actions, candidates and rules: one line of a policy, and the facts about a residual that it reads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ INPUTS, DOTS, DOTS_WITH_NO_BATCH_DIMS, PRIMITIVE = "@inputs", "@dots", "@dots_wi
 CONVS = "@convs"
 _WORDS = (INPUTS, DOTS, DOTS_WITH_NO_BATCH_DIMS, CONVS)
 
-# What jax.checkpoint_policies.dots_saveable and dots_with_no_batch_dims_saveable save (jax/_src/ad_checkpoint.py):
-# convolutions count as dots in the first and not in the second.
+# As jax.checkpoint_policies.dots_saveable and dots_with_no_batch_dims_saveable (jax/_src/ad_checkpoint.py): the first saves
+# convolutions, the second does not.
 CONVOLUTION = "conv_general_dilated"
 _DOTS = frozenset({"dot_general", CONVOLUTION, "scaled_matmul_wrapper"})
 _DOTS_THAT_MAY_HAVE_NO_BATCH_DIMS = frozenset({"dot_general", "scaled_matmul_wrapper"})
@@ -34,15 +34,15 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One array that the backward pass could read, as selectors see it.
+    """An array that the backward pass could read, as selectors see it.
 
     Attributes:
         name: the residual name, ``module/path:primitive#k``, or the user's own ``checkpoint_name``.
-        primitive: the name of the JAX primitive that makes it; ``"input"`` for an input of the block.
-        is_input: whether it is an input of the block.
+        primitive: the name of the JAX primitive that computes the array; ``"input"`` for an input of the block.
+        is_input: whether the array is an input of the block.
         has_batch_dims: for ``dot_general``, whether its dimension numbers have batch dimensions; for
-            ``scaled_matmul_wrapper``, whether the first dimension of its first operand is not 1. Else not looked at.
-        user_named: whether ``name`` was given by the user. Selectors do not look at it.
+            ``scaled_matmul_wrapper``, whether the first dimension of its first operand is not 1. Unused otherwise.
+        user_named: whether the user gave ``name``. Selectors ignore it.
     """
 
     name: str
@@ -54,9 +54,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rule:
-    """An action, and the selectors of the residuals that it is for.
+    """An action, and the selectors of the residuals that it applies to.
 
-    ``action`` may be given as its word, and ``selectors`` as any sequence of texts.
+    ``action`` may be a word, and ``selectors`` any sequence of texts.
 
     Raises:
         PolicyError: an unknown action, no selectors, or a selector that cannot be written in a policy's text.
@@ -90,10 +90,10 @@ class Rule:
 
 
 def to_action(word: object) -> Action:
-    """The action that a word stands for.
+    """The action with this word.
 
     Raises:
-        PolicyError: the word is none of ``save``, ``offload``, ``recompute``.
+        PolicyError: the word is not ``save``, ``offload`` or ``recompute``.
     """
     try:
         return Action(word)  # type: ignore[arg-type]  # it refuses what is not a word
@@ -122,7 +122,7 @@ def matches(selector: str, candidate: Candidate) -> bool:
         return candidate.primitive in _DOTS_THAT_MAY_HAVE_NO_BATCH_DIMS and not candidate.has_batch_dims
     if selector.startswith(PRIMITIVE):
         return fnmatchcase(candidate.primitive, selector[len(PRIMITIVE) :])
-    # A name copied from a table must match itself, also where it has brackets, which a glob reads as a set.
+    # A name copied from a table must match itself, although a glob reads its brackets as a set.
     return candidate.name == selector or fnmatchcase(candidate.name, selector)
 
 
@@ -132,15 +132,15 @@ def is_catch_all(selector: str) -> bool:
 
 
 def is_automatic_glob(selector: str) -> bool:
-    """Whether ``selector`` can only be resolved where residuals have automatic names.
+    """Whether ``selector`` needs automatic residual names.
 
-    False for ``@…`` selectors, for the catch-all ``*``, and for plain names, which may be a user's ``checkpoint_name``.
+    False for ``@…`` selectors, the catch-all ``*``, and plain names, which may be a user's ``checkpoint_name``.
     """
     return not selector.startswith("@") and not is_catch_all(selector) and any(mark in selector for mark in "*?[/:#")
 
 
 def what_is_wrong(selector: object) -> str:
-    """What keeps ``selector`` from being one, as the end of a sentence that begins with it; empty if nothing does."""
+    """Why ``selector`` is invalid, as the end of a sentence that begins with the selector; empty if it is valid."""
     if not isinstance(selector, str):
         return "is not a text; write a glob on residual names such as '*ffn/up*', or '@dots'."
     if not selector.strip():
@@ -150,16 +150,16 @@ def what_is_wrong(selector: object) -> str:
     if not selector.startswith("@") or selector in _WORDS:
         return ""
     if selector.startswith(PRIMITIVE):
-        named = selector[len(PRIMITIVE) :]
-        if named and named == named.strip():
+        primitive = selector[len(PRIMITIVE) :]
+        if primitive and primitive == primitive.strip():
             return ""
         return "names no primitive; write one after the colon, as in '@primitive:exp'."
-    known = [*_WORDS, PRIMITIVE + "NAME"]
-    return f"is not a known selector; those with @ are {', '.join(known)}." + nearest(selector, known)
+    known_selectors = [*_WORDS, PRIMITIVE + "NAME"]
+    return f"is not a known selector; those with @ are {', '.join(known_selectors)}." + nearest(selector, known_selectors)
 
 
 def first_unreachable(selectors: Sequence[str]) -> tuple[int, str] | None:
-    """The first selector that can never decide anything, as its index and why, or None.
+    """The index of the first selector that can never apply, and the reason; None if every selector can.
 
     >>> first_unreachable(["@dots", "*", "x"])
     (2, "'x' is never reached: '*' before it takes every residual; move it in front.")

@@ -1,4 +1,4 @@
-"""The text form of policies: ``action: selector[, selector]; …``, the texts of the named ones, and other spellings."""
+"""The text form of policies: ``action: selector[, selector]; …``, the texts of the named policies, and their aliases."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from remat_jax.policy.rule import Action, Rule, first_unreachable, to_action, wh
 
 OFF = "off"
 
-# One difference to JAX: its offload_dot_with_no_batch_dims passes by scaled_matmul_wrapper, which its
-# dots_with_no_batch_dims_saveable saves. Ours takes the same dots for both.
+# One difference from JAX: its offload_dot_with_no_batch_dims ignores scaled_matmul_wrapper, which its
+# dots_with_no_batch_dims_saveable saves. Our two policies select the same dots.
 NAMED_TEXTS: dict[str, str] = {
     OFF: OFF,
     "full": "recompute: *",
@@ -32,7 +32,7 @@ ALIASES: dict[str, str] = {
     "checkpoint_dots_with_no_batch_dims": "dots_with_no_batch_dims",
 }
 
-# Functions of jax.checkpoint_policies that make a policy from arguments: none of them is a policy by itself.
+# Functions of jax.checkpoint_policies that return a policy; they are not policies themselves.
 FACTORIES: dict[str, str] = {
     "save_only_these_names": "write 'save: first_name, second_name'",
     "save_any_names_but_these": "write 'recompute: first_name, second_name; save: ...' with the names or globs to save",
@@ -46,12 +46,12 @@ _GRAMMAR = "'action: selector, selector; action: selector', as in 'offload: *ffn
 
 
 def choices() -> str:
-    """The names that a policy can be asked by, for the end of a message."""
+    """The names of the policies, for the end of an error message."""
     return f"The names are {', '.join(NAMED_TEXTS)}; also taken: {', '.join(ALIASES)}; or write {_GRAMMAR}."
 
 
 def not_a_policy(value: object, argument: str) -> PolicyError:
-    """The error for a value that cannot be a policy, whatever it says."""
+    """The error for a value whose type cannot be a policy."""
     if value is None:
         return PolicyError(
             f"{argument}=None is read differently by different libraries: as full rematerialisation by JAX, as saving "
@@ -64,7 +64,7 @@ def not_a_policy(value: object, argument: str) -> PolicyError:
 
 
 def unknown_name(word: str, argument: str) -> UnknownPolicyError:
-    """The error for a single word that is no policy's name."""
+    """The error for a single word that is not a policy's name."""
     if word in FACTORIES:
         hint = f" In JAX it makes a policy from arguments; here {FACTORIES[word]}."
     elif word in [action.value for action in Action]:
@@ -75,7 +75,7 @@ def unknown_name(word: str, argument: str) -> UnknownPolicyError:
 
 
 def parse_rules(text: str, argument: str = "policy") -> tuple[Rule, ...]:
-    """The rules that ``text`` spells out; a closing semicolon and whitespace around the parts are allowed.
+    """The rules in ``text``; a closing semicolon and whitespace around the parts are allowed.
 
     Raises:
         PolicyError: the text is malformed; the message quotes the part and its position, counted from 1.
@@ -89,9 +89,9 @@ def parse_rules(text: str, argument: str = "policy") -> tuple[Rule, ...]:
         action, selectors = _parse_rule(part, at, text, argument)
         rules.append(Rule(action, tuple(selector for selector, _ in selectors)))
         placed += selectors
-    found = first_unreachable([selector for selector, _ in placed])
-    if found:
-        index, why = found
+    unreachable = first_unreachable([selector for selector, _ in placed])
+    if unreachable:
+        index, why = unreachable
         raise _malformed(text, argument, placed[index][1], why)
     return tuple(rules)
 
@@ -102,8 +102,8 @@ def _parse_rule(part: str, at: int, text: str, argument: str) -> tuple[Action, l
     # Only the first colon ends the action: residual names and @primitive:NAME have colons of their own.
     word, colon, listed = part.partition(":")
     if not colon:
-        known = NAMED_TEXTS.get(ALIASES.get(part, part))
-        hint = f" {part!r} is a named policy; inside a text write {known!r}." if known and known != OFF else ""
+        named_text = NAMED_TEXTS.get(ALIASES.get(part, part))
+        hint = f" {part!r} is a named policy; inside a text write {named_text!r}." if named_text and named_text != OFF else ""
         raise _malformed(text, argument, at, f"the rule {part!r} has no colon; write {_GRAMMAR}.{hint}")
     try:
         action = to_action(word.strip())
@@ -118,7 +118,7 @@ def _parse_rule(part: str, at: int, text: str, argument: str) -> tuple[Action, l
 
 
 def _split(text: str, separator: str, at: int) -> Iterator[tuple[str, int]]:
-    """The stripped parts of ``text``, each with its offset, where ``text`` itself begins at ``at``."""
+    """The stripped parts of ``text``, each with its offset; ``text`` itself begins at ``at``."""
     for part in text.split(separator):
         yield part.strip(), at + len(part) - len(part.lstrip())
         at += len(part) + len(separator)

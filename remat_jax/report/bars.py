@@ -21,9 +21,9 @@ _PEAKS = {
 
 
 def memory_figure(rows: Iterable[Any]) -> Figure:
-    """The residual bytes of every row, on the device and on the host, beside its peak memory, as a Matplotlib figure.
+    """A Matplotlib figure of every row's residual bytes, on the device and on the host, and its peak memory.
 
-    Bars of one panel share a unit, written at its axis. Takes the rows of `demo_pictures` for one model.
+    The bars of a panel share the unit at its axis. `rows` are those of `demo_pictures` for one model.
     """
     rows = plain_rows(rows)
     slots, height = _slots(rows)
@@ -38,9 +38,9 @@ def memory_figure(rows: Iterable[Any]) -> Figure:
 
 
 def time_figure(rows: Iterable[Any]) -> Figure:
-    """The step time of every row relative to that of its framework without checkpointing, as a Matplotlib figure.
+    """A Matplotlib figure of every row's step time relative to the same framework without checkpointing.
 
-    Takes the rows of `demo_pictures` for one model.
+    `rows` are those of `demo_pictures` for one model.
     """
     rows = plain_rows(rows)
     slots, height = _slots(rows)
@@ -81,7 +81,7 @@ def _peak_panel(axes: Axes, slots: Sequence[tuple[float, str | Row]]) -> None:
     unit = byte_unit(max(values, default=0))
     frameworks = group([row for _, row in placed], "framework")
     for y, row in placed:
-        # A kind that no row of the framework has does not apply to it; one that only this row lacks is missing.
+        # A kind that no row of the framework has is left out; a kind that only this row lacks is drawn as missing.
         kinds = [k for k in PEAK_KINDS if any(peak(other, k) is not None for other in frameworks[row["framework"]])]
         thickness = 0.76 / max(1, len(kinds))
         for number, kind in enumerate(kinds):
@@ -102,7 +102,7 @@ def _peak_panel(axes: Axes, slots: Sequence[tuple[float, str | Row]]) -> None:
 
 
 def _slots(rows: Sequence[Row]) -> tuple[list[tuple[float, str | Row]], float]:
-    """Heights on the axis for each framework's heading and its rows, and the figure's height in inches."""
+    """The heights on the axis of each framework's heading and rows, and the figure's height in inches."""
     slots: list[tuple[float, str | Row]] = []
     y = 0.0
     for framework, its_rows in group(rows, "framework").items():
@@ -145,13 +145,13 @@ def _frame(axes: Axes, title: str, label: str) -> None:
     axes.grid(True, axis="x")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    # Room at the right for the value beside the longest bar.
+    # Leave room for the value beside the longest bar.
     longest = max((bar.get_x() + bar.get_width() for bar in axes.patches if isinstance(bar, Rectangle)), default=0.0)
     axes.set_xlim(0, longest * 1.22 or 1.0)
 
 
 def _legend_below(figure: Figure, *panels: Axes) -> None:
-    """One entry per name, below the panels, in the order in which the panels show them."""
+    """A legend below the panels with one entry per name, in the panels' order."""
     entries: dict[str, Any] = {}
     for axes in panels:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):

@@ -1,4 +1,4 @@
-"""What all HTML pages share: one file that loads nothing, light or dark as the system is or as the reader chooses."""
+"""The frame of all HTML pages: one file that loads nothing, in the system's or the reader's choice of light or dark."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def document(
     scripts: Sequence[str] = (),
     data: Mapping[str, Any] | None = None,
 ) -> str:
-    """A page as text. `styles` and `scripts` name files of this package beside those of every page; `data` is for the scripts.
+    """A page as text. `styles` and `scripts` name further files of this package; the scripts read `data`.
 
     >>> text = document("a < b", "<p>c</p>", data={"d": "</script>"})
     >>> "<title>a &lt; b</title>" in text, text.count("</script>"), "http" in text
     (True, 2, False)
     """
     style = "".join(asset(name) for name in ("page.css", *styles))
-    # Each in a function of its own, so that their names do not meet.
+    # Each script in a function of its own, so that their names do not clash.
     script = "".join(f"(() => {{\n{asset(name)}}})();\n" for name in ("theme.js", *scripts))
-    # Inside a script element only "<" could end it.
-    plain = "" if data is None else json.dumps(data, allow_nan=False).replace("<", "\\u003c")
-    given = f'<script type="application/json" id="data">{plain}</script>' if plain else ""
+    # Escape "<", which could end the script element.
+    json_text = "" if data is None else json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    data_element = f'<script type="application/json" id="data">{json_text}</script>' if json_text else ""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escaped(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
-        f"<body><main><header><h1>{escaped(title)}</h1>{_THEME}</header>{body}</main>{given}<script>{script}</script></body></html>\n"
+        f"<body><main><header><h1>{escaped(title)}</h1>{_THEME}</header>{body}</main>{data_element}<script>{script}</script></body></html>\n"
     )
 
 
@@ -59,12 +59,12 @@ def asset(name: str) -> str:
 
 
 def escaped(value: object) -> str:
-    """`value` as text that stays text in a page."""
+    """`value` as text, escaped for HTML."""
     return html.escape(visible(str(value)))
 
 
 def write_whole(path: str | os.PathLike[str], text: str, *, replace: bool = True) -> Path:
-    """Write a file as `written_whole` has it. Raises ValueError, too, where `text` is nothing that can be written."""
+    """Write a file by `written_whole`. Also raises ValueError if `text` cannot be encoded."""
     with written_whole(path, replace=replace) as new:
         new.write_text(text, encoding="utf-8")
     return Path(path)
@@ -72,30 +72,30 @@ def write_whole(path: str | os.PathLike[str], text: str, *, replace: bool = True
 
 @contextlib.contextmanager
 def written_whole(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Path]:
-    """Where to write a file, so that whoever reads meanwhile finds the old one or the new one; others may write it, too.
+    """A path to write a file to atomically: readers see the old file or the new one; several writers are allowed.
 
-    When the context ends what was written takes its place; after an error or an interrupt nothing is left behind.
-    A file keeps its mode, and a link what it points at; a pipe or a device is written to. Raises OSError where it cannot be
-    written (FileExistsError where there is a file and `replace` is False), and ValueError where `path` is none.
+    At the end of the context the new file replaces the old one; an error or an interrupt leaves nothing behind. The file keeps
+    its mode, a symbolic link keeps its target, and a pipe or a device is written to directly. Raises OSError if the file cannot
+    be written (FileExistsError if it exists and `replace` is False), and ValueError if `path` is not a path.
     """
-    where = Path(path)
-    if where.exists() and not where.is_file():
-        yield where
+    given = Path(path)
+    if given.exists() and not given.is_file():
+        yield given
         return
-    place = Path(os.path.realpath(where))
-    if not replace and place.exists():
-        raise FileExistsError(f"{where} is there already")
-    # A file of tempfile's could be read by nobody else once it is in its place. Its ending is what some writers go by.
-    new = place.parent / f".{uuid.uuid4().hex}.new{place.suffix}"
+    target = Path(os.path.realpath(given))
+    if not replace and target.exists():
+        raise FileExistsError(f"{given} is there already")
+    # A file of `tempfile` would be readable by its owner only. Some writers choose the format by the ending.
+    new = target.parent / f".{uuid.uuid4().hex}.new{target.suffix}"
     try:
         yield new
-        if place.exists():
-            shutil.copymode(place, new)
+        if target.exists():
+            shutil.copymode(target, new)
         if replace:
-            new.replace(place)
+            new.replace(target)
         else:
-            # Unlike a rename it fails where another one has made the file meanwhile.
-            os.link(new, place)
+            # Unlike a rename, a link fails if another process has made the file meanwhile.
+            os.link(new, target)
     finally:
-        # In its place it has this name no more.
+        # After a rename this name is gone already.
         new.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Memory against time: the frontier as a line, every named policy as a point, the plan marked, the budget as a wall."""
+"""Memory against time: the frontier as a line, named policies as points, the plan ringed, the budget as a dashed line."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def frontier_figure(
     """Device memory against the estimated time of a step, as a Matplotlib figure.
 
     Args:
-      frontier: the points that are joined, the smallest first. Hollow ones were not compiled.
-      named: name and place of other policies.
+      frontier: the points to join, the smallest first. Points that were not compiled are hollow.
+      named: names and places of other policies.
       chosen: the plan, ringed.
-      budget: a dashed line; what is right of it does not fit.
-      title: written above.
+      budget: drawn as a dashed line; points to its right do not fit.
+      title: the title above the figure.
 
     Raises:
       ValueError: the frontier is empty.
@@ -44,9 +44,9 @@ def frontier_figure(
         raise ValueError("frontier is empty: expected at least one point")
     places = [*frontier, chosen, *(place for _, place in named)]
     unit = byte_unit(max(budget, *(size for size, _, _ in places)))
-    word, second = next((one for one in _TIMES if max(time for _, time, _ in places) >= one[1]), _TIMES[-1])
+    word, second = next((time_unit for time_unit in _TIMES if max(time for _, time, _ in places) >= time_unit[1]), _TIMES[-1])
 
-    # One that is far slower would press all others together: it is drawn at the upper edge, with its time.
+    # A point that is far slower would squeeze the rest together: draw it at the upper edge, with its time.
     slowest = _FAR * max(time for _, time, _ in (*frontier, chosen))
 
     def at(place: Place) -> tuple[float, float]:
@@ -63,11 +63,11 @@ def frontier_figure(
         axes.grid(True)
         axes.margins(0.08, 0.12)
         axes.plot(*zip(*map(at, frontier), strict=True), color=BLUE, linewidth=1.5, zorder=3, label="frontier")
-        _marks(axes, [at(one) for one in frontier], [one[2] for one in frontier], BLUE)
-        _marks(axes, [at(one) for _, one in named], [one[2] for _, one in named], INK)
+        _marks(axes, [at(place) for place in frontier], [place[2] for place in frontier], BLUE)
+        _marks(axes, [at(place) for _, place in named], [place[2] for _, place in named], INK)
         axes.scatter(*at(chosen), 210, facecolors="none", edgecolors=VERMILLION, linewidths=2, zorder=6, label="the plan")
         axes.axvline(scaled_bytes(budget, unit), color=VERMILLION, linestyle=(0, (5, 3)), linewidth=1.2)
-        # Inside, at the top: above it is the title.
+        # Inside the axes, since the title is above them.
         axes.annotate(
             "budget",
             (scaled_bytes(budget, unit), 1.0),
@@ -82,7 +82,13 @@ def frontier_figure(
         axes.plot([], [], "o", color=INK, label="a named policy")
         axes.plot([], [], "o", markerfacecolor="white", markeredgecolor=GREY, label="hollow: predicted, not compiled")
         axes.legend(loc="upper right", bbox_to_anchor=(1, 0.93))
-        _name(figure, axes, [called(*one) for one in named], [at(one) for _, one in named], [at(one) for one in frontier])
+        _name(
+            figure,
+            axes,
+            [called(*entry) for entry in named],
+            [at(place) for _, place in named],
+            [at(place) for place in frontier],
+        )
     return figure
 
 
@@ -98,7 +104,7 @@ def _name(
     places: Sequence[tuple[float, float]],
     others: Sequence[tuple[float, float]],
 ) -> None:
-    """Each name beside its point, off the other points."""
+    """Write each name beside its point, clear of all points."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     if not names:
@@ -107,8 +113,8 @@ def _name(
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw_without_rendering()
 
-    def in_points(them: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        return [(float(x) * scale, float(y) * scale) for x, y in axes.transData.transform(them)]
+    def in_points(data_points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [(float(x) * scale, float(y) * scale) for x, y in axes.transData.transform(data_points)]
 
     texts = [axes.text(0, 0, name, fontsize=9, color=INK, zorder=7) for name in names]
     extents = [text.get_window_extent(renderer) for text in texts]

@@ -1,4 +1,4 @@
-"""Stacked bars of a page: each part has a letter, a colour and maybe stripes, and a table behind them has the bytes."""
+"""Stacked bars of a page: each part has a letter, a colour and maybe stripes; a table under the bars has the bytes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from remat_jax.report.html_tables import Cell, Column, html_table
 from remat_jax.report.tables import format_bytes
 
 Part = tuple[str, str]
-"""What it is of, and its kind."""
+"""The name of a part of a bar, and its kind."""
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _LEAST = 4.5
-"""Per cent of the width below which a part has no room for its letter."""
+"""The least width of a part with a letter, in per cent of the bar."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Stack:
 
     @property
     def total(self) -> int:
-        """All parts together."""
+        """The sum of all parts."""
         return sum(self.parts.values())
 
 
@@ -38,27 +38,27 @@ def stacked_bars(
     limit: tuple[str, int] | None = None,
     colours: Mapping[str, str] | None = None,
 ) -> str:
-    """Bars of one scale, or each in shares of itself as the reader chooses; their legend; and the same as a table.
+    """Bars on one scale, or in shares of each bar if the reader chooses so; their legend; the same figures as a table.
 
     Args:
-      label: what they show, for a screen reader.
+      label: a description for screen readers.
       striped: the kind of part that is drawn with stripes.
-      limit: a name and bytes, drawn as a line across all bars where it is not far beyond them.
-      colours: class by name; the others have one in the order in which they come.
+      limit: a name and bytes, drawn as a line across all bars unless it is far beyond them.
+      colours: CSS classes by name; other names get classes in order of appearance.
 
     >>> text = stacked_bars([Stack("full", {("ffn", "kept"): 1024, ("head", "kept"): 512})], label="memory")
     >>> 'aria-label="full: 1.5 KiB: A ffn, kept 1.0 KiB; B head, kept 512 B"' in text
     True
     """
-    names = list(dict.fromkeys(name for one in stacks for name, _ in one.parts))
+    names = list(dict.fromkeys(name for stack in stacks for name, _ in stack.parts))
     letters = {name: _LETTERS[at % len(_LETTERS)] for at, name in enumerate(names)}
     free = (f"c{at}" for at in range(len(names)))
     classes = {name: (colours or {}).get(name) or next(free) for name in names}
-    largest = max((one.total for one in stacks), default=0)
+    largest = max((stack.total for stack in stacks), default=0)
     shown = limit if limit and limit[1] <= 1.5 * largest else None
     scale = max(largest, shown[1] if shown else 0) or 1
-    shares = _SHARES if len(stacks) > 1 and any(len(one.parts) > 1 for one in stacks) else ""
-    bars = "".join(_bar(one, letters, classes, striped, scale, shown) for one in stacks)
+    shares = _SHARES if len(stacks) > 1 and any(len(stack.parts) > 1 for stack in stacks) else ""
+    bars = "".join(_bar(stack, letters, classes, striped, scale, shown) for stack in stacks)
     return (
         f'<div class="stacks" role="group" aria-label="{escaped(label)}">{shares}{bars}</div>'
         f"{_legend(letters, classes, striped if _has(stacks, striped) else '', shown)}"
@@ -70,7 +70,7 @@ _SHARES = '<label class="scale"><input type="checkbox" autocomplete="off"> each 
 
 
 def _has(stacks: Sequence[Stack], kind: str) -> bool:
-    return bool(kind) and any(part[1] == kind for one in stacks for part in one.parts)
+    return bool(kind) and any(part[1] == kind for stack in stacks for part in stack.parts)
 
 
 def _bar(
@@ -81,20 +81,22 @@ def _bar(
     scale: int,
     limit: tuple[str, int] | None,
 ) -> str:
-    said, pieces = [], []
+    texts, pieces = [], []
     for (name, kind), size in stack.parts.items():
         text = f"{letters[name]} {name}, {kind} {format_bytes(size)}"
-        said.append(text)
-        share, own = 100 * size / scale, 100 * size / (stack.total or 1)
-        letter = f"<b>{letters[name]}</b>" if own >= _LEAST else ""
+        texts.append(text)
+        share, share_of_bar = 100 * size / scale, 100 * size / (stack.total or 1)
+        letter = f"<b>{letters[name]}</b>" if share_of_bar >= _LEAST else ""
         look = f"{classes[name]}{' striped' * (kind == striped)}{' slim' * (share < _LEAST)}"
-        told = f"{escaped(text)}, {own:.1f} % ({size:,} bytes)"
-        pieces.append(f'<i class="{look}" style="--of-all:{share:.3f}%;--of-own:{own:.3f}%" title="{told}">{letter}</i>')
+        tooltip = f"{escaped(text)}, {share_of_bar:.1f} % ({size:,} bytes)"
+        pieces.append(
+            f'<i class="{look}" style="--of-all:{share:.3f}%;--of-own:{share_of_bar:.3f}%" title="{tooltip}">{letter}</i>'
+        )
     line = f'<em style="left:{100 * limit[1] / scale:.3f}%"></em>' if limit else ""
     total = format_bytes(stack.total)
     return (
         f'<div class="line"><span class="of">{escaped(stack.label)}</span>'
-        f'<span class="pieces" role="img" aria-label="{escaped(f"{stack.label}: {total}: " + "; ".join(said))}">'
+        f'<span class="pieces" role="img" aria-label="{escaped(f"{stack.label}: {total}: " + "; ".join(texts))}">'
         f"{''.join(pieces)}{line}</span>"
         f'<b class="total" data-value="{stack.total}" title="{stack.total:,} bytes">{total}</b></div>'
     )
@@ -110,10 +112,10 @@ def _legend(letters: Mapping[str, str], classes: Mapping[str, str], striped: str
 
 
 def _table(stacks: Sequence[Stack], letters: Mapping[str, str], label: str) -> str:
-    parts = dict.fromkeys(part for one in stacks for part in one.parts)
-    columns = [Column(""), Column("what", "name"), Column("kind"), *(Column(one.label, "bytes") for one in stacks)]
+    parts = dict.fromkeys(part for stack in stacks for part in stack.parts)
+    columns = [Column(""), Column("what", "name"), Column("kind"), *(Column(stack.label, "bytes") for stack in stacks)]
     rows: list[tuple[bool, list[Cell]]] = [
-        (True, [letters[part[0]], *part, *(one.parts.get(part, 0) for one in stacks)]) for part in parts
+        (True, [letters[part[0]], *part, *(stack.parts.get(part, 0) for stack in stacks)]) for part in parts
     ]
-    rows.append((True, ["", "together", "", *(one.total for one in stacks)]))
+    rows.append((True, ["", "together", "", *(stack.total for stack in stacks)]))
     return html_table(columns, rows, label=f"{label}, as a table", sortable=False)

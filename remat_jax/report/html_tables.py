@@ -1,4 +1,4 @@
-"""Tables of a page: figures are written for people, and sort by their values."""
+"""Tables of a page: cells show readable figures and sort by their exact values."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Cell = str | float | int | bool | None
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its title, and how its cells are written; they sort by their values.
+    """A column of a table: its title, and the format of its cells.
 
-    `style` is `text`, `name` (what the row is about), `count`, `bytes`, `seconds`, `flops`, `error` or `ratio`.
+    `style` is `text`, `name` (the row's heading), `count`, `bytes`, `seconds`, `flops`, `error` or `ratio`.
     """
 
     title: str
@@ -31,7 +31,7 @@ def html_table(
     name: str = "",
     sortable: bool = True,
 ) -> str:
-    """A table as HTML. `rows` are (whether it holds, one cell per column), `label` what a screen reader calls it.
+    """A table as HTML. `rows` are pairs (passed, one cell per column); `label` is for screen readers.
 
     >>> text = html_table([Column("policy", "name"), Column("device", "bytes")], [(True, ["full", 2048])], label="memory")
     >>> '<td class="number" data-value="2048" title="2,048 bytes">2.0 KiB</td>' in text
@@ -42,18 +42,18 @@ def html_table(
         f'<tr class="{state(passed)}">' + "".join(_cell(c, v) for c, v in zip(columns, cells, strict=True)) + "</tr>"
         for passed, cells in rows
     )
-    named = f' id="{name}"' if name else ""
-    kind = ' class="sortable"' if sortable else ""
-    # What is wider than the window scrolls by itself; by the keyboard too, where nothing inside takes it.
-    reached = "" if sortable else ' tabindex="0"'
+    id_attribute = f' id="{name}"' if name else ""
+    class_attribute = ' class="sortable"' if sortable else ""
+    # A table that is wider than the window scrolls by itself. Without buttons inside, the keyboard must reach the table.
+    tabindex = "" if sortable else ' tabindex="0"'
     return (
-        f'<div class="wide" role="region" aria-label="{escaped(label)}"{reached}><table{named}{kind}>'
+        f'<div class="wide" role="region" aria-label="{escaped(label)}"{tabindex}><table{id_attribute}{class_attribute}>'
         f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
 def state(passed: bool) -> str:
-    """The class of what holds, or does not."""
+    """The CSS class of a check that passed or failed."""
     return "ok" if passed else "failed"
 
 
@@ -71,7 +71,7 @@ def _cell(column: Column, value: Cell) -> str:
         kind, scope = ("th", ' scope="row"') if column.style == "name" else ("td", "")
         return f'<{kind}{scope} data-value="{written}">{written}</{kind}>'
     number = math.nan if value is None else float(value)
-    # What is not there sorts below everything.
+    # Missing values sort below all numbers.
     sorted_by: float | int = -1 if value is None or math.isnan(number) else value
     exact = f' title="{value:,} bytes"' if column.style == "bytes" and value is not None else ""
     return f'<td class="number" data-value="{sorted_by}"{exact}>{escaped(_number(value, column.style))}</td>'

@@ -22,11 +22,10 @@ def place_labels(
     radius: float = 6.0,
     taken: Sequence[Box] = (),
 ) -> list[Box]:
-    """A box for every point's label, near its point, inside `area`, off the other labels, all points and `taken`.
+    """A box for every point's label, near its point, inside `area`, clear of the other labels, all points and `taken`.
 
-    `points` are positions and `sizes` widths and heights, in one unit, with `area` and the points' `radius`. Places are
-    tried ring by ring around each point, the most crowded points first; where no free place is left, the one with the
-    least overlap is taken, so that every point has its label.
+    `points` are positions, `sizes` widths and heights, in the unit of `area` and the points' `radius`. Boxes are tried in rings
+    around each point, the most crowded points first. Without a free place the label gets the box with the least overlap.
 
     >>> place_labels([(50, 50)], [(20, 10)], (0, 0, 100, 100))
     [(59.0, 45.0, 79.0, 55.0)]
@@ -47,7 +46,7 @@ def place_labels(
 
 
 def boxes_along(path: Sequence[Sequence[float]], step: float = 6.0) -> list[Box]:
-    """Small boxes along the line through `path`, at most `step` apart, for labels to keep off.
+    """Small boxes along the line through `path`, at most `step` apart, as obstacles for labels.
 
     >>> boxes_along([(0, 0), (8, 0)])
     [(-1.0, -1.0, 1.0, 1.0), (3.0, -1.0, 5.0, 1.0), (7.0, -1.0, 9.0, 1.0)]
@@ -70,7 +69,7 @@ def _crowded_first(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def _candidates(point: tuple[float, float], size: tuple[float, float]) -> Iterator[Box]:
-    """Boxes around the point, nearest first; to the right of it before anywhere else."""
+    """Boxes around the point, the nearest first, beginning at the right."""
     (x, y), (width, height) = point, size
     for distance in _DISTANCES:
         for step in range(_DIRECTIONS):
@@ -84,9 +83,9 @@ def _candidates(point: tuple[float, float], size: tuple[float, float]) -> Iterat
             yield (left, bottom, left + width, bottom + height)
 
 
-def _shared(one: Box, other: Box) -> float:
-    width = min(one[2], other[2]) - max(one[0], other[0]) + _CLEARANCE
-    height = min(one[3], other[3]) - max(one[1], other[1]) + _CLEARANCE
+def _shared(first: Box, second: Box) -> float:
+    width = min(first[2], second[2]) - max(first[0], second[0]) + _CLEARANCE
+    height = min(first[3], second[3]) - max(first[1], second[1]) + _CLEARANCE
     return width * height if width > 0 and height > 0 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Lines: how figures grow with something, measured points beside what a formula says."""
+"""Line charts: measured points beside the values of a formula."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Line:
     """One quantity.
 
     Attributes:
-        label: its name, in the legend and at its end.
-        line: points (x, y) that are joined: what a formula says. May be empty.
-        points: points (x, y) that are marked: what was measured. May be empty.
-        dashed: draw the line dashed, as a claim and not as a result.
+        label: its name in the legend.
+        line: points (x, y) of a formula, joined. May be empty.
+        points: measured points (x, y), marked. May be empty.
+        dashed: draw the line dashed, as a claim instead of a result.
     """
 
     label: str
@@ -35,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One system of axes. `logarithmic` is for the x axis, to the base 2, and for y as well with `logarithmic_y`."""
+    """One system of axes. `logarithmic` and `logarithmic_y` make the x and the y axis logarithmic to base 2."""
 
     title: str
     xlabel: str
@@ -47,11 +47,11 @@ class Panel:
 
 
 def lines_figure(panels: Sequence[Panel], height: float = 4.6) -> Figure:
-    """The panels side by side, as a Matplotlib figure; a line of the same place has the same colour in every panel.
+    """The panels side by side as a Matplotlib figure; the i-th lines of all panels have the same colour.
 
     Raises:
-        ValueError: without a panel, or where a panel has no point to draw.
-        ImportError: where Matplotlib is not installed.
+        ValueError: there is no panel, or a panel has no point to draw.
+        ImportError: Matplotlib is not installed.
 
     >>> figure = lines_figure([Panel("t", "x", "y", [Line("a", [(1, 2), (2, 3)], [(1, 2)])])])
     >>> [axes.get_title(loc="left") for axes in figure.axes]
@@ -60,7 +60,7 @@ def lines_figure(panels: Sequence[Panel], height: float = 4.6) -> Figure:
     if not panels:
         raise ValueError("panels is empty: expected at least one")
     for position, panel in enumerate(panels):
-        if not any([*one.line, *one.points] for one in panel.lines):
+        if not any([*line.line, *line.points] for line in panel.lines):
             raise ValueError(f"panels[{position}] has no point to draw: give its lines some")
     with style():
         figure = new_figure(height)
@@ -73,25 +73,25 @@ def lines_figure(panels: Sequence[Panel], height: float = 4.6) -> Figure:
 def _draw(axes: Axes, panel: Panel) -> None:
     from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
-    for number, one in enumerate(panel.lines):
+    for number, line in enumerate(panel.lines):
         colour = _COLOURS[number % len(_COLOURS)]
-        if one.line:
-            dashes = (0, (4, 2)) if one.dashed else "-"
-            axes.plot(*zip(*one.line, strict=True), color=colour, linestyle=dashes, linewidth=1.5, zorder=2)
-        if one.points:
-            # Equal values of two lines lie on top of each other: later marks are smaller.
+        if line.line:
+            dashes = (0, (4, 2)) if line.dashed else "-"
+            axes.plot(*zip(*line.line, strict=True), color=colour, linestyle=dashes, linewidth=1.5, zorder=2)
+        if line.points:
+            # Later marks are smaller, so that equal values of two lines both show.
             size = max(3.0, 7.5 - 1.1 * number)
             marker = _MARKERS[number % len(_MARKERS)]
-            axes.plot(*zip(*one.points, strict=True), marker, color=colour, markersize=size, zorder=3 + number)
+            axes.plot(*zip(*line.points, strict=True), marker, color=colour, markersize=size, zorder=3 + number)
         axes.plot(
             [],
             [],
             color=colour,
-            linestyle=((0, (4, 2)) if one.dashed else "-") if one.line else "",
+            linestyle=((0, (4, 2)) if line.dashed else "-") if line.line else "",
             linewidth=1.5,
-            marker=_MARKERS[number % len(_MARKERS)] if one.points else "",
+            marker=_MARKERS[number % len(_MARKERS)] if line.points else "",
             markersize=5,
-            label=one.label,
+            label=line.label,
         )
     if panel.logarithmic:
         axes.set_xscale("log", base=2)

@@ -35,7 +35,7 @@ _COLOURS = {
 
 @dataclass(frozen=True)
 class Modules:
-    """What is in memory by module: bars, what they show, which kind is striped, and how to read them."""
+    """Memory by module: the bars, a description of them, the striped kind, and a hint how to read them."""
 
     stacks: Sequence[Stack]
     label: str
@@ -45,7 +45,7 @@ class Modules:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something that is wrong: what it is called, under which policies, where, what happens, and the remedy."""
+    """A finding: its name, its policies, its place, the problem, and the remedy."""
 
     name: str
     under: str
@@ -56,20 +56,20 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Overview:
-    """What the page shows, written for people or as figures in bytes and seconds.
+    """The content of the page, as texts or as figures in bytes and seconds.
 
     Attributes:
-      title: of the page.
-      short: what it comes to, in sentences.
-      facts: what the workload is: pairs of a name and a text.
-      columns, rows: the policies compared.
-      device, host: a bar for each policy, in device and in host memory; `limit` is drawn across the former.
-      notes: what else is to be known of the policies.
-      offload: rows of `OFFLOAD_COLUMNS`; `warnings` what did not happen as asked.
+      title: the page's title.
+      short: a summary in sentences.
+      facts: the workload as pairs of a name and a text.
+      columns, rows: the table of the compared policies.
+      device, host: a bar for each policy in device and in host memory; `limit` is drawn across the device bars.
+      notes: further notes on the policies.
+      offload: rows of `OFFLOAD_COLUMNS`; `warnings` are offloads that did not happen as requested.
       findings: the traps.
-      modules: what is in memory by module; None where that is not known, which `notes` says.
-      plan: what `plan_page` takes; `explanation` its reasons.
-      parity: verdict, whether it holds, and what `page_body` takes.
+      modules: memory by module; None if unknown, with the reason in `notes`.
+      plan: the data for `plan_page`; `explanation` has its reasons.
+      parity: the verdict, whether it passed, and the arguments of `page_body`.
       footer: how the figures were made.
     """
 
@@ -114,12 +114,12 @@ def overview_page(page: Overview) -> str:
         f'<section id="{name}" aria-labelledby="{name}-head"><h2 id="{name}-head">{heading}</h2>{text}</section>'
         for name, (heading, text) in present.items()
     )
-    short = f'<div class="short"><ul>{"".join(f"<li>{escaped(one)}</li>" for one in page.short)}</ul></div>'
-    said = "".join(f"<p>{escaped(one)}</p>" for one in page.footer)
+    short = f'<div class="short"><ul>{"".join(f"<li>{escaped(sentence)}</li>" for sentence in page.short)}</ul></div>'
+    footer = "".join(f"<p>{escaped(sentence)}</p>" for sentence in page.footer)
     scripts = plan_page.SCRIPTS if page.plan is not None else ("tables.js",)
     return document(
         page.title,
-        f'<nav aria-label="sections"><ul>{links}</ul></nav>{short}{body}<footer>{said}</footer>',
+        f'<nav aria-label="sections"><ul>{links}</ul></nav>{short}{body}<footer>{footer}</footer>',
         styles=(*plan_page.STYLES, "overview_page.css"),
         scripts=scripts,
         data=page.plan,
@@ -129,7 +129,7 @@ def overview_page(page: Overview) -> str:
 def _policies(page: Overview) -> str:
     parts = [
         html_table(page.columns, [(True, row) for row in page.rows], label="policies compared", name="policies-table"),
-        *(f'<p class="hint">{escaped(one)}</p>' for one in page.notes),
+        *(f'<p class="hint">{escaped(note)}</p>' for note in page.notes),
         "<h3>Device memory</h3>",
         stacked_bars(page.device, label="device memory by policy", limit=page.limit, colours=_COLOURS),
     ]
@@ -146,12 +146,12 @@ def _policies(page: Overview) -> str:
 
 def _troubles(troubles: Sequence[Trouble]) -> str:
     entries = []
-    for one in troubles:
-        where = f" ({escaped(one.where)})" if one.where else ""
-        remedy = f"<p>Remedy: {escaped(one.remedy)}</p>" if one.remedy else ""
+    for trouble in troubles:
+        where = f" ({escaped(trouble.where)})" if trouble.where else ""
+        remedy = f"<p>Remedy: {escaped(trouble.remedy)}</p>" if trouble.remedy else ""
         entries.append(
-            f"<li><p><strong>{escaped(one.name)}</strong> under {escaped(one.under)}{where}</p>"
-            f"<p>{escaped(one.problem)}</p>{remedy}</li>"
+            f"<li><p><strong>{escaped(trouble.name)}</strong> under {escaped(trouble.under)}{where}</p>"
+            f"<p>{escaped(trouble.problem)}</p>{remedy}</li>"
         )
     return f'<ul class="findings">{"".join(entries)}</ul>' if entries else ""
 

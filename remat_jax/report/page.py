@@ -13,7 +13,7 @@ from remat_jax.report.tables import format_bytes
 
 @dataclass
 class Node:
-    """A node of the tree: its name, what is said beside it, whether it holds, a mark, and what is inside."""
+    """A node of the tree: its name, the text beside it, whether it passed, a mark, and its children."""
 
     name: str
     text: str = ""
@@ -24,7 +24,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar: what it stands for, and its parts in bytes by name."""
+    """A bar: its label, its group, and its parts in bytes by name."""
 
     label: str
     group: str
@@ -32,7 +32,7 @@ class Bar:
 
 
 def html_page(title: str, verdict: str, passed: bool, **evidence: Any) -> str:
-    """The page as text; `evidence` is what `page_body` takes.
+    """The page as text; `evidence` are the keyword arguments of `page_body`.
 
     >>> text = html_page("t", "v", True, checks=[("one", True, "")], tree=Node("m"), columns=[], rows=[], bars=[], details={})
     >>> "http" in text, '<th scope="row">one</th>' in text
@@ -53,9 +53,9 @@ def page_body(
     details: Mapping[str, str],
     level: int = 2,
 ) -> str:
-    """What stands below the title; needs `tables.js`.
+    """The page below the title; needs `tables.js`.
 
-    `rows` are (whether it holds, one cell per column); `details` are texts to unfold, by heading; headings are of `level`.
+    `rows` are pairs (passed, one cell per column); `details` are texts by heading; `level` is the level of the headings.
     """
     head, close = f"<h{level}>", f"</h{level}>"
     parts = [
@@ -74,8 +74,8 @@ def page_body(
 def _checks(checks: Iterable[tuple[str, bool, str]]) -> str:
     rows = "".join(
         f'<tr class="{state(passed)}"><td>{"✓" if passed else "✗"}</td>'
-        f'<th scope="row">{escaped(name)}</th><td>{escaped(found)}</td></tr>'
-        for name, passed, found in checks
+        f'<th scope="row">{escaped(name)}</th><td>{escaped(result)}</td></tr>'
+        for name, passed, result in checks
     )
     return f'<div class="wide"><table class="checks"><tbody>{rows}</tbody></table></div>'
 

@@ -9,15 +9,15 @@ from remat_jax.report.document import asset, document, escaped
 from remat_jax.report.html_tables import Column, html_table
 
 STYLES, SCRIPTS = ("plan_page.css",), ("tables.js", "plan_page.js")
-"""What `plan_body` needs; and its data is that of the document."""
+"""The files that `plan_body` needs; the document's data must be the plan's."""
 
 
 def plan_page(data: Mapping[str, Any]) -> str:
     """The page as text.
 
-    `data` has `title`; `summary`, sentences; `budget` in bytes; `host_budget`, None for none; `base_seconds`; `points` along
-    the frontier with `device`, `host`, `seconds`, `compiled`, `says`, `figures` (pairs of a name and a text) and `parts`;
-    `chosen`, the index of the plan among them; and `named`, points that have a `name`. A part has `where`, `policy`, `costs`,
+    `data` has `title`; `summary`, sentences; `budget` in bytes; `host_budget`, None without a limit; `base_seconds`; `points`
+    along the frontier with `device`, `host`, `seconds`, `compiled`, `says`, `figures` (pairs of a name and a text) and `parts`;
+    `chosen`, the index of the plan in `points`; and `named`, points with a `name`. A part has `where`, `policy`, `costs`,
     `bytes` and `texts` by action, and `rows` of (residual, action, size, seconds).
 
     >>> point = {"device": 1, "host": 0, "seconds": 1.0, "compiled": True, "says": "</script>", "figures": [], "parts": []}
@@ -30,19 +30,19 @@ def plan_page(data: Mapping[str, Any]) -> str:
 
 
 def plan_body(data: Mapping[str, Any], level: int = 2) -> str:
-    """What stands below the title, for the same data; headings are of `level`."""
-    said = "".join(f"<p>{escaped(one)}</p>" for one in data["summary"])
+    """The page below the title, for the same data; `level` is the level of the headings."""
+    summary = "".join(f"<p>{escaped(sentence)}</p>" for sentence in data["summary"])
     body = asset("plan_page.html").replace("h2>", f"h{level}>")
-    return said + body.replace("<!-- points -->", _points(data)).replace("<!-- named -->", _named(data))
+    return summary + body.replace("<!-- points -->", _points(data)).replace("<!-- named -->", _named(data))
 
 
 def _points(data: Mapping[str, Any]) -> str:
     columns = [Column("device", "bytes"), Column("host", "bytes"), Column("step", "seconds"), Column("known"), Column("budget")]
     rows = []
-    for index, one in enumerate(data["points"]):
-        known = "compiled" if one["compiled"] else "predicted"
-        told = f"{known}, the plan" if index == data["chosen"] else known
-        rows.append((True, [one["device"], one["host"], one["seconds"], told, _within(one, data)]))
+    for index, point in enumerate(data["points"]):
+        provenance = "compiled" if point["compiled"] else "predicted"
+        shown = f"{provenance}, the plan" if index == data["chosen"] else provenance
+        rows.append((True, [point["device"], point["host"], point["seconds"], shown, _within(point, data)]))
     return html_table(columns, rows, label="the frontier", name="points")
 
 
@@ -52,15 +52,15 @@ def _named(data: Mapping[str, Any]) -> str:
         (
             True,
             [
-                one["name"],
-                one["device"],
-                one["host"],
-                one["seconds"],
-                "compiled" if one["compiled"] else "predicted",
-                _within(one, data),
+                point["name"],
+                point["device"],
+                point["host"],
+                point["seconds"],
+                "compiled" if point["compiled"] else "predicted",
+                _within(point, data),
             ],
         )
-        for one in data["named"]
+        for point in data["named"]
     ]
     return html_table([*columns, Column("known"), Column("budget")], rows, label="the named policies", name="named")
 

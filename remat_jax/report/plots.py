@@ -1,4 +1,4 @@
-"""Pictures of what checkpointing modes cost, written to files."""
+"""Pictures of the memory and time of checkpointing modes, written to files."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def demo_pictures(rows: Iterable[Any], folder: str | Path) -> list[str]:
-    """Draws memory, time and trade-off of `rows` into `folder`, each as PNG and as SVG, and returns the paths.
+    """Draw memory, time and trade-off of `rows` into `folder`, each as PNG and as SVG; returns the paths.
 
     A row is a mapping or a dataclass instance with the keys `framework`, `model`, `mode`, `residual_device_bytes`,
-    `residual_host_bytes`, `peak_bytes` (of `torch`, `cpu`, `h200`) and `relative_time`; a value of `None` is drawn as
-    missing, never as zero. `folder` is made if need be. Models differ in size, so that each has pictures of its own:
-    with more than one, its name is added to theirs (`memory-decoder.png`).
+    `residual_host_bytes`, `peak_bytes` (by `torch`, `cpu`, `h200`) and `relative_time`; a value of `None` is drawn as
+    missing, never as zero. Creates `folder` if it does not exist. Models differ in size, so each model has its own pictures;
+    with several models their file names end in the model's name (`memory-decoder.png`).
 
-    Raises `ValueError` for rows that cannot be drawn, `ImportError` where Matplotlib is not installed.
+    Raises `ValueError` for rows that cannot be drawn, `ImportError` if Matplotlib is not installed.
 
     >>> import tempfile
     >>> row = {"framework": "PyTorch", "model": "toy", "mode": "off", "residual_device_bytes": 4096,
@@ -48,7 +48,7 @@ def demo_pictures(rows: Iterable[Any], folder: str | Path) -> list[str]:
 
 
 def save_figure(figure: Figure, folder: str | Path, name: str) -> list[str]:
-    """Write `figure` into `folder`, made if need be, as `name`.png and as `name`.svg; the paths."""
+    """Write `figure` into `folder` as `name`.png and as `name`.svg; returns the paths. Creates the folder if needed."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[str] = []

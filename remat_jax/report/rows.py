@@ -1,4 +1,4 @@
-"""The rows that pictures are drawn from: one per framework and mode, checked and put into groups."""
+"""The rows of the pictures: one per framework and mode, checked and grouped."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ _LONGEST_MODE = 34
 
 
 def plain_rows(rows: Iterable[Any]) -> list[Row]:
-    """`rows` as mappings: a mapping is taken as it is, a dataclass instance as its fields.
+    """`rows` as mappings: a mapping as it is, a dataclass instance as its fields. Values may be `None`.
 
-    Raises `ValueError` where there is no row, a row lacks one of `ROW_KEYS`, `peak_bytes` has a key that is not in
-    `PEAK_KINDS` or `relative_time` is not a positive number, and `TypeError` for a row that is neither a mapping nor a
-    dataclass instance. Values may be `None`.
+    Raises `ValueError` if there is no row, a row lacks one of `ROW_KEYS`, `peak_bytes` has a key outside `PEAK_KINDS` or
+    `relative_time` is not a positive number, and `TypeError` for a row that is neither a mapping nor a dataclass instance.
 
     >>> plain_rows([{"framework": "PyTorch"}])
     Traceback (most recent call last):
@@ -46,7 +45,7 @@ def plain_rows(rows: Iterable[Any]) -> list[Row]:
 
 
 def group(rows: Sequence[Row], key: str) -> dict[str, list[Row]]:
-    """The rows by their value of `key`, groups and rows in order of appearance.
+    """The rows grouped by their value of `key`, in order of appearance.
 
     >>> list(group([{"m": "b"}, {"m": "a"}, {"m": "b"}], "m"))
     ['b', 'a']
@@ -58,7 +57,7 @@ def group(rows: Sequence[Row], key: str) -> dict[str, list[Row]]:
 
 
 def peak(row: Row, kind: str) -> int | None:
-    """The row's peak in bytes of one of `PEAK_KINDS`, or `None`.
+    """The row's peak in bytes for one of `PEAK_KINDS`, or `None`.
 
     >>> peak({"peak_bytes": {"cpu": 3}}, "cpu"), peak({"peak_bytes": None}, "cpu")
     (3, None)
@@ -68,7 +67,7 @@ def peak(row: Row, kind: str) -> int | None:
 
 
 def mode_label(row: Row) -> str:
-    """The row's mode, its middle left out where it is too long for a picture.
+    """The row's mode, shortened in the middle if it is too long for a picture.
 
     >>> mode_label({"mode": "save: block/attention/*, block/mlp/up*; recompute: *"})
     'save: block/atte…/up*; recompute: *'

@@ -1,4 +1,4 @@
-"""Stacked bars: what is in memory, by module, one bar for each policy."""
+"""Stacked bars: memory by module, one bar for each policy."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _HATCH = "////"
 _HEIGHT = 0.66
 _LONGEST_NAME = 34
 MOST_MODULES = len(_COLOURS)
-"""How many modules have a colour of their own."""
+"""The most modules with a colour of their own."""
 
 
 def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int = MOST_MODULES) -> Figure:
-    """What is on the device at the peak under each policy, by module, as a Matplotlib figure.
+    """Device memory at the peak under each policy, by module, as a Matplotlib figure.
 
-    On the left the bytes, on the right the shares of each bar, so that a small bar can be read beside a large one. Plain parts
-    are arguments and what the forward pass made and kept, hatched ones the working set of the moment: recomputed and backward.
+    The left panel has bytes, the right panel the shares of each bar, which make small bars readable. Plain parts are arguments
+    and saved arrays of the forward pass. Hatched parts are the working set: recomputed arrays and those of the backward pass.
 
     Args:
-      memory: policy → (module path, phase) → bytes, as `MemoryReport.live_bytes_by_module` has them. Layers that differ in a
-        number alone are one module, what belongs to one argument is one.
-      title: written above the panels.
-      modules: how many modules have a colour of their own, at most 7; those that take the largest share of any bar.
+      memory: policy → (module path, phase) → bytes, as in `MemoryReport.live_bytes_by_module`. Layers whose paths differ only
+        in a number are one module; the arrays of one argument are one part.
+      title: the title above the panels.
+      modules: the number of modules with a colour of their own, at most 7: the modules with the largest share of any bar.
 
     Raises:
-      ValueError: no policy, a policy without bytes, or `modules` out of range.
+      ValueError: there is no policy, a policy has no bytes, or `modules` is out of range.
       ImportError: Matplotlib is not installed.
 
     >>> figure = module_memory_figure({"off": {("ffn/up", "forward"): 2048, ("parameters", "argument"): 512}}, "a model")
@@ -89,7 +89,7 @@ def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int 
 
 
 def save_picture(figure: Figure, path: str | Path) -> str:
-    """Write `figure` to `path`, in the format of its ending; the folder is made if need be. Gives the path back.
+    """Write `figure` to `path` in the format of its ending, and return the path. Creates the folder if needed.
 
     Raises `ValueError` for an ending that is not in `FORMATS`.
 
@@ -102,7 +102,7 @@ def save_picture(figure: Figure, path: str | Path) -> str:
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"path={str(path)!r} ends in {path.suffix!r}: expected {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # What changes from run to run is left out, so that the same figures give the same file.
+    # Leave out metadata that changes from run to run, so that equal figures give equal files.
     metadata: dict[str, Any] = {".png": {"Software": None}, ".svg": {"Date": None}}.get(
         path.suffix.lower(), {"CreationDate": None}
     )
@@ -112,7 +112,7 @@ def save_picture(figure: Figure, path: str | Path) -> str:
 
 
 def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[str, str], int]]:
-    """The bytes of each bar by (module or argument, `kept` or `working set`), few enough to be told apart.
+    """The bytes of each bar by (module or argument, `kept` or `working set`), with at most `modules` modules.
 
     >>> layers = {("Net/layer_0/up", "forward"): 8, ("Net/layer_1/up", "forward"): 8, ("Net/head", "backward"): 1}
     >>> grouped({"off": layers}, 1)
@@ -121,32 +121,32 @@ def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[
     paths = dict.fromkeys(path for bar in memory.values() for path, phase in bar if _argument(path, phase) is None)
     names = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))
     bars: dict[str, dict[tuple[str, str], int]] = {}
-    largest: dict[str, float] = {}
+    largest_share: dict[str, float] = {}
     for policy, bar in memory.items():
-        found: dict[tuple[str, str], int] = {}
+        parts: dict[tuple[str, str], int] = {}
         for (path, phase), n in bar.items():
             part = _argument(path, phase) or names[path] or _NOWHERE, _PHASES.get(phase, WORKING)
-            found[part] = found.get(part, 0) + n
-        bars[policy] = found
-        for module in {module for module, _ in found}:
-            share = sum(n for part, n in found.items() if part[0] == module) / (sum(found.values()) or 1)
-            largest[module] = max(largest.get(module, 0.0), share)
-    ranked = sorted(largest, key=lambda name: (-largest[name], name))
+            parts[part] = parts.get(part, 0) + n
+        bars[policy] = parts
+        for module in {module for module, _ in parts}:
+            share = sum(n for part, n in parts.items() if part[0] == module) / (sum(parts.values()) or 1)
+            largest_share[module] = max(largest_share.get(module, 0.0), share)
+    ranked = sorted(largest_share, key=lambda name: (-largest_share[name], name))
     coloured = [name for name in ranked if name not in (*_ARGUMENTS, _NOWHERE)]
     order = [*coloured[:modules], _OTHER, _NOWHERE, *_ARGUMENTS]
     for policy, bar in bars.items():
-        together: dict[tuple[str, str], int] = {}
+        merged: dict[tuple[str, str], int] = {}
         for (module, phase), n in bar.items():
             part = module if module in order else _OTHER, phase
-            together[part] = together.get(part, 0) + n
-        bars[policy] = dict(sorted(together.items(), key=lambda entry: (order.index(entry[0][0]), entry[0][1])))
+            merged[part] = merged.get(part, 0) + n
+        bars[policy] = dict(sorted(merged.items(), key=lambda entry: (order.index(entry[0][0]), entry[0][1])))
     return bars
 
 
 def merged_layers(paths: Iterable[str]) -> list[str]:
-    """Each path with the number of its layer written `*`, where other paths differ from it in that number.
+    """Each path with `*` for its layer's number, if other paths differ from it only in that number.
 
-    Only the outermost numbered part is a layer; what is numbered inside it, such as `Dense_0`, is told apart.
+    Only the outermost numbered part is a layer; numbered parts inside it, such as `Dense_0`, stay distinct.
 
     >>> merged_layers(["Net/block_0/Dense_0", "Net/block_0/Dense_1", "Net/block_1/Dense_0", "Net/head_0"])
     ['Net/block_*/Dense_0', 'Net/block_*/Dense_1', 'Net/block_*/Dense_0', 'Net/head_0']
@@ -156,20 +156,27 @@ def merged_layers(paths: Iterable[str]) -> list[str]:
     for parts in split:
         for place, (stem, number, rest) in _numbered(parts):
             numbers.setdefault((*parts[:place], stem, rest), set()).add(number)
-    found = []
+    merged = []
     for parts in split:
-        layer = next((one for one in _numbered(parts) if len(numbers[(*parts[: one[0]], one[1][0], one[1][2])]) > 1), None)
+        layer = next(
+            (
+                numbered
+                for numbered in _numbered(parts)
+                if len(numbers[(*parts[: numbered[0]], numbered[1][0], numbered[1][2])]) > 1
+            ),
+            None,
+        )
         if layer is not None:
             place, (stem, _, rest) = layer
             parts = [*parts[:place], f"{stem}*{rest}", *parts[place + 1 :]]
-        found.append("/".join(parts))
-    return found
+        merged.append("/".join(parts))
+    return merged
 
 
 def without_common_root(paths: Sequence[str]) -> list[str]:
-    """The paths without the first part where that is the model's own class: the first part of more than half of them.
+    """The paths without the model's class, which is the first part of more than half of the paths.
 
-    Compilers leave it out of some names, and those stay as they are.
+    Some names of the compiled program lack the class; they stay as they are.
 
     >>> without_common_root(["Net/ffn/up", "Net/head", "Net", "head"]), without_common_root(["a/x", "b/x"])
     (['ffn/up', 'head', 'Net', 'head'], ['a/x', 'b/x'])
@@ -182,13 +189,13 @@ def without_common_root(paths: Sequence[str]) -> list[str]:
 
 
 def _numbered(parts: Sequence[str]) -> list[tuple[int, tuple[str, str, str]]]:
-    """The parts with a number at their end, before what an array's name has behind it (`:input#0`), and where they stand."""
+    """The positions of parts that end in a number, and (stem, number, rest); the rest is an array's suffix (`:input#0`)."""
     matches = [(place, re.fullmatch(r"(|.*?_)(\d+)(:.*)?", part)) for place, part in enumerate(parts)]
-    return [(place, (one[1], one[2], one[3] or "")) for place, one in matches if one is not None]
+    return [(place, (match[1], match[2], match[3] or "")) for place, match in matches if match is not None]
 
 
 def _argument(path: str, phase: str) -> str | None:
-    """The argument of the step that a buffer is, or is a copy of; None for what the step makes."""
+    """The step's argument that a buffer holds or copies; None for arrays that the step computes."""
     name = re.sub(r"\[\d+\]$", "", path)
     if name in _ARGUMENTS:
         return name
@@ -196,7 +203,7 @@ def _argument(path: str, phase: str) -> str | None:
 
 
 def _colours(bars: Mapping[str, Mapping[tuple[str, str], int]]) -> dict[str, str]:
-    """Colour by module, in the order of the bars' parts."""
+    """Each module's colour, in the order of the bars' parts."""
     present = {module for bar in bars.values() for module, _ in bar}
     fixed = {**_LIGHT, **_ARGUMENTS}
     modules = dict.fromkeys(module for bar in bars.values() for module, _ in bar if module not in fixed)
@@ -233,7 +240,7 @@ def _legend(figure: Figure, colours: Mapping[str, str], bars: Mapping[str, Mappi
 
 
 def _columns(labels: Iterable[object]) -> int:
-    """How many entries of a legend stand side by side; a letter of its font takes about 0.075 inches, a patch half an inch."""
+    """The number of legend columns; a letter is about 0.075 inches wide, a patch half an inch."""
     return max(1, min(4, int(9.6 / (0.6 + 0.075 * max(len(str(label)) for label in labels)))))
 
 

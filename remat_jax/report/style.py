@@ -1,4 +1,4 @@
-"""The look that the pictures share: palette, fonts, colours of the frameworks."""
+"""The common style of the pictures: palette, fonts, colours of the frameworks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remat_jax.report.rows import Row, group
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The palette of Okabe and Ito, whose colours stay apart for colour-blind readers.
+# The palette of Okabe and Ito, which colour-blind readers can distinguish.
 BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 INK, GREY = "#222222", "#8a8a8a"
 
@@ -40,14 +40,14 @@ _STYLE = {
     "hatch.linewidth": 1.2,
     "figure.facecolor": "white",
     "savefig.dpi": 160,
-    # Without a fixed salt the same picture is another file each time it is drawn.
+    # A fixed salt makes the SVG files of equal pictures equal.
     "svg.hashsalt": "remat_jax",
 }
 _WIDTH = 10.0
 
 
 def framework_colours(rows: Sequence[Row]) -> dict[str, str]:
-    """The colour of every framework in `rows`; the three that the project compares always have their own.
+    """The colour of every framework in `rows`; PyTorch, Linen and NNX have fixed colours.
 
     >>> framework_colours([{"framework": "PyTorch"}, {"framework": "Haiku"}])
     {'PyTorch': '#D55E00', 'Haiku': '#CC79A7'}
@@ -57,24 +57,24 @@ def framework_colours(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def new_figure(height: float) -> Figure:
-    """An empty figure of the common width and `height` inches, to be called inside `style`."""
+    """An empty figure of the common width and `height` inches; call it inside `style`."""
     from matplotlib.figure import Figure
 
-    # A Figure of its own, not pyplot's: no window system is asked for and no global list keeps it alive.
+    # Unlike pyplot's figures, this one needs no window system, and no global list keeps it alive.
     return Figure(figsize=(_WIDTH, height), layout="constrained")
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Draw in the common look, whatever the user's own Matplotlib settings are, and leave those as they were.
+    """Draw in the common style; the user's own Matplotlib settings neither matter nor change.
 
-    Raises `ImportError` where Matplotlib is not installed.
+    Raises `ImportError` if Matplotlib is not installed.
     """
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError as error:
         raise ImportError("pictures need Matplotlib, not installed here: pip install 'remat_jax[report]'") from error
-    # Asking for the backend would choose one, and load pyplot with it.
+    # Reading the key "backend" would choose a backend and load pyplot.
     defaults = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"}
     with matplotlib.rc_context({**defaults, **_STYLE}):
         yield

@@ -31,13 +31,13 @@ def table(
     formats: Mapping[str, Callable[[Any], str]] | None = None,
     caption: str | None = None,
 ) -> Table:
-    """A Rich table whose columns of numbers stand on the right, the others on the left.
+    """A Rich table with right-aligned columns of numbers and left-aligned columns of text.
 
-    `rows` has one sequence per row with one value per column. `formats` maps a column to the function that writes its
+    `rows` has one sequence per row with one value per column. `formats` maps a column to the function that formats its
     values (`format_bytes`, `format_ratio`, `format_error`); a value of `None` is written `n/a` in every column. Text
-    stays as it is: square brackets, as in `blocks[0]`, are not taken for Rich's markup.
+    is literal: square brackets, as in `blocks[0]`, are not Rich's markup.
 
-    Raises `ValueError` for a row of another length than `columns`, and for a format of a column that is not there.
+    Raises `ValueError` if a row's length differs from that of `columns`, and for a format of an unknown column.
 
     >>> t = table("memory", ["mode", "device"], [["off", 2048], ["offload", None]], formats={"device": format_bytes})
     >>> [str(cell) for cell in t.columns[1].cells], t.columns[1].justify
@@ -56,7 +56,7 @@ def table(
     result = Table(title=Text(title) if title else None, caption=Text(caption) if caption else None)
     for position, name in enumerate(columns):
         numeric = _is_numeric([row[position] for row in written])
-        # A wrapped number can be misread, a wrapped name cannot; what is too long for a line goes on in the next, whole.
+        # A wrapped number can be misread, so only text wraps.
         result.add_column(Text(name), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
     for cells in written:
         result.add_row(*(Text(cell) for cell in cells))
@@ -66,8 +66,8 @@ def table(
 def format_bytes(n: SupportsIndex | None, unit: str | None = None) -> str:
     """A number of bytes with one decimal in binary units: 1 KiB = 1024 B, 1 MiB = 1024 KiB, and so on.
 
-    `n` is an integer, negative for a difference, or `None`, written `n/a`. Without `unit` the smallest is taken that
-    keeps the written number below 1024; with it, numbers can be compared down a column.
+    `n` is an integer, negative for a difference, or `None`, written `n/a`. The default unit is the smallest one that keeps
+    the number below 1024; a common `unit` makes the numbers of a column comparable.
 
     Raises `TypeError` for a number that is not an integer and `ValueError` for an unknown unit.
 
@@ -95,14 +95,14 @@ def byte_unit(n: int) -> str:
     ('B', 'KiB', 'MiB')
     """
     for unit in BYTE_UNITS[:-1]:
-        # Rounded first: 1024**2 - 1 bytes would otherwise be written "1024.0 KiB".
+        # Without rounding first, 1024**2 - 1 bytes would be written "1024.0 KiB".
         if round(abs(scaled_bytes(n, unit)), 1) < 1024:
             return unit
     return BYTE_UNITS[-1]
 
 
 def scaled_bytes(n: int, unit: str) -> float:
-    """`n` bytes, counted in `unit`.
+    """`n` bytes in `unit`.
 
     >>> scaled_bytes(3 * 1024**2, "MiB")
     3.0
@@ -113,7 +113,7 @@ def scaled_bytes(n: int, unit: str) -> float:
 def format_ratio(ratio: float | None) -> str:
     """A ratio to about three significant digits, with a multiplication sign.
 
-    `None` is written `n/a`; NaN, which is a failed measurement and not a missing one, `nan`.
+    `None` (a missing measurement) is written `n/a`, NaN (a failed one) `nan`.
 
     >>> [format_ratio(r) for r in (1.0, 1.337, 12.34, 123.4, 0.00213, None)]
     ['1.00×', '1.34×', '12.3×', '123×', '0.0021×', 'n/a']
@@ -130,9 +130,9 @@ def format_ratio(ratio: float | None) -> str:
 
 
 def format_error(error: float | None) -> str:
-    """An error, which is a norm and not negative, in two significant digits.
+    """An error, a nonnegative norm, to two significant digits.
 
-    An error of exactly zero is written `0`, so that bit equality shows; `None` is written `n/a`, NaN `nan`.
+    Exactly zero is written `0`, so that bit equality shows; `None` is written `n/a`, NaN `nan`.
 
     Raises `ValueError` for a negative error.
 
@@ -149,7 +149,7 @@ def format_error(error: float | None) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """An estimated time in a unit that suits it, with the two digits that an estimate has.
+    """An estimated time in a suitable unit, to two significant digits.
 
     >>> format_seconds(0.0123), format_seconds(2.5e-5), format_seconds(0.456), format_seconds(0.0), format_seconds(None)
     ('12 ms', '25 µs', '460 ms', '0 s', 'n/a')
@@ -163,15 +163,15 @@ def format_seconds(seconds: float | None) -> str:
 
 
 ASSUMED_RANGE = (0.85, 1.35)
-"""Between which shares of an estimate the time may be where rates are assumed.
+"""The range of the true time as shares of an estimate from assumed rates.
 
-A large product reaches 0.65 to 0.87 of what data sheets say in published measurements, and 0.8 is assumed; the lower end leaves
-room for the rest of the model.
+In published measurements a large matrix product reaches 0.65 to 0.87 of the data sheet's rate; 0.8 is assumed. The lower end
+leaves room for the rest of the model.
 """
 
 
 def format_estimate(seconds: float | None, assumed: bool) -> str:
-    """An estimated time, as a range where the rates behind it are assumed.
+    """An estimated time, as a range if the rates behind it are assumed.
 
     >>> format_estimate(0.82, False), format_estimate(0.82, True)
     ('820 ms', '700 ms to 1.1 s')
@@ -182,7 +182,7 @@ def format_estimate(seconds: float | None, assumed: bool) -> str:
 
 
 def format_flops(n: int, *, sign: bool = False) -> str:
-    """A number of operations with three significant digits; with `sign` a difference, and nothing where there is none.
+    """A number of operations to three significant digits; with `sign` a signed difference, empty for 0.
 
     >>> format_flops(17_200_000_000), format_flops(-2000, sign=True), format_flops(0, sign=True)
     ('17.2 GFLOP', '-2 kFLOP', '')
@@ -210,12 +210,12 @@ def _is_numeric(cells: Sequence[str]) -> bool:
 
 
 class SafeConsole(Console):
-    """A console that shows control characters as escapes, wherever a name that has some comes from."""
+    """A console that shows control characters in any name as escapes."""
 
     def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
-        """As Rich does, which calls this for what is inside `renderable` too."""
-        for one in super().render(renderable, options):
-            yield one if one.control else Segment(visible(one.text), one.style)
+        """Rich's segments with visible text; Rich calls this for the parts of `renderable` too."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
 
 def render(renderable: Any, width: int = 160) -> str:

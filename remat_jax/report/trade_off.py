@@ -21,8 +21,8 @@ _MARKERS = ("s", "o", "D", "^", "v", "P")
 def trade_off_figure(rows: Iterable[Any]) -> Figure:
     """Residual bytes on the device against relative step time, one labelled point per row, as a Matplotlib figure.
 
-    Points of one framework are joined in order of time; a hollow one has residuals in host memory. Rows without a time
-    or without residual bytes are named below the picture. Takes the rows of `demo_pictures` for one model.
+    A line joins the points of one framework in order of time. Hollow points have residuals in host memory. Rows without a time
+    or residual bytes are listed below the picture. `rows` are those of `demo_pictures` for one model.
     """
     rows = plain_rows(rows)
     drawn = [row for row in rows if row["relative_time"] is not None and row["residual_device_bytes"] is not None]
@@ -52,19 +52,19 @@ def _framework_points(axes: Axes, rows: Sequence[Row], unit: str, colour: str, n
     marker = _MARKERS[number % len(_MARKERS)]
     axes.plot(x, y, color=colour, linewidth=1.3, alpha=0.35, zorder=2)
     faces = ["white" if row["residual_host_bytes"] else colour for row in ordered]
-    # Frameworks often agree to the byte: a later one is smaller and on top, so that both show.
+    # Frameworks often agree to the byte: later points are smaller and on top, so that all show.
     size = max(24.0, 140 * 0.45**number)
     axes.scatter(x, y, size, marker=marker, facecolors=faces, edgecolors=colour, linewidths=1.6, zorder=4 + number)
     axes.plot([], [], color=colour, marker=marker, label=str(rows[0]["framework"]))
 
 
 def _label_points(figure: Figure, axes: Axes, rows: Sequence[Row], unit: str, colours: dict[str, str]) -> None:
-    """Writes each mode beside its point, with a thin line to it where it had to go further away."""
+    """Write each mode beside its point, with a thin line to the point if the label is further away."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     if not rows:
         return
-    # Places are found in points (1/72 inch), so that they do not depend on the resolution.
+    # Place labels in points (1/72 inch), independent of the resolution.
     scale = 72 / figure.dpi
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw_without_rendering()
@@ -78,7 +78,7 @@ def _label_points(figure: Figure, axes: Axes, rows: Sequence[Row], unit: str, co
     texts = [axes.text(0, 0, mode_label(row), fontsize=9, color=colours[row["framework"]], zorder=9) for row in rows]
     extents = [text.get_window_extent(renderer) for text in texts]
     sizes = [(extent.width * scale, extent.height * scale) for extent in extents]
-    joins = [to_points(_by_time(its)) for its in group(rows, "framework").values()]
+    joins = [to_points(_by_time(framework_rows)) for framework_rows in group(rows, "framework").values()]
     area = axes.get_window_extent(renderer)
     frame = (area.x0 * scale, area.y0 * scale, area.x1 * scale, area.y1 * scale)
     boxes = place_labels(points, sizes, frame, taken=[box for path in joins for box in boxes_along(path)])

@@ -1,4 +1,4 @@
-"""Planning as mathematics: a stack of blocks, and the fastest plan within its budgets. Knows nothing of JAX."""
+"""Planning as mathematics: a stack of blocks, and its fastest plan within the budgets. Does not import JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every policy of one block that could be part of a best plan, and no other: built residual by residual, pruned as it grows."""
+"""All policies of one block that could be part of an optimal plan, enumerated residual by residual with pruning."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from remat_jax.solver.policies import Choice
 from remat_jax.solver.problem import Block, Residual
 
 MOST = 3000
-"""How many partial policies are carried along, at most."""
+"""The most partial policies that the enumeration keeps."""
 
 _CHOICES = tuple(Choice)
 
 
 def unbeaten(points: Any) -> list[int]:
-    """The rows of an array that no other row is at or below in every column, in lexicographic order; of equal rows the first.
+    """The Pareto-optimal rows (no other row is at most equal in every column), lexicographically; the first of equal rows.
 
     >>> import numpy as np
     >>> unbeaten(np.array([[2.0, 1.0], [1.0, 2.0], [2.0, 2.0], [1.0, 2.0]]))
@@ -22,23 +22,23 @@ def unbeaten(points: Any) -> list[int]:
     """
     import numpy as np
 
-    left = np.lexsort(tuple(points.T[::-1]))
-    found = []
-    while left.size:
-        # Nothing behind the first in this order is at or below it everywhere, unless it is equal.
-        first = left[0]
-        found.append(int(first))
-        left = left[(points[left] < points[first]).any(axis=1)]
-    return found
+    remaining = np.lexsort(tuple(points.T[::-1]))
+    optimal = []
+    while remaining.size:
+        # In this order no later row dominates the first, unless it is equal.
+        first = remaining[0]
+        optimal.append(int(first))
+        remaining = remaining[(points[remaining] < points[first]).any(axis=1)]
+    return optimal
 
 
 def grow(block: Block, offloads: bool, most: int = MOST) -> list[tuple[int, ...]] | None:
-    """The choices of all unbeaten policies, as indices into `Choice`; None where more than ``most`` are carried along.
+    """The choices of all Pareto-optimal policies, as indices into `Choice`; None above ``most`` partial policies.
 
-    One policy beats another where it is no worse in all of: bytes saved, bytes that the block needs while its own backward
-    pass runs, bytes in host memory, extra seconds. All four only grow with the bytes saved, the bytes needed, the bytes
-    offloaded and the seconds recomputed, each a sum over the residuals; so a partial policy that is beaten in these sums by
-    another that leaves its children the same is beaten for good.
+    The objectives are: bytes saved, bytes that the block needs during its own backward pass, bytes in host memory, and extra
+    seconds. Each objective is monotone in four sums over the residuals: bytes saved, needed and offloaded, and seconds
+    recomputed. A partial policy can therefore be pruned if another one dominates its sums and leaves the undecided children
+    the same parents.
 
     >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
     >>> sorted(grow(block, offloads=False))  # of x and up: 0 saved, 2 recomputed
@@ -48,12 +48,12 @@ def grow(block: Block, offloads: bool, most: int = MOST) -> list[tuple[int, ...]
 
     open_until = _last_uses(block)
     codes = np.zeros((1, len(block.residuals)), np.int8)
-    # Bytes saved, bytes needed while backward runs, bytes offloaded, seconds recomputed.
+    # Columns: bytes saved, bytes needed during the backward pass, bytes offloaded, seconds recomputed.
     sums = np.zeros((1, 4))
     for step, index in enumerate(block.order):
         grown = [_choose(block, index, choice, codes, sums) for choice in _open_choices(block.residuals[index], offloads)]
         codes, sums = (np.concatenate(parts) for parts in zip(*grown, strict=True))
-        visible = [one for one in block.order[: step + 1] if open_until[one] > step]
+        visible = [residual for residual in block.order[: step + 1] if open_until[residual] > step]
         kept = _unbeaten_in_groups(codes[:, visible] == _CHOICES.index(Choice.UNUSED), sums)
         if len(kept) > most:
             return None
@@ -72,44 +72,44 @@ def _open_choices(residual: Residual, offloads: bool) -> list[Choice]:
 
 
 def _choose(block: Block, index: int, choice: Choice, codes: Any, sums: Any) -> tuple[Any, Any]:
-    """All partial policies with one choice more, those left out that recompute from what is not there."""
+    """The partial policies with one more choice, without those that recompute from an absent parent."""
     import numpy as np
 
-    residual, number = block.residuals[index], {one.name: at for at, one in enumerate(block.residuals)}
+    residual, number = block.residuals[index], {parent.name: at for at, parent in enumerate(block.residuals)}
     legal = np.ones(len(codes), bool)
     if choice is Choice.RECOMPUTE:
         parents = [number[name] for name in residual.parents]
         legal = (codes[:, parents] != _CHOICES.index(Choice.UNUSED)).all(axis=1)
     codes, sums = codes[legal].copy(), sums[legal].copy()
     codes[:, index] = _CHOICES.index(choice)
-    size, fetched, again = residual.bytes, block.fetched_share * residual.bytes, block.recomputed_share * residual.bytes
+    size, fetched, recomputed = residual.bytes, block.fetched_share * residual.bytes, block.recomputed_share * residual.bytes
     sums += {
         Choice.SAVE: (size, size, 0.0, 0.0),
         Choice.OFFLOAD: (0.0, fetched, size, 0.0),
-        Choice.RECOMPUTE: (0.0, again, 0.0, residual.seconds or 0.0),
+        Choice.RECOMPUTE: (0.0, recomputed, 0.0, residual.seconds or 0.0),
         Choice.UNUSED: (0.0, 0.0, 0.0, 0.0),
     }[choice]
     return codes, sums
 
 
 def _last_uses(block: Block) -> list[int]:
-    """For each residual, the step at which its last child is decided; -1 where none is, or where it is there anyway."""
-    number = {one.name: at for at, one in enumerate(block.residuals)}
-    found = [-1] * len(block.residuals)
+    """For each residual, the step that decides its last child; -1 without children, or if backward reads the residual."""
+    number = {residual.name: at for at, residual in enumerate(block.residuals)}
+    last_use = [-1] * len(block.residuals)
     for step, index in enumerate(block.order):
         for parent in block.residuals[index].parents:
             if not block.residuals[number[parent]].needed:
-                found[number[parent]] = step
-    return found
+                last_use[number[parent]] = step
+    return last_use
 
 
 def _unbeaten_in_groups(flags: Any, sums: Any) -> list[int]:
-    """The unbeaten rows among those that leave the same residuals unused."""
+    """The Pareto-optimal rows among those that leave the same residuals unused."""
     import numpy as np
 
     _, groups = np.unique(flags, axis=0, return_inverse=True)
-    found: list[int] = []
+    optimal: list[int] = []
     for group in range(int(groups.max()) + 1):
         rows = np.flatnonzero(groups.ravel() == group)
-        found += [int(rows[index]) for index in unbeaten(sums[rows])]
-    return found
+        optimal += [int(rows[index]) for index in unbeaten(sums[rows])]
+    return optimal

@@ -1,4 +1,4 @@
-"""What numbers, names and budgets of a planning problem must be; each check names the argument, its value and the remedy."""
+"""Checks of the numbers, names and budgets of a planning problem; each error names the argument, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from remat_jax.errors import PlanningError
 
 
 def check_number(where: str, value: object, *, positive: bool = False, infinite: bool = False) -> None:
-    """Refuse what is not a number, is NaN, negative, or infinite where that is not allowed.
+    """Refuse a value that is not a number, or is NaN, negative, or infinite without ``infinite``.
 
     Raises:
-        PlanningError: saying what ``where`` is and what was expected.
+        PlanningError: with ``where`` and the expected values.
 
     >>> check_number("bytes", float("nan"))
     Traceback (most recent call last):
@@ -31,10 +31,10 @@ def check_number(where: str, value: object, *, positive: bool = False, infinite:
 
 
 def check_count(where: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Refuse what is not an integer from ``least`` to ``most``.
+    """Refuse a value that is not an integer from ``least`` to ``most``.
 
     Raises:
-        PlanningError: saying what ``where`` is and what was expected.
+        PlanningError: with ``where`` and the expected values.
     """
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):  # type: ignore[operator]
@@ -43,10 +43,10 @@ def check_count(where: str, value: object, least: int = 1, most: int | None = No
 
 
 def check_budget(name: str, value: object) -> None:
-    """Refuse a budget that is not a positive number of bytes; infinite means no limit.
+    """Refuse a budget that is not a positive number of bytes; infinity means no limit.
 
     Raises:
-        PlanningError: naming the argument.
+        PlanningError: with the argument's name.
     """
     check_number(name, value, positive=name == "budget", infinite=True)
 
@@ -55,7 +55,7 @@ def check_share(where: str, value: object) -> None:
     """Refuse a share of compute time that is not between 0 and 1.
 
     Raises:
-        PlanningError: saying what ``where`` is.
+        PlanningError: with ``where``.
     """
     check_number(where, value)
     if value > 1:  # type: ignore[operator]
@@ -66,25 +66,25 @@ def check_names(where: str, names: Iterable[str]) -> None:
     """Refuse empty names and names that occur twice.
 
     Raises:
-        PlanningError: naming them.
+        PlanningError: with these names.
     """
-    found = list(names)
-    wrong = [name for name in found if not isinstance(name, str) or not name]
-    twice = sorted(name for name, count in Counter(map(str, found)).items() if count > 1)
+    listed = list(names)
+    wrong = [name for name in listed if not isinstance(name, str) or not name]
+    twice = sorted(name for name, count in Counter(map(str, listed)).items() if count > 1)
     if wrong or twice:
         raise PlanningError(f"{where}: names {wrong or twice} are {'no text' if wrong else 'used twice'}; give each its own.")
 
 
 def all_of(where: str, values: Any, kind: type) -> tuple[Any, ...]:
-    """``values`` as a tuple, each of them a ``kind``.
+    """``values`` as a tuple of instances of ``kind``.
 
     Raises:
-        PlanningError: it is no sequence of that.
+        PlanningError: ``values`` is not a sequence of such instances.
     """
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise PlanningError(f"{where}={values!r}; expected a sequence of {kind.__name__}.")
-    found = tuple(values)
-    for value in found:
+    checked = tuple(values)
+    for value in checked:
         if not isinstance(value, kind):
             raise PlanningError(f"{where}: {value!r} is a {type(value).__name__}; expected {kind.__name__}.")
-    return found
+    return checked

@@ -1,8 +1,7 @@
-"""Groups of layers: one checkpoint around k equal layers, which keeps their first input; how few groups meet a budget.
+"""Groups of layers: one checkpoint around k equal layers, which keeps the first layer's input; the fewest groups for a budget.
 
-The method is from Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174): with layers that are no
-checkpoints inside the group, its segments; with layers that are, its recursion of depth two. `segments.py` has the first
-without a budget, as plans of single actions.
+The method is from Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174). Groups of layers without
+checkpoints are its segments; groups of checkpointed layers are its recursion of depth two.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from remat_jax.solver.checks import check_count, check_number
 
 @dataclass(frozen=True)
 class GroupedLayer:
-    """One of a stack's equal layers, under the policy that it has inside a group, and outside of all groups.
+    """One of a stack's equal layers under its policy, which is the same inside and outside groups.
 
     Attributes:
-        input_bytes: of its input.
-        saved_bytes: of what its policy keeps besides: of `full` nothing, of `off` all that its backward pass reads, its output
-            among it, which is the next layer's input.
-        working_bytes: of what its backward pass needs while it runs, besides what is kept.
-        forward_seconds: of its forward pass.
-        extra_seconds: of what its policy computes again: of `off` nothing.
-        gradient_bytes: of its parameters' gradients. In a scan of groups those of a group are stacked by themselves first.
-        checkpointed: whether it keeps its input as a checkpoint does; False for `off`.
+        input_bytes: size of the layer's input.
+        saved_bytes: bytes that the policy saves besides the input: nothing for `full`; for `off` all residuals, including the
+            layer's output, which is the next layer's input.
+        working_bytes: memory that the backward pass needs while it runs, besides the saved bytes.
+        forward_seconds: time of the forward pass.
+        extra_seconds: time of the recomputation under the policy; 0 for `off`.
+        gradient_bytes: size of the parameters' gradients. A scan of groups stacks the gradients of one group separately.
+        checkpointed: whether the layer keeps its input as a checkpoint does; False for `off`.
 
     Raises:
-        PlanningError: a number is negative or none.
+        PlanningError: a value is negative or not a number.
     """
 
     input_bytes: float
@@ -56,12 +55,12 @@ class Grouping:
     """A stack whose first layers are in groups.
 
     Attributes:
-        layers: of the stack.
-        size: the layers of a group; the last group has fewer where all layers are in groups and `size` does not divide them.
-        grouped: how many layers are in groups, the first ones. The others follow under the same policy without groups.
-        peak_bytes: the most that is there at once, the fixed bytes among it.
-        kept_bytes: what is kept between the passes.
-        extra_seconds: what is computed again.
+        layers: the number of layers in the stack.
+        size: the number of layers in a group. If all layers are in groups, the last group may be smaller.
+        grouped: the number of layers in groups. The remaining layers have the same policy without groups.
+        peak_bytes: peak memory, including the fixed bytes.
+        kept_bytes: memory kept between the forward and the backward pass.
+        extra_seconds: time of the recomputation.
     """
 
     layers: int
@@ -73,26 +72,27 @@ class Grouping:
 
     @property
     def groups(self) -> tuple[tuple[int, int], ...]:
-        """The first layer of each group and the one after its last, as `LayerPolicies.groups` has them."""
+        """For each group its first layer and the layer after it, as in `LayerPolicies.groups`."""
         return tuple((start, min(start + self.size, self.grouped)) for start in range(0, self.grouped, self.size))
 
 
 def grouping(
     layers: int, size: int, grouped: int, layer: GroupedLayer, *, fixed_bytes: float = 0.0, scanned: bool = False
 ) -> Grouping:
-    """What it needs to have the first ``grouped`` layers in groups of ``size``.
+    """Memory and time of a stack whose first ``grouped`` layers are in groups of ``size``.
 
-    A group of n layers keeps its input, a. While its backward pass runs there are the inputs of the other n - 1 layers, n times
-    what a layer saves, and what one of them works with. Groups stand nearest the input: all layers behind are gone by then. So
-    with g groups before the others, r, the peak is the larger of g a + (n - 1) a + n s + w and g a + r (a + s) + w. A scan of
-    two groups or more needs the input of a group besides, taken out of the stack of inputs, and the gradients of n layers
-    (`docs/notes/groups_of_layers.md` has what was compiled).
+    Let a layer have input bytes a, saved bytes s and working bytes w. A group of n layers keeps its input. Its backward pass
+    needs the inputs of the other n - 1 layers, n s, and w. The groups come first in the stack, so the later layers' residuals
+    are free by then. With g groups and r ungrouped layers behind them, the peak is the larger of g a + (n - 1) a + n s + w and
+    g a + r (a + s) + w. A scan of two groups or more also needs a copy of one group's input, sliced from the stacked inputs,
+    and the gradients of n layers (`docs/notes/groups_of_layers.md` has the compiled figures).
 
-    A group is computed again: of a scan all n layers, of an unrolled stack all but the last, whose result nobody reads; where
-    layers are no checkpoints of their own, all n. A group of one layer is that layer as a checkpoint.
+    The backward pass recomputes all n layers of a group in a scan, or if the layers are not checkpoints. In an unrolled stack
+    of checkpoints it recomputes n - 1 layers, because nothing reads the last layer's output. A group of one layer is that layer
+    as a checkpoint.
 
     Args:
-        fixed_bytes: what is there all the time.
+        fixed_bytes: memory in use during the whole step.
         scanned: whether the layers are rounds of a scan.
 
     Raises:
@@ -107,31 +107,31 @@ def grouping(
     check_count("grouped", grouped, least=0, most=layers)
     check_number("fixed_bytes", fixed_bytes)
     if grouped % size and grouped != layers:
-        # The rest of a run in the middle would be a group of another size.
+        # A smaller group is allowed only at the end of the stack.
         check_count("grouped", grouped, least=layers)
     lengths = [size] * (grouped // size) + ([grouped % size] if grouped % size else [])
-    rest = layers - grouped
+    ungrouped = layers - grouped
     looped = scanned and lengths.count(size) > 1
     peaks = [
         place * layer.input_bytes + _inside(length, layer, looped=looped and length == size)
         for place, length in enumerate(lengths, 1)
     ]
-    kept = len(lengths) * layer.input_bytes + rest * _kept(layer)
-    peaks += [kept + layer.working_bytes] if rest else []
-    again = sum(_again(length, layer, scanned) for length in lengths) + rest * layer.extra_seconds
-    return Grouping(layers, size, grouped, fixed_bytes + max(peaks), kept, again)
+    kept = len(lengths) * layer.input_bytes + ungrouped * _kept(layer)
+    peaks += [kept + layer.working_bytes] if ungrouped else []
+    recompute_seconds = sum(_again(length, layer, scanned) for length in lengths) + ungrouped * layer.extra_seconds
+    return Grouping(layers, size, grouped, fixed_bytes + max(peaks), kept, recompute_seconds)
 
 
 def groupings(
     layers: int, layer: GroupedLayer, budget: float = math.inf, *, fixed_bytes: float = 0.0, scanned: bool = False
 ) -> tuple[Grouping, ...]:
-    """The groupings within a budget that none beats in both peak and time, the fastest first; empty where none fits.
+    """The groupings within a budget that are Pareto-optimal in peak and time, the fastest first; empty if none fits.
 
-    Of each size of groups, from 2 to all layers: the fewest groups with which the budget is met. Without a budget, the stack in
-    groups as a whole.
+    For each group size from 2 to all layers: the fewest groups that meet the budget. Without a budget, all layers are in
+    groups.
 
     Args:
-        budget: the most bytes at once.
+        budget: the largest allowed peak in bytes.
         fixed_bytes, scanned: as for `grouping`.
 
     Raises:
@@ -143,34 +143,34 @@ def groupings(
     """
     check_count("layers", layers)
     check_number("budget", budget, infinite=True)
-    found = []
+    fitting = []
     for size in range(2, layers + 1):
         for grouped in (layers,) if budget == math.inf else (*range(size, layers, size), layers):
-            one = grouping(layers, size, grouped, layer, fixed_bytes=fixed_bytes, scanned=scanned)
-            if one.peak_bytes <= budget:
-                found.append(one)
+            candidate = grouping(layers, size, grouped, layer, fixed_bytes=fixed_bytes, scanned=scanned)
+            if candidate.peak_bytes <= budget:
+                fitting.append(candidate)
                 break
-    unbeaten: list[Grouping] = []
-    for one in sorted(found, key=lambda one: (one.extra_seconds, one.peak_bytes, one.size)):
-        if not unbeaten or one.peak_bytes < unbeaten[-1].peak_bytes:
-            unbeaten.append(one)
-    return tuple(unbeaten)
+    optimal: list[Grouping] = []
+    for candidate in sorted(fitting, key=lambda each: (each.extra_seconds, each.peak_bytes, each.size)):
+        if not optimal or candidate.peak_bytes < optimal[-1].peak_bytes:
+            optimal.append(candidate)
+    return tuple(optimal)
 
 
 def _inside(length: int, layer: GroupedLayer, *, looped: bool) -> float:
-    """What is there at once while the backward pass of a group runs, in a scan of groups or not, besides the groups' inputs."""
+    """Bytes that the backward pass of a group needs besides the groups' inputs; ``looped`` in a scan of groups."""
     inputs = (length - 1) * layer.input_bytes if layer.checkpointed else 0.0
-    taken = layer.input_bytes + length * layer.gradient_bytes if looped and length > 1 else 0.0
-    return inputs + length * layer.saved_bytes + layer.working_bytes + taken
+    scan_copies = layer.input_bytes + length * layer.gradient_bytes if looped and length > 1 else 0.0
+    return inputs + length * layer.saved_bytes + layer.working_bytes + scan_copies
 
 
 def _kept(layer: GroupedLayer) -> float:
-    """What a layer outside of all groups keeps."""
+    """Bytes that an ungrouped layer keeps."""
     return layer.saved_bytes + (layer.input_bytes if layer.checkpointed else 0.0)
 
 
 def _again(length: int, layer: GroupedLayer, scanned: bool) -> float:
-    """The seconds that a group computes again."""
+    """Seconds of a group's recomputation."""
     if length == 1:
         return max(layer.forward_seconds, layer.extra_seconds)
     rounds = length if scanned or not layer.checkpointed else length - 1

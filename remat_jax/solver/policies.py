@@ -1,4 +1,4 @@
-"""What one block does with its residuals, what that costs, and the plan of a stack of such blocks."""
+"""The choices of a block for its residuals, their costs, and the plan of a stack of blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remat_jax.solver.problem import Block, HostLink, Stack
 
 
 class Choice(StrEnum):
-    """What happens to a residual. ``unused``: neither kept nor computed again, where backward does not need it.
+    """What happens to a residual. ``unused``: neither kept nor recomputed, if the backward pass does not need it.
 
     >>> Choice("offload").value
     'offload'
@@ -31,7 +31,7 @@ class BlockPolicy:
     """A block and a choice for each of its residuals, in their order.
 
     Raises:
-        PlanningError: a choice is not allowed for its residual, or needs a parent that is not there.
+        PlanningError: a choice is not allowed for its residual, or needs an absent parent.
 
     >>> from remat_jax.solver.problem import Residual
     >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
@@ -44,7 +44,9 @@ class BlockPolicy:
     choices: tuple[Choice, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "choices", tuple(Choice(one) for one in all_of("BlockPolicy: choices", self.choices, str)))
+        object.__setattr__(
+            self, "choices", tuple(Choice(choice) for choice in all_of("BlockPolicy: choices", self.choices, str))
+        )
         if len(self.choices) != len(self.block.residuals):
             raise PlanningError(f"BlockPolicy: {len(self.choices)} choices for {len(self.block.residuals)} residuals.")
         for residual, choice in zip(self.block.residuals, self.choices, strict=True):
@@ -56,42 +58,42 @@ class BlockPolicy:
             )
             if wrong:
                 raise PlanningError(f"BlockPolicy: {residual.name!r} of {self.block.name!r} cannot be {choice.value!r}.")
-            lost = [name for name in residual.parents if self.of[name] is Choice.UNUSED]
-            if choice is Choice.RECOMPUTE and lost:
-                raise PlanningError(f"BlockPolicy: recomputing {residual.name!r} needs {lost}, which are not there.")
+            absent = [name for name in residual.parents if self.of[name] is Choice.UNUSED]
+            if choice is Choice.RECOMPUTE and absent:
+                raise PlanningError(f"BlockPolicy: recomputing {residual.name!r} needs {absent}, which are not there.")
 
     @cached_property
     def of(self) -> dict[str, Choice]:
-        """The choice by the residual's name."""
-        return {one.name: choice for one, choice in zip(self.block.residuals, self.choices, strict=True)}
+        """The choice for each residual's name."""
+        return {residual.name: choice for residual, choice in zip(self.block.residuals, self.choices, strict=True)}
 
     def _bytes(self, wanted: Choice) -> float:
-        return sum(one.bytes for one, choice in zip(self.block.residuals, self.choices, strict=True) if choice is wanted)
+        return sum(each.bytes for each, choice in zip(self.block.residuals, self.choices, strict=True) if choice is wanted)
 
     @cached_property
     def saved_bytes(self) -> float:
-        """Kept on the device between the passes, the block's input included where it is always kept."""
+        """Device bytes between the forward and the backward pass, including an input that every policy keeps."""
         return self.block.input_bytes + self._bytes(Choice.SAVE)
 
     @cached_property
     def host_bytes(self) -> float:
-        """Kept in host memory."""
+        """Bytes in host memory."""
         return self._bytes(Choice.OFFLOAD)
 
     @cached_property
     def transient_bytes(self) -> float:
-        """On the device besides, while the block's backward pass runs."""
-        again = self.block.recomputed_share * self._bytes(Choice.RECOMPUTE)
-        return self.block.working_bytes + again + self.block.fetched_share * self.host_bytes
+        """Further device bytes while the block's backward pass runs."""
+        recomputed = self.block.recomputed_share * self._bytes(Choice.RECOMPUTE)
+        return self.block.working_bytes + recomputed + self.block.fetched_share * self.host_bytes
 
     @cached_property
     def recompute_seconds(self) -> float:
-        """Of what is computed again."""
+        """Seconds of the recomputation."""
         pairs = zip(self.block.residuals, self.choices, strict=True)
-        return sum(one.seconds or 0.0 for one, choice in pairs if choice is Choice.RECOMPUTE)
+        return sum(residual.seconds or 0.0 for residual, choice in pairs if choice is Choice.RECOMPUTE)
 
     def extra_seconds(self, link: HostLink | None) -> float:
-        """What it costs over saving everything: computing again, and the copies that the block's compute does not hide."""
+        """The cost over saving everything: recomputation, and copies that the block's compute does not hide."""
         if not self.host_bytes or link is None:
             return self.recompute_seconds
         backward = self.block.backward_seconds + self.recompute_seconds
@@ -101,13 +103,13 @@ class BlockPolicy:
 
 @dataclass(frozen=True)
 class Range:
-    """Blocks of one kind that follow each other and do the same.
+    """Consecutive blocks of one kind under one policy.
 
     Attributes:
         block: the kind's name.
-        first: the index of the first of them within its kind.
-        count: how many.
-        policy: what each of them does.
+        first: the index of the first block within its kind.
+        count: the number of blocks.
+        policy: the policy of each block.
     """
 
     block: str
@@ -121,12 +123,12 @@ class StackPlan:
     """A plan for a stack.
 
     Attributes:
-        ranges: what each block does, in the order of the forward pass.
-        seconds: of the whole step.
-        peak_bytes: on the device, fixed bytes included.
-        host_bytes: in host memory.
-        extra_seconds: over saving everything.
-        lower_bound: the seconds that no plan is below, as far as the solver knows.
+        ranges: the blocks with their policies, in the order of the forward pass.
+        seconds: time of the whole step.
+        peak_bytes: peak device memory, including fixed bytes.
+        host_bytes: bytes in host memory.
+        extra_seconds: time over saving everything.
+        lower_bound: the solver's lower bound of any plan's seconds.
     """
 
     ranges: tuple[Range, ...]
@@ -138,12 +140,12 @@ class StackPlan:
 
     @property
     def policies(self) -> tuple[BlockPolicy, ...]:
-        """Of every single block, in the order of the forward pass."""
-        return tuple(one.policy for one in self.ranges for _ in range(one.count))
+        """The policy of every single block, in the order of the forward pass."""
+        return tuple(blocks.policy for blocks in self.ranges for _ in range(blocks.count))
 
 
 def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy]) -> float:
-    """The most that a stack needs on the device: what is kept up to a block, and what that block needs besides.
+    """A stack's peak device memory: the largest sum of the bytes saved up to a block and the block's own need.
 
     >>> from remat_jax.solver.problem import Residual
     >>> stack = Stack((Block("layer", (Residual("x", 8.0),), 1.0, 2.0, working_bytes=5.0, repeats=3),), fixed_bytes=100.0)
@@ -158,38 +160,38 @@ def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy]) -> float:
 
 
 def stack_plan(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 0.0) -> StackPlan:
-    """The plan in which each block, in the order of the forward pass, does what ``policies`` say.
+    """The plan with these policies, one for each block in the order of the forward pass.
 
-    ``bound`` is the least extra time that the solver left possible.
+    ``bound`` is the solver's lower bound of the extra time.
     """
     placed = [(at, block) for at, run in enumerate(stack.runs()) for block in [run] * run.repeats]
-    # Layers that do the same are checked and added up once.
-    each: dict[tuple[int, tuple[Choice, ...]], BlockPolicy] = {}
-    found: list[BlockPolicy] = []
-    for (at, block), one in zip(placed, policies, strict=True):
-        if (at, one.choices) not in each:
-            each[at, one.choices] = BlockPolicy(block, one.choices)
-        found.append(each[at, one.choices])
-    extra = sum(one.extra_seconds(stack.link) for one in found)
+    # Equal layers under equal policies are checked and added up once.
+    distinct: dict[tuple[int, tuple[Choice, ...]], BlockPolicy] = {}
+    checked: list[BlockPolicy] = []
+    for (at, block), policy in zip(placed, policies, strict=True):
+        if (at, policy.choices) not in distinct:
+            distinct[at, policy.choices] = BlockPolicy(block, policy.choices)
+        checked.append(distinct[at, policy.choices])
+    extra = sum(policy.extra_seconds(stack.link) for policy in checked)
     return StackPlan(
-        ranges=ranges(found),
+        ranges=ranges(checked),
         seconds=stack.base_seconds + extra,
-        peak_bytes=peak_bytes(stack, found),
-        host_bytes=math.fsum(one.host_bytes for one in found),
+        peak_bytes=peak_bytes(stack, checked),
+        host_bytes=math.fsum(policy.host_bytes for policy in checked),
         extra_seconds=extra,
         lower_bound=stack.base_seconds + min(bound, extra),
     )
 
 
 def ranges(policies: Sequence[BlockPolicy]) -> tuple[Range, ...]:
-    """Blocks of one kind that follow each other and do the same, brought together."""
-    found: list[Range] = []
+    """Consecutive blocks of one kind under one policy, joined."""
+    joined: list[Range] = []
     for policy in policies:
-        name, last = policy.block.name, found[-1] if found else None
+        name, last = policy.block.name, joined[-1] if joined else None
         if last is None or last.block != name:
-            found.append(Range(name, 0, 1, policy))
+            joined.append(Range(name, 0, 1, policy))
         elif last.policy.choices == policy.choices:
-            found[-1] = Range(name, last.first, last.count + 1, last.policy)
+            joined[-1] = Range(name, last.first, last.count + 1, last.policy)
         else:
-            found.append(Range(name, last.first + last.count, 1, policy))
-    return tuple(found)
+            joined.append(Range(name, last.first + last.count, 1, policy))
+    return tuple(joined)

@@ -1,7 +1,7 @@
-"""The forms of a planning problem: blocks with residuals, chains of stages, and the link to host memory. Plain data.
+"""A planning problem as plain data: blocks with residuals, stacks of blocks, and the link to host memory.
 
-Bytes are those of one device, seconds those of one training step. Both may be fractions, and any unit will do that is the same
-everywhere. The forms are written down, with what each solver makes of them, in ``docs/how/planner.md``.
+Bytes are per device, seconds per training step. Both may be fractions in any consistent unit. ``docs/how/planner.md`` states
+the problem and how it is solved.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from remat_jax.solver.checks import all_of, check_count, check_names, check_numb
 
 @dataclass(frozen=True)
 class HostLink:
-    """The link to host memory: one queue in each direction, shared by all that is copied that way.
+    """The link to host memory: one queue in each direction, shared by all copies in that direction.
 
     Attributes:
-        out_bytes_per_s: device to host, as it is reached, not as it is sold.
-        in_bytes_per_s: host to device.
+        out_bytes_per_s: the achieved rate from device to host, not the nominal rate.
+        in_bytes_per_s: the achieved rate from host to device.
         hidden_share: the share of a block's compute time that can run beside its copies, from 0 to 1.
 
     Raises:
@@ -40,11 +40,11 @@ class HostLink:
         check_share("HostLink: hidden_share", self.hidden_share)
 
     def exposed_out(self, size: float, compute_seconds: float) -> float:
-        """The seconds of copying ``size`` bytes to the host that ``compute_seconds`` of compute do not hide."""
+        """The seconds of a copy of ``size`` bytes to the host that ``compute_seconds`` of compute do not hide."""
         return max(0.0, size / self.out_bytes_per_s - self.hidden_share * compute_seconds)
 
     def exposed_in(self, size: float, compute_seconds: float) -> float:
-        """The same for copying them back."""
+        """The same for the copy back to the device."""
         return max(0.0, size / self.in_bytes_per_s - self.hidden_share * compute_seconds)
 
 
@@ -54,14 +54,14 @@ class Residual:
 
     Attributes:
         name: unique in its block.
-        bytes: what it takes while it is kept.
-        seconds: what computing it again takes, once its parents are there; None where it cannot be, as for a block's input.
+        bytes: its size.
+        seconds: time to recompute it from its parents; None if that is impossible, as for a block's input.
         parents: the residuals of the same block that it is computed from.
         may_save, may_offload: whether it may be kept in device memory, in host memory.
-        needed: whether the backward pass reads it. One that is not is kept or computed only for its children.
+        needed: whether the backward pass reads it. Any other residual is kept or computed only for its children.
 
     Raises:
-        PlanningError: a number is negative, NaN or infinite, or a needed residual can be had in no way.
+        PlanningError: a number is negative, NaN or infinite, or no choice is allowed for a needed residual.
     """
 
     name: str
@@ -86,24 +86,23 @@ class Residual:
 
 @dataclass(frozen=True)
 class Block:
-    """What is checkpointed as one: its residuals, its times, and what it needs while it runs.
+    """The unit of checkpointing: its residuals, its times, and the memory it needs while it runs.
 
-    While its backward pass runs there are, beside all that is kept: ``working_bytes``, ``recomputed_share`` of the bytes of
-    its recomputed residuals and ``fetched_share`` of those of its offloaded ones. Shares of 1 say that all of them are there
-    at once; less, that they come and go one after the other; more, that there are buffers for the next block besides.
+    The backward pass of a block needs, besides the saved bytes: ``working_bytes``, ``recomputed_share`` of the bytes of its
+    recomputed residuals, and ``fetched_share`` of the bytes of its offloaded residuals. With a share of 1 all of these
+    residuals are alive at once. With less they are alive one after the other; with more there are buffers for the next block.
 
     Attributes:
         name: unique in its stack.
         residuals: in any order.
-        forward_seconds, backward_seconds: of one block with everything saved.
+        forward_seconds, backward_seconds: times of one block with everything saved.
         working_bytes: the working set of its backward pass, whatever the policy.
-        input_bytes: kept on the device from the forward to the backward pass under every policy. 0 where its input is among
-            the residuals.
-        repeats: how many such blocks follow each other.
+        input_bytes: size of an input that every policy keeps on the device; 0 if the input is among the residuals.
+        repeats: the number of consecutive blocks.
         recomputed_share, fetched_share: see above.
 
     Raises:
-        PlanningError: a number is wrong, a name occurs twice, a parent is unknown, or parents go round in a circle.
+        PlanningError: a number is wrong, a name occurs twice, a parent is unknown, or the parents form a cycle.
 
     >>> Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0, repeats=24).order
     (0, 1)
@@ -127,7 +126,7 @@ class Block:
         for name in ("recomputed_share", "fetched_share"):
             check_number(f"{where}: {name}", getattr(self, name))
         check_count(f"{where}: repeats", self.repeats)
-        check_names(f"{where}: residuals", (one.name for one in self.residuals))
+        check_names(f"{where}: residuals", (residual.name for residual in self.residuals))
         object.__setattr__(self, "_order", _order(where, self.residuals))
 
     @property
@@ -136,24 +135,25 @@ class Block:
         return self._order  # type: ignore[attr-defined,no-any-return]
 
     def without_offload(self) -> Block:
-        """The same block with nothing that may be offloaded.
+        """The same block without offload.
 
         Raises:
-            PlanningError: a residual that backward needs can only be offloaded.
+            PlanningError: a residual that the backward pass needs can only be offloaded.
         """
-        return replace(self, residuals=tuple(replace(one, may_offload=False) for one in self.residuals))
+        return replace(self, residuals=tuple(replace(residual, may_offload=False) for residual in self.residuals))
 
 
 def _order(where: str, residuals: Sequence[Residual]) -> tuple[int, ...]:
-    index = {one.name: number for number, one in enumerate(residuals)}
-    for one in residuals:
-        for parent in one.parents:
+    index = {each.name: number for number, each in enumerate(residuals)}
+    for each in residuals:
+        for parent in each.parents:
             if parent not in index:
                 raise PlanningError(
-                    f"{where}: {one.name!r} has the parent {parent!r}, which is none of its residuals." + nearest(parent, index)
+                    f"{where}: {each.name!r} has the parent {parent!r}, which is none of its residuals."
+                    + nearest(parent, index)
                 )
     try:
-        names = TopologicalSorter({one.name: one.parents for one in residuals}).static_order()
+        names = TopologicalSorter({each.name: each.parents for each in residuals}).static_order()
         return tuple(index[name] for name in names)
     except CycleError as error:
         circle = " → ".join(reversed(error.args[1]))
@@ -164,14 +164,14 @@ def _order(where: str, residuals: Sequence[Residual]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Stack:
-    """A model as blocks one after the other, the first nearest the input: a vision tower, a language model, a head.
+    """A model as a sequence of blocks, the first nearest the input: a vision tower, a language model, a head.
 
     Attributes:
-        blocks: in the order of the forward pass; ``repeats`` says how many there are of each.
-        link: the link to host memory; None where nothing may be offloaded.
-        fixed_bytes: what is on the device all the time: parameters, gradients, optimizer state.
-        offload_last: whether the very last block may offload. Its backward pass follows its forward pass at once, so that
-            there is no time to hide a round trip.
+        blocks: the kinds of blocks in the order of the forward pass; ``repeats`` is the number of blocks of a kind.
+        link: the link to host memory; None without offload.
+        fixed_bytes: device memory in use during the whole step: parameters, gradients, optimizer state.
+        offload_last: whether the very last block may offload. Its backward pass follows its forward pass at once, so no
+            compute hides the copies.
 
     Raises:
         PlanningError: there is no block, a name occurs twice, or a number is wrong.
@@ -186,12 +186,12 @@ class Stack:
         object.__setattr__(self, "blocks", all_of("Stack: blocks", self.blocks, Block))
         if not self.blocks:
             raise PlanningError("Stack: blocks is empty; give at least one Block.")
-        check_names("Stack: blocks", (one.name for one in self.blocks))
+        check_names("Stack: blocks", (block.name for block in self.blocks))
         check_number("Stack: fixed_bytes", self.fixed_bytes)
         if self.link is not None and not isinstance(self.link, HostLink):
             raise PlanningError(f"Stack: link={self.link!r}; expected a HostLink, or None where nothing may be offloaded.")
         for block in self.blocks if self.link is None else self.blocks[-1:] if not self.offload_last else ():
-            stuck = [one.name for one in block.residuals if one.needed and one.seconds is None and not one.may_save]
+            stuck = [each.name for each in block.residuals if each.needed and each.seconds is None and not each.may_save]
             if stuck:
                 why = "there is no link" if self.link is None else "the last block may not"
                 raise PlanningError(
@@ -200,25 +200,25 @@ class Stack:
                 )
 
     def runs(self) -> tuple[Block, ...]:
-        """The blocks as solvers see them: what may not offload does not, and the last block of each run stands alone.
+        """The blocks as solvers see them: without offloads that are not allowed, and the last block of each run by itself.
 
-        The last one of a run is where the run needs most, and the very last one must not offload.
+        A run needs most memory at its last block, and the very last block may not offload.
         """
-        found: list[Block] = []
+        divided: list[Block] = []
         for block in self.blocks:
-            able = block if self.link is not None else block.without_offload()
+            allowed = block if self.link is not None else block.without_offload()
             if block.repeats > 1:
-                found.append(replace(able, repeats=block.repeats - 1))
-            found.append(replace(able, repeats=1))
+                divided.append(replace(allowed, repeats=block.repeats - 1))
+            divided.append(replace(allowed, repeats=1))
         if not self.offload_last:
-            found[-1] = found[-1].without_offload()
-        return tuple(found)
+            divided[-1] = divided[-1].without_offload()
+        return tuple(divided)
 
     def positions(self) -> tuple[Block, ...]:
         """Every single block, in the order of the forward pass."""
-        return tuple(one for run in self.runs() for one in [replace(run, repeats=1)] * run.repeats)
+        return tuple(block for run in self.runs() for block in [replace(run, repeats=1)] * run.repeats)
 
     @property
     def base_seconds(self) -> float:
-        """The time of a step in which everything is saved."""
-        return sum(one.repeats * (one.forward_seconds + one.backward_seconds) for one in self.blocks)
+        """The time of a step with everything saved."""
+        return sum(block.repeats * (block.forward_seconds + block.backward_seconds) for block in self.blocks)

@@ -1,8 +1,8 @@
 """How kinds of blocks share the memory: a dynamic programme over kinds, each with its mixes of two policies.
 
-What fits depends on what the kinds before keep, and on nothing else of them: the programme goes through the kinds in forward
-order and remembers, for each amount of kept memory, the fastest way to come to it. Amounts that are nearly the same are one
-(`_BINS`), so that it is fast for any number of kinds, and not quite exact.
+A mix fits if its need and the memory kept by earlier kinds are within the budget. The programme goes through the kinds in
+forward order and remembers the fastest mixes for each amount of kept memory. Nearly equal amounts share a bin (`_BINS`): the
+programme is fast for any number of kinds, but not exact.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ Array = Any
 """A NumPy array."""
 
 _BINS = 1024
-"""Amounts of kept memory that are told apart."""
+"""The number of bins of kept memory."""
 
 _NEED_BINS, _SAVED_BINS = 16, 256
-"""Of the mixes of one kind: needs, and amounts kept."""
+"""The numbers of bins for the mixes of one kind: of needed memory and of saved memory."""
 
 _COUNTS = 65
-"""How many counts of the second policy are looked at, at most."""
+"""The most counts of the first policy that are tried."""
 
 
 @dataclass(frozen=True)
 class Mixes:
-    """Ways to run the layers of one kind: ``counts[i]`` of them under ``first[i]``, then the rest under ``second[i]``.
+    """Mixes for the layers of one kind: ``counts[i]`` layers under ``first[i]``, the remaining layers under ``second[i]``.
 
-    ``measures`` are of all these layers together, in the columns of `BlockTable.measures`: what is needed at most is
-    counted from what is there before them.
+    ``measures`` has the columns of `BlockTable.measures` for all layers together. The need is the peak above the memory in use
+    before these layers.
     """
 
     first: Array
@@ -43,35 +43,37 @@ class Mixes:
     measures: Array
 
     def runs(self, at: int, layers: int) -> tuple[tuple[int, int], ...]:
-        """The mix at an index as (policy, count)."""
+        """The mix at an index as pairs (policy, count)."""
         first, second, count = int(self.first[at]), int(self.second[at]), int(self.counts[at])
         return ((second, layers),) if first == second or not count else ((first, count), (second, layers - count))
 
 
 def mixes_of_two(measures: Array, ends: Array, layers: int, policies: Sequence[int], most: int, room: float) -> Mixes:
-    """All mixes of two of these policies that need no more than ``room`` by themselves; one policy alone where most is 1."""
+    """All mixes of two of these policies that fit in ``room`` by themselves; single policies if ``most`` is 1."""
     counts = np.unique(np.linspace(0, layers - 1, min(layers, _COUNTS)).round()) if most > 1 else np.zeros(1)
     chosen = np.array(policies, int)
-    first, second, count = (one.ravel() for one in np.meshgrid(chosen, chosen[ends[chosen]], counts, indexing="ij"))
+    first, second, count = (axis.ravel() for axis in np.meshgrid(chosen, chosen[ends[chosen]], counts, indexing="ij"))
     keep = (count > 0) | (first == second)
     first, second, count = first[keep], second[keep], count[keep]
-    one, two, rest = measures[first], measures[second], layers - count
-    kept = count * one[:, SAVED]
-    saved = kept + rest * two[:, SAVED]
-    need = np.maximum(np.where(count > 0, kept + one[:, NEED] - one[:, SAVED], 0.0), saved + two[:, NEED] - two[:, SAVED])
-    found = np.zeros((len(first), 4))
-    found[:, SAVED], found[:, NEED] = saved, need
-    found[:, HOST] = count * one[:, HOST] + rest * two[:, HOST]
-    found[:, EXTRA] = count * one[:, EXTRA] + rest * two[:, EXTRA]
+    before, after, rest = measures[first], measures[second], layers - count
+    kept = count * before[:, SAVED]
+    saved = kept + rest * after[:, SAVED]
+    need = np.maximum(
+        np.where(count > 0, kept + before[:, NEED] - before[:, SAVED], 0.0), saved + after[:, NEED] - after[:, SAVED]
+    )
+    totals = np.zeros((len(first), 4))
+    totals[:, SAVED], totals[:, NEED] = saved, need
+    totals[:, HOST] = count * before[:, HOST] + rest * after[:, HOST]
+    totals[:, EXTRA] = count * before[:, EXTRA] + rest * after[:, EXTRA]
     fits = need <= room * (1 + ROUNDING)
-    return Mixes(first[fits], second[fits], count[fits], found[fits])
+    return Mixes(first[fits], second[fits], count[fits], totals[fits])
 
 
 def thinned(mixes: Mixes, cost: Array) -> Mixes:
-    """Of mixes that keep and need nearly the same the one of least cost."""
+    """The cheapest mix among those that save and need nearly the same memory."""
     if not len(cost):
         return mixes
-    saved, need = (_binned(mixes.measures[:, one], bins) for one, bins in ((SAVED, _SAVED_BINS), (NEED, _NEED_BINS)))
+    saved, need = (_binned(mixes.measures[:, column], bins) for column, bins in ((SAVED, _SAVED_BINS), (NEED, _NEED_BINS)))
     order = np.lexsort((mixes.measures[:, SAVED], cost))
     _, first = np.unique((saved * _NEED_BINS + need)[order], return_index=True)
     keep = order[first]
@@ -79,20 +81,20 @@ def thinned(mixes: Mixes, cost: Array) -> Mixes:
 
 
 def shared(kinds: Sequence[Mixes], budget: float, host_budget: float, host_price: float) -> list[int] | None:
-    """Which mix each kind takes, so that all of them together are fast and fit; None where nothing was found.
+    """The index of a mix for each kind, so that all kinds together fit and are fast; None if no combination fits.
 
     Args:
-        kinds: in forward order.
-        budget: bytes on the device for all of them.
+        kinds: the mixes of each kind, in forward order.
+        budget: bytes on the device for all kinds.
         host_budget: bytes in host memory.
-        host_price: what a byte of it is worth, in seconds.
+        host_price: the price of a byte in host memory, in seconds.
 
     >>> measures = np.array([[2.0, 3.0, 0.0, 1.0], [4.0, 4.0, 0.0, 0.0]])
     >>> kind = Mixes(np.arange(2), np.arange(2), np.zeros(2), measures)
     >>> [shared([kind, kind], budget, np.inf, 0.0) for budget in (4.0, 6.0, 8.0)]
     [None, [0, 1], [1, 1]]
     """
-    # Kept so far, host bytes, cost; and for each kind where a state came from.
+    # Columns of a state: bytes kept, host bytes, cost. The trail has each kind's previous states and chosen mixes.
     states = np.zeros((1, 3))
     trail: list[tuple[Array, Array]] = []
     for mixes in kinds:
@@ -103,19 +105,19 @@ def shared(kinds: Sequence[Mixes], budget: float, host_budget: float, host_price
         before, chosen = np.nonzero((need <= budget * (1 + ROUNDING)) & (host <= host_budget * (1 + ROUNDING)))
         if not len(before):
             return None
-        states = np.stack([one[before, chosen] for one in (kept, host, cost)], axis=1)
+        states = np.stack([column[before, chosen] for column in (kept, host, cost)], axis=1)
         keep = _fronts(states)
         states = states[keep]
         trail.append((before[keep], chosen[keep]))
-    at, found = int(states[:, 2].argmin()), []
+    at, path = int(states[:, 2].argmin()), []
     for before, chosen in reversed(trail):
-        found.append(int(chosen[at]))
+        path.append(int(chosen[at]))
         at = int(before[at])
-    return found[::-1]
+    return path[::-1]
 
 
 def _fronts(states: Array) -> Array:
-    """Of states that keep nearly the same the cheapest and the leanest, as far as no state that keeps less is as cheap."""
+    """The cheapest and the leanest state of each bin of kept memory, without those dominated by a leaner state."""
     bins = _binned(states[:, 0], _BINS)
     order = np.lexsort((states[:, 2], bins))
     _, cheapest = np.unique(bins[order], return_index=True)

@@ -1,9 +1,9 @@
 """The fastest plan of a stack within its budgets: policies on the hull, mixed by counts, kind after kind.
 
-The relaxed programme (`hull`) prices memory and bounds every plan from below. At slightly higher prices each block's cheapest
-policy makes a plan that fits; from there each kind of block in turn takes the best mix of at most three policies in the room
-that the others leave it (`mix`), and then of policies beside those it has, until nothing gets faster. What is promised, and how
-near to the bound plans are, is in ``docs/how/planner.md``.
+The linear relaxation (`hull`) prices memory and bounds every plan from below. A dynamic programme over the kinds (`shares`)
+makes a first plan that fits. Then each kind of block in turn takes the best mix of at most three policies in the memory left by
+the other kinds (`mix`), and tries neighbours of its policies, until no kind gets faster. ``docs/how/planner.md`` states the
+guarantees and the gaps to the bound.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ Array = Any
 """A NumPy array."""
 
 MOST_POLICIES = 3
-"""Different policies among blocks of one kind, at most: layers that are scanned become as many scans."""
+"""The most different policies among blocks of one kind. Scanned layers become one scan for each."""
 
 _MIXED, _BESIDE = 12, 40
-"""Policies that are mixed in all orders, and neighbours of a plan's policies that are tried beside two others."""
+"""The numbers of policies mixed in all orders, and of neighbours of a plan's policies tried with two of its policies."""
 
 _PAIRS = 20_000
-"""Mixes of two policies of one kind that are looked at in the beginning: pairs × counts."""
+"""The most mixes of two policies of one kind for the first plan: pairs × counts."""
 
 _SWEEPS = 6
-"""How often every kind is mixed anew, at most."""
+"""The most sweeps over the kinds."""
 
 _FASTER = 1e-9
-"""By how much a mix must be faster, relatively, to be taken."""
+"""The least relative gain for which a mix is taken."""
 
 _LEAST = 1e-3
-"""How exactly the least memory is looked for where nothing fits, relatively."""
+"""The relative accuracy of the least memory that an infeasible budget's error reports."""
 
 
 class Solver:
-    """Plans for one stack. What it learns of the blocks at one budget serves the others.
+    """Plans for one stack. Policies found for one budget are reused for the next.
 
     Args:
         stack: the blocks.
-        most_policies: how many different policies blocks of one kind may have, 1 to 3.
-        known: a solver of a stack that has other bytes and the same residuals.
+        most_policies: the most different policies of blocks of one kind, 1 to 3.
+        known: a solver whose policies to begin with; its stack has the same residuals with different bytes.
 
     Raises:
         PlanningError: ``most_policies`` is not 1, 2 or 3.
@@ -69,18 +69,18 @@ class Solver:
         self._hull: Hull = Hull(stack, None if known is None else known._hull)
 
     def add(self, policies: Sequence[BlockPolicy]) -> None:
-        """Make a policy known, one for every single block in forward order: a plan is no slower than with these."""
-        codes = [np.array([_CODES[choice] for choice in one.choices], np.int8) for one in policies]
+        """Add the policies of a plan, one for each single block in forward order: later plans are no slower than it."""
+        codes = [np.array([_CODES[choice] for choice in policy.choices], np.int8) for policy in policies]
         place = 0
         for run, block in enumerate(self._hull.runs):
             self._hull.add(run, codes[place])
             place += block.repeats
 
     def plan(self, budget: float = math.inf, host_budget: float = math.inf) -> StackPlan:
-        """The fastest plan that is found within both budgets; ``lower_bound`` says how much faster another could be.
+        """The fastest plan found within both budgets; ``lower_bound`` bounds the seconds of every plan.
 
         Raises:
-            InfeasibleBudget: nothing that was found fits; the message says the least device memory that was reached.
+            InfeasibleBudget: no plan was found that fits; the message has the least device memory that was reached.
             PlanningError: a budget is not a positive number of bytes.
         """
         check_budget("budget", budget)
@@ -103,7 +103,7 @@ class Solver:
 def solve(
     stack: Stack, budget: float = math.inf, host_budget: float = math.inf, *, most_policies: int = MOST_POLICIES
 ) -> StackPlan:
-    """`Solver.plan` of one budget."""
+    """`Solver.plan` for one budget."""
     return Solver(stack, most_policies).plan(budget, host_budget)
 
 
@@ -111,7 +111,7 @@ _CODES = {choice: code for code, choice in enumerate(CHOICES)}
 
 
 class _Kind:
-    """The layers of one kind in the making of a plan: policies, and how many layers in a row follow which of them."""
+    """The layers of one kind while a plan is made: their possible policies, and the runs (policy, count) so far."""
 
     def __init__(self, hull: Hull, block: Block, runs: range, prices: Sequence[Prices], most: int) -> None:
         self.block, self.most = block, most
@@ -126,28 +126,28 @@ class _Kind:
         self.measures, self.ends = self.table.measures(self.codes), self._last.legal(self.codes)
 
     def mixes(self, room: float) -> Mixes:
-        """Mixes of two of the policies that are worth most at these prices, and of the leanest."""
+        """Mixes of two among the cheapest policies at these prices and the leanest policies."""
         order = self._ordered(int(math.sqrt(_PAIRS / self.block.repeats)))
         lean = np.argsort(self.measures[:, NEED] - self.measures[:, SAVED] + self.block.repeats * self.measures[:, SAVED])
         least = [int(lean[0]), *(int(at) for at in lean if self.ends[at])][:2]
         chosen = list(dict.fromkeys([*order, *least, int(self.measures[:, NEED].argmin())]))
-        found = mixes_of_two(self.measures, self.ends, self.block.repeats, chosen, self._different, room)
-        return thinned(found, found.measures[:, EXTRA] + self.host_price * found.measures[:, HOST])
+        pairs = mixes_of_two(self.measures, self.ends, self.block.repeats, chosen, self._different, room)
+        return thinned(pairs, pairs.measures[:, EXTRA] + self.host_price * pairs.measures[:, HOST])
 
     @property
     def host_price(self) -> float:
-        """Of a byte in host memory, in seconds."""
+        """The price of a byte in host memory, in seconds."""
         return self._prices[-1].host
 
     def _ordered(self, count: int) -> list[int]:
-        """So many policies that are worth most at these prices, and some more such as the last layer may follow."""
+        """The ``count`` cheapest policies at these prices, and some more that are legal for the last layer."""
         order = np.argsort(self.distance(self.codes), kind="stable")
         ends = [at for at in order if self.ends[at]]
         return list(dict.fromkeys([*map(int, order[:count]), *map(int, ends[: count // 3])]))
 
     def distance(self, codes: Array) -> Array:
-        """How much dearer policies are than the cheapest that is known, wherever among these layers that is least."""
-        costs = [(self.table.cost(codes, one), self.table.cost(self.codes, one).min()) for one in self._prices]
+        """How much more policies cost than the cheapest one so far, at the prices of these layers where this is least."""
+        costs = [(self.table.cost(codes, price), self.table.cost(self.codes, price).min()) for price in self._prices]
         return np.min([cost - least for cost, least in costs], axis=0)
 
     @property
@@ -156,32 +156,32 @@ class _Kind:
 
     @property
     def totals(self) -> tuple[float, float, float]:
-        """Bytes saved, the most that is needed beside what was there before, and bytes on the host."""
+        """Bytes saved, the peak above the bytes saved before these layers, and bytes on the host."""
         saved = most = host = 0.0
         for policy, count in self.runs:
-            one = self.measures[policy]
-            saved, host = saved + count * one[SAVED], host + count * one[HOST]
-            most = max(most, saved - one[SAVED] + one[NEED])
+            measures = self.measures[policy]
+            saved, host = saved + count * measures[SAVED], host + count * measures[HOST]
+            most = max(most, saved - measures[SAVED] + measures[NEED])
         return saved, most, host
 
     def mix(self, room: Room) -> bool:
-        """The best mix in a room; whether it is faster than what was there."""
+        """Take the best mix that fits in the room; whether it is faster than the current one."""
         chosen = list(dict.fromkeys([*(policy for policy, _ in self.runs), *self._ordered(_MIXED)]))
         return self._take(best_mix(self.measures, self.ends, self.block.repeats, room, orders(chosen, self._different)))
 
     def mix_beside(self, room: Room) -> bool:
-        """The same with the neighbours of the policies that are used, each beside two of these."""
+        """The same with each neighbour of the current policies mixed with two of these."""
         used = list(dict.fromkeys(policy for policy, _ in self.runs))
-        beside = np.unique(np.concatenate([self.table.neighbours(self.codes[one]) for one in used]), axis=0)
-        beside = beside[np.argsort(self.distance(beside), kind="stable")[:_BESIDE]]
-        known = len(self.codes)
-        self.codes = np.concatenate([self.codes, beside])
+        neighbours = np.unique(np.concatenate([self.table.neighbours(self.codes[policy]) for policy in used]), axis=0)
+        neighbours = neighbours[np.argsort(self.distance(neighbours), kind="stable")[:_BESIDE]]
+        before = len(self.codes)
+        self.codes = np.concatenate([self.codes, neighbours])
         self._measure()
-        new = list(range(known, len(self.codes)))
+        new = list(range(before, len(self.codes)))
         triples = orders_beside(used, new, self._different)
         faster = self._take(best_mix(self.measures, self.ends, self.block.repeats, room, triples))
         if not faster:
-            self.codes = self.codes[:known]
+            self.codes = self.codes[:before]
             self._measure()
         return faster
 
@@ -189,10 +189,10 @@ class _Kind:
     def _different(self) -> int:
         return min(self.most, self.block.repeats)
 
-    def _take(self, found: Mix | None) -> bool:
-        if found is None or found.extra_seconds >= self.extra_seconds - _FASTER * abs(self.extra_seconds):
+    def _take(self, mix: Mix | None) -> bool:
+        if mix is None or mix.extra_seconds >= self.extra_seconds - _FASTER * abs(self.extra_seconds):
             return False
-        self.runs = found.runs
+        self.runs = mix.runs
         return True
 
 
@@ -207,42 +207,42 @@ class _Mixing:
         self._improve()
 
     def policies(self) -> list[BlockPolicy]:
-        """Of every single block, in forward order."""
-        found: list[BlockPolicy] = []
+        """The policy of every single block, in forward order."""
+        by_block: list[BlockPolicy] = []
         for kind in self.kinds:
             for policy, count in kind.runs:
-                found += [kind.table.policy(kind.codes[policy])] * count
-        return found
+                by_block += [kind.table.policy(kind.codes[policy])] * count
+        return by_block
 
     def _begin(self) -> None:
-        found = self._shared(self.budget)
-        if found is None:
+        first_mixes = self._shared(self.budget)
+        if first_mixes is None:
             raise infeasible(self.budget, self.host_budget, self._least())
-        self._take(*found)
+        self._take(*first_mixes)
 
     def _shared(self, budget: float) -> tuple[list[Mixes], list[int]] | None:
         room = budget - self.stack.fixed_bytes
-        able = [kind.mixes(room) for kind in self.kinds]
-        # What is hidden of copies costs nothing, so that a price of the host's is needed only where it is short.
-        chosen = shared(able, room, self.host_budget, self.kinds[-1].host_price) if room > 0 else None
-        return None if chosen is None else (able, chosen)
+        mixes = [kind.mixes(room) for kind in self.kinds]
+        # Hidden copies cost nothing, so host memory has a price only if it is scarce.
+        chosen = shared(mixes, room, self.host_budget, self.kinds[-1].host_price) if room > 0 else None
+        return None if chosen is None else (mixes, chosen)
 
     def _take(self, able: Sequence[Mixes], chosen: Sequence[int]) -> None:
         for kind, mixes, at in zip(self.kinds, able, chosen, strict=True):
             kind.runs = mixes.runs(at, kind.block.repeats)
 
     def _least(self) -> float | None:
-        """The least budget within which something is found; None where the host's is too small for anything."""
-        found = self._shared(math.inf)
-        if found is None:
+        """The least budget for which a plan is found; None if no plan fits the host budget."""
+        chosen = self._shared(math.inf)
+        if chosen is None:
             return None
         low, high = max(self.budget, self.stack.fixed_bytes), math.inf
-        while found is not None:
-            self._take(*found)
+        while chosen is not None:
+            self._take(*chosen)
             high = self._peak()
             if high - low <= _LEAST * high:
                 return high
-            while (found := self._shared((low + high) / 2)) is None and high - low > _LEAST * high:
+            while (chosen := self._shared((low + high) / 2)) is None and high - low > _LEAST * high:
                 low = (low + high) / 2
         return high
 
@@ -254,7 +254,7 @@ class _Mixing:
                 return
 
     def _room(self, at: int) -> Room:
-        """What the other kinds leave to the one at a place."""
+        """The memory that the other kinds leave to the kind at an index."""
         totals = [kind.totals for kind in self.kinds]
         behind = kept = 0.0
         for saved, need, _ in totals[at + 1 :]:
@@ -271,7 +271,7 @@ class _Mixing:
 
 
 def infeasible(budget: float, host_budget: float, least: float | None) -> InfeasibleBudget:
-    """The error that says that nothing fits, and the least device memory that was reached."""
+    """The error for a budget that no plan fits, with the least device memory that was reached."""
     if least is None:
         return InfeasibleBudget(
             f"host_budget={host_budget!r}: what can only be offloaded does not fit. Allow more host memory."

@@ -1,8 +1,8 @@
-"""One block as arrays: what its policies measure, and the policy that is cheapest at given prices, by a minimum cut.
+"""One block as arrays: the bytes and seconds of its policies, and the cheapest policy at given prices, by a minimum cut.
 
-A policy is a row of codes, one for each residual, which index `CHOICES`. At given prices the cheapest policy is a minimum
-closure: recomputing a residual pulls in its parents, keeping or recomputing an array that backward does not read costs what it
-costs, and everything else is decided residual by residual (Picard, Management Science 22, 1976).
+A policy is a row of codes, one for each residual, which index `CHOICES`. At given prices the cheapest policy is a
+minimum-weight closure: a recomputed residual requires its parents, and an array that the backward pass does not read is present
+only at its own cost. All other residuals are independent of each other (Picard, Management Science 22, 1976).
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ SAVED, NEED, HOST, EXTRA = range(4)
 """The columns of `BlockTable.measures`."""
 
 _CAPACITY, _UNCUT = 2**29, 2**30
-"""The sum of the capacities that a cut may have, which SciPy takes as 32-bit integers, and one that no cut has."""
+"""The largest sum of finite capacities, which SciPy takes as 32-bit integers, and a capacity above every cut."""
 
 _SHARES = np.append(0.0, np.geomspace(1e-3, 1.0, 25))
-"""What share of a copy's time may cost, in a cut: nothing where all of it is hidden, all where none is."""
+"""The shares of a copy's time that a cut may charge: 0 if compute hides the copy, 1 if it does not."""
 
 _CUTS = 12
-"""How many shares are tried, at most."""
+"""The most cuts for one list of prices."""
 
 _EXACT = 1e-6
-"""How near to its bound a cost is taken as the least."""
+"""The relative gap to its bound at which a cost counts as the least."""
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What memory costs, in seconds for each byte: saved, in host memory, and there while the block's backward pass runs."""
+    """Prices of a byte in seconds: saved on the device, in host memory, and in use during the block's backward pass."""
 
     saved: float = 0.0
     host: float = 0.0
@@ -50,11 +50,11 @@ class Prices:
 
 @dataclass(frozen=True)
 class BlockTable:
-    """A block whose residuals are rows of arrays.
+    """A block as arrays with one row for each residual.
 
     Attributes:
-        block: one block; how often it repeats does not matter here.
-        link: None where nothing may be offloaded.
+        block: the block; its repeats are ignored.
+        link: the link to host memory; None without offload.
 
     >>> from remat_jax.solver.problem import Residual
     >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
@@ -69,38 +69,38 @@ class BlockTable:
 
     @cached_property
     def bytes(self) -> Array:
-        """Of each residual."""
-        return np.array([one.bytes for one in self.block.residuals], float)
+        """The size of each residual."""
+        return np.array([residual.bytes for residual in self.block.residuals], float)
 
     @cached_property
     def seconds(self) -> Array:
-        """Of making each residual again; infinite where that is impossible."""
-        return np.array([np.inf if one.seconds is None else one.seconds for one in self.block.residuals], float)
+        """The time to recompute each residual; infinite where that is impossible."""
+        return np.array([np.inf if each.seconds is None else each.seconds for each in self.block.residuals], float)
 
     @cached_property
     def allowed(self) -> Array:
-        """Which choices each residual has, whatever the others do: residuals × `CHOICES`."""
+        """The choices that each residual allows by itself: residuals × `CHOICES`."""
         rows = [
-            (one.may_save, one.may_offload and self.link is not None, one.seconds is not None, not one.needed)
-            for one in self.block.residuals
+            (each.may_save, each.may_offload and self.link is not None, each.seconds is not None, not each.needed)
+            for each in self.block.residuals
         ]
         return np.array(rows, bool).reshape(-1, len(CHOICES))
 
     @cached_property
     def parents(self) -> tuple[tuple[int, ...], ...]:
-        """Of each residual, the parents that backward does not read: only these are absent unless something asks for them."""
-        index = {one.name: at for at, one in enumerate(self.block.residuals)}
-        optional = {one.name for one in self.block.residuals if not one.needed}
-        return tuple(tuple(index[name] for name in one.parents if name in optional) for one in self.block.residuals)
+        """Each residual's parents that the backward pass does not read: only these can be absent."""
+        index = {residual.name: at for at, residual in enumerate(self.block.residuals)}
+        optional = {residual.name for residual in self.block.residuals if not residual.needed}
+        return tuple(tuple(index[name] for name in child.parents if name in optional) for child in self.block.residuals)
 
     def measures(self, codes: Array) -> Array:
         """Policies × (bytes saved, bytes needed in its own backward pass, bytes on the host, extra seconds)."""
         codes = np.atleast_2d(codes)
-        again, away = codes == RECOMPUTE, codes == OFFLOAD
-        host = away @ self.bytes
+        recomputed, offloaded = codes == RECOMPUTE, codes == OFFLOAD
+        host = offloaded @ self.bytes
         saved = self.block.input_bytes + (codes == SAVE) @ self.bytes
-        transient = self.block.working_bytes + self.block.recomputed_share * (again @ self.bytes)
-        seconds = again @ np.where(np.isfinite(self.seconds), self.seconds, 0.0)
+        transient = self.block.working_bytes + self.block.recomputed_share * (recomputed @ self.bytes)
+        seconds = recomputed @ np.where(np.isfinite(self.seconds), self.seconds, 0.0)
         extra = seconds
         if self.link is not None:
             hidden = self.link.hidden_share
@@ -110,7 +110,7 @@ class BlockTable:
         return np.stack([saved, saved + transient + self.block.fetched_share * host, host, extra], axis=1)
 
     def legal(self, codes: Array) -> Array:
-        """Which policies may be: each choice is allowed, and what is recomputed has its parents."""
+        """Which policies are legal: each choice is allowed, and each recomputed residual has its parents."""
         codes = np.asarray(codes)
         good = self.allowed[np.arange(codes.shape[1]), codes].all(axis=1)
         for at, parents in enumerate(self.parents):
@@ -136,55 +136,55 @@ class BlockTable:
         return extra + prices.saved * saved + prices.host * host + prices.transient * (need - saved)
 
     def cheapest(self, prices: Prices) -> tuple[Array, float]:
-        """The policy for which extra seconds + prices × bytes is least, and a cost that no policy is below.
+        """The policy with the least extra seconds + prices × bytes, and a lower bound of this cost.
 
-        Copies that compute does not hide are the larger of nothing and a line in what is offloaded. For any share of that
-        line the problem is a cut, which bounds it from below; the cheapest of the policies that these cuts find is given.
+        The exposed time of copies is the maximum of 0 and a linear function of the offloaded bytes. A minimum cut that charges
+        a share of the linear function bounds the cost from below. The cheapest policy of these cuts is returned.
         """
-        found: list[Array] = []
+        policies: list[Array] = []
         bound, shares = -np.inf, (0.0, 0.0)
         offloads = self.link is not None and self.allowed[:, OFFLOAD].any()
         while True:
             codes, least = self._cut(prices, *shares)
-            found.append(codes)
-            costs = self.cost(np.stack(found), prices)
+            policies.append(codes)
+            costs = self.cost(np.stack(policies), prices)
             bound = max(bound, least)
-            if not offloads or len(found) == _CUTS or costs.min() - bound <= _EXACT * abs(costs.min()):
+            if not offloads or len(policies) == _CUTS or costs.min() - bound <= _EXACT * abs(costs.min()):
                 break
-            shares, highest = self._next_shares(np.stack(found), costs)
+            shares, highest = self._next_shares(np.stack(policies), costs)
             if highest - bound <= _EXACT * abs(highest):
                 break
-        best, cost = self._descended(found[int(costs.argmin())], prices)
+        best, cost = self._descended(policies[int(costs.argmin())], prices)
         return best, min(bound, cost)
 
     def _next_shares(self, codes: Array, costs: Array) -> tuple[tuple[float, float], float]:
-        """The shares at which a cut promises the highest bound, as far as the policies that are known tell; and that bound.
+        """The shares for which the policies so far allow the highest bound, and this bound.
 
         The bound is concave in the shares, and each policy is a plane above it (Kelley, J. SIAM 8, 1960).
         """
         assert self.link is not None
         host = (codes == OFFLOAD) @ self.bytes
-        again = (codes == RECOMPUTE) @ np.where(np.isfinite(self.seconds), self.seconds, 0.0)
+        recompute_seconds = (codes == RECOMPUTE) @ np.where(np.isfinite(self.seconds), self.seconds, 0.0)
         out = host / self.link.out_bytes_per_s - self.link.hidden_share * self.block.forward_seconds
-        back = host / self.link.in_bytes_per_s - self.link.hidden_share * (self.block.backward_seconds + again)
+        back = host / self.link.in_bytes_per_s - self.link.hidden_share * (self.block.backward_seconds + recompute_seconds)
         exposed = np.where(host > 0, np.maximum(out, 0.0) + np.maximum(back, 0.0), 0.0)
-        first, second = (one[:, :, None] for one in np.meshgrid(_SHARES, _SHARES, indexing="ij"))
+        first, second = (axis[:, :, None] for axis in np.meshgrid(_SHARES, _SHARES, indexing="ij"))
         planes = (costs - exposed + first * out + second * back).min(axis=2)
-        one, other = np.unravel_index(int(planes.argmax()), planes.shape)
-        return (float(_SHARES[one]), float(_SHARES[other])), float(planes.max())
+        out_share, back_share = np.unravel_index(int(planes.argmax()), planes.shape)
+        return (float(_SHARES[out_share]), float(_SHARES[back_share])), float(planes.max())
 
     def _descended(self, codes: Array, prices: Prices) -> tuple[Array, float]:
-        """The policy, changed in one residual after another as long as that is cheaper, and its cost."""
+        """The policy and its cost after descent: change one residual at a time while that lowers the cost."""
         cost = float(self.cost(codes[None], prices)[0])
-        while self.link is not None and len(beside := self.neighbours(codes)):
-            costs = self.cost(beside, prices)
+        while self.link is not None and len(neighbours := self.neighbours(codes)):
+            costs = self.cost(neighbours, prices)
             if not costs.min() < cost * (1 - 1e-9):
                 break
-            codes, cost = beside[int(costs.argmin())], float(costs.min())
+            codes, cost = neighbours[int(costs.argmin())], float(costs.min())
         return codes, cost
 
     def _cut(self, prices: Prices, out: float, back: float) -> tuple[Array, float]:
-        """The same where copies cost these shares of their time, less these shares of what could hide them."""
+        """The cheapest policy and its cost if exposed copies are replaced by these shares of their linear functions."""
         costs = np.full((len(self.block.residuals), len(CHOICES)), np.inf)
         costs[:, SAVE] = prices.saved * self.bytes
         costs[:, UNUSED] = 0.0
@@ -194,21 +194,21 @@ class BlockTable:
             costs[:, OFFLOAD] = (prices.host + prices.transient * self.block.fetched_share + rate) * self.bytes
             hidden = self.link.hidden_share * back
             constant -= self.link.hidden_share * (out * self.block.forward_seconds + back * self.block.backward_seconds)
-        again = np.where(np.isinf(self.seconds), np.inf, np.nan_to_num(self.seconds, posinf=0.0) * (1.0 - hidden))
-        costs[:, RECOMPUTE] = again + prices.transient * self.block.recomputed_share * self.bytes
+        recompute_seconds = np.where(np.isinf(self.seconds), np.inf, np.nan_to_num(self.seconds, posinf=0.0) * (1.0 - hidden))
+        costs[:, RECOMPUTE] = recompute_seconds + prices.transient * self.block.recomputed_share * self.bytes
         costs[~self.allowed] = np.inf
         return self._closure(costs, constant)
 
     def _closure(self, costs: Array, constant: float) -> tuple[Array, float]:
         kept = np.where(costs[:, SAVE] <= costs[:, OFFLOAD], SAVE, OFFLOAD)
-        keeping = costs[np.arange(len(costs)), kept]
-        level, slack = _levels(keeping, costs[:, RECOMPUTE], np.isfinite(costs[:, UNUSED]), self.parents)
+        keep_costs = costs[np.arange(len(costs)), kept]
+        level, slack = _levels(keep_costs, costs[:, RECOMPUTE], np.isfinite(costs[:, UNUSED]), self.parents)
         codes = np.where(level == 0, UNUSED, np.where(level == 1, kept, RECOMPUTE)).astype(np.int8)
         return codes, float(costs[np.arange(len(costs)), codes].sum()) + constant - slack
 
 
 def cheapest_policy(block: Block, link: HostLink | None, prices: Prices) -> BlockPolicy:
-    """The policy of one block for which extra seconds + prices × bytes is least.
+    """The policy of one block with the least extra seconds + prices × bytes.
 
     >>> from remat_jax.solver.problem import Residual
     >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
@@ -220,15 +220,16 @@ def cheapest_policy(block: Block, link: HostLink | None, prices: Prices) -> Bloc
 
 
 def _levels(keep: Array, again: Array, optional: Array, parents: Sequence[Sequence[int]]) -> tuple[Array, float]:
-    """For each residual 0 (absent, where optional), 1 (kept) or 2 (recomputed), at least cost, parents present where 2.
+    """The cheapest level of each residual, and the most that rounding of the capacities may have missed.
 
-    An infinite cost bars a choice. Also by how much, at most, rounding of the capacities may have missed the least.
+    Levels are 0 (absent, only if optional), 1 (kept) and 2 (recomputed, with all parents present). An infinite cost forbids a
+    choice.
     """
     level = np.where(again < keep, 2, 1)
     level[optional] = 0
     weights: dict[int, float] = {}
     implied: list[tuple[int, int]] = []
-    # The node 2n is "present", 2n + 1 "recomputed"; what backward reads is present anyway.
+    # Node 2n is "present", 2n + 1 "recomputed". Residuals that the backward pass reads are always present.
     for at, above in enumerate(parents):
         present, recomputed = 2 * at, 2 * at + 1
         if optional[at]:
@@ -250,22 +251,22 @@ def _levels(keep: Array, again: Array, optional: Array, parents: Sequence[Sequen
 
 
 def _least_closure(weights: dict[int, float], implied: Sequence[tuple[int, int]]) -> tuple[set[int], float]:
-    """The nodes of least weight that hold, with a node, all that it implies; and how much rounding may have missed."""
-    # A quarter of the time that importing remat_jax takes.
+    """The minimum-weight closure under ``implied``, and the most that rounding may have missed."""
+    # Imported here: SciPy takes a quarter of remat_jax's import time.
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
     nodes = list(weights)
     place = {node: number for number, node in enumerate(nodes)}
     source, sink = len(nodes), len(nodes) + 1
-    finite = [abs(one) for one in weights.values() if np.isfinite(one)]
+    finite = [abs(weight) for weight in weights.values() if np.isfinite(weight)]
     step = (sum(finite) or 1.0) / _CAPACITY
-    rows = [place[one] for one, _ in implied] + [source if one < 0 else place[node] for node, one in weights.items()]
-    columns = [place[other] for _, other in implied] + [place[node] if one < 0 else sink for node, one in weights.items()]
-    sizes = [_UNCUT] * len(implied) + [_UNCUT if np.isinf(one) else round(abs(one) / step) for one in weights.values()]
+    rows = [place[node] for node, _ in implied] + [source if weight < 0 else place[node] for node, weight in weights.items()]
+    columns = [place[node] for _, node in implied] + [place[node] if weight < 0 else sink for node, weight in weights.items()]
+    sizes = [_UNCUT] * len(implied) + [_UNCUT if np.isinf(weight) else round(abs(weight) / step) for weight in weights.values()]
     graph = csr_array((np.array(sizes, np.int32), (rows, columns)), shape=(sink + 1, sink + 1))
-    left = graph - maximum_flow(graph, source, sink).flow
-    left.data[left.data < 0] = 0
-    left.eliminate_zeros()
-    side = breadth_first_order(left, source, return_predecessors=False)
-    return {nodes[one] for one in side if one < len(nodes)}, step * len(finite)
+    capacity_left = graph - maximum_flow(graph, source, sink).flow
+    capacity_left.data[capacity_left.data < 0] = 0
+    capacity_left.eliminate_zeros()
+    source_side = breadth_first_order(capacity_left, source, return_predecessors=False)
+    return {nodes[place] for place in source_side if place < len(nodes)}, step * len(finite)

@@ -1,4 +1,4 @@
-"""What a training loop needs beside the model: optimizer state on the host, gradients in micro-batches, a head in chunks."""
+"""Helpers for a training loop: optimizer state in host memory, gradients in micro-batches, a head in chunks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`accumulate_gradients`: the gradient of a whole batch from micro-batches, normalised once by the number of all targets.
 
-A `lax.scan` of our own and not `optax.microbatching`: that one is newer than the oldest optax that is supported, adds gradients
-up in their own dtype, and does not tell the function which micro-batch it is given, which dropout needs.
+`optax.microbatching` cannot replace this `lax.scan`: it is newer than the oldest supported optax, adds gradients up in their
+own dtype, and does not pass the micro-batch's index to the function, which dropout needs.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from remat_jax.train.cut import check_devices, check_divides, cut
 def accumulate_gradients(
     loss: Callable[..., Any], n: int, *, has_aux: bool = False, dtype: Any = None
 ) -> Callable[..., tuple[Any, Any]]:
-    """A function `(params, *batch)` that gives the mean loss over all targets of the batch, and its gradient, as
-    `jax.value_and_grad` of the whole batch would, with the memory of one micro-batch and one more tree of gradients.
+    """A function `(params, *batch)` that returns the mean loss over all targets of the batch, and its gradient, like
+    `jax.value_and_grad` of the whole batch, with the memory of one micro-batch and one more tree of gradients.
 
-    The batch's leading axis is cut into `n` equal micro-batches that run one after the other; number i has every n-th row from
-    row i on, `x[i::n]`. What each contributes is a sum over its targets; the division by the number of targets comes once, at
-    the end. The mean of the micro-batches' means is not the mean: it weighs the targets of a micro-batch with few of them more.
+    The batch's leading axis is cut into `n` equal micro-batches that run one after the other; micro-batch i has the rows
+    `x[i::n]`. Each micro-batch contributes a sum over its targets. The sums are divided once, at the end, by the number of all
+    targets. A mean of the micro-batches' means would give more weight to targets in micro-batches with few targets.
 
-    On a mesh every device keeps its own rows, and has 1/n of them in each micro-batch: the rows of one micro-batch must divide
+    On a mesh every device keeps its own rows and has 1/n of them in each micro-batch. The rows of one micro-batch must divide
     over the devices that the batch is divided over.
 
     Args:
-      loss: `loss(params, *micro_batch)` gives `(sum of the losses over the targets, number of targets)`, two scalars, or
+      loss: `loss(params, *micro_batch)` returns `(sum of the losses over the targets, number of targets)`, two scalars, or
         `((sum, number), aux)` if `has_aux`.
       n: the number of micro-batches; it divides the leading axis of every array in the batch. A scalar `jax.random.key` in the
-        batch is not cut: each micro-batch gets its own, `jax.random.fold_in(key, index)`.
-      has_aux: then the result is `((mean, aux), gradients)`, every array of aux with a new leading axis of length `n`.
-      dtype: of the sums of gradients, which then is the gradients' dtype too. By default they are summed in the parameter's
-        dtype, in float32 for bfloat16 and float16, and returned in the parameter's dtype.
+        batch is not cut: micro-batch i gets `jax.random.fold_in(key, i)`.
+      has_aux: the result is `((mean, aux), gradients)`; every array of aux has a new leading axis of length `n`.
+      dtype: the dtype of the sums of gradients and of the returned gradients. By default gradients are summed in the
+        parameter's dtype, in float32 for bfloat16 and float16, and returned in the parameter's dtype.
 
-    A batch without any target gives a loss and gradients of 0 where `loss` sums nothing: nothing is divided by 0.
+    A batch without targets has loss and gradients 0 if its sums are 0: nothing is divided by 0.
 
     Raises:
-      ArgumentError: `n` is no positive integer or does not divide an array of the batch, `loss` gives something else, or on
+      ArgumentError: `n` is not a positive integer or does not divide an array of the batch, `loss` returns another form, or on
         mesh axes of type Explicit the rows of a micro-batch do not divide over the devices.
 
     >>> import jax.numpy as jnp
@@ -82,7 +82,7 @@ def accumulate_gradients(
 
         def body(sums: Any, index: Any) -> tuple[Any, Any]:
             (total, (count, aux)), gradients = jax.value_and_grad(summed, has_aux=True)(params, *micro_batch(index))
-            added = jax.tree.map(lambda s, one: s + one.astype(s.dtype), sums, (total, count, gradients))
+            added = jax.tree.map(lambda s, term: s + term.astype(s.dtype), sums, (total, count, gradients))
             return added, aux
 
         total, (count, _) = jax.eval_shape(lambda: summed(params, *micro_batch(0)))
@@ -101,7 +101,7 @@ def accumulate_gradients(
 
 
 def value_and_grad_of_parts(loss: Callable[..., Any], n: int, *, has_aux: bool = False) -> Callable[..., Any]:
-    """`jax.value_and_grad` of `loss(trained, frozen, *batch)`, a scalar, in `n` micro-batches that count alike."""
+    """`jax.value_and_grad` of the scalar `loss(trained, frozen, *batch)` in `n` micro-batches of equal weight."""
     if n == 1:
         return jax.value_and_grad(loss, has_aux=has_aux)
 
@@ -116,7 +116,7 @@ def value_and_grad_of_parts(loss: Callable[..., Any], n: int, *, has_aux: bool =
 
 
 def _wide(dtype: Any, asked: Any) -> Any:
-    """The dtype to sum in: what is asked for, or at least float32."""
+    """The dtype of sums: `asked`, or at least float32."""
     return asked or jnp.promote_types(dtype, jnp.float32)
 
 
@@ -155,9 +155,9 @@ def _check_devices(batch: tuple[Any, ...], n: int) -> None:
 
 def _parts(result: Any, has_aux: bool) -> Any:
     pair, aux = result if has_aux and isinstance(result, tuple) and len(result) == 2 else (result, None)
-    scalars = isinstance(pair, tuple) and len(pair) == 2 and all(jnp.shape(one) == () for one in pair)
+    scalars = isinstance(pair, tuple) and len(pair) == 2 and all(jnp.shape(scalar) == () for scalar in pair)
     if not scalars or not jnp.issubdtype(jnp.result_type(pair[0]), jnp.floating):
-        wanted = "((sum of losses, number of targets), aux)" if has_aux else "(sum of losses, number of targets)"
+        expected = "((sum of losses, number of targets), aux)" if has_aux else "(sum of losses, number of targets)"
         shown = jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", result)
-        raise ArgumentError(f"loss returned {shown}: expected {wanted}, two scalars, the sum a float; not a mean")
+        raise ArgumentError(f"loss returned {shown}: expected {expected}, two scalars, the sum a float; not a mean")
     return (pair[0], jnp.asarray(pair[1])), aux

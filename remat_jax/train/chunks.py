@@ -21,10 +21,10 @@ R = TypeVar("R")
 def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] = 0) -> Callable[P, R]:
     """`fn`, whose results are sums along an axis of its arguments, run in `n` chunks of that axis with the memory of one chunk.
 
-    It is made for a model's head and its loss. A head of 128,256 words makes an array of tokens × 128,256 logits, and its
-    backward pass another one; in `n` chunks 1/n of each exists at a time. Each chunk stands under a checkpoint, so that the
-    backward pass computes its logits again: that costs the head's forward pass once more, whatever `n` is. Values and
-    gradients are those of `fn`, up to the order in which numbers are added.
+    Use it for a model's head and its loss. A head with 128,256 words computes an array of tokens × 128,256 logits, and its
+    backward pass a second one; in `n` chunks only 1/n of each is alive at a time. Each chunk is a checkpoint: the backward pass
+    recomputes its logits, which costs the head's forward pass once more, whatever `n` is. Values and gradients are those of
+    `fn`, up to the order of additions.
 
         def head_loss(params, hidden, targets):  # a sum, and the number of its terms
             losses = optax.softmax_cross_entropy_with_integer_labels(hidden @ params["head"], targets)
@@ -34,26 +34,26 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
         loss = total / count
 
     **Results are added over the chunks**, so each must be a sum along the axis: a summed loss, a count. `fn` must not return a
-    mean: the sum of the chunks' means is `n` times the mean. Divide outside, as above. A sum of a dtype below float32 is added
-    up in float32.
+    mean: the sum of the chunks' means is `n` times the mean. Divide outside, as above. Results of a dtype below float32 are
+    added in float32.
 
-    Chunk i has the positions i, i + n, i + 2n, … of the axis, so that an array that is divided over devices along it stays
-    divided. `fn` must treat each position alone: what compares neighbours (a shift of the targets by one) belongs outside.
+    Chunk i has the positions i, i + n, i + 2n, … of the axis, so an array that is sharded along the axis stays sharded. `fn`
+    must treat each position by itself: a shift of the targets by one position belongs outside.
 
-    On a mesh take an axis over which the arrays are not divided, usually the sequence; else the positions of one chunk must
-    divide over the devices. `rj.replan` leaves the checkpoints of chunks as they are.
+    On a mesh choose an axis along which the arrays are not sharded, usually the sequence. Otherwise the positions of one chunk
+    must divide over the devices. `rj.replan` does not change the checkpoints of chunks.
 
     Args:
-      fn: a function of arrays and pytrees of them. What it closes over (parameters, a bound Linen module, an NNX module) is the
-        same for every chunk. A module's state cannot be written inside.
+      fn: a function of arrays and pytrees of arrays. Values that it closes over (parameters, a bound Linen module, an NNX
+        module) are the same for every chunk. `fn` cannot write a module's state.
       n: the number of chunks; it divides the axis. With 1 the result is `fn(…)`, without a checkpoint.
-      axis: the axis that is cut, of every array of every argument; or a tuple with an entry for each argument in the order of
-        `fn`'s signature: an axis, or None for an argument that every chunk gets whole. Keyword-only arguments are whole under
-        a tuple. A random key that is given whole draws the same numbers in every chunk.
+      axis: the axis to cut in every array of every argument; or a tuple with an entry for each argument in the order of `fn`'s
+        signature: an axis, or None for an argument that every chunk gets whole. With a tuple, keyword-only arguments are whole.
+        A random key that is passed whole draws the same numbers in every chunk.
 
     Raises:
-      ArgumentError: `n` is no positive integer or does not divide the axis; `axis` does not fit the arguments; a result
-        depends on the length of the axis, so that it is no sum along it.
+      ArgumentError: `n` is not a positive integer or does not divide the axis; `axis` does not fit the arguments; a result
+        is not a sum along the axis, since its shape depends on the length.
 
     >>> def summed(w, x):
     ...     return jnp.sum(jnp.exp(x @ w))
@@ -71,9 +71,9 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ArgumentError(f"n={n!r}: expected the number of chunks, a positive int")
     axes = axis if isinstance(axis, tuple) else (axis,)
-    is_axis = [isinstance(one, int) and not isinstance(one, bool) for one in axes]
+    is_axis = [isinstance(entry, int) and not isinstance(entry, bool) for entry in axes]
     if not any(is_axis) or not all(
-        ok or (one is None and isinstance(axis, tuple)) for ok, one in zip(is_axis, axes, strict=True)
+        ok or (entry is None and isinstance(axis, tuple)) for ok, entry in zip(is_axis, axes, strict=True)
     ):
         raise ArgumentError(
             f"axis={axis!r}: expected an int, the axis of every argument that is cut, or a tuple with an int or None for each "
@@ -100,7 +100,7 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
 
 
 def _parted(fn: Any, axis: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[tuple[str, int]], Callable[[list[Any]], Any]]:
-    """The arrays that are cut, the name and the axis of each, and `fn` as a function of these arrays."""
+    """The arrays to cut, the name and the axis of each, and `fn` as a function of these arrays."""
     if kwargs and isinstance(axis, tuple):
         bound = inspect.signature(fn).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs
@@ -110,21 +110,23 @@ def _parted(fn: Any, axis: Any, args: Any, kwargs: Any) -> tuple[list[Any], list
             "axis or None for each of them"
         )
     of_args = axis if isinstance(axis, tuple) else (axis,) * len(args)
-    asked = [(f"argument {place}", one, arg) for place, (one, arg) in enumerate(zip(of_args, args, strict=True))]
+    asked = [(f"argument {place}", cut_axis, arg) for place, (cut_axis, arg) in enumerate(zip(of_args, args, strict=True))]
     if not isinstance(axis, tuple):
         asked += [(f"argument {name!r}", axis, arg) for name, arg in kwargs.items()]
     leaves: list[Any] = []
     places: list[tuple[str, int]] = []
-    for name, one, arg in asked:
-        for path, leaf in jax.tree.leaves_with_path(arg) if one is not None else ():
+    for name, cut_axis, arg in asked:
+        for path, leaf in jax.tree.leaves_with_path(arg) if cut_axis is not None else ():
             leaves.append(leaf)
-            places.append(_place(f"{name}{jax.tree_util.keystr(path)}", one, leaf))
+            places.append(_place(f"{name}{jax.tree_util.keystr(path)}", cut_axis, leaf))
 
     def rebuilt(chunk: list[Any]) -> Any:
         values = iter(chunk)
         filled = [
-            arg if one is None else jax.tree.unflatten(jax.tree.structure(arg), [next(values) for _ in jax.tree.leaves(arg)])
-            for _, one, arg in asked
+            arg
+            if cut_axis is None
+            else jax.tree.unflatten(jax.tree.structure(arg), [next(values) for _ in jax.tree.leaves(arg)])
+            for _, cut_axis, arg in asked
         ]
         named = dict(zip(kwargs, filled[len(args) :], strict=True)) if not isinstance(axis, tuple) else kwargs
         return fn(*filled[: len(args)], **named)

@@ -1,4 +1,4 @@
-"""Arrays cut into equal parts along an axis, so that an array that is divided over devices along it stays divided."""
+"""Cutting arrays into equal parts along an axis, so that an array that is sharded along the axis stays sharded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from remat_jax.errors import ArgumentError
 
 
 def cut(leaf: Any, n: int, axis: int = 0) -> Any:
-    """`leaf` with an axis of the `n` parts behind `axis`: part i has the positions i, i + n, i + 2n, …
+    """`leaf` with a new axis of the `n` parts after `axis`: part i has the positions i, i + n, i + 2n, …
 
-    In front of `axis` the new axis would take its sharding: each device would have whole parts, and all of them would compute
+    A new axis before `axis` would take over its sharding: each device would have whole parts, and all devices would compute
     every part.
 
     >>> cut(jnp.arange(6), 2).tolist()  # the columns are the parts
@@ -26,18 +26,18 @@ def cut(leaf: Any, n: int, axis: int = 0) -> Any:
 
 
 def check_divides(n: int, length: int, what: str) -> None:
-    """Raise ArgumentError unless `n` divides `length`, which is that of `what`."""
+    """Raise ArgumentError unless `n` divides `length`, the length of `what`."""
     if length == 0 or length % n:
-        divisors = [one for one in range(1, length + 1) if length % one == 0]
-        near = sorted({*[one for one in divisors if one < n][-1:], *[one for one in divisors if one > n][:1]})
+        divisors = [count for count in range(1, length + 1) if length % count == 0]
+        near = sorted({*[count for count in divisors if count < n][-1:], *[count for count in divisors if count > n][:1]})
         nearest = f"; the nearest that do: {' and '.join(map(str, near))}" if near else ""
         raise ArgumentError(f"n={n} does not divide {what}{nearest}")
 
 
 def check_devices(leaf: Any, n: int, axis: int, part: str, positions: str) -> None:
-    """Raise ArgumentError if the `positions` of one part of `leaf` do not divide over the devices that `axis` is divided over.
+    """Raise ArgumentError if the `positions` of one part of `leaf` do not divide over the devices of `axis`.
 
-    On mesh axes of type Explicit JAX refuses that in words about a reshape; of others nothing is known while tracing.
+    On mesh axes of type Explicit JAX's own error is about a reshape. Other shardings are unknown while tracing.
     """
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     if sharding is None:
@@ -47,7 +47,7 @@ def check_devices(leaf: Any, n: int, axis: int, part: str, positions: str) -> No
     devices = math.prod(sharding.mesh.shape[name] for name in names)
     length = leaf.shape[axis]
     if length // n % devices:
-        fitting = [one for one in range(1, length + 1) if length % (one * devices) == 0]
+        fitting = [count for count in range(1, length + 1) if length % (count * devices) == 0]
         raise ArgumentError(
             f"n={n}: {part} has {length // n} {positions}, which do not divide over the {devices} devices of {entry!r}; n can "
             f"be {', '.join(map(str, fitting))}, or take a larger batch"

@@ -1,4 +1,4 @@
-"""`offload_optimizer`: an optax optimizer whose state lives in host memory and passes through the device leaf by leaf."""
+"""`offload_optimizer`: an optax optimizer whose state lives in host memory and comes to the device leaf by leaf."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from remat_jax.errors import ArgumentError, NoEffectError
 from remat_jax.train.streaming import Plan, stream
 from remat_jax.train.traced import Path, Traced, trace
 
-# Where the state stands among the arguments and among the results of an update.
+# The first key of a path, in an update's arguments (gradients, state, …) and in its results (updates, state).
 _PARAMETERS, _STATE = jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(1)
 
 
 def divided_places(
     params: Sequence[Any], paths: Sequence[Path], state_paths: Sequence[Path], state: Sequence[Any], to_host: Sequence[bool]
 ) -> list[NamedSharding] | None:
-    """A sharding for each array of the `state` of arrays that lie on one mesh of several devices; None where they do not.
+    """A sharding for each array of the `state`, if a parameter lies on a mesh of several devices; None otherwise.
 
-    A state's array like its parameter lies as that does, the rest is everywhere: `optax` itself, called op by op, makes
-    `zeros_like` its parameters, which in a traced `init` is a shape alone.
+    An array of the state has its parameter's sharding if their shapes are equal; all other arrays are replicated. `optax`
+    called op by op gets these shardings from `zeros_like` of the parameters, but a traced `init` sees only their shapes.
     """
-    # A tracer's sharding is not known; there the compiler decides, or the caller of `jit`.
-    lie = [None if compat.is_traced(one) else getattr(one, "sharding", None) for one in params]
-    divided = [one for one in lie if isinstance(one, NamedSharding) and len(one.device_set) > 1]
+    # A tracer's sharding is unknown; the compiler or the caller of `jit` decides.
+    shardings = [None if compat.is_traced(param) else getattr(param, "sharding", None) for param in params]
+    divided = [sharding for sharding in shardings if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1]
     if not divided:
         return None
-    # Of one set of devices there may be several meshes; what belongs to no parameter may lie over any of them.
-    everywhere = NamedSharding(divided[0].mesh, PartitionSpec())
+    # One set of devices may have several meshes; an array without a parameter may use any of them.
+    replicated = NamedSharding(divided[0].mesh, PartitionSpec())
     of_params = [(_PARAMETERS, *path[1:]) for path in paths]
     owned = owners([*of_params, *((_STATE, *path) for path in state_paths)])[len(params) :]
     places = []
-    for array, owner, away in zip(state, owned, to_host, strict=True):
-        like = lie[owner] if owner is not None and params[owner].shape == array.shape else None
-        place = like if isinstance(like, NamedSharding) else everywhere
-        places.append(place.with_memory_kind("pinned_host" if away else "device"))
+    for array, owner, on_host in zip(state, owned, to_host, strict=True):
+        like = shardings[owner] if owner is not None and params[owner].shape == array.shape else None
+        place = like if isinstance(like, NamedSharding) else replicated
+        places.append(place.with_memory_kind("pinned_host" if on_host else "device"))
     return places
 
 
 def owners(paths: Sequence[Path]) -> list[int | None]:
-    """For each leaf of the second tree (the state), the index of the leaf of the first (gradients, parameters) that it is for.
+    """For each leaf of the second tree (the state), the index of its parameter in the first tree (gradients, parameters).
 
-    It is known by its path, which ends in the parameter's, as `mu/layers_1/kernel` does; None for other trees and other leaves.
+    The path of the state's leaf ends in the parameter's path, as `mu/layers_1/kernel` does. None for other trees and leaves.
     """
     first = {path[1:]: index for index, path in enumerate(paths) if path[0] == _PARAMETERS}
 
@@ -61,11 +61,11 @@ def owners(paths: Sequence[Path]) -> list[int | None]:
 
 
 def update_order(paths: Sequence[Path], made: Sequence[tuple[int, ...]]) -> list[int]:
-    """The outputs `(updates, state)` of an optimizer, by index, parameter by parameter.
+    """The order in which to compute an optimizer's outputs `(updates, state)`, as indices, parameter by parameter.
 
-    A parameter's leaves of state stand before its update, which reads them. The parameter whose gradient was made first comes
-    first (`made`, for each output of the first tree): one whose update had to wait for others would be kept until then. Where
-    that does not tell, the last parameter comes first, numbers in a path counting as numbers.
+    A parameter's leaves of state come before its update, which reads them. Parameters come in the order in which the backward
+    pass computes their gradients (`made`, for each output of the first tree), so no gradient waits for another parameter's
+    update. If `made` is equal, the last parameter comes first, with numbers in a path compared as numbers.
     """
     groups: dict[int, list[int]] = {index: [] for index, path in enumerate(paths) if path[0] == _PARAMETERS}
     rest: list[int] = []
@@ -74,17 +74,17 @@ def update_order(paths: Sequence[Path], made: Sequence[tuple[int, ...]]) -> list
             (rest if owner is None else groups[owner]).append(index)
     backwards = sorted(groups, key=lambda index: _in_natural_order(paths[index]), reverse=True)
     backwards.sort(key=lambda index: made[index])
-    return [one for index in backwards for one in (*groups[index], index)] + rest
+    return [output for index in backwards for output in (*groups[index], index)] + rest
 
 
 def made_at(leaf: Any) -> tuple[int, ...]:
-    """The place of the equation that made `leaf` in what is being traced, then the place inside of that; empty if none did."""
+    """The position of the equation that computes `leaf` in the current trace, then positions inside calls; empty if none."""
     made = compat.made_by(leaf)
     return () if made is None else (made[0], *_made_inside(*made[1:]))
 
 
 def _made_inside(eqn: Any, var: Any) -> tuple[int, ...]:
-    """Where the body of a call (`jit`, `checkpoint`, …) makes the output `var` of the call."""
+    """The position at which the body of a call (`jit`, `checkpoint`, …) computes the call's output `var`."""
     bodies = [compat.closed(value).jaxpr for value in eqn.params.values() if compat.is_jaxpr(value)]
     if len(bodies) != 1 or len(bodies[0].outvars) != len(eqn.outvars) or not any(out is var for out in eqn.outvars):
         return ()
@@ -102,7 +102,7 @@ def _in_natural_order(path: Path) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class StateLeaf:
-    """One array of an optimizer's state: its path, its bytes, and whether it lives in host memory."""
+    """An array of an optimizer's state: its path, its bytes, and whether it lives in host memory."""
 
     path: str
     nbytes: int
@@ -127,16 +127,16 @@ class StatePlacement:
 
 
 class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
-    """What `offload_optimizer` returns: an optax transformation that also says where its state lives."""
+    """The result of `offload_optimizer`: an optax transformation that also reports where its state lives."""
 
     _placement: Callable[[Any], StatePlacement]
     _apply: Callable[..., Any]
     _inner: Any
 
     def apply(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
-        """`(params, state)` after one step: `update` and `optax.apply_updates` in one, each parameter changed in its turn.
+        """`(params, state)` after one step: `update` and `optax.apply_updates` in one, parameter by parameter.
 
-        Saves memory over the two calls: XLA puts off what nothing waits for, and all updates would be kept to the end.
+        Needs less memory than the two calls, in which XLA delays applying the updates and keeps all of them to the end.
         """
         return self._apply(gradients, state, params, extra)
 
@@ -144,7 +144,7 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
         """Where the state for `params` (arrays or `jax.ShapeDtypeStruct`) lives between steps; nothing is allocated.
 
         Raises:
-          NoEffectError: nothing of it would move.
+          NoEffectError: no array would move.
         """
         return self._placement(params)
 
@@ -152,27 +152,28 @@ class OffloadedOptimizer(optax.GradientTransformationExtraArgs):
 def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     """`tx` with its state in host memory between steps: the same updates, the same pytree of state.
 
-    In a step, the state comes to the device one leaf at a time, each after the one before has gone back to the host, so that
-    one parameter's leaves are there at once. Leaves of rank 0 (step counts, hyperparameters) stay on the device. Of the others,
-    the largest are taken first, as long as the share of their bytes is at most `fraction`; `placement` says which.
+    In a step, the state comes to the device parameter by parameter: a leaf is fetched after the previous parameter's leaves
+    have gone back to the host. Leaves of rank 0 (step counts, hyperparameters) stay on the device. The largest leaves move
+    first, as long as the share of their bytes is at most `fraction`; `placement` lists them.
 
-    It works for any optax optimizer, alone or inside a chain, under `jit`, with donated state (the host buffers are then
-    reused), on a mesh (each array of the state lies as its parameter does), and with state that was saved and loaded, on either
-    side. Under `jit` the result has the bits of the plain
-    optimizer's; op by op it is within rounding, since optax compiles parts of an update by themselves. `apply` needs less
-    memory than `update`. What an optimizer does in one equation comes to the device at once: all of a `scan`'s stacked layers
-    are one leaf, `optax.MultiSteps` updates everything in one `cond` (use `accumulate_gradients`), and a norm of all updates
-    needs all of them. A norm of all gradients and an unrolled stack can need more than the plain optimizer, by XLA's schedule,
-    unless the blocks offload something too (`offload_inputs`), which ties them to their places: `measure` it. The idea is
-    ZeRO-Offload's and Megatron-LM's `HybridDeviceOptimizer`'s, but the update itself stays on the device.
+    It works for any optax optimizer, alone or inside a chain, under `jit`, with donated state (the host buffers are reused), on
+    a mesh (each array of the state has its parameter's sharding), and with state that was saved from and loaded into either
+    optimizer. Under `jit` the result is bit-equal to the plain optimizer's; op by op it agrees within rounding, since optax
+    compiles parts of an update by themselves. `apply` needs less memory than `update`.
+
+    Arrays of one equation come to the device together: all stacked layers of a `scan` are one leaf, `optax.MultiSteps` updates
+    everything in one `cond` (use `accumulate_gradients`), and a norm of all updates needs all of them. With a norm of all
+    gradients and an unrolled stack, XLA's schedule can need more memory than the plain optimizer, unless the blocks offload too
+    (`offload_inputs`), which fixes their order: `measure` it. The idea is from ZeRO-Offload and Megatron-LM's
+    `HybridDeviceOptimizer`, but here the update stays on the device.
 
     Args:
       tx: an optax optimizer.
       fraction: from 0 (nothing moves) to 1.
 
     Raises:
-      ArgumentError: `tx` is no optax optimizer, or `fraction` is outside [0, 1].
-      NoEffectError: from `init`: a `fraction` above 0 moves nothing, as for plain SGD, which has no state.
+      ArgumentError: `tx` is not an optax optimizer, or `fraction` is outside [0, 1].
+      NoEffectError: from `init`: a `fraction` above 0 moves no array, as for plain SGD, which has no state.
 
     >>> import jax.numpy as jnp
     >>> tx = offload_optimizer(optax.adam(1e-3))
@@ -191,7 +192,7 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
 
     def init(params: Any) -> Any:
         if not jax.tree.leaves(params) and not isinstance(params, dict | list | tuple):
-            # `optax.tree_map_params` asks with a placeholder of no arrays which parts of the state are parameters'.
+            # `optax.tree_map_params` calls `init` with a placeholder without arrays to find the parameters' parts of the state.
             return inner.init(params)
         traced, moved = traced_init(params)
         inputs, to_host = len(traced.values), [path in moved for path in traced.out_paths]
@@ -238,7 +239,7 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
             )
         )
 
-    # With nothing to move it is the optimizer itself.
+    # With a fraction of 0 the optimizer runs as it is.
     offloaded = OffloadedOptimizer(init, update) if fraction else OffloadedOptimizer(inner.init, inner.update)
     offloaded._placement, offloaded._apply = placement, apply if fraction else inner_apply
     offloaded._inner = inner
@@ -246,7 +247,7 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
 
 
 def plain(tx: Any) -> Any:
-    """The optimizer that `tx` offloads; any other as it is."""
+    """The optimizer that `tx` offloads; `tx` itself if it does not offload."""
     return tx._inner if isinstance(tx, OffloadedOptimizer) else tx
 
 
@@ -262,7 +263,7 @@ def _checked(tx: Any, fraction: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _moved(paths: Sequence[Path], avals: Sequence[Any], fraction: float) -> set[Path]:
-    """The paths of the leaves that live on the host: the largest first, while their share is at most `fraction`."""
+    """The paths of the leaves that live on the host: the largest first, up to a share of `fraction`."""
     sizes = {path: _nbytes(aval) for path, aval in zip(paths, avals, strict=True) if _is_movable(aval)}
     quota = fraction * sum(sizes.values())
     moved: set[Path] = set()

@@ -1,4 +1,4 @@
-"""Evaluating a jaxpr whose inputs and outputs live in host memory, a few of them on the device at a time."""
+"""Evaluating a jaxpr whose inputs and outputs live in host memory, with few of them on the device at a time."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What of a jaxpr lives in host memory, and when it is wanted.
+    """Which inputs and outputs of a jaxpr live in host memory, and the order of the outputs.
 
     Attributes:
-      from_host: for each input, whether it is to be fetched; it is taken to the device from wherever it is.
-      not_before: for each input, the index of another input that must be there before it is fetched, or None.
+      from_host: for each input, whether to fetch it to the device.
+      not_before: for each input, the index of another input that must be on the device before the fetch, or None.
       to_host: for each output, whether it goes to host memory.
-      order: every output's index, in the order in which they are wanted.
+      order: every output's index, in the order of evaluation.
     """
 
     from_host: Sequence[bool]
@@ -36,12 +36,11 @@ class Plan:
 
 
 def stream(jaxpr: Any, args: Sequence[Any], plan: Plan) -> list[Any]:
-    """Evaluate the closed `jaxpr` on `args`, fetching host inputs one by one and sending outputs away as they are made.
+    """Evaluate the closed `jaxpr` on `args`: fetch host inputs one by one, and send outputs to the host once computed.
 
-    An equation runs when the first output of `order` needs it, not where it stands: `tree.map` writes the equations of all
-    leaves side by side, and evaluated in that order every leaf would be on the device before the first one leaves it. Under
-    `jit`, each fetch waits (an `optimization_barrier`) for the outputs that are finished by then: XLA starts whatever nothing
-    holds back.
+    An equation runs when the next output of `order` needs it, not in the jaxpr's order: `tree.map` interleaves the equations of
+    all leaves, so all leaves would be on the device before the first one leaves it. Under `jit` an `optimization_barrier` makes
+    each fetch wait for the outputs finished before it; without it XLA would start all fetches at once.
     """
     return _Stream(_inlined(jaxpr), args, plan).run()
 
@@ -61,7 +60,7 @@ class _Stream:
             var: inner.invars[other] for var, other in zip(inner.invars, plan.not_before, strict=True) if other is not None
         }
         self.traced = any(map(compat.is_traced, (*args, *jaxpr.consts)))
-        # Run op by op, an array is freed when nobody holds it any more.
+        # Op by op, an array is freed when its last reference goes.
         self.readers = Counter(atom for eqn in inner.eqns for atom in eqn.invars if not _is_literal(atom))
         self.readers.update(atom for atom in inner.outvars if not _is_literal(atom))
         self.leaving: dict[Any, list[int]] = {}
@@ -75,7 +74,7 @@ class _Stream:
         for index in self.plan.order:
             atom = self.outvars[index]
             if not _is_literal(atom) and atom in self.away and self.plan.to_host[index]:
-                self._finish(index, self.away[atom])  # unchanged: it stays where it is
+                self._finish(index, self.away[atom])  # an unchanged input stays on the host
                 continue
             self._compute(atom)
             if index not in self.results:
@@ -87,7 +86,7 @@ class _Stream:
         return [self.results[index] for index in range(len(self.outvars))]
 
     def _compute(self, *atoms: Any) -> None:
-        """Evaluate what `atoms` need, without recursion: an update may be thousands of equations deep."""
+        """Evaluate the equations behind `atoms`, without recursion: an update may be thousands of equations deep."""
         waiting = list(atoms)
         while waiting:
             var = waiting[-1]
@@ -97,7 +96,7 @@ class _Stream:
                 self._fetch(var)
             else:
                 eqn = self.makers[var]
-                missing = [one for one in eqn.invars if not _is_literal(one) and one not in self.values]
+                missing = [operand for operand in eqn.invars if not _is_literal(operand) and operand not in self.values]
                 if missing:
                     waiting.append(missing[0])
                 else:
@@ -117,9 +116,9 @@ class _Stream:
         awaited = self.awaited.get(var)
         inputs = [awaited] if self.values.get(awaited) is not None else []
         if self.traced and (self.finished or inputs):
-            held = [self.results[index] for index in self.finished] + [self.values[one] for one in inputs]
+            held = [self.results[index] for index in self.finished] + [self.values[each] for each in inputs]
             value, *held = _together(value, *held)
-            # XLA drops from a barrier what nobody reads behind it.
+            # Read the barrier's outputs from here on: XLA drops operands of a barrier whose outputs have no reader.
             self.results.update(zip(self.finished, held, strict=False))
             self.values.update(zip(inputs, held[len(self.finished) :], strict=True))
             self.finished.clear()
@@ -129,7 +128,7 @@ class _Stream:
         outputs = compat.bind(eqn, [self._use(atom) for atom in eqn.invars])
         for var, value in zip(eqn.outvars, outputs, strict=True):
             if var in self.leaving:
-                # By itself, a new leaf can take the place of the old one; fused with its other uses it cannot.
+                # The barrier prevents fusion with other uses, so that the new leaf can reuse the old leaf's buffer.
                 value = _together(value)[0] if self.traced else value
             self.values[var] = value
             for index in self.leaving.get(var, ()):
@@ -143,9 +142,9 @@ class _Stream:
 
 
 def _together(*values: Any) -> tuple[Any, ...]:
-    """`values`, none of which XLA uses before all are there; on a CPU, which has one memory, as they are.
+    """`values` behind a barrier: XLA uses none before all are computed. On a CPU, which has one memory, `values` as they are.
 
-    There a barrier would only part what the plain optimizer fuses, and change the last bits.
+    On a CPU a barrier would only split the plain optimizer's fusions, and change the last bits.
     """
     return tuple(
         jax.lax.platform_dependent(
@@ -159,7 +158,7 @@ def _is_literal(atom: Any) -> bool:
 
 
 def _inlined(jaxpr: Any) -> Any:
-    """`jaxpr` without the calls that make several arrays: in them, the equations of several leaves are one equation."""
+    """`jaxpr` with calls that return several arrays inlined: such a call would compute several leaves in one equation."""
 
     def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         if eqn.primitive.name not in _CALLS or sum(var.aval.ndim > 0 for var in eqn.outvars) < 2:

@@ -14,28 +14,28 @@ from remat_jax.errors import ArgumentError
 
 
 def struct(leaf: Any, dtype: Any) -> Any:
-    """The shape of the array `leaf`, of another `dtype`, in the memory that it is in."""
+    """The shape of the array `leaf` with `dtype`, in the memory of `leaf`."""
     if compat.is_on_host(leaf):
         return jax.core.ShapedArray(leaf.shape, dtype, memory_space=jax.memory.Space.Host)
     return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
 
 def result_structs(function: Callable[..., Any], *args: Any) -> Any:
-    """The shapes of the arrays of `function(*args)`; nothing is run."""
+    """The shapes of the arrays of `function(*args)`, by tracing alone."""
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     leaves, treedef = jax.tree.flatten(shapes)
     return jax.tree.unflatten(treedef, [struct(aval, leaf.dtype) for aval, leaf in zip(jaxpr.out_avals, leaves, strict=True)])
 
 
 def device_bytes(tree: Any) -> int:
-    """What the arrays of `tree` take of device memory: those in host memory take nothing of it."""
+    """The bytes of the arrays of `tree` in device memory; arrays in host memory do not count."""
     return compat.tree_bytes([leaf for leaf in jax.tree.leaves(tree) if not compat.is_on_host(leaf)])
 
 
 def structs(tree: Any, argument: str) -> Any:
     """`tree` with a `ShapeDtypeStruct` in place of every array; Python scalars become arrays of their JAX type."""
 
-    def one(leaf: Any) -> Any:
+    def as_struct(leaf: Any) -> Any:
         if isinstance(leaf, bool | int | float | complex):
             leaf = jnp.asarray(leaf)
         if not compat.is_array(leaf):
@@ -43,10 +43,10 @@ def structs(tree: Any, argument: str) -> Any:
                 f"{argument} holds {leaf!r} of type {type(leaf).__name__}: expected arrays or jax.ShapeDtypeStruct. Bind other "
                 "values into the loss (a lambda or functools.partial)."
             )
-        # NumPy's float64 and int64 are what JAX makes of them, which depends on jax_enable_x64.
+        # Use the dtype that JAX gives NumPy's float64 and int64, which depends on jax_enable_x64.
         return struct(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(as_struct, tree)
 
 
 Path = tuple[Any, ...]
@@ -54,13 +54,13 @@ Path = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What tracing gives.
+    """A traced function.
 
     Attributes:
-      jaxpr: closed; its inputs and outputs are the arrays of the arguments and the result, all of them in device memory.
-      values: the arrays of the arguments, where they are.
-      in_paths, out_paths: their paths; the first key of `in_paths` is the argument's position.
-      finish: the function's result, given the jaxpr's outputs.
+      jaxpr: the closed jaxpr; its inputs and outputs are the arrays of the arguments and the result, all in device memory.
+      values: the arrays of the arguments, in their own memory.
+      in_paths, out_paths: the paths of inputs and outputs; the first key of `in_paths` is the argument's position.
+      finish: computes the function's result from the jaxpr's outputs.
     """
 
     jaxpr: Any
@@ -71,7 +71,7 @@ class Traced:
 
 
 def trace(function: Callable[..., Any], *args: Any) -> Traced:
-    """`function(*args)` traced with every array in device memory; what is no array (strings, functions) stays as it is."""
+    """`function(*args)` traced with every array in device memory; other leaves (strings, functions) stay as they are."""
     leaves, treedef = jax.tree.flatten_with_path(args)
     places = [index for index, (_, leaf) in enumerate(leaves) if compat.is_array(leaf)]
     results: list[tuple[list[tuple[Path, Any]], Any]] = []
@@ -82,7 +82,7 @@ def trace(function: Callable[..., Any], *args: Any) -> Traced:
             filled[place] = value
         outputs, structure = jax.tree.flatten_with_path(function(*jax.tree.unflatten(treedef, filled)))
         arrays = [out for _, out in outputs if compat.is_array(out)]
-        # None stands for an array: the trace must not be kept alive.
+        # None marks an array: a stored tracer would keep the trace alive.
         results.append(([(path, None if compat.is_array(out) else out) for path, out in outputs], structure))
         return arrays
 
@@ -90,8 +90,8 @@ def trace(function: Callable[..., Any], *args: Any) -> Traced:
     jaxpr = jax.make_jaxpr(flat)(*map(compat.on_device, values))
     outputs, structure = results[-1]
 
-    def finish(found: Sequence[Any]) -> Any:
-        arrays = iter(found)
+    def finish(flat_outputs: Sequence[Any]) -> Any:
+        arrays = iter(flat_outputs)
         return jax.tree.unflatten(structure, [next(arrays) if out is None else out for _, out in outputs])
 
     in_paths = tuple(leaves[index][0] for index in places)

@@ -1,4 +1,4 @@
-"""Which parameters are trained: the choice as users write it, and the pytree parted by it."""
+"""Which parameters are trained: `trainable` as users write it, and the split of the pytree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from remat_jax.errors import ArgumentError
 
 
 def split(params: Any, trainable: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
-    """The trained leaves, the frozen ones, and how to put them together; both are dicts by parameter path."""
+    """The trained leaves, the frozen leaves, and a function that joins them; both are dicts by parameter path."""
     if trainable is None:
         return params, {}, lambda trained, _: trained
     leaves, treedef = jax.tree.flatten_with_path(params)

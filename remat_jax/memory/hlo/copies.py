@@ -1,4 +1,4 @@
-"""Copies to and from the host in a compiled module: their instructions, what compute covers, the way of each array."""
+"""Copies to and from the host in a compiled module: their instructions, their overlap with compute, and round trips."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Copies:
     """The copies of one direction.
 
     Attributes:
-      count: how many run; one in a loop counts once per iteration.
-      bytes: what they move.
-      seconds: what they take on the link, one after the other.
-      covered_seconds: how long of that compute runs as well.
-      available_seconds: the compute that is scheduled from the start of the first copy until the last one is waited for.
+      count: the number of copies; a copy in a loop counts once per iteration.
+      bytes: the bytes that they move.
+      seconds: their time on the link, one after the other.
+      covered_seconds: the part of this time during which compute runs.
+      available_seconds: the compute scheduled from the start of the first copy to the wait for the last one.
     """
 
     count: int
@@ -32,15 +32,15 @@ class Copies:
 
     @property
     def covered(self) -> float:
-        """The share of the copies' time during which compute runs; 1.0 where nothing is copied."""
+        """The share of the copies' time during which compute runs; 1.0 without copies."""
         return self.covered_seconds / self.seconds if self.seconds else 1.0
 
     @property
     def coverable(self) -> float:
         """The share that could be covered: the compute available between the first start and the last wait, at most 1.
 
-        It says nothing of compute that could be moved there, and not that this much can be reached: a copy cannot start before
-        its array is made, nor end after it is read. `Overlap.coverable` counts with that.
+        It ignores compute that could be moved there. It may be out of reach: a copy cannot start before its array is computed,
+        nor end after the array is read. `Overlap.coverable` takes that into account.
         """
         return min(1.0, self.available_seconds / self.seconds) if self.seconds else 1.0
 
@@ -51,17 +51,17 @@ class Copies:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The copies to the host, those back, and the modelled time of one execution.
+    """The copies in both directions, and the modelled time of one execution.
 
     Attributes:
       out, back: the copies from device to host and from host to device.
-      compute_seconds: compute alone.
-      step_seconds: compute and what it waits for copies.
-      coverable_seconds: what compute could cover of the copies of both directions, with the first start and the last wait of
-        each where this schedule has them: of each what is `available`, less what an array's own way cannot have. A schedule
-        that starts late or waits early has less: compare `step_seconds` across schedules. An array leaves after it is made and
-        is back before it is read, one after the other: between the two there must be compute for each copy, and for both; what
-        the last block offloads has hardly any.
+      compute_seconds: the time of compute alone.
+      step_seconds: the time of compute and of its waits for copies.
+      coverable_seconds: the time of all copies that compute could cover, if the first start and the last wait of each direction
+        stay where this schedule has them: the `available` compute of each direction, less the time in which an array's own
+        copies cannot run. An array's two copies run one after the other between its computation and its first read, so the
+        compute between these must last for both; for an array of the last block there is hardly any. A schedule that starts
+        late or waits early has less: compare `step_seconds` across schedules.
     """
 
     out: Copies
@@ -72,12 +72,12 @@ class Overlap:
 
     @property
     def covered(self) -> float:
-        """The share of the time of all copies during which compute runs; 1.0 where nothing is copied."""
+        """The share of the time of all copies during which compute runs; 1.0 without copies."""
         return self._share(self.out.covered_seconds + self.back.covered_seconds)
 
     @property
     def coverable(self) -> float:
-        """The share that could be covered, see `coverable_seconds`."""
+        """The share that could be covered; see `coverable_seconds`."""
         return self._share(self.coverable_seconds)
 
     def _share(self, seconds: float) -> float:
@@ -86,15 +86,15 @@ class Overlap:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names."""
-        own = {"out": self.out.to_dict(), "back": self.back.to_dict(), "covered": self.covered, "coverable": self.coverable}
-        return asdict(self) | own
+        nested = {"out": self.out.to_dict(), "back": self.back.to_dict(), "covered": self.covered, "coverable": self.coverable}
+        return asdict(self) | nested
 
 
 # --- finding the copies -----------------------------------------------------------------------------------------------
 
 
 def host_copy(module: Module, computation: Computation, one: Instruction) -> tuple[Direction, int] | None:
-    """The direction and bytes of the host copy that `one` starts, or is; None if it is none."""
+    """The direction and bytes of the host copy that `one` starts or makes; None for other instructions."""
     if one.opcode in FREE or one.opcode.endswith("-done") or one.opcode in ("while", "call", "conditional", "custom-call"):
         return None
     if one.opcode == "copy-start":
@@ -111,15 +111,15 @@ def host_copy(module: Module, computation: Computation, one: Instruction) -> tup
             if update is not None and source.arrays[0].on_host:
                 return _moved(update.arrays[0].on_host, True, update.arrays[0].bytes)
         elif inner.opcode in ("copy", "dynamic-slice", "slice"):
-            found = _moved(source.arrays[0].on_host, _on_host(one, inner), inner.arrays[0].bytes)
-            if found is not None:
-                return found
+            copy = _moved(source.arrays[0].on_host, _on_host(one, inner), inner.arrays[0].bytes)
+            if copy is not None:
+                return copy
     return None
 
 
-def _on_host(one: Instruction, inner: Instruction) -> bool:
-    # Where a copy is started by another computation, the result's place is written at the start.
-    return one.arrays[-1].on_host if one is inner else inner.arrays[0].on_host
+def _on_host(instruction: Instruction, inner: Instruction) -> bool:
+    # If the copy is in a called computation, the inner instruction's shape has the result's memory.
+    return instruction.arrays[-1].on_host if instruction is inner else inner.arrays[0].on_host
 
 
 def _moved(from_host: bool, to_host: bool, size: int) -> tuple[Direction, int] | None:
@@ -133,7 +133,7 @@ Roots = str | list[Any]
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """The instructions, by name, that make an array, start its copy to the host, start its copy back, and read it first."""
+    """The names of the instructions that compute an array, start its copies to the host and back, and read it first."""
 
     made: str
     out: str
@@ -142,24 +142,26 @@ class RoundTrip:
 
 
 def round_trips(computation: Computation, direction: Callable[[Instruction], str | None]) -> list[RoundTrip]:
-    """The arrays that leave for the host and come back in `computation` itself, not in its loops.
+    """The arrays that go to the host and back in `computation` itself, outside its loops.
 
     Args:
-      direction: "out" or "back" of an instruction that starts a copy between device and host, None of any other.
+      direction: "out" or "back" for an instruction that starts a copy between device and host, None for any other.
     """
     roots: dict[str, Roots] = {}
     sources: dict[str, tuple[str, str]] = {}
     readers: dict[str, str] = {}
-    for one in computation:
-        if one.opcode in FREE or one.opcode.endswith("-done"):
-            roots[one.name] = _passed_on(one, roots)
+    for instruction in computation:
+        if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
+            roots[instruction.name] = _passed_on(instruction, roots)
             continue
-        for read in (root for operand in one.operands for root in _flat(roots.get(operand, operand))):
-            readers.setdefault(read, one.name)
-        way = direction(one)
-        source = roots.get(one.operands[0], one.operands[0]) if way and one.operands else None
-        if way and isinstance(source, str):
-            sources[one.name] = way, source
+        for read in (root for operand in instruction.operands for root in _flat(roots.get(operand, operand))):
+            readers.setdefault(read, instruction.name)
+        copy_direction = direction(instruction)
+        source = (
+            roots.get(instruction.operands[0], instruction.operands[0]) if copy_direction and instruction.operands else None
+        )
+        if copy_direction and isinstance(source, str):
+            sources[instruction.name] = copy_direction, source
     return list(_pairs(sources, readers))
 
 
@@ -169,16 +171,18 @@ def _pairs(sources: Mapping[str, tuple[str, str]], readers: Mapping[str, str]) -
             yield RoundTrip(sources[out][1], out, back, readers[back])
 
 
-def _passed_on(one: Instruction, roots: Mapping[str, Roots]) -> Roots:
-    """What an instruction that makes nothing hands on, by the names of the instructions that made it."""
-    taken = [roots.get(operand, operand) for operand in one.operands]
-    if one.opcode == "get-tuple-element":
-        whole, index = taken[0], one.attribute("index")
-        return whole[int(index)] if isinstance(whole, list) and index is not None and int(index) < len(whole) else one.name
-    if one.opcode == "tuple":
+def _passed_on(instruction: Instruction, roots: Mapping[str, Roots]) -> Roots:
+    """The names of the instructions that computed the arrays of an instruction that moves no data."""
+    taken = [roots.get(operand, operand) for operand in instruction.operands]
+    if instruction.opcode == "get-tuple-element":
+        whole, index = taken[0], instruction.attribute("index")
+        return (
+            whole[int(index)] if isinstance(whole, list) and index is not None and int(index) < len(whole) else instruction.name
+        )
+    if instruction.opcode == "tuple":
         return taken
-    return taken[0] if one.opcode not in ("parameter", "constant") and len(taken) == 1 else one.name
+    return taken[0] if instruction.opcode not in ("parameter", "constant") and len(taken) == 1 else instruction.name
 
 
 def _flat(roots: Roots) -> list[str]:
-    return [roots] if isinstance(roots, str) else [name for one in roots for name in _flat(one)]
+    return [roots] if isinstance(roots, str) else [name for inner in roots for name in _flat(inner)]

@@ -1,8 +1,8 @@
-"""What is alive on the device when a compiled step needs most, by the module that made it.
+"""The buffers that are alive on the device at a compiled step's peak, by the module that made them.
 
-Read from what XLA dumps beside a compilation: the optimised program, its buffer assignment, and the range of the schedule in
-which each buffer is alive. The names of operators carry the path of the module that traced them. XLA's own peak, which stands
-in the last file, is not used: it counts host buffers as device memory.
+Read from XLA's dump of a compilation: the optimised program, its buffer assignment, and the range of the schedule in which each
+buffer is alive. Operator names contain the module path. XLA's own peak, in the last file, is not used, since it counts host
+buffers as device memory.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _STRUCTURE = re.compile(
 
 @dataclass(frozen=True)
 class LiveBuffer:
-    """One buffer that is alive at the peak.
+    """A buffer that is alive at the peak.
 
     Attributes:
-      name: residual-like name `module/path:primitive`, or what the argument is called.
-      module: the module path alone; empty where the program says nothing of it.
-      phase: `argument`, `forward` (made there and kept), `recomputed`, `backward`, or `other` (outside of the gradient: the
-        optimizer's update, and what needs no gradient).
+      name: `module/path:primitive`, like a residual's name, or the argument's name.
+      module: the module path alone; empty if the program does not have it.
+      phase: `argument`, `forward` (computed and kept by the forward pass), `recomputed`, `backward`, or `other` (outside the
+        gradient: the optimizer's update, and computation that needs no gradient).
       nbytes: its size in bytes.
       shape: as XLA writes it, such as `f32[16,256]`.
-      collective: the kind of the collective that gives or takes it (`all-gather`: a gathered parameter, `reduce-scatter`: a
-        gradient that is not summed yet); empty where none does.
+      collective: the kind of the collective that returns or reads it (`all-gather`: a gathered parameter, `reduce-scatter`: a
+        gradient before its sum); empty without a collective.
     """
 
     name: str
@@ -56,11 +56,11 @@ class LiveBuffer:
 
 
 _Value = tuple[str, str]
-"""An instruction's name, and which element of its tuple, as XLA writes it: `1,0`."""
+"""An instruction's name, and the index into its tuple, as XLA writes it: `1,0`."""
 
 
 class _Program:
-    """The instructions of all computations by name, and which loop runs which computation."""
+    """The instructions of all computations by name, and the loop that runs each computation."""
 
     def __init__(self, module: Module) -> None:
         self.instructions: dict[str, Instruction] = {}
@@ -68,121 +68,123 @@ class _Program:
         self._home: dict[str, str] = {}
         self._loops: dict[str, str] = {}
         for computation in module.computations.values():
-            for one in computation:
-                self.instructions[one.name] = one
-                self._home[one.name] = computation.name
-                if one.root:
-                    self.roots[computation.name] = one.name
-                if one.opcode == "while":
-                    self._loops[one.attribute("body") or ""] = one.name
+            for instruction in computation:
+                self.instructions[instruction.name] = instruction
+                self._home[instruction.name] = computation.name
+                if instruction.root:
+                    self.roots[computation.name] = instruction.name
+                if instruction.opcode == "while":
+                    self._loops[instruction.attribute("body") or ""] = instruction.name
 
     def exchanged(self) -> dict[_Value, str]:
-        """What collectives take, and the whole of what they give, by the kind of the collective."""
-        found: dict[_Value, str] = {}
-        for one in self.instructions.values():
-            called = self.instructions.get(self.roots.get(one.attribute("calls") or "", ""))
-            kind = (called if one.opcode == "async-start" and called is not None else one).opcode.removesuffix("-start")
+        """The operands of collectives, and all elements of their results, with the kind of the collective."""
+        kinds: dict[_Value, str] = {}
+        for instruction in self.instructions.values():
+            called = self.instructions.get(self.roots.get(instruction.attribute("calls") or "", ""))
+            kind = (called if instruction.opcode == "async-start" and called is not None else instruction).opcode.removesuffix(
+                "-start"
+            )
             if kind in COLLECTIVES:
-                given = {(one.name, ",".join(map(str, index))): kind for index in _indices(one.shape)}
-                found |= given | {self._made(operand): kind for operand in one.operands}
-        return found
+                results = {(instruction.name, ",".join(map(str, index))): kind for index in _indices(instruction.shape)}
+                kinds |= results | {self._made(operand): kind for operand in instruction.operands}
+        return kinds
 
     def _made(self, name: str) -> _Value:
-        """Where an array is made that an instruction only names."""
+        """The value that `name` refers to, through tuples and bitcasts."""
         index: list[str] = []
-        while (one := self.instructions.get(name)) is not None and one.operands:
-            if one.opcode == "get-tuple-element":
-                index.insert(0, one.attribute("index") or "0")
-            elif one.opcode == "tuple" and index:
-                name = one.operands[int(index.pop(0))]
+        while (instruction := self.instructions.get(name)) is not None and instruction.operands:
+            if instruction.opcode == "get-tuple-element":
+                index.insert(0, instruction.attribute("index") or "0")
+            elif instruction.opcode == "tuple" and index:
+                name = instruction.operands[int(index.pop(0))]
                 continue
-            elif one.opcode != "bitcast":
+            elif instruction.opcode != "bitcast":
                 break
-            name = one.operands[0]
+            name = instruction.operands[0]
         return name, ",".join(index)
 
-    def loop_around(self, one: Instruction) -> tuple[str, Instruction | None]:
-        """The computation that an instruction is in, and the loop that runs it."""
-        home = self._home[one.name]
+    def loop_around(self, instruction: Instruction) -> tuple[str, Instruction | None]:
+        """The computation of an instruction, and the loop that runs the computation."""
+        home = self._home[instruction.name]
         return home, self.instructions.get(self._loops.get(home, ""))
 
 
 class Schedule:
-    """When each array of the device is alive in a compiled step, and where it lies.
+    """When each device array of a compiled step is alive, and its place in memory.
 
     Args:
-      program: the optimised program, `….after_optimizations.txt`, or that as it is parsed.
+      program: the optimised program, `….after_optimizations.txt`, as text or parsed.
       assignment: `…-buffer-assignment.txt`.
       live_ranges: `…-live-range.txt`.
     """
 
     def __init__(self, program: str | Module, assignment: str, live_ranges: str) -> None:
         self.places = _device_places(assignment)
-        found = [one for one in map(_RANGE.match, live_ranges.splitlines()) if one is not None]
-        ranges = {(one["name"], one["index"]): (int(one["start"]), int(one["end"])) for one in found}
+        matches = [match for match in map(_RANGE.match, live_ranges.splitlines()) if match is not None]
+        ranges = {(match["name"], match["index"]): (int(match["start"]), int(match["end"])) for match in matches}
         self.ranges = {value: span for value, span in ranges.items() if value in self.places}
         self._program = _Program(parse(program))
 
     def buffer(self, value: _Value) -> LiveBuffer:
-        """What a value is."""
+        """The buffer of a value."""
         return _buffer(self._program, *value, self.places[value].nbytes)
 
     def at_peak(self) -> list[LiveBuffer]:
-        """The device buffers that are alive where the device holds most, the largest first."""
+        """The device buffers that are alive at the peak, the largest first."""
         totals = self.totals()
         peak = max(totals, key=lambda moment: (totals[moment], -moment), default=0)
-        # The state of a loop has a name outside and one inside: what lies in one place is one buffer.
+        # A loop's state has a name outside the loop and one inside: values in one place are one buffer.
         alive = {self.places[value]: value for value, (start, end) in self.ranges.items() if start <= peak <= end}
-        # Of what lies in one place any name may be the one that a collective knows it by.
+        # A collective may use any of the names of a place.
         kinds = {
             self.places[value]: kind
             for value, kind in self._program.exchanged().items()
             if value in self.ranges and self.ranges[value][0] <= peak <= self.ranges[value][1]
         }
         buffers = [replace(self.buffer(value), collective=kinds.get(place, "")) for place, value in alive.items()]
-        return sorted(buffers, key=lambda one: (-one.nbytes, one.name))
+        return sorted(buffers, key=lambda buffer: (-buffer.nbytes, buffer.name))
 
     def totals(self, least: int = 0, most: float = math.inf) -> dict[int, int]:
-        """The bytes of the buffers of `least` to `most` bytes, at each moment at which any buffer begins."""
+        """The total bytes of buffers of `least` to `most` bytes at each moment at which a buffer begins."""
         events: dict[int, list[tuple[Place, int]]] = {}
         for value, (start, end) in self.ranges.items():
             for moment, change in ((start, 1), (end + 1, -1)):
                 events.setdefault(moment, []).append((self.places[value], change))
         begins = {start for start, _ in self.ranges.values()}
         alive: Counter[Place] = Counter()
-        total, found = 0, {}
+        total, totals = 0, {}
         for moment in sorted(events):
             for place, change in events[moment]:
                 before, alive[place] = alive[place], alive[place] + change
                 if least <= place.nbytes <= most:
                     total += place.nbytes * ((alive[place] > 0) - (before > 0))
             if moment in begins:
-                found[moment] = total
-        return found
+                totals[moment] = total
+        return totals
 
 
 def live_at_peak(program: str | Module, assignment: str, live_ranges: str) -> list[LiveBuffer]:
-    """The device buffers that are alive where the device holds most, the largest first; the arguments are `Schedule`'s."""
+    """The device buffers that are alive at the peak, the largest first; the arguments are those of `Schedule`."""
     return Schedule(program, assignment, live_ranges).at_peak()
 
 
 def named_arguments(buffers: Iterable[LiveBuffer], names: Sequence[str]) -> list[LiveBuffer]:
-    """The buffers with arguments called by `names`, one for each flat argument, instead of `args[3]`.
+    """The buffers, with `names` (one for each flat argument) instead of `args[3]` for arguments.
 
-    The first part of a name, such as `parameters`, is their module.
+    The first part of a name, such as `parameters`, becomes the module.
     """
-    found = []
-    for one in buffers:
-        number = re.fullmatch(r"args\[(\d+)\]", one.name)
+    renamed = []
+    for buffer in buffers:
+        number = re.fullmatch(r"args\[(\d+)\]", buffer.name)
         if number is not None and int(number[1]) < len(names):
             name = names[int(number[1])]
-            one = replace(one, name=name, module=name.partition("/")[0])
-        found.append(one)
-    return found
+            buffer = replace(buffer, name=name, module=name.partition("/")[0])
+        renamed.append(buffer)
+    return renamed
 
 
 class Place(NamedTuple):
-    """Where a buffer lies: several values may have one place, one after the other or as names of one array."""
+    """A buffer's place in memory. Several values may have one place, one after the other or as names of one array."""
 
     allocation: int
     offset: int
@@ -194,29 +196,30 @@ def _device_places(assignment: str) -> dict[_Value, Place]:
     for line in assignment.splitlines():
         if (header := _ALLOCATION.match(line)) is not None:
             allocation = int(header["number"])
-        elif (one := _VALUE.match(line)) is not None and int(one["space"]) == DEVICE_SPACE:
-            places[one["name"], one["index"] or ""] = Place(allocation, int(one["offset"]), int(one["bytes"]))
+        elif (value := _VALUE.match(line)) is not None and int(value["space"]) == DEVICE_SPACE:
+            places[value["name"], value["index"] or ""] = Place(allocation, int(value["offset"]), int(value["bytes"]))
     return places
 
 
 def module_path(op_name: str) -> tuple[str, str, str]:
-    """The module path, the primitive and the phase that an operator's name tells.
+    """The module path, the primitive and the phase in an operator's name.
 
     >>> module_path("jit(step)/transpose(jvp(Model.loss))/Model/while/body/layers.body/layers/ffn/up/dot_general")
     ('Model/layers/ffn/up', 'dot_general', 'backward')
 
-    Which layers a policy by layer was for (`layers[0:8]`) is no part of the path.
+    The layers of a policy by layer (`layers[0:8]`) are not part of the path.
 
-    A scope that is opened again inside itself, as Flax does, is one; so a module of its parent's name is not told from it.
+    Flax opens a scope again inside itself; both count as one. A module with its parent's name is therefore merged with its
+    parent.
     """
     phase = "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "other"
     phase = "recomputed" if "rematted_computation" in op_name else phase
     parts: list[str] = []
-    for part in _split(op_name.partition(";")[0]):  # of operators that were merged, newer compilers name both
+    for part in _split(op_name.partition(";")[0]):  # newer compilers join the names of merged operators
         while (wrapped := _WRAPPER.match(part)) is not None:
             part = wrapped["inside"]
         parts += [inner for inner in _split(part) if not inner.startswith(("jit(", "remat("))]
-    # The body of a loop is no module; a module may well be called `body`.
+    # A loop's body is not a module, but a module may be called `body`.
     parts = [part for before, part in pairwise(["", *parts]) if not (before == "while" and part in ("body", "cond"))]
     parts = [part for part in parts if _STRUCTURE.fullmatch(part) is None]
     primitive = parts.pop() if parts else ""
@@ -224,27 +227,27 @@ def module_path(op_name: str) -> tuple[str, str, str]:
     for part in parts:
         name = part.partition(".")[0]
         if path and name == path[0]:
-            path = []  # a scope that is opened again starts from the model
+            path = []  # a reopened scope starts from the model
         if name and (not path or path[-1] != name):
             path.append(name)
     return "/".join(path), primitive, phase
 
 
-def _op_name(one: Instruction) -> str:
-    found = re.search(r'op_name="([^"]*)"', one.rest)
-    return found[1] if found else ""
+def _op_name(instruction: Instruction) -> str:
+    match = re.search(r'op_name="([^"]*)"', instruction.rest)
+    return match[1] if match else ""
 
 
 def _buffer(program: _Program, name: str, index: str, nbytes: int) -> LiveBuffer:
     instruction = program.instructions.get(name)
     if instruction is None:
         return LiveBuffer(name, "", "other", nbytes, "")
-    places = [int(one) for one in index.split(",") if one]
+    places = [int(place) for place in index.split(",") if place]
     shown = re.sub(r"\{.*", "", _element(instruction.shape, places))
     origin = _origin(program, name, places)
     if origin.opcode == "parameter":
         itself = instruction.opcode in ("parameter", "get-tuple-element", "tuple", "while")
-        # A copy or a slice of it, such as one layer of a scanned stack of parameters, is another buffer.
+        # A copy or a slice of an argument, such as one layer of a scanned stack of parameters, is a buffer of its own.
         phase = "argument" if itself else module_path(_op_name(instruction))[2]
         return LiveBuffer(_op_name(origin) or name, "", phase, nbytes, shown)
     path, primitive, phase = module_path(_op_name(origin))
@@ -252,60 +255,60 @@ def _buffer(program: _Program, name: str, index: str, nbytes: int) -> LiveBuffer
 
 
 def _origin(program: _Program, name: str, places: list[int]) -> Instruction:
-    """The instruction that makes an element of a loop's state: what its body writes there, or what enters it unchanged."""
+    """The instruction that computes an element of a loop's state: in the loop's body, or before the loop if unchanged."""
     seen = set()
     while (name, tuple(places)) not in seen:
         seen.add((name, tuple(places)))
-        one = program.instructions[name]
-        following = _before(program, one, places)
-        if following is None or following[0] not in program.instructions:
-            return one
-        name, places = following
+        instruction = program.instructions[name]
+        source = _before(program, instruction, places)
+        if source is None or source[0] not in program.instructions:
+            return instruction
+        name, places = source
     return program.instructions[name]
 
 
-def _before(program: _Program, one: Instruction, places: list[int]) -> tuple[str, list[int]] | None:
-    """Where an element of what an instruction gives is from, if the instruction does not make it."""
-    if one.opcode in ("copy", "bitcast", "copy-start", "copy-done", "optimization-barrier") and one.operands:
-        return one.operands[0], places
-    if one.opcode == "get-tuple-element" and one.operands:
-        return one.operands[0], [int(one.attribute("index") or 0), *places]
-    if one.opcode == "tuple" and places and places[0] < len(one.operands):
-        return one.operands[places[0]], places[1:]
-    if (moved := _moved(program, one)) is not None:
+def _before(program: _Program, instruction: Instruction, places: list[int]) -> tuple[str, list[int]] | None:
+    """The source of an element of an instruction's result; None if the instruction computes the element."""
+    if instruction.opcode in ("copy", "bitcast", "copy-start", "copy-done", "optimization-barrier") and instruction.operands:
+        return instruction.operands[0], places
+    if instruction.opcode == "get-tuple-element" and instruction.operands:
+        return instruction.operands[0], [int(instruction.attribute("index") or 0), *places]
+    if instruction.opcode == "tuple" and places and places[0] < len(instruction.operands):
+        return instruction.operands[places[0]], places[1:]
+    if (moved := _moved(program, instruction)) is not None:
         return moved, []
-    if one.opcode == "while" and places:
-        return program.roots.get(one.attribute("body") or "", ""), places
-    body, loop = program.loop_around(one)
-    if one.opcode == "parameter" and places and loop is not None:
+    if instruction.opcode == "while" and places:
+        return program.roots.get(instruction.attribute("body") or "", ""), places
+    body, loop = program.loop_around(instruction)
+    if instruction.opcode == "parameter" and places and loop is not None:
         written, unchanged = _written(program, body, places[0])
         return (loop.operands[0], places) if unchanged else (written, places[1:])
     return None
 
 
-def _moved(program: _Program, one: Instruction) -> str | None:
-    """What a slice, or an update of a slice, of a stack of arrays takes or puts in: the largest operand beside the stack."""
-    primitive = _op_name(one).rpartition("/")[2]
-    if primitive not in ("dynamic_slice", "dynamic_update_slice") or one.opcode not in ("fusion", *_SLICES):
+def _moved(program: _Program, instruction: Instruction) -> str | None:
+    """The array that a slice reads from, or that an update of a slice writes into, a stack; None for other instructions."""
+    primitive = _op_name(instruction).rpartition("/")[2]
+    if primitive not in ("dynamic_slice", "dynamic_update_slice") or instruction.opcode not in ("fusion", *_SLICES):
         return None
-    arrays = [operand for operand in one.operands if operand in program.instructions]
+    arrays = [operand for operand in instruction.operands if operand in program.instructions]
     sized = [operand for operand in arrays if "s32[]" not in program.instructions[operand].shape]
     if primitive == "dynamic_slice":
         return sized[0] if sized else None
-    updates = [operand for operand in sized if program.instructions[operand].shape != one.shape]
+    updates = [operand for operand in sized if program.instructions[operand].shape != instruction.shape]
     return updates[0] if updates else None
 
 
 def _written(program: _Program, body: str, place: int) -> tuple[str, bool]:
-    """What a loop's body leaves at a place of its state, and whether that is what was there before."""
+    """The value that a loop's body writes at a place of its state, and whether the place is unchanged."""
     root = program.instructions.get(program.roots.get(body, ""))
     if root is None or root.opcode != "tuple" or place >= len(root.operands):
         return "", False
     value = root.operands[place]
-    one = program.instructions.get(value)
-    if one is None or one.opcode != "get-tuple-element" or one.attribute("index") != str(place):
+    instruction = program.instructions.get(value)
+    if instruction is None or instruction.opcode != "get-tuple-element" or instruction.attribute("index") != str(place):
         return value, False
-    return value, program.instructions[one.operands[0]].opcode == "parameter"
+    return value, program.instructions[instruction.operands[0]].opcode == "parameter"
 
 
 def _element(shape: str, places: list[int]) -> str:
@@ -318,18 +321,18 @@ def _element(shape: str, places: list[int]) -> str:
 
 
 def _indices(shape: str) -> list[tuple[int, ...]]:
-    """Of every array in a shape, tuples in tuples too: which element it is.
+    """The index of every array in a shape, including nested tuples.
 
     >>> _indices("((f32[2], f32[3]), f32[4])")
     [(0, 0), (0, 1), (1,)]
     """
     if not shape.startswith("("):
         return [()]
-    return [(place, *inside) for place, one in enumerate(elements(shape)) for inside in _indices(one)]
+    return [(place, *inside) for place, element in enumerate(elements(shape)) for inside in _indices(element)]
 
 
 def _split(op_name: str) -> list[str]:
-    """The parts between slashes that are in no bracket."""
+    """The parts of a name between slashes outside brackets."""
     parts, depth, start = [], 0, 0
     for place, letter in enumerate(op_name):
         depth += (letter in "({[") - (letter in ")}]")

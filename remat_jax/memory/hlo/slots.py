@@ -1,8 +1,8 @@
-"""Which slot of a host buffer a scanned offload's copies take, read from a compiled module (openxla/xla#46231).
+"""Checks which slot of a host buffer a scanned offload's copies use, in a compiled module (openxla/xla#46231).
 
-XLA:GPU turns a copy to or from one slot of a stacked array inside a loop into a memory copy whose address is baked in: an
-offset and a stride per iteration, in the configuration of the `dynamic-slice` or `dynamic-update-slice`. The index that the
-program asks for still stands beside it. JAX 0.10.2 and 0.11.0 bake in slot k where the backward pass asks for slot L-1-k.
+XLA:GPU compiles a copy to or from one slot of a stacked array inside a loop to a memory copy with a constant address: an offset
+and a stride per iteration, in the configuration of the `dynamic-slice` or `dynamic-update-slice`. The program's own index is
+still an operand. JAX 0.10.2 and 0.11.0 use the address of slot k if the backward pass asks for slot L-1-k.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
 
 
 def scanned_offload_is_miscompiled(text: str | Module) -> bool:
-    """Whether a loop of the compiled module `text` copies another slot of a host buffer than the program asks for.
+    """Whether a loop of the compiled module `text` copies a different slot of a host buffer than the program asks for.
 
-    Every iteration of every loop whose count the compiler knows is compared. False where no loop copies to or from host
-    memory, or where the index is read when the program runs.
+    Compares every iteration of every loop with a known trip count. False if no loop copies to or from host memory, or if the
+    copies compute their addresses at run time.
 
     Args:
       text: `compiled.as_text()` of a program compiled for a GPU.
 
     Raises:
-      UnsupportedError: an address is baked in and the index beside it cannot be followed, so that nothing can be said.
+      UnsupportedError: a copy has a constant address, and the program's index cannot be evaluated.
 
     >>> scanned_offload_is_miscompiled("ENTRY %main (x: f32[]) -> f32[] {\\n  ROOT %x = f32[] parameter(0)\\n}")
     False
@@ -57,12 +57,12 @@ def scanned_offload_is_miscompiled(text: str | Module) -> bool:
     module = parse(text)
     try:
         return any(
-            _is_wrong(module, body, loop, one)
+            _is_wrong(module, body, loop, instruction)
             for computation in module.computations.values()
             for loop in computation
             if loop.opcode == "while"
             for body in [module.computations[loop.attribute("body") or ""]]
-            for one in body
+            for instruction in body
         )
     except (LookupError, RecursionError, ValueError) as error:
         raise UnsupportedError(
@@ -71,8 +71,8 @@ def scanned_offload_is_miscompiled(text: str | Module) -> bool:
         ) from error
 
 
-def _is_wrong(module: Module, body: Computation, loop: Instruction, one: Instruction) -> bool:
-    called = module.computations.get(one.attribute("calls") or "")
+def _is_wrong(module: Module, body: Computation, loop: Instruction, instruction: Instruction) -> bool:
+    called = module.computations.get(instruction.attribute("calls") or "")
     for inner in [] if called is None else called:
         baked = _baked(inner)
         if called is None or baked is None:
@@ -81,20 +81,20 @@ def _is_wrong(module: Module, body: Computation, loop: Instruction, one: Instruc
         if whole is None or not any(array.on_host for array in (*whole.arrays, *inner.arrays)):
             continue
         for iteration in range(int(loop.config.get("known_trip_count", {}).get("n", 0))):
-            asked = _address(module, body, loop, one, called, inner, whole.arrays[0], iteration)
-            if asked != baked[0] + iteration * baked[1]:
+            requested = _address(module, body, loop, instruction, called, inner, whole.arrays[0], iteration)
+            if requested != baked[0] + iteration * baked[1]:
                 return True
     return False
 
 
 def _baked(inner: Instruction) -> tuple[int, int] | None:
-    """The offset and stride in bytes, of the innermost loop's iterations; None if none are baked in."""
+    """The constant offset and stride in bytes over the innermost loop's iterations; None without them."""
     if inner.opcode not in ("dynamic-slice", "dynamic-update-slice"):
         return None
     config = inner.config.get("dynamic_slice_config")
     if config is None or int(config.get("loop_index", 0)) != 0:
         return None
-    # JAX 0.12 has the address in a part of its own.
+    # JAX 0.12 nests the address under "linear".
     config = config.get("linear", config)
     return int(config.get("byte_offset", 0)), int(config.get("byte_stride", 0))
 
@@ -103,7 +103,7 @@ def _address(
     module: Module,
     body: Computation,
     loop: Instruction,
-    one: Instruction,
+    instruction: Instruction,
     called: Computation,
     inner: Instruction,
     whole: Array,
@@ -114,7 +114,7 @@ def _address(
     counters = {int(entry["tuple_index"]): int(entry["init"]) + iteration * int(entry["step"]) for entry in _counters(loop)}
 
     def given(parameter: int) -> int:
-        return _value(module, body, body.instructions[one.operands[parameter]], counters, None)
+        return _value(module, body, body.instructions[instruction.operands[parameter]], counters, None)
 
     address, stride = 0, whole.bytes // math.prod(whole.dims)
     for axis in whole.order:
@@ -124,45 +124,49 @@ def _address(
     return address
 
 
-def _first(one: Instruction | None) -> Array:
-    if one is None or not one.arrays:
+def _first(instruction: Instruction | None) -> Array:
+    if instruction is None or not instruction.arrays:
         raise UnsupportedError("a dynamic-update-slice whose update has no shape in the module's text; give the whole text")
-    return one.arrays[0]
+    return instruction.arrays[0]
 
 
 def _counters(loop: Instruction) -> Iterator[dict[str, str]]:
-    known = loop.config.get("dynamic_variables")
-    if known:
-        yield from known
+    variables = loop.config.get("dynamic_variables")
+    if variables:
+        yield from variables
     elif "known_induction_variable" in loop.config:
         yield {**loop.config["known_induction_variable"], **loop.config.get("known_init_step", {"init": "0", "step": "1"})}
 
 
 def _value(
-    module: Module, computation: Computation, one: Instruction, counters: dict[int, int], given: Callable[[int], int] | None
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    counters: dict[int, int],
+    given: Callable[[int], int] | None,
 ) -> int:
-    """The integer that a scalar instruction is, for the loop's `counters` by tuple index, or the `given` parameters."""
-    if one.opcode == "constant":
-        return int(one.argument == "true") if one.argument in ("true", "false") else int(one.argument)
-    if one.opcode == "parameter" and given is not None:
-        return given(int(one.argument))
-    if one.opcode == "get-tuple-element":
-        place = int(one.attribute("index") or -1)
+    """The integer value of a scalar instruction, given the loop's `counters` by tuple index, or `given` parameters."""
+    if instruction.opcode == "constant":
+        return int(instruction.argument == "true") if instruction.argument in ("true", "false") else int(instruction.argument)
+    if instruction.opcode == "parameter" and given is not None:
+        return given(int(instruction.argument))
+    if instruction.opcode == "get-tuple-element":
+        place = int(instruction.attribute("index") or -1)
         if place in counters:
             return counters[place]
-    operands = [computation.instructions[name] for name in one.operands if name in computation.instructions]
+    operands = [computation.instructions[name] for name in instruction.operands if name in computation.instructions]
 
     def of(index: int) -> int:
         return _value(module, computation, operands[index], counters, given)
 
-    if one.opcode == "compare":
-        return int(_COMPARE[one.attribute("direction") or "EQ"](of(0), of(1)))
-    if one.opcode in _ARITHMETIC:
-        return _ARITHMETIC[one.opcode](*(of(index) for index in range(len(operands))))
-    called = module.computations.get(one.attribute("calls") or one.attribute("to_apply") or "")
-    if one.opcode in ("fusion", "call") and called is not None:
+    if instruction.opcode == "compare":
+        return int(_COMPARE[instruction.attribute("direction") or "EQ"](of(0), of(1)))
+    if instruction.opcode in _ARITHMETIC:
+        return _ARITHMETIC[instruction.opcode](*(of(index) for index in range(len(operands))))
+    called = module.computations.get(instruction.attribute("calls") or instruction.attribute("to_apply") or "")
+    if instruction.opcode in ("fusion", "call") and called is not None:
         return _value(module, called, called.root, {}, of)
     raise UnsupportedError(
-        f"instruction {one.name!r} ({one.opcode}) of {computation.name!r}: an index that a baked-in copy stands beside cannot "
-        "be followed through it, so that it is not known whether the copy is right"
+        f"instruction {instruction.name!r} ({instruction.opcode}) of {computation.name!r}: an index that a baked-in copy "
+        "stands beside cannot be followed through it, so that it is not known whether the copy is right"
     )

@@ -1,4 +1,4 @@
-"""Reading a compiled module's text: computations, instructions, shapes, and what an instruction costs."""
+"""Parsing a compiled module's text: computations, instructions, shapes, and the products and traffic of instructions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _PARENTHESIS, _BRACKET_OR_COMMA = re.compile(r"[()]"), re.compile(r"[(\[{)\]},]")
-# What moves no data: it says where data is.
+# Instructions that move no data.
 FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "optimization-barrier"}
 )
@@ -28,12 +28,12 @@ COLLECTIVES = (
     *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all"),
     "collective-broadcast",
 )
-"""By what the devices of a mesh send each other arrays; `…-start` where something else runs meanwhile."""
+"""The collectives: the devices of a mesh exchange arrays by them. Asynchronous ones end in `-start`."""
 
 
 @dataclass(frozen=True)
 class Array:
-    """An array in a shape: its dtype in HLO, its dimensions, its axes from the fastest on, and whether it is on the host."""
+    """An array in a shape: its HLO dtype, its dimensions, its axes from minor to major, and whether it is on the host."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -50,7 +50,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation: `name = shape opcode(operands), rest`."""
+    """A line of a computation: `name = shape opcode(operands), rest`."""
 
     name: str
     shape: str
@@ -66,28 +66,28 @@ class Instruction:
         return arrays_of(self.shape)
 
     def attribute(self, key: str) -> str | None:
-        """The computation or number that `key=` names."""
-        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
-        return found[1] if found else None
+        """The computation or number after `key=`."""
+        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
+        return match[1] if match else None
 
     def dimensions(self, key: str) -> tuple[int, ...]:
-        """The numbers of `key={1,2}`, or of the same key in the backend's configuration."""
-        found = re.search(rf'{key}={{([\d,]*)}}|"{key.replace("dims", "dimensions")}":\[([^\]]*)\]', self.rest)
-        return tuple(int(one) for one in re.findall(r"\d+", found[1] or found[2] or "")) if found else ()
+        """The numbers in `key={1,2}`, or under the same key of the backend's configuration."""
+        match = re.search(rf'{key}={{([\d,]*)}}|"{key.replace("dims", "dimensions")}":\[([^\]]*)\]', self.rest)
+        return tuple(int(number) for number in re.findall(r"\d+", match[1] or match[2] or "")) if match else ()
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The backend's configuration; empty if there is none."""
-        found = re.search(r"backend_config=(\{.*\})", self.rest)
-        if not found:
+        match = re.search(r"backend_config=(\{.*\})", self.rest)
+        if not match:
             return {}
-        value, _ = json.JSONDecoder().raw_decode(found[1])
+        value, _ = json.JSONDecoder().raw_decode(match[1])
         return dict(value)
 
 
 @dataclass
 class Computation:
-    """The instructions of one computation, by name, in the order in which they are scheduled."""
+    """The instructions of a computation by name, in the order of the schedule."""
 
     name: str
     instructions: dict[str, Instruction] = field(default_factory=dict)
@@ -97,16 +97,16 @@ class Computation:
 
     @cached_property
     def root(self) -> Instruction:
-        """What the computation returns."""
-        return next((one for one in self if one.root), list(self)[-1])
+        """The instruction whose result the computation returns."""
+        return next((instruction for instruction in self if instruction.root), list(self)[-1])
 
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
-        """The parameters by their number."""
-        return {int(one.argument): one for one in self if one.opcode == "parameter"}
+        """The parameters by number."""
+        return {int(instruction.argument): instruction for instruction in self if instruction.opcode == "parameter"}
 
     def operand(self, instruction: Instruction, index: int) -> Instruction | None:
-        """The instruction that makes an operand."""
+        """The instruction that computes an operand."""
         return self.instructions.get(instruction.operands[index]) if index < len(instruction.operands) else None
 
     def users(self, name: str) -> list[Instruction]:
@@ -115,11 +115,11 @@ class Computation:
 
     @cached_property
     def _users(self) -> dict[str, list[Instruction]]:
-        found: dict[str, list[Instruction]] = {}
-        for one in self:
-            for name in dict.fromkeys(one.operands):
-                found.setdefault(name, []).append(one)
-        return found
+        users: dict[str, list[Instruction]] = {}
+        for instruction in self:
+            for name in dict.fromkeys(instruction.operands):
+                users.setdefault(name, []).append(instruction)
+        return users
 
 
 @dataclass(frozen=True)
@@ -137,17 +137,17 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
     >>> [(one.bytes, one.on_host) for one in arrays_of("(bf16[2,3]{1,0:S(5)}, u32[])")]
     [(12, True), (4, False)]
     """
-    return tuple(_array(*found) for found in _ARRAY.findall(shape))
+    return tuple(_array(*parts) for parts in _ARRAY.findall(shape))
 
 
 def _array(dtype: str, dims: str, layout: str) -> Array:
-    sizes = tuple(int(one) for one in dims.split(",") if one)
-    order = tuple(int(one) for one in re.findall(r"\d+", layout.split(":")[0]))
+    sizes = tuple(int(size) for size in dims.split(",") if size)
+    order = tuple(int(axis) for axis in re.findall(r"\d+", layout.split(":")[0]))
     return Array(dtype, sizes, order or tuple(reversed(range(len(sizes)))), "S(5)" in layout)
 
 
 def elements(shape: str) -> list[str]:
-    """The elements of a tuple's text; of any other shape, the shape itself."""
+    """The texts of a tuple's elements; any other shape by itself."""
     if not shape.startswith("("):
         return [shape]
     parts, depth, start = [], 0, 1
@@ -160,10 +160,10 @@ def elements(shape: str) -> list[str]:
 
 
 def parse(text: str | Module) -> Module:
-    """The module that `compiled.as_text()` gave, or that XLA dumped; a module that is parsed already stays as it is.
+    """The module in the text of `compiled.as_text()` or of XLA's dump; a parsed module is returned as it is.
 
     Raises:
-      UnsupportedError: a line of a computation is no instruction in a form that is known.
+      UnsupportedError: a line of a computation has an unknown form.
     """
     if isinstance(text, Module):
         return text
@@ -200,7 +200,7 @@ def _instruction(name: str, text: str, root: bool) -> Instruction:
         raise UnsupportedError(f"instruction {name!r} of a compiled module: {text[:80]!r} is not `shape opcode(operands)`")
     close = _closing(text, opcode.end() - 1)
     inside = text[opcode.end() : close]
-    # An operand is `%name`, or `shape %name` in older texts.
+    # An operand is `%name`; older texts have `shape %name`.
     operands = tuple(part.split()[-1].lstrip("%") for part in elements(f"({inside})") if part)
     return Instruction(name, text[:end], opcode[1], operands, text[close + 1 :], inside, root)
 
@@ -209,10 +209,10 @@ def _instruction(name: str, text: str, root: bool) -> Instruction:
 
 
 def product_of(computation: Computation, one: Instruction) -> Product | None:
-    """The matrix product that a dot, a matmul call or a convolution computes; None for anything else.
+    """The matrix product that a dot, a matmul call or a convolution computes; None for other instructions.
 
-    A convolution is the product of its windows, as many as it has results, with its kernel. Float32 runs as tensorfloat32
-    unless the highest precision is asked for.
+    A convolution is the product of its windows with its kernel, with one window for each output position. Float32 runs as
+    tensorfloat32 unless the program asks for the highest precision.
     """
     lhs, rhs = computation.operand(one, 0), computation.operand(one, 1)
     if lhs is None or rhs is None or not (lhs.arrays and rhs.arrays and one.arrays):
@@ -241,9 +241,9 @@ def product_of(computation: Computation, one: Instruction) -> Product | None:
 
 
 def called_target(one: Instruction) -> str:
-    """What a custom call calls; empty for any other instruction."""
-    found = re.search(r'custom_call_target="([^"]*)"', one.rest)
-    return found[1] if found else ""
+    """The target of a custom call; empty for any other instruction."""
+    match = re.search(r'custom_call_target="([^"]*)"', one.rest)
+    return match[1] if match else ""
 
 
 _DTYPES = {
@@ -258,15 +258,15 @@ _DTYPES = {
 }
 
 
-def _units(one: Instruction, dtype: str) -> str:
-    """The name of the units that a product of this HLO dtype runs on."""
-    if dtype == "f32" and re.search(r"operand_precision[^\]}]*highest", one.rest, re.IGNORECASE):
+def _units(instruction: Instruction, dtype: str) -> str:
+    """The name of the units on which a product of this HLO dtype runs."""
+    if dtype == "f32" and re.search(r"operand_precision[^\]}]*highest", instruction.rest, re.IGNORECASE):
         return "float32"
     return units_of(dtype)
 
 
 def units_of(dtype: str) -> str:
-    """The units on which products of an HLO dtype run; integers and what is not known run as int8.
+    """The units on which products of an HLO dtype run; integers and unknown dtypes run as int8.
 
     >>> units_of("bf16"), units_of("s8")
     ('bfloat16', 'int8')
@@ -275,7 +275,7 @@ def units_of(dtype: str) -> str:
 
 
 def traffic(module: Module, computation: Computation, one: Instruction) -> int:
-    """Bytes of device memory that an instruction reads and writes; of an array of which it takes a slice, the slice."""
+    """Bytes of device memory that an instruction reads and writes; a sliced array counts with its slice."""
     called = module.computations.get(one.attribute("calls") or "")
     if called is None:
         reads = [computation.operand(one, index) for index in range(len(one.operands))]
@@ -287,7 +287,7 @@ def traffic(module: Module, computation: Computation, one: Instruction) -> int:
 
 
 def _device_bytes(several: list[Instruction | None]) -> int:
-    return sum(array.bytes for one in several if one is not None for array in one.arrays if not array.on_host)
+    return sum(array.bytes for each in several if each is not None for array in each.arrays if not array.on_host)
 
 
 def _read(called: Computation, parameter: Instruction) -> int:
@@ -304,8 +304,8 @@ def _read(called: Computation, parameter: Instruction) -> int:
 
 def _written(called: Computation, root: Instruction) -> int:
     if root.opcode in ("tuple", "bitcast"):
-        made = [called.instructions.get(name) for name in root.operands]
-        return sum(_written(called, one) for one in made if one is not None)
+        makers = [called.instructions.get(name) for name in root.operands]
+        return sum(_written(called, maker) for maker in makers if maker is not None)
     if root.opcode == "dynamic-update-slice":
         return _device_bytes([called.operand(root, 1)])
     return _device_bytes([root])

@@ -1,7 +1,7 @@
-"""Device memory over a compiled schedule: which buffers are alive when, and what the peak would be without some of them.
+"""Device memory over a compiled schedule: when each buffer is alive, and the peak without some buffers.
 
-A buffer that is taken away at the peak seldom gives all its bytes back, because another peak is not much lower. So what is said
-of a change that was not compiled (a head in chunks, an attention kernel) is read from the whole schedule.
+Removing a buffer at the peak seldom frees all its bytes, because another peak is nearly as high. The effect of a change that
+was not compiled (a head in chunks, an attention kernel) is therefore computed from the whole schedule.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NamedTuple
 from remat_jax.memory.hlo.live import LiveBuffer, Place, Schedule
 
 _LARGE = 0.0002
-"""From which share of the peak on a buffer is followed by itself; smaller buffers count together. Of a large unrolled model one
-array of a layer is less than a thousandth, and the arrays of all layers are most of the memory.
+"""The least share of the peak for which a buffer is tracked by itself; smaller buffers are summed. In a large unrolled model an
+array of one layer is less than a thousandth of the peak, but the arrays of all layers are most of it.
 """
 
 
 RESULT = "result"
-"""The phase of what a step gives back in no argument's place."""
+"""The phase of a result that does not reuse an argument's buffer."""
 
 
 class Span(NamedTuple):
-    """A buffer that is alive in segments of the schedule, from the first to the last."""
+    """The segments of the schedule, from `first` to `last`, in which a buffer is alive."""
 
     first: int
     last: int
@@ -34,13 +34,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The schedule in segments, in each of which the same large buffers are alive.
+    """The schedule divided into segments; the large buffers that are alive change only between segments.
 
     Attributes:
-      small: the most that small buffers take together in each segment, in bytes.
-      buffers: the large buffers. The new value of a donated argument is that argument. Whatever else is there at the end of the
-        step has the phase `result`.
-      spans: where they are alive. Of buffers that lie in one place at one time, one has a span.
+      small: the largest sum of the small buffers in each segment, in bytes.
+      buffers: the large buffers. The new value of a donated argument counts as the argument. Other buffers that are alive at
+        the end of the step have the phase `result`.
+      spans: where the buffers are alive. If several buffers share a place at one time, only one of them has a span.
 
     >>> logits, kept = LiveBuffer("mul", "", "backward", 80, "f32[20]"), LiveBuffer("x", "", "forward", 60, "f32[15]")
     >>> timeline = Timeline((5, 5, 5), (logits, kept), (Span(1, 1, 0), Span(0, 2, 1)))
@@ -53,7 +53,7 @@ class Timeline:
     spans: tuple[Span, ...]
 
     def peak(self, share: Callable[[LiveBuffer], float] = lambda buffer: 1.0) -> int:
-        """The most that is alive at one time, where `share` says which part of each large buffer is there."""
+        """The peak in bytes, counting the fraction `share(buffer)` of each large buffer."""
         changes = [0.0] * (len(self.small) + 1)
         for span in self.spans:
             size = share(self.buffers[span.buffer]) * self.buffers[span.buffer].nbytes
@@ -77,8 +77,8 @@ class Timeline:
         for value, (_, end) in large.items():
             if end == end_of_step and described[value].phase != "argument":
                 described[value] = replace(described[value], phase=RESULT)
-        # A donated argument's place takes its new value: that counts as the argument.
-        arguments = {schedule.places[value]: one for value, one in described.items() if one.phase == "argument"}
+        # The new value of a donated argument is in the argument's place, and counts as the argument.
+        arguments = {schedule.places[value]: buffer for value, buffer in described.items() if buffer.phase == "argument"}
         buffers: dict[LiveBuffer, int] = {}
         in_place: dict[Place, list[Span]] = {}
         for value, (start, end) in large.items():
@@ -86,18 +86,18 @@ class Timeline:
             buffer = buffers.setdefault(arguments.get(place, described[value]), len(buffers))
             first, last = bisect_right(edges, start) - 1, bisect_right(edges, end) - 1
             in_place.setdefault(place, []).append(Span(first, last, buffer))
-        spans = tuple(one for together in in_place.values() for one in _apart(together))
+        spans = tuple(span for sharing in in_place.values() for span in _apart(sharing))
         return cls(tuple(small), tuple(buffers), spans)
 
 
 def _apart(spans: list[Span]) -> Iterator[Span]:
-    """Spans of one place, where of several at one time the one that began last stands.
+    """The spans of one place without overlaps: of several at one time, only the one that began last counts.
 
     >>> list(_apart([Span(0, 9, 1), Span(3, 5, 2)]))
     [Span(first=0, last=2, buffer=1), Span(first=3, last=5, buffer=2), Span(first=6, last=9, buffer=1)]
     """
-    edges = sorted({edge for one in spans for edge in (one.first, one.last + 1)})
+    edges = sorted({edge for span in spans for edge in (span.first, span.last + 1)})
     for start, end in pairwise(edges):
-        alive = [one for one in spans if one.first <= start <= one.last]
+        alive = [span for span in spans if span.first <= start <= span.last]
         if alive:
             yield Span(start, end - 1, max(alive).buffer)
