@@ -1,10 +1,10 @@
-"""The PyTorch reference: gradient checkpointing and host offload as a port should do them, and what they cost.
+"""The PyTorch reference: correct gradient checkpointing and host offload, and measurements of their cost.
 
 `gradient_checkpoint_forward` runs a block in one of three modes: off, checkpoint, offload. `selective_checkpoint` runs
-it under any policy of `remat_jax`, `checkpoint_blocks` puts policies on a finished model, and `shard_blocks` puts FSDP2
-around them. `faithful` holds the first as DiffSynth-Studio has it. The rest measures: `receipt` what an offload moved,
-`saved_for_backward` what the graph holds after the forward pass, `count_matmuls` and `count_calls` what is executed,
-`peak_bytes` the memory of a training step, on fake tensors.
+a block under any policy of `remat_jax`, `checkpoint_blocks` applies policies to a finished model, and `shard_blocks` adds
+FSDP2. `faithful` holds DiffSynth-Studio's version of `gradient_checkpoint_forward`. The other functions measure: `receipt`
+the bytes that an offload moved, `saved_for_backward` the bytes that the graph holds after the forward pass,
+`count_matmuls` and `count_calls` the executions, and `peak_bytes` the memory of a training step on fake tensors.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ from torch_ref.peak import TrainingStep
 
 @dataclass(frozen=True)
 class AllocatedBytes:
-    """What the allocator of one GPU held during a training step.
+    """The memory that the allocator of a GPU held during a training step.
 
     Attributes:
-        peak_bytes: the most that tensors held at once, each rounded up to 512 bytes (`max_memory_allocated`).
-        reserved_bytes: the most that the allocator took from the driver, with the gaps between tensors
-            (`max_memory_reserved`): what the GPU must have free, beside the CUDA context.
-        before_bytes: what tensors held before the step: parameters, gradients, optimizer state, batch, and whatever else lives.
+        peak_bytes: the maximum of all tensors alive at once, each rounded up to 512 bytes (`max_memory_allocated`).
+        reserved_bytes: the maximum that the allocator took from the driver, including gaps between tensors
+            (`max_memory_reserved`): the memory that the GPU must have free beside the CUDA context.
+        before_bytes: the memory of tensors before the step: parameters, gradients, optimizer state, batch and all others.
 
     >>> told = AllocatedBytes(peak_bytes=3 << 20, reserved_bytes=4 << 20, before_bytes=1 << 20)
     >>> told.peak_bytes - told.before_bytes  # what the step itself added
@@ -32,15 +32,15 @@ class AllocatedBytes:
 
 
 def allocated_bytes(build: Callable[[], TrainingStep], device: torch.device | str = "cuda") -> AllocatedBytes:
-    """Run a training step on a GPU and give the peak of its allocator.
+    """Run a training step on a GPU and return the peak of its allocator.
 
-    `build` makes model, optimizer and batch on `device`, as for `torch_ref.peak_bytes`, which tells the same step's peak
-    without a GPU. One step runs first, so that the optimizer has its state, and is not counted. The allocator counts tensors
-    that others hold on the device as well, and workspaces inside operators, which the fake-tensor peak does not know.
+    `build` makes model, optimizer and batch on `device`, as for `torch_ref.peak_bytes`, which predicts the same step's peak
+    without a GPU. A first step, which creates the optimizer's state, is not counted. The allocator also counts other tensors
+    on the device, and workspaces inside operators, which the fake-tensor peak does not include.
 
     Raises:
-        InvalidArgumentError: `device` is no CUDA device of this machine, `build` gives something else than a `TrainingStep`, or
-            one whose parameters are on another device.
+        InvalidArgumentError: `device` is no CUDA device of this machine, `build` does not return a `TrainingStep`, or the
+            step's tensors are on another device.
 
     >>> import torch, torch_ref
     >>> def build():

@@ -1,4 +1,4 @@
-"""`checkpoint_blocks`: a policy on every block of a finished model, from outside."""
+"""`checkpoint_blocks`: apply policies to the blocks of a finished model without editing it."""
 
 from __future__ import annotations
 
@@ -21,32 +21,31 @@ from torch_ref.selective import Seen, check_effect, run_under
 def checkpoint_blocks(
     model: nn.Module, policies: Mapping[type[nn.Module], Policy | str], *, in_evaluation: bool = False
 ) -> AppliedPolicies:
-    """Put a policy on every submodule of the named classes; the model is not edited.
+    """Apply a policy to every submodule of the named classes, without editing the model.
 
-    Parameter names, the state dict, the classes and their names stay; outputs and gradients are those of the plain
-    model. In training with gradients enabled each block is called as by `selective_checkpoint`, and the names of its
-    arrays are led by the block's path in the model, as in `decoder/layers/0/self_attn:dot_general#0`. A block in
-    evaluation mode, and any block with gradients disabled, is called plainly. Where several classes mean one module,
-    the first wins. A copy of the model (`copy.deepcopy`) is under the same policies, until they are removed.
+    Parameter names, the state dict and the classes stay the same; outputs and gradients equal the plain model's. In
+    training with gradients enabled, each block is called as by `selective_checkpoint`, and its arrays' names start with the
+    block's path in the model, such as `decoder/layers/0/self_attn:dot_general#0`. A block is called plainly in evaluation
+    mode or with gradients disabled. If several classes match a module, the first wins. A copy of the model
+    (`copy.deepcopy`) has the same policies until they are removed.
 
-    A policy must do something somewhere: each time a forward pass of `model` in training ends, and when the `with`
-    block does, a selector that matched nothing in any of its blocks, an offload that moved nothing, and a class whose
-    blocks were never called are errors.
+    Every policy must have an effect. At the end of each training forward pass of `model`, and of the `with` block, these
+    are errors: a selector that matched nothing in any block, an offload that moved nothing, and a class whose blocks were
+    never called.
 
     Args:
         model: the model, or a part of one.
         policies: a class of modules (subclasses count) → a policy, its name or its text.
-        in_evaluation: put the policy on blocks in evaluation mode too, which stay in it: gradients of a model that is to drop
-            nothing out.
+        in_evaluation: apply the policies to blocks in evaluation mode too, to differentiate a model without dropout.
 
     Returns:
-        What `remove()`, or the end of a `with` block, takes away.
+        The applied policies; `remove()`, or the end of a `with` block, removes them.
 
     Raises:
-        InvalidArgumentError: if an argument has the wrong type, or a block is under a policy already.
+        InvalidArgumentError: if an argument has the wrong type, or a block already has a policy.
         PolicyError: if a policy is malformed.
-        NoEffectError: if a class has no module in the model that is left to it; later as said above.
-        NothingToOffloadError: later as said above.
+        NoEffectError: if no module is left for a class; later in the cases above.
+        NothingToOffloadError: later in the cases above.
 
     >>> import torch, torch_ref
     >>> model = torch_ref.DecoderStack(num_layers=3, d_model=8, nhead=2)
@@ -108,7 +107,7 @@ class AppliedPolicies:
         self.is_removed = False
 
     def remove(self) -> None:
-        """Take the policies away; the blocks of the model, and of copies of it, are called plainly again."""
+        """Remove the policies; the blocks of the model and of its copies are called plainly again."""
         self.is_removed = True
         for forward in self._forwards:
             forward.uninstall()
@@ -117,7 +116,7 @@ class AppliedPolicies:
         self._forwards, self._hooks = [], []
 
     def remove_from(self, model: nn.Module) -> None:
-        """Take the policies away from `model`; where it is a copy, from that alone."""
+        """Remove the policies from `model`; from a copy alone, if `model` is a copy."""
         if model is self._model:
             self.remove()
             return
@@ -130,12 +129,12 @@ class AppliedPolicies:
                 del hooks[key]
 
     def again(self, model: nn.Module) -> AppliedPolicies:
-        """Put the same policies on the same blocks once more, after they were removed."""
+        """Apply the same policies to the same blocks again, after they were removed."""
         policies = {record.block: record.policy for record in self._records}
         return AppliedPolicies(model, policies, self._only, in_evaluation=self._in_evaluation)
 
     def applies_to(self, module: nn.Module) -> bool:
-        """Whether a module that is called now is called under its policy."""
+        """Whether a call of a module now uses its policy."""
         return (module.training or self._in_evaluation) and torch.is_grad_enabled() and not self.is_removed
 
     def __enter__(self) -> AppliedPolicies:
@@ -144,7 +143,7 @@ class AppliedPolicies:
     def __exit__(self, failed: object, *_: object) -> None:
         self.remove()
         if failed is None:
-            # Not what a forward pass has shown already: a recomputation may have run a part of the model since.
+            # Skip policies already proven by a forward pass: a recomputation may have run part of the model since.
             self._check([record for record in self._records if not record.is_proven])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedPolicies:
@@ -155,7 +154,7 @@ class AppliedPolicies:
 
     def _check_placed(self, model: nn.Module, placed: list[_Record]) -> None:
         for record in self._records:
-            if not any(record is one for one in placed):
+            if not any(record is used for used in placed):
                 classes = sorted({type(module).__name__ for module in model.modules()})
                 taken = any(isinstance(module, record.block) for module in model.modules())
                 why = "classes before it take all of its modules" if taken else "it has no module in the model"
@@ -190,7 +189,7 @@ class AppliedPolicies:
 
 @dataclass(eq=False)
 class _Record:
-    """A class of blocks, its policy, and what that met since the last check."""
+    """A class of blocks, its policy, and the calls since the last check."""
 
     block: type[nn.Module]
     policy: Policy
@@ -203,11 +202,11 @@ class _Record:
 
 
 class _Forward:
-    """Stands in for the forward of one module."""
+    """Replaces the forward of a module."""
 
     def __init__(self, applied: AppliedPolicies, module: nn.Module, record: _Record, path: str) -> None:
         self._applied, self._module, self.record, self.path = applied, module, record, path
-        # Other libraries replace the forward of a module too; theirs is called, and put back.
+        # Other libraries also replace a module's forward: call their replacement, and restore it on removal.
         self._replaced: Callable[..., Any] | None = module.__dict__.get("forward")
         functools.update_wrapper(self, self._original(), updated=())
 
@@ -241,7 +240,7 @@ class _Forward:
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        # The copied module is known already: a module is copied before its attributes.
+        # `memo` already has the copied module, because a module is copied before its attributes.
         made = _Forward.__new__(_Forward)
         made._applied, made.record, made.path = self._applied, self.record, self.path
         made._module, made._replaced = copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo)
@@ -249,7 +248,7 @@ class _Forward:
         return made
 
     def _noting_starts(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, which is not called through the module: its first start has been seen, those after it have not."""
+        """`run`, noting every start but the first: only the first call goes through the module, where hooks see it."""
         starts = itertools.count()
 
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -264,10 +263,10 @@ class _Forward:
 
 
 def checked_policies(policies: object) -> dict[type[nn.Module], Policy]:
-    """Refuse what is no mapping from classes of modules to policies, and read the policies.
+    """Check that `policies` maps classes of modules to policies, and parse the policies.
 
     Raises:
-        InvalidArgumentError, PolicyError: naming what was given.
+        InvalidArgumentError, PolicyError: quoting the wrong value.
     """
     if not isinstance(policies, Mapping) or not policies:
         raise InvalidArgumentError(

@@ -1,8 +1,8 @@
-"""What a function captures, to notice when a variable is bound anew before the function runs again.
+"""Detect a captured variable that is rebound before the function runs again.
 
-`for layer in layers: x = checkpoint(lambda x: layer(x), x)` recomputes every call with the *last* layer, and where the
-shapes agree the gradients are wrong without any error (https://docs.python.org/3/faq/programming.html, "lambdas
-defined in a loop"). Variables that the function assigns itself, such as a counter, are left out.
+`for layer in layers: x = checkpoint(lambda x: layer(x), x)` recomputes every call with the *last* layer; if the shapes
+agree, the gradients are wrong without any error (https://docs.python.org/3/faq/programming.html, "lambdas defined in a
+loop"). Variables that the function assigns itself, such as a counter, are ignored.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _MISSING = object()
 
 
 class Captures:
-    """The variables that a function captures, as they are now."""
+    """The variables that a function captures, with their current values."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = _plain_function(function)
         self._before = {name: _remember(value) for name, value in captured(self._function).items()}
 
     def check_unchanged(self) -> None:
-        """Refuse if a captured variable now has another value.
+        """Raise an error if a captured variable has a different value now.
 
         Raises:
             ReboundVariableError: naming the variable.
@@ -55,17 +55,17 @@ def _plain_function(function: Any) -> types.FunctionType | None:
 
 
 def captured(function: types.FunctionType | None) -> dict[str, Any]:
-    """What a function reads that is not its own: cells and globals, by name."""
+    """The cells and globals that a function reads and does not assign, by name."""
     if function is None:
         return {}
     global_reads, assigned = _names(function.__code__)
-    found = {name: function.__globals__[name] for name in global_reads if name in function.__globals__}
+    values = {name: function.__globals__[name] for name in global_reads if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            found[name] = cell.cell_contents
+            values[name] = cell.cell_contents
         except ValueError:  # not bound yet
             continue
-    return {name: value for name, value in found.items() if name not in assigned}
+    return {name: value for name, value in values.items() if name not in assigned}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -80,7 +80,7 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _remember(value: Any) -> Callable[[Any], bool]:
-    # Held weakly where that is possible: a captured tensor must not live longer than it would without us.
+    # A weak reference if possible, so that a captured tensor does not live longer than without us.
     if isinstance(value, _PLAIN):
         return lambda now: now is value or (type(now) is type(value) and now == value)
     try:

@@ -1,4 +1,4 @@
-"""`gradient_checkpoint_forward` as it should be: one call, three modes, nothing lost on the way."""
+"""`gradient_checkpoint_forward`: call a block in one of three modes, with all arguments and exact gradients."""
 
 from __future__ import annotations
 
@@ -21,35 +21,34 @@ def gradient_checkpoint_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call `model(*args, **kwargs)` in the mode that the two flags select; outputs and gradients are the same in all.
+    """Call `model(*args, **kwargs)` in the mode that the two flags select; all modes give equal outputs and gradients.
 
     | mode | flags | between forward and backward |
     | --- | --- | --- |
-    | off | both False | autograd keeps what it needs |
-    | checkpoint | the first | the block's arguments are kept, the rest is computed again |
-    | offload | the second, with or without the first | the same with the arguments in host memory |
+    | off | both False | autograd saves its residuals |
+    | checkpoint | the first | the block's arguments are saved, the rest is recomputed |
+    | offload | the second, with or without the first | as for checkpoint, with the arguments in host memory |
 
-    Tensors anywhere in the arguments count, in lists, tuples, dicts and named tuples, positional or by keyword; what
-    is inside other objects is kept as it is. An argument that is an `nn.Parameter` (or a view of one) stays on the
-    device. Copies are pinned and asynchronous on CUDA. A tensor that several calls are given is copied once. The
-    random state of the CPU and of every accelerator that the arguments or the block's parameters are on is restored
-    for the recomputation. Non-reentrant. With gradients disabled the block is called plainly, in every mode.
+    Tensors are found anywhere in positional and keyword arguments, also in lists, tuples, dicts and named tuples; tensors
+    inside other objects are kept on the device. So is an `nn.Parameter`, or a view of one. Copies are pinned and
+    asynchronous on CUDA. A tensor that is passed to several calls is copied once. The recomputation restores the random
+    state of the CPU and of every accelerator with arguments or parameters of the block. The checkpoint is non-reentrant.
+    With gradients disabled the block is called plainly, in every mode.
 
-    Every keyword reaches the block, also those that `torch.utils.checkpoint.checkpoint` knows itself (`debug`,
-    `early_stop`, `use_reentrant`, `function`, ...). Only `model`, `use_gradient_checkpointing` and
-    `use_gradient_checkpointing_offload` cannot: Python reports such a call as a `TypeError` before it gets here. Wrap
-    the block in a function that renames the keyword.
+    Every keyword reaches the block, even the parameters of `torch.utils.checkpoint.checkpoint` itself (`debug`,
+    `early_stop`, `use_reentrant`, `function`, ...). The exceptions are `model`, `use_gradient_checkpointing` and
+    `use_gradient_checkpointing_offload`, for which Python raises a `TypeError`: wrap the block in a function that renames
+    the keyword.
 
     Raises:
         InvalidArgumentError: if `model` cannot be called or a flag is not a bool.
-        NothingToOffloadError: if offload is asked for and no argument can be moved.
+        NothingToOffloadError: if the mode is offload and no argument can be moved.
         MutatedTensorError: in the backward pass, if an offloaded argument was changed in place meanwhile. For
-            arguments that are kept on the device autograd raises its own `RuntimeError`.
-        ReboundVariableError: in the backward pass, if `model` is a function that captures a variable which was bound
-            anew meanwhile, such as a loop variable.
+            arguments on the device, autograd raises its own `RuntimeError`.
+        ReboundVariableError: in the backward pass, if `model` is a function that captures a variable which was rebound
+            meanwhile, such as a loop variable.
 
-    The signature is that of DiffSynth-Studio's `diffsynth.core.gradient`; see `torch_ref.faithful` for what that one
-    does differently.
+    The signature is that of DiffSynth-Studio's `diffsynth.core.gradient`; `torch_ref.faithful` lists the differences.
 
     >>> import torch, torch_ref
     >>> x = torch.zeros(2, 3, requires_grad=True)
@@ -73,10 +72,10 @@ def gradient_checkpoint_forward(
 
 
 def check_callable(model: object) -> None:
-    """Refuse a block that cannot be called.
+    """Check that a block can be called.
 
     Raises:
-        InvalidArgumentError: naming its type.
+        InvalidArgumentError: naming the block's type.
     """
     if not callable(model):
         raise InvalidArgumentError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class TorchRefError(Exception):
-    """Base class of every error that `torch_ref` raises itself.
+    """The base class of all errors that `torch_ref` defines.
 
     >>> import torch_ref
     >>> try:
@@ -16,7 +16,7 @@ class TorchRefError(Exception):
 
 
 class InvalidArgumentError(TorchRefError, ValueError):
-    """An argument has a type or a value that cannot be used.
+    """An argument has a wrong type or value.
 
     >>> import torch_ref
     >>> torch_ref.gradient_checkpointing_disable("a model")
@@ -27,7 +27,7 @@ class InvalidArgumentError(TorchRefError, ValueError):
 
 
 class NothingToOffloadError(TorchRefError, ValueError):
-    """Offload was asked for a call that has no tensor that could be moved.
+    """A call in offload mode has no tensor that can be moved.
 
     >>> import torch_ref
     >>> torch_ref.gradient_checkpoint_forward(lambda number: number, True, True, 3)
@@ -69,7 +69,7 @@ class ReboundVariableError(TorchRefError, RuntimeError):
 
 
 class FakeTensorStepError(TorchRefError, RuntimeError):
-    """A training step cannot be run on fake tensors, because it asks for a tensor's value.
+    """A training step cannot run on fake tensors because it reads a tensor's value.
 
     >>> import torch, torch_ref
     >>> def build():
@@ -83,7 +83,7 @@ class FakeTensorStepError(TorchRefError, RuntimeError):
 
 
 class PolicyError(InvalidArgumentError):
-    """A policy's text or name is malformed, or something else is given for one.
+    """A policy's text or name is malformed, or the policy has a wrong type.
 
     >>> import torch_ref
     >>> torch_ref.Policy.parse("keep: @dots")
@@ -94,7 +94,7 @@ class PolicyError(InvalidArgumentError):
 
 
 class NoEffectError(PolicyError):
-    """A policy would do nothing: a selector that matches no array, a class of blocks that is not there.
+    """A policy has no effect: a selector matches no array, or a class of blocks is not in the model.
 
     >>> import torch, torch_ref
     >>> torch_ref.checkpoint_blocks(torch.nn.Linear(2, 2), {torch.nn.LayerNorm: "full"})
@@ -105,7 +105,7 @@ class NoEffectError(PolicyError):
 
 
 class ChangedRecomputationError(TorchRefError, RuntimeError):
-    """A block computes something else in its recomputation than it did in its forward pass.
+    """A block's recomputation runs different operators than its forward pass.
 
     >>> import torch, torch_ref
     >>> runs = []

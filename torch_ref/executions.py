@@ -1,4 +1,4 @@
-"""What was executed: matrix multiplications and block calls, as integers."""
+"""Count executed matrix multiplications and block calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Matmul:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations: two for each multiply and add; an added bias is not counted."""
+        """Floating-point operations: two per multiply-add, without an added bias."""
         flops = 2 * self.right[-1]
         for size in self.left:
             flops *= size
@@ -49,7 +49,7 @@ class MatmulCount:
     """The matrix multiplications that were executed.
 
     Attributes:
-        executed: one entry each, in order.
+        executed: the multiplications, in order.
 
     >>> count = MatmulCount([Matmul("mm", (2, 3), (3, 5)), Matmul("bmm", (4, 2, 3), (4, 3, 5))])
     >>> count.total, count.flops, dict(count.per_operator)
@@ -60,27 +60,26 @@ class MatmulCount:
 
     @property
     def total(self) -> int:
-        """How many there were."""
+        """The number of matrix multiplications."""
         return len(self.executed)
 
     @property
     def per_operator(self) -> dict[str, int]:
-        """How many there were of each operator."""
+        """The number of matrix multiplications by operator."""
         return dict(Counter(matmul.operator for matmul in self.executed))
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of all of them."""
+        """The floating-point operations of all matrix multiplications."""
         return sum(matmul.flops for matmul in self.executed)
 
 
 @contextmanager
 def count_matmuls() -> Iterator[MatmulCount]:
-    """Count the matrix multiplications that are executed in the block, in both passes and in recomputation.
+    """Count the matrix multiplications executed in the `with` block: forward, backward and recomputation.
 
-    Counted are `mm`, `addmm`, `bmm` and `baddbmm`, which is what linear layers and explicit attention come to. Fused
-    attention (`scaled_dot_product_attention`) is opaque and counts as nothing, and so do convolutions and products
-    with a vector.
+    The counted operators are `mm`, `addmm`, `bmm` and `baddbmm`, to which linear layers and explicit attention reduce.
+    Fused attention (`scaled_dot_product_attention`), convolutions and matrix-vector products are not counted.
 
     >>> import torch, torch_ref
     >>> layer, x = torch.nn.Linear(3, 5), torch.ones(2, 3)
@@ -110,7 +109,7 @@ class _MatmulMode(TorchDispatchMode):
 
 @dataclass
 class CallCount:
-    """How often the watched blocks were started.
+    """The number of times that the watched blocks were started.
 
     Attributes:
         per_module: calls of each module, by object.
@@ -127,24 +126,24 @@ class CallCount:
 
     @property
     def total(self) -> int:
-        """Calls of all of them."""
+        """The calls of all watched modules."""
         return sum(self.per_module.values())
 
     @property
     def per_class(self) -> dict[str, int]:
         """Calls by the name of the module's class."""
-        found: Counter[str] = Counter()
+        by_class: Counter[str] = Counter()
         for module, calls in self.per_module.items():
-            found[type(module).__name__] += calls
-        return dict(found)
+            by_class[type(module).__name__] += calls
+        return dict(by_class)
 
 
 @contextmanager
 def count_calls(*blocks: nn.Module | type[nn.Module]) -> Iterator[CallCount]:
-    """Count how often each block is started in the `with` block: a module, or every module of a class.
+    """Count the starts of modules in the `with` block; a class counts all of its modules.
 
-    Recomputation counts too. A recomputation that stops early, as soon as backward has what it needs, never reaches
-    the end of the block, so that ordinary forward hooks miss it; therefore starts are counted.
+    Recomputation counts too. It stops once backward has the tensors it needs and may never reach the end of the block,
+    where forward hooks run; therefore starts are counted.
 
     Raises:
         InvalidArgumentError: if a block is neither a module nor a class of modules, or if none is given.
@@ -181,7 +180,7 @@ def count_calls(*blocks: nn.Module | type[nn.Module]) -> Iterator[CallCount]:
 
 
 def note_start(module: nn.Module) -> None:
-    """Tell those who count that a module's forward is run again without the module being called."""
+    """Count a start of a module's forward that does not go through the module's call."""
     for started in _watching:
         started(module, ())
 

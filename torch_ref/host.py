@@ -1,7 +1,7 @@
-"""Copies of tensors in host memory: made, shared, counted, brought back.
+"""Copies of tensors in host memory: created, shared, counted, and copied back.
 
-A host copy is pinned and made beside the computation where the tensor is on a CUDA device. Where it is on the CPU
-already it is a plain second copy, so that a machine without an accelerator moves the same bytes as one with it.
+The copy of a CUDA tensor is pinned and asynchronous. A CPU tensor gets a plain second copy, so that a machine without an
+accelerator moves the same bytes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _copying = threading.local()
 
 
 class HostCopy:
-    """The content of one tensor, in host memory, until it is garbage collected.
+    """The content of a tensor in host memory, alive until this object is garbage collected.
 
-    A tensor without gaps is kept as the stretch of storage that it covers, and other views of that stretch can be had
-    from the same copy.
+    A tensor without gaps is stored as the range of storage that it covers, so the copy also serves other views of that
+    range.
 
     Attributes:
-        tensor: the copy, without gaps and without dimensions that were only expanded.
-        nbytes: its size in bytes.
-        layout: where the tensor was in its storage; None for sparse tensors and wrapper subclasses.
-        version: version counter of the tensor when it was copied; None where it has none.
-        source_storage: weak reference to the storage that was copied, to tell whether the device gave it back.
+        tensor: the copy, without gaps and without expanded dimensions.
+        nbytes: the copy's size in bytes.
+        layout: the tensor's layout in its storage; None for sparse tensors and wrapper subclasses.
+        version: the tensor's version counter when it was copied; None if it has none.
+        source_storage: weak reference to the copied storage, which tells whether the device has freed it.
         source_nbytes: size of that storage in bytes.
     """
 
@@ -44,8 +44,7 @@ class HostCopy:
         self.nbytes = nbytes_of(self.tensor)
         self.version = version_of(source)
         storage = None if self.layout is None else source.untyped_storage()
-        # A weak reference of Python's: one of torch.multiprocessing's own keeps MemTracker of PyTorch 2.7 from noticing
-        # that the storage is gone.
+        # Python's weak reference: with torch.multiprocessing's, PyTorch 2.7's MemTracker misses that the storage is freed.
         self.source_storage = None if storage is None else weakref.ref(storage)
         self.source_nbytes = nbytes_of(source) if storage is None else storage.nbytes()
         self._owner = TensorWeakRef(owner_of(source))
@@ -53,21 +52,21 @@ class HostCopy:
         _live.add(self)
 
     def bring_back(self) -> torch.Tensor:
-        """Copy the content to the device that it came from; the host copy stays as it is.
+        """Copy the content back to its device; the host copy remains.
 
-        The result can have a gradient where its data type allows it, but is no leaf, so that a block may change it in
-        place as it could its own input. `view` gives it the layout of a tensor.
+        The result requires a gradient if its dtype allows one. It is no leaf, so a block may change it in place like its
+        own input. `view` gives the result the layout of a tensor.
         """
         arrival, self._ahead = self._ahead or fetch(self.tensor, self.device, self._copied), None
         return arrival.wait()
 
     def fetch_ahead(self) -> None:
-        """Start bringing the content back, beside the computation; where that is not possible do nothing."""
+        """Start copying the content back asynchronously, if possible."""
         if self._copied is not None and self._ahead is None:
             self._ahead = fetch(self.tensor, self.device, self._copied)
 
     def view(self, back: torch.Tensor, layout: Layout | None, requires_grad: bool) -> torch.Tensor:
-        """Give what `bring_back` returned the layout of a tensor that this copy covers."""
+        """The result of `bring_back` in the layout of a tensor that this copy covers."""
         back = back if requires_grad else back.detach()
         if self.layout is None or layout is None:
             return back
@@ -78,15 +77,15 @@ class HostCopy:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the copy runs beside the computation, so that a later change of the source may reach it."""
+        """Whether the copy is asynchronous, so that a later change of the source may affect it."""
         return self._copied is not None
 
     def is_of(self, source: torch.Tensor) -> bool:
-        """Tell whether `source` shares its version counter with what was copied."""
+        """Whether `source` shares its version counter with the copied tensor."""
         return self._owner() is owner_of(source)
 
     def covers(self, layout: Layout) -> bool:
-        """Tell whether a tensor of `layout` on the same storage can be had from this copy."""
+        """Whether this copy contains a tensor of `layout` on the same storage."""
         return self.layout is not None and self.layout.covers(layout)
 
     def _stored(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -104,11 +103,11 @@ _by_storage: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.WeakSet[Hos
 
 
 def to_host(source: torch.Tensor) -> tuple[HostCopy, bool]:
-    """Copy a tensor to host memory, or find a copy that covers it; says whether a copy was made.
+    """Copy a tensor to host memory, or find a copy that covers it; also return whether a copy was made.
 
-    Arguments share a copy if they are the same view of the same storage at the same version, or views of a stretch of
-    it that was copied whole: give the largest first. Writes that hide from the tensor's version counter (through `.data` or
-    a NumPy alias) are not seen; autograd does not see them either.
+    Arguments share a copy if they are the same view of a storage at the same version, or views of a range that was copied
+    whole: pass the largest first. Writes that bypass the version counter (through `.data` or a NumPy alias) are not
+    noticed; autograd does not notice them either.
     """
     version = version_of(source)
     if version is None or is_opaque(source):
@@ -116,7 +115,7 @@ def to_host(source: torch.Tensor) -> tuple[HostCopy, bool]:
     copies = _by_storage.setdefault(source.untyped_storage(), weakref.WeakSet())
     layout = Layout.of(source)
     for copy in copies:
-        # An alias through `.data` has a counter of its own, which starts again.
+        # An alias through `.data` has its own version counter, which starts anew.
         if copy.version == version and copy.is_of(source) and copy.covers(layout):
             return copy, False
     made = HostCopy(source, pin=True)
@@ -125,34 +124,34 @@ def to_host(source: torch.Tensor) -> tuple[HostCopy, bool]:
 
 
 def owner_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the tensor that a view shares its version counter with, or the tensor itself."""
+    """The tensor whose version counter a view shares, or the tensor itself."""
     return tensor if tensor._base is None else tensor._base
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Give a tensor's bytes, of a sparse one those of its indices and values."""
+    """A tensor's bytes; for a sparse tensor, the bytes of its indices and values."""
     if tensor.layout == torch.sparse_coo:
         return tensor._indices().nbytes + tensor._values().nbytes
     return tensor.nbytes
 
 
 def live_host_copies() -> list[HostCopy]:
-    """List the host copies that something still holds."""
+    """The host copies that are still referenced."""
     return list(_live)
 
 
 def is_copying_to_host() -> bool:
-    """Tell whether the memory that is being allocated on this thread is host memory."""
+    """Whether this thread is allocating memory for a host copy."""
     return getattr(_copying, "depth", 0) > 0
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Give a tensor's version counter, or None for an inference tensor, which has none."""
+    """A tensor's version counter; None for an inference tensor, which has none."""
     return None if tensor.is_inference() else tensor._version
 
 
 def is_opaque(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has no storage of its own that could be looked at: sparse ones and wrapper subclasses."""
+    """Whether a tensor has no accessible storage of its own: sparse tensors and wrapper subclasses."""
     return tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor)
 
 

@@ -1,4 +1,4 @@
-"""Where a tensor is in its storage, and which other tensors lie inside it."""
+"""A tensor's position in its storage, and the other tensors that lie inside it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Layout:
     """A view of a storage.
 
     Attributes:
-        offset: of the first element, in elements.
+        offset: the index of the first element.
         size: the shape.
         stride: the step of each dimension, in elements.
         dtype: the data type.
-        is_lazy: whether a conjugation or a sign is still to be applied.
+        is_lazy: whether a conjugation or negation is still pending.
 
     >>> import torch
     >>> whole = Layout.of(torch.zeros(4, 6))
@@ -47,21 +47,21 @@ class Layout:
 
     @cached_property
     def extent(self) -> int:
-        """Elements from the first to the last one that the view reads."""
+        """The length of the range that the view reads, from its first to its last element."""
         if 0 in self.size:
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.size, self.stride, strict=True))
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether every element of that stretch is read, and nothing has still to be applied to it."""
+        """Whether the view reads every element of that range, and is not lazy."""
         read = prod(size for d, size in enumerate(self.size) if d not in self.expanded)
         if self.is_lazy or read != self.extent:
             return False
         steps = sorted((step, size) for step, size in zip(self.stride, self.size, strict=True) if step and size > 1)
         reached = 1
         for step, size in steps:
-            if step != reached:  # two dimensions overlap, so that some element is read twice and another never
+            if step != reached:  # dimensions overlap: some elements are read twice and others never
                 return False
             reached *= size
         return True

@@ -1,4 +1,4 @@
-"""The three modes, and the pair of flags that selects each."""
+"""The three modes, and the pair of flags that selects each mode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MODES = ("off", "checkpoint", "offload")
 
 
 def mode_of(use_gradient_checkpointing: bool, use_gradient_checkpointing_offload: bool) -> str:
-    """Name the mode that a pair of flags selects; the offload flag alone suffices for `offload`.
+    """The mode that a pair of flags selects; the offload flag alone selects `offload`.
 
     Raises:
         InvalidArgumentError: if a flag is not a bool.
@@ -32,7 +32,7 @@ def mode_of(use_gradient_checkpointing: bool, use_gradient_checkpointing_offload
 
 
 def mode_flags(mode: str) -> dict[str, bool]:
-    """Give the keyword arguments that select a mode in `gradient_checkpoint_forward` and in the models here.
+    """The keyword arguments that select a mode in `gradient_checkpoint_forward` and in `torch_ref`'s models.
 
     Raises:
         InvalidArgumentError: if `mode` is not one of `MODES`.

@@ -1,4 +1,4 @@
-"""Which module is running: paths such as `decoder/layers/0/ffn`, from hooks that are there only while they are needed."""
+"""The path of the running module, such as `decoder/layers/0/ffn`, read by hooks that exist only while needed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _users = 0
 class ModulePaths:
     """The path of the module that is running inside a block.
 
-    Modules of the block have their path in it. A module that it only captures is called by its class, and what is
-    inside has its path in that.
+    The block's own modules have their path in the block. The path of a module that the block only captures starts with
+    the name of its class.
     """
 
     def __init__(self, block: Callable[..., Any], path: str) -> None:
@@ -36,13 +36,13 @@ class ModulePaths:
         return self._running[-1][1]
 
     def started(self, module: nn.Module) -> None:
-        """A module's forward begins."""
+        """Note that a module's forward begins."""
         if module not in self._known:
             self._learn(module, join(self.current, type(module).__name__))
         self._running.append((module, self._known[module]))
 
     def ended(self, module: nn.Module) -> None:
-        """A module's forward is over, or was left by an exception."""
+        """Note that a module's forward has ended, or was left by an exception."""
         if self._running[-1][0] is module:
             self._running.pop()
 
@@ -52,7 +52,7 @@ class ModulePaths:
 
 
 def join(*parts: str) -> str:
-    """Join the parts of a path that are not empty.
+    """Join the non-empty parts of a path.
 
     >>> join("decoder/layers/0", "", "ffn")
     'decoder/layers/0/ffn'
@@ -62,7 +62,7 @@ def join(*parts: str) -> str:
 
 @contextmanager
 def following(paths: ModulePaths) -> Iterator[None]:
-    """Keep `paths` up to date with what this thread runs; autograd may recompute on another one than forward ran on."""
+    """Keep `paths` up to date on this thread; autograd may recompute on a different thread than the forward pass."""
     followed = _followed()
     followed.append(paths)
     _use(1)
@@ -84,7 +84,7 @@ def _use(change: int) -> None:
     with _lock:
         _users += change
         if _users and not _hooks:
-            # Called for an exception too: backward stops a recomputation by one, as soon as it has what it needs.
+            # Called for exceptions too: backward ends a recomputation by an exception once it has the tensors it needs.
             _hooks.extend([register_module_forward_pre_hook(_started), register_module_forward_hook(_ended, always_call=True)])
         while _hooks and not _users:
             _hooks.pop().remove()

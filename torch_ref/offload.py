@@ -1,4 +1,4 @@
-"""Any function with its inputs in host memory between the passes, computed again in backward."""
+"""A function whose inputs are in host memory between the passes, and which is recomputed in backward."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from torch_ref.replay import Replay
 
 
 class OffloadFunction:
-    """Calls `function` so that backward finds its tensor arguments in host memory and computes the rest again.
+    """Calls `function`, keeps its tensor arguments in host memory until backward, and recomputes the rest.
 
-    What a hand-written `torch.autograd.Function` of this name has to get right, and most do not: outputs and gradients are
-    those of `function`, for any number of tensors anywhere in the arguments, keywords and arguments that are no tensors
-    included, and for parameters that `function` captures. Autocast and the random state of forward hold in the
-    recomputation. A tensor that lies inside another argument is copied with that one. On CUDA the copies are pinned and run
-    beside the computation in both directions: out while the function runs, back while the call after it goes through
-    backward. `torch.autograd.grad`, second derivatives and arguments without gradient work, as it is non-reentrant.
+    It handles the cases that hand-written `torch.autograd.Function`s of this name often get wrong. Outputs and gradients
+    equal those of `function`, for any number of tensors anywhere in the arguments, for keywords and arguments that are no
+    tensors, and for parameters that `function` captures. The recomputation uses forward's autocast and random state. A
+    tensor that lies inside another argument is copied with it. On CUDA the copies are pinned and asynchronous in both
+    directions: to the host while the function runs, and back while the following call runs backward. Because the checkpoint
+    is non-reentrant, `torch.autograd.grad`, second derivatives and arguments without gradient work.
 
     Args:
         function: a module or a function; captured tensors and parameters stay on the device.
-        min_bytes: arguments that are smaller stay on the device; a copy has a price of its own.
+        min_bytes: smaller arguments stay on the device, because every copy has an overhead.
 
     Raises:
         InvalidArgumentError: if `function` cannot be called or `min_bytes` is no integer from 0 up.
         NothingToOffloadError: in a call, if no argument can be moved.
-        MutatedTensorError, ReboundVariableError: as `gradient_checkpoint_forward`; the former also in forward, where
-            `function` changes an argument in place and the copy could miss that: on CUDA, or if arguments overlap.
+        MutatedTensorError, ReboundVariableError: as in `gradient_checkpoint_forward`. MutatedTensorError is also raised in
+            forward if `function` changes an argument in place and the copy could miss the change: on CUDA, or if
+            arguments overlap.
 
     >>> import torch, torch_ref
     >>> doubled = torch_ref.OffloadFunction(lambda x, factor: x * factor)

@@ -1,4 +1,4 @@
-"""What ATen operators are to a policy: their names in JAX, and which of them make an array that can be kept."""
+"""ATen operators as policies see them: their names in JAX, and whether they make an array that can be saved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# One ATen operator, one primitive of JAX. Operators that both call alike (exp, tanh, add, mul, …) need no line here.
+# ATen operators that equal a single JAX primitive. Operators with the same name in both (exp, tanh, add, …) are left out.
 PRIMITIVES = {
     "mm": "dot_general",
     "addmm": "dot_general",
@@ -32,7 +32,7 @@ PRIMITIVES = {
     "bitwise_not": "not",
 }
 _BATCHED = frozenset({"bmm", "baddbmm"})
-# Its result is a view, though its schema does not say so.
+# The result is a view although the schema does not declare it.
 _VIEWS = frozenset({"_unsafe_view"})
 
 
@@ -41,11 +41,12 @@ class Operator:
     """An ATen operator as a policy sees it.
 
     Attributes:
-        primitive: its name: JAX's where one operator is one primitive, else ATen's own without the overload.
-        makes_array: whether it computes an array from others. Not so: a view, a change in place, a constant, a number.
-        is_random: whether it draws from the random state.
-        writes: names of the arguments that it changes in place.
-        has_batch_dims: whether it is a product with batch dimensions.
+        primitive: JAX's name if the operator equals a single primitive, else ATen's name without the overload.
+        makes_array: whether the operator computes an array from others; false for a view, an in-place change, a constant
+            or a number.
+        is_random: whether the operator draws from the random state.
+        writes: names of the arguments that the operator changes in place.
+        has_batch_dims: whether the operator is a product with batch dimensions.
     """
 
     primitive: str
@@ -57,7 +58,7 @@ class Operator:
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def of(cls, func: Any) -> Operator:
-        """Look an operator up.
+        """The `Operator` of an ATen function.
 
         >>> Operator.of(torch.ops.aten.addmm.default).primitive, Operator.of(torch.ops.aten.bmm.default).has_batch_dims
         ('dot_general', True)
@@ -70,23 +71,23 @@ class Operator:
         name = schema.name.rpartition("::")[2]
         writes = tuple(argument.name for argument in schema.arguments if _writes(argument))
         is_view = name in _VIEWS or any(argument.alias_info is not None for argument in schema.arguments)
-        makes_array = not is_view and not _is_constant(name, schema) and any(_is_tensor(one) for one in schema.returns)
+        makes_array = not is_view and not _is_constant(name, schema) and any(map(_is_tensor, schema.returns))
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         return cls(PRIMITIVES.get(name, name), makes_array, is_random, writes, name in _BATCHED)
 
     def written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """List the tensors among the arguments that a call changes in place."""
+        """The argument tensors that a call changes in place."""
         if not self.writes:
             return []
         names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
-        found = [given.get(name) for name in self.writes]
-        flat = [one for value in found for one in (value if isinstance(value, list | tuple) else (value,))]
+        changed = [given.get(name) for name in self.writes]
+        flat = [item for value in changed for item in (value if isinstance(value, list | tuple) else (value,))]
         return [value for value in flat if isinstance(value, torch.Tensor)]
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws from the random state: fused attention has the tag, and does not where its dropout is 0.
+    """Whether a call draws from the random state; fused attention is tagged as random even if its dropout is 0.
 
     >>> q = torch.zeros(1, 1, 2, 2)
     >>> draws(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, (q, q, q), {})
@@ -110,5 +111,5 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_constant(name: str, schema: Any) -> bool:
-    # `zeros_like(x)` reads the shape of x only. Constants cost nothing to make again, and are made to be written on.
+    # `zeros_like(x)` reads only the shape of x. Constants are free to recompute, and are usually made to be overwritten.
     return name.endswith("_like") or name.startswith("new_") or not any(_is_tensor(one) for one in schema.arguments)

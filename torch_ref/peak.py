@@ -1,4 +1,4 @@
-"""Peak memory of a training step, tracked on fake tensors: nothing is allocated, no accelerator is needed."""
+"""Peak memory of a training step, tracked on fake tensors without allocations or an accelerator."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ CATEGORIES = {
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """What one step of training consists of.
+    """The parts of a training step.
 
     Attributes:
-        model: holds the parameters.
-        loss: gives a scalar tensor for `*batch`; often a method of the model, or a function that calls it.
-        batch: the tensors that `loss` is given.
-        optimizer: its update ends the step; without one the step ends with the gradients.
+        model: the module with the parameters.
+        loss: a function from `*batch` to a scalar tensor, often a method of the model or a function that calls it.
+        batch: the arguments of `loss`.
+        optimizer: the optimizer whose update ends the step; without an optimizer the step ends with the gradients.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -66,13 +66,13 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class PeakBytes:
-    """Memory of a training step at the moment at which the device holds most.
+    """Memory of a training step when device memory is at its peak.
 
     Attributes:
-        device_bytes: bytes on the device at that moment, host copies left out.
-        breakdown: the same by category: parameters, buffers, gradients, optimizer_state, activations, temp, batch.
-        host_bytes: the most that host copies held, at whatever moment.
-        tracked_bytes: peak as `MemTracker` gives it, which takes host copies for device memory.
+        device_bytes: bytes on the device at the peak, without host copies.
+        breakdown: these bytes by category: parameters, buffers, gradients, optimizer_state, activations, temp, batch.
+        host_bytes: the maximum of host copies at any time.
+        tracked_bytes: the peak of `MemTracker`, which counts host copies as device memory.
 
     >>> import torch, torch_ref
     >>> def build():
@@ -90,26 +90,25 @@ class PeakBytes:
 
 
 def peak_bytes(build: Callable[[], TrainingStep]) -> PeakBytes:
-    """Track the memory of a training step, tensor by tensor, and give its peak.
+    """Track the memory of a training step, tensor by tensor, and return its peak.
 
-    `build` is called under PyTorch's `FakeTensorMode` and must make model, optimizer and batch itself, so that they
-    are fake CPU tensors, of any size. One step runs first, so that the optimizer has its state; the second one is
-    tracked by `torch.distributed._tools.mem_tracker.MemTracker`.
+    `build` is called under PyTorch's `FakeTensorMode` and must make model, optimizer and batch itself: they are then fake
+    CPU tensors, of any size. A first step creates the optimizer's state; the second step is tracked by
+    `torch.distributed._tools.mem_tracker.MemTracker`.
 
-    What it is: the sum of the storages that are alive, at its highest, after any operator. What it is not: the
-    memory that a CUDA allocator reserves. Rounding to 512 bytes, fragmentation, workspaces inside an operator and
-    those of libraries are missing, and fused attention takes the path that it takes on a CPU. `MemTracker` takes what
-    an optimizer allocates during its update for optimizer state, and memory of a recomputation now for an activation,
-    now for temporary memory; the total is not touched by that.
+    The peak is the maximum, over all operators, of the sum of live storages. It is not the memory that a CUDA allocator
+    reserves: rounding to 512 bytes, fragmentation, and workspaces of operators and libraries are missing, and fused
+    attention takes its CPU path. `MemTracker` counts all allocations of an optimizer's update as optimizer state, and memory
+    of a recomputation either as activations or as temporary; the total is unaffected.
 
-    On fake CPU tensors a copy in host memory looks like any other tensor. `torch_ref` knows its own host copies: after
-    every operator their bytes are taken off activations, and while one is being made, which allocates nothing on a
-    device, no peak is taken. The copies that a recomputation brings back are device memory and count. Offloads that
-    are not made by `torch_ref` are not known.
+    On fake CPU tensors a host copy looks like any other tensor. `torch_ref` tracks its own host copies: their bytes are
+    subtracted from the activations after every operator, and no peak is recorded while a copy is made, because that
+    allocates no device memory. Copies that a recomputation brings back count as device memory. Offloads by other libraries
+    are not recognised.
 
     Raises:
-        InvalidArgumentError: if `build` gives something else than a `TrainingStep` of fake tensors.
-        FakeTensorStepError: if the step asks for a value, as `.item()` does; fake tensors have none.
+        InvalidArgumentError: if `build` does not return a `TrainingStep` of fake tensors.
+        FakeTensorStepError: if the step reads a value, as `.item()` does; fake tensors have none.
 
     >>> import torch, torch_ref
     >>> def build():
@@ -159,7 +158,7 @@ def _tracked(step: TrainingStep, fake_mode: FakeTensorMode) -> PeakBytes:
 
 @dataclass
 class _DevicePeak(TorchDispatchMode):
-    """Reads the tracker after every operator, takes host copies off, and keeps the highest reading."""
+    """Reads the tracker after every operator, subtracts host copies, and keeps the maximum."""
 
     tracker: MemTracker
     fake_mode: FakeTensorMode
@@ -190,10 +189,10 @@ class _DevicePeak(TorchDispatchMode):
 
 
 def _by_category(snapshot: dict[torch.device, dict[str, int]]) -> dict[str, int]:
-    found = dict.fromkeys(CATEGORIES.values(), 0)
+    totals = dict.fromkeys(CATEGORIES.values(), 0)
     for device in snapshot.values():
         for kind, nbytes in device.items():
             category = CATEGORIES.get(getattr(kind, "value", ""))
             if category is not None:
-                found[category] += nbytes
-    return found
+                totals[category] += nbytes
+    return totals

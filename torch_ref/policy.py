@@ -1,9 +1,9 @@
-"""Policies for `torch_ref`: the text that `remat_jax` reads, read on its own.
+"""Policies for `torch_ref`: an independent parser of `remat_jax`'s policy texts.
 
-A policy says what happens to each array of a block between the forward and the backward pass. Its text is
-`action: selector[, selector]; …`; the first rule that matches wins, and what no rule matches is recomputed.
+A policy decides what happens to each array of a block between the forward and the backward pass. Its text is
+`action: selector[, selector]; …`; the first matching rule wins, and arrays without a matching rule are recomputed.
 
-| part | what it can be |
+| part | possible values |
 | --- | --- |
 | action | `save` (on the device), `offload` (in host memory), `recompute` |
 | selector | a glob on names, `@inputs`, `@dots`, `@dots_with_no_batch_dims`, `@convs`, `@primitive:NAME` |
@@ -40,7 +40,7 @@ ALIASES = {
     "checkpoint_dots_with_no_batch_dims": "dots_with_no_batch_dims",
 }
 INPUTS, PRIMITIVE = "@inputs", "@primitive:"
-# What JAX's dots_saveable takes; its dots_with_no_batch_dims_saveable leaves out convolutions.
+# The primitives of JAX's dots_saveable; its dots_with_no_batch_dims_saveable leaves out convolutions.
 _DOTS = ("dot_general", "conv_general_dilated", "scaled_matmul_wrapper")
 _GRAMMAR = "'action: selector, selector; action: selector', as in 'offload: *ffn*; save: @dots'"
 
@@ -51,9 +51,9 @@ class Candidate:
 
     Attributes:
         name: `module/path:primitive#k`.
-        primitive: JAX's name of what makes it where there is one, else ATen's; `input` for an argument of the block.
-        is_input: whether it is an argument of the block.
-        has_batch_dims: whether it is a product with batch dimensions.
+        primitive: JAX's name of the operation that makes the array, else ATen's; `input` for an argument of the block.
+        is_input: whether the array is an argument of the block.
+        has_batch_dims: whether the array is a product with batch dimensions.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rule:
-    """An action and the selectors that it is for."""
+    """An action, and the selectors of the arrays that get it."""
 
     action: str
     selectors: tuple[str, ...]
@@ -75,7 +75,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Policy:
-    """Ordered rules; `Policy.parse` makes them. Without rules it is `off`: no checkpointing at all.
+    """Ordered rules, made by `Policy.parse`. A policy without rules is `off`: no checkpointing at all.
 
     >>> policy = Policy.parse("offload: *ffn*:dot_general*; save: @dots")
     >>> policy.action(Candidate("ffn/0:dot_general#0", "dot_general"))
@@ -95,10 +95,10 @@ class Policy:
 
     @classmethod
     def parse(cls, text: Policy | str, argument: str = "policy") -> Policy:
-        """Read a policy's text or name; a policy is returned as it is.
+        """Read a policy's text or name; a `Policy` is returned unchanged.
 
         Raises:
-            PolicyError: quoting `argument`, the part that is wrong, and what was expected.
+            PolicyError: naming `argument`, the wrong part, and the expected form.
         """
         if isinstance(text, Policy):
             return text
@@ -113,7 +113,7 @@ class Policy:
 
     @property
     def name(self) -> str | None:
-        """The name of the named policy that says the same, or None."""
+        """The name of the named policy with the same rules, or None."""
         return next((name for name, text in NAMED.items() if text == str(self)), None)
 
     @property
@@ -128,8 +128,8 @@ class Policy:
 
     @property
     def looks_inside(self) -> bool:
-        """Whether the policy tells apart what the block computes, or keeps any of it: more than its arguments."""
-        selectors = [one for rule in self.rules for one in rule.selectors if one != INPUTS]
+        """Whether the policy distinguishes or keeps arrays that the block computes, beyond its arguments."""
+        selectors = [selector for rule in self.rules for selector in rule.selectors if selector != INPUTS]
         return bool(selectors) and not (len(selectors) == 1 and is_catch_all(selectors[0]) and self._recomputes_the_rest)
 
     @property
@@ -141,7 +141,7 @@ class Policy:
         return _action(self, candidate)
 
     def selected_by(self, action: str) -> tuple[str, ...]:
-        """The selectors of an action's rules, in order."""
+        """The selectors of the rules with this action, in order."""
         return tuple(selector for rule in self.rules if rule.action == action for selector in rule.selectors)
 
 
@@ -152,7 +152,7 @@ def _action(policy: Policy, candidate: Candidate) -> str:
 
 
 def matches(selector: str, candidate: Candidate) -> bool:
-    """Whether a selector means an array. A glob must match the whole name, and case counts.
+    """Whether a selector selects an array. A glob must match the whole name, and is case-sensitive.
 
     >>> matches("*/out_proj:*", Candidate("self_attn/out_proj:dot_general#0", "dot_general"))
     True
@@ -171,12 +171,12 @@ def matches(selector: str, candidate: Candidate) -> bool:
 
 
 def is_catch_all(selector: str) -> bool:
-    """Whether a selector is the glob that takes every array, arguments included."""
+    """Whether a selector is the glob that matches every array, including arguments."""
     return set(selector) == {"*"}
 
 
 def choices() -> str:
-    """The sentence that says what can be given for a policy."""
+    """The sentence of an error that lists the valid policies."""
     return f"Give one of {', '.join(NAMED)} (also {', '.join(ALIASES)}), or write {_GRAMMAR}."
 
 
@@ -188,7 +188,7 @@ def _read_rules(text: str, argument: str) -> tuple[Rule, ...]:
 
 
 def _read_rule(part: str, text: str, argument: str) -> Rule:
-    # Names and @primitive:NAME have colons of their own; the first one ends the action.
+    # Names and @primitive:NAME contain colons too; the first colon ends the action.
     action, colon, listed = part.partition(":")
     if not colon:
         hint = f" Inside a text the policy {part!r} is written {NAMED[part]!r}." if part in NAMED and part != text else ""
@@ -205,7 +205,7 @@ def _read_rule(part: str, text: str, argument: str) -> Rule:
 def _check_selector(selector: str, text: str, argument: str) -> None:
     known = (INPUTS, "@dots", "@dots_with_no_batch_dims", "@convs")
     named = selector.startswith(PRIMITIVE) and selector.removeprefix(PRIMITIVE)
-    # A blank between the colon and the name would match nothing.
+    # With a blank between the colon and the name, a selector would match nothing.
     if selector and (not selector.startswith("@") or selector in known or (named and named == named.strip())):
         return
     raise PolicyError(

@@ -1,4 +1,4 @@
-"""Receipts: what the offload really did."""
+"""Receipts: the bytes that an offload actually moved."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _open: list[Receipt] = []
 
 @dataclass
 class CallEntry:
-    """One call of a block through `gradient_checkpoint_forward`, or under a policy.
+    """A call of a block by `gradient_checkpoint_forward`, or under a policy.
 
     Attributes:
-        block: name of the block's class or function.
-        mode: `off`, `checkpoint` or `offload`, as the flags ask for; under a policy its name, or its text.
+        block: the name of the block's class or function.
+        mode: `off`, `checkpoint` or `offload`, from the flags; under a policy the policy's name or text.
         form: `right`, `faithful` or `selective`.
         grad_enabled: whether gradients were recorded; if not, the block was called plainly.
-        note: why the call did something else than its mode, or nothing.
-        tensors_offered: tensors that an offload could move: arguments, and under a policy what the block computes;
-            parameters stay where they are, and a view of an array is no tensor of its own.
-        bytes_offered: their bytes.
-        tensors_packed: those of them that backward will read from host memory.
-        bytes_on_host: bytes copied to the host for this call; 0 for a copy that an earlier call made.
+        note: why the call did not follow its mode, or empty.
+        tensors_offered: the number of tensors that an offload could move: arguments, and under a policy the block's
+            arrays. Parameters stay on the device, and a view of an array does not count.
+        bytes_offered: the bytes of these tensors.
+        tensors_packed: the number of these tensors that backward will read from host memory.
+        bytes_on_host: bytes copied to the host for this call; 0 if an earlier call made the copy.
         bytes_brought_back: bytes copied back so far, counted at every recomputation.
 
     >>> import torch, torch_ref
@@ -54,25 +54,25 @@ class CallEntry:
     _sources: dict[Any, int] = field(default_factory=dict, repr=False)
 
     def offered(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note tensors that the offload is given."""
+        """Record tensors that the offload could move."""
         distinct = {id(t): t for t in tensors}.values()
         self.tensors_offered += len(distinct)
         self.bytes_offered += sum(map(nbytes_of, distinct))
 
     def packed(self, copy: HostCopy, made: bool) -> None:
-        """Note that an argument was put on the host; `made` tells a new copy from one that was there already."""
+        """Record an argument in host memory; `made` is false if the copy already existed."""
         self.tensors_packed += 1
         self.bytes_on_host += copy.nbytes if made else 0
         if copy.source_storage is not None:
             self._sources[copy.source_storage] = copy.source_nbytes
 
     def brought_back(self, copy: HostCopy) -> None:
-        """Note that a copy was brought back to the device."""
+        """Record that a copy was brought back to the device."""
         self.bytes_brought_back += copy.nbytes
 
 
 class Receipt:
-    """What the calls inside a `receipt()` block did; its numbers go on growing until the backward pass is over.
+    """The calls inside a `receipt()` block; the numbers grow until the backward pass is over.
 
     >>> import torch, torch_ref
     >>> block, x = torch_ref.ToyModel(), torch.ones(2, 3, requires_grad=True)
@@ -90,12 +90,12 @@ class Receipt:
 
     @property
     def calls(self) -> tuple[CallEntry, ...]:
-        """One entry for each call, in order."""
+        """The entries of all calls, in order."""
         return tuple(self._calls)
 
     @property
     def bytes_offered(self) -> int:
-        """Bytes of the tensor arguments of all offloaded calls; one that is given twice counts twice."""
+        """Bytes of the tensor arguments of all offloaded calls; a tensor passed to two calls counts twice."""
         return sum(call.bytes_offered for call in self._calls)
 
     @property
@@ -105,7 +105,7 @@ class Receipt:
 
     @property
     def tensors_packed(self) -> int:
-        """Tensor arguments that backward reads, or read, from host memory."""
+        """The number of tensor arguments that backward reads from host memory."""
         return sum(call.tensors_packed for call in self._calls)
 
     @property
@@ -115,16 +115,16 @@ class Receipt:
 
     @property
     def bytes_released(self) -> int:
-        """Bytes of copied storages that the device has given back by now; read it between forward and backward.
+        """Bytes of copied storages that the device has freed by now; read it between forward and backward.
 
-        A tensor that something else still holds, such as the batch, gives nothing back.
+        A tensor that is still referenced elsewhere, such as the batch, is not freed.
         """
         sources = {storage: nbytes for call in self._calls for storage, nbytes in call._sources.items()}
         return sum(nbytes for storage, nbytes in sources.items() if storage() is None)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences on what did not happen though it was asked for; empty if all is well."""
+        """Sentences on requested effects that did not happen; empty if there are none."""
         if not self._calls:
             return ("no block was called through torch_ref inside this receipt.",)
         found = [f"{call.block}: {call.note}" for call in self._calls if call.note]
@@ -147,10 +147,10 @@ class Receipt:
 
 @contextmanager
 def receipt() -> Iterator[Receipt]:
-    """Record what every call in the block moves: of `gradient_checkpoint_forward`, right and faithful, and under a policy.
+    """Record the bytes that calls in the block move: calls of both `gradient_checkpoint_forward`s, and under policies.
 
-    Calls of all threads are recorded. Calls made by a recomputation (nested checkpoints) are recorded if the
-    backward pass runs inside the block too.
+    Calls of all threads are recorded. Calls during a recomputation (nested checkpoints) are recorded if the backward pass
+    also runs inside the block.
 
     >>> import torch, torch_ref
     >>> layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
@@ -168,7 +168,7 @@ def receipt() -> Iterator[Receipt]:
 
 
 def record_call(block: Callable[..., Any], mode: str, form: str) -> CallEntry:
-    """Make the entry of a call and add it to every open receipt."""
+    """Create the entry of a call and add it to every open receipt."""
     entry = CallEntry(name_of(block), mode, form, torch.is_grad_enabled())
     if mode != "off" and not entry.grad_enabled:
         entry.note = f"called with gradients disabled, so mode {mode!r} had nothing to keep."
@@ -178,19 +178,19 @@ def record_call(block: Callable[..., Any], mode: str, form: str) -> CallEntry:
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """List the tensors anywhere in the arguments that an offload could move."""
+    """The tensors anywhere in the arguments that an offload could move."""
     return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_offloadable(leaf)]
 
 
 def is_offloadable(leaf: object) -> bool:
-    """Tell whether an argument is a tensor that is worth moving: not empty, and no parameter or view of one."""
+    """Whether an argument is a tensor that an offload moves: not empty, and no parameter or view of a parameter."""
     if not isinstance(leaf, torch.Tensor) or leaf.is_nested or leaf.is_meta or leaf.numel() == 0:
         return False
     return not isinstance(leaf, nn.Parameter) and not isinstance(leaf._base, nn.Parameter)
 
 
 def name_of(block: Callable[..., Any]) -> str:
-    """Give the name of a block's class or function."""
+    """The name of a block's class or function."""
     if inspect.isfunction(block) or inspect.ismethod(block):
         return block.__qualname__.rpartition("<locals>.")[2]
     return getattr(block, "__name__", None) or type(block).__name__

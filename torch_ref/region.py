@@ -1,16 +1,16 @@
-"""One call of a block under a policy: every array it computes is named, and kept, moved or computed again.
+"""A call of a block under a policy: every array that the block computes is named, and saved, offloaded or recomputed.
 
-Three dispatch modes are around the block, in both passes. An operator goes through them from the first to the last:
+Three dispatch modes enclose the block, in both passes. An operator passes through them in this order:
 
-1. `_Naming` gives its result a name and asks the policy.
-2. PyTorch's own modes of `create_selective_checkpoint_contexts` keep what the policy saves, and return it in the
-   recomputation instead of computing it.
-3. `_Moving` copies what the policy offloads to host memory, and fetches it in the recomputation instead of computing it.
-   (Eager PyTorch takes `CheckpointPolicy.MUST_CPU_OFFLOAD` for "recompute".) It is behind PyTorch's modes, because
-   those count the operators that reach them, in both passes.
+1. `_Naming` names the operator's result and asks the policy for its action.
+2. PyTorch's own modes of `create_selective_checkpoint_contexts` save the arrays that the policy saves, and return them
+   in the recomputation instead of computing them.
+3. `_Moving` copies the arrays that the policy offloads to host memory, and fetches them in the recomputation instead of
+   computing them. (Eager PyTorch treats `CheckpointPolicy.MUST_CPU_OFFLOAD` as "recompute".) It follows PyTorch's modes
+   because these count the operators that reach them, in both passes.
 
-They are entered around the block itself and not by `torch.utils.checkpoint`'s `context_fn`, so that fetching the block's
-arguments is not taken for a part of the block.
+The modes are entered around the block itself and not by `torch.utils.checkpoint`'s `context_fn`, so that fetching the
+block's arguments does not count as part of the block.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from torch_ref.receipts import CallEntry
 
 
 class Region:
-    """A block under its policy, to be called once for the forward pass and then for each recomputation.
+    """A block under its policy, called once for the forward pass and then for each recomputation.
 
     Attributes:
         candidates: the arrays that the forward pass computed, in order.
-        random: names of those that draw from the random state, which are always computed again.
-        is_empty: whether something without elements was selected for the host.
+        random: names of the arrays that draw from the random state, which are always recomputed.
+        is_empty: whether an array without elements was selected for offload.
     """
 
     def __init__(self, block: Callable[..., Any], run: Callable[..., Any], policy: Policy, path: str, entry: CallEntry):
@@ -56,7 +56,7 @@ class Region:
         self._is_first = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block and keep what the policy keeps; from the second time on use that."""
+        """Run the block: the first call saves and offloads arrays, later calls reuse them."""
         is_first, self._is_first = self._is_first, False
         paths = ModulePaths(self._block, self._path)
         modes = (_Moving(self, is_first), self._saving if is_first else self._cached, _Naming(self, paths, is_first))
@@ -67,19 +67,19 @@ class Region:
                 self._saved.clear()
 
     def decide(self, operator: Operator, label: str, count: int, is_first: bool) -> None:
-        """Name the result of the operator that runs now, and ask the policy about it."""
+        """Name the result of the current operator, and ask the policy for its action."""
         name = f"{label}#{count}"
         candidate = Candidate(name, operator.primitive, has_batch_dims=operator.has_batch_dims)
         if is_first:
             self.candidates.append(candidate)
             if operator.is_random:
                 self.random.add(name)
-        # To skip one would leave the random state to the next.
+        # Skipping a random operator would give its random state to the next one.
         action = RECOMPUTE if operator.is_random else self._policy.action(candidate)
         self._now.set(name, action)
 
     def check_repeats(self, name: str, index: int) -> None:
-        """Refuse a recomputation that is another computation: what was kept would be given to the wrong operators."""
+        """Refuse a recomputation that differs from the forward pass: saved arrays would go to the wrong operators."""
         expected = self.candidates[index].name if index < len(self.candidates) else "nothing"
         if name != expected:
             raise ChangedRecomputationError(
@@ -89,12 +89,12 @@ class Region:
             )
 
     def note_saved(self, output: Any) -> None:
-        """Remember the storages that PyTorch keeps, to notice when they are written on."""
+        """Remember the storages that PyTorch saves, to detect later writes to them."""
         for tensor in _tensors(output):
             self._saved[tensor.untyped_storage()._cdata] = self._now.name
 
     def check_not_saved(self, func: Any, written: list[torch.Tensor]) -> None:
-        """Refuse a change in place of an array that the policy saves: the recomputation would change it once more.
+        """Refuse an in-place change of a saved array: the recomputation would change it a second time.
 
         Raises:
             MutatedTensorError: naming the array and the operator.
@@ -109,14 +109,14 @@ class Region:
                 )
 
     def offload(self, output: Any) -> None:
-        """Put what an operator returned on the host."""
+        """Copy the output of an operator to the host."""
         tensors = [tensor for tensor in _tensors(output) if _is_worth_a_copy(tensor)]
         self.is_empty |= any(not tensor.numel() for tensor in _tensors(output))
         self._entry.offered(tensors)
         self._offloaded[self._now.name] = pytree.tree_map_only(torch.Tensor, self._put, output)
 
     def fetch(self) -> Any:
-        """Bring back what the operator that runs now returned in the forward pass."""
+        """Bring back the forward pass's output of the current operator."""
         return pytree.tree_map_only(_Put, lambda put: put.fetch(), self._offloaded[self._now.name])
 
     def _put(self, tensor: torch.Tensor) -> _Put:
@@ -124,12 +124,12 @@ class Region:
 
     @property
     def now(self) -> _Now:
-        """What is decided on the operator that runs now."""
+        """The decision on the current operator."""
         return self._now
 
 
 class _Now:
-    """The decision on the operator that runs now. PyTorch's modes hold this and not the region: no cycles."""
+    """The decision on the current operator. PyTorch's modes hold this and not the region, to avoid a reference cycle."""
 
     def __init__(self) -> None:
         self.set("", RECOMPUTE)
@@ -152,7 +152,7 @@ class _Naming(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_copying_to_host():  # a block inside offloads; whether a copy is there already can differ between the passes
+        if is_copying_to_host():  # a nested offload, whose copy may exist already in only one of the passes
             with _pop_mode_temporarily():
                 return func(*args, **kwargs)
         region, operator = self._region, Operator.of(func)
@@ -186,7 +186,7 @@ class _Moving(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         region = self._region
-        # What PyTorch's modes run beside the block (detach) makes no array.
+        # PyTorch's modes run operators of their own (detach), which make no array.
         is_moved = region.now.action == OFFLOAD and Operator.of(func).makes_array
         if is_moved and not self._is_first:
             return region.fetch()
@@ -197,7 +197,7 @@ class _Moving(TorchDispatchMode):
 
 
 class _Put:
-    """A tensor's place on the host; a scalar, which is not worth a copy, and what has no elements stay where they are."""
+    """A tensor on the host. Scalars, which are not worth a copy, and empty tensors stay on the device."""
 
     def __init__(self, tensor: torch.Tensor, entry: CallEntry) -> None:
         self._entry = entry
@@ -209,7 +209,7 @@ class _Put:
             entry.packed(self._copy, made)
 
     def fetch(self) -> torch.Tensor:
-        """Make the tensor again; every time a new one, which the block may change."""
+        """The tensor, each time a new copy, which the block may change."""
         if self._stays is not None:
             return self._stays.clone()
         assert self._copy is not None
@@ -227,7 +227,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    # Autocast casts a weight once and remembers it, so that the pass that comes second would run fewer operators.
+    # Autocast caches the cast of a weight, so the second pass would run fewer operators.
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

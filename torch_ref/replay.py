@@ -1,4 +1,4 @@
-"""A call that can be made again: the caller's arguments the first time, kept or fetched ones afterwards."""
+"""A repeatable call: it uses the caller's arguments first, and saved or fetched arguments afterwards."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch_ref.receipts import CallEntry, is_offloadable, name_of
 
 
 class Replay:
-    """A block and its arguments, ready to be handed to `torch.utils.checkpoint.checkpoint`.
+    """A block and its arguments, for `torch.utils.checkpoint.checkpoint`.
 
-    The first call passes the caller's own containers and tensors on, so that a block sees exactly what it sees
-    without checkpointing. Later calls rebuild the containers, and an argument that was given twice is one object
-    again (`nn.MultiheadAttention` takes another path otherwise).
+    The first call passes the caller's own containers and tensors, exactly as without checkpointing. Later calls rebuild
+    the containers; an argument that was passed twice is again a single object (otherwise `nn.MultiheadAttention` takes a
+    different path).
 
-    `run` is called in the block's place, each time after what was offloaded is back.
+    `run` is called in place of the block, each time after the offloaded arguments are back.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class Replay:
     def offload(
         self, entry: CallEntry, min_bytes: int = 0, chosen: Callable[[torch.Tensor], bool] = lambda tensor: True
     ) -> None:
-        """Put every argument that can be moved, has at least `min_bytes`, and is `chosen`, on the host.
+        """Copy to the host every movable argument that has at least `min_bytes` and is `chosen`.
 
         Raises:
-            NothingToOffloadError: if there is none.
+            NothingToOffloadError: if there is no such argument.
         """
         tensors = [leaf for leaf in self._kept if is_offloadable(leaf) and chosen(leaf)]
         large = [tensor for tensor in tensors if nbytes_of(tensor) >= min_bytes]
         if not large and not any(isinstance(leaf, torch.Tensor) and not leaf.numel() for leaf in self._kept):
             raise NothingToOffloadError(_nothing_to_offload(entry, tensors, min_bytes))
         entry.offered(tensors)
-        # The largest first, so that smaller views of the same storage find their content on the host already.
+        # The largest first, so that smaller views of the same storage can use its copy.
         moved = {id(tensor): OffloadedArgument(tensor, entry) for tensor in sorted(large, key=_stretch, reverse=True)}
         self._kept = [moved.get(id(leaf), leaf) for leaf in self._kept]
         self._copies = [weakref.ref(argument.copy) for argument in moved.values()]
@@ -80,10 +80,10 @@ class Replay:
         return self._first or ((), {})
 
     def take_kept(self) -> list[Any]:
-        """Hand over what the checkpoint must keep; nothing of it is held here afterwards.
+        """Hand over the arguments that the checkpoint must keep; this object drops its references.
 
-        `torch.utils.checkpoint` keeps the random state of the devices of its tensor arguments only, so an empty
-        tensor stands for each other accelerator of the block.
+        `torch.utils.checkpoint` saves the random state only for devices of its tensor arguments, so an empty tensor is
+        added for every other accelerator of the block.
         """
         present = {leaf.device for leaf in self._kept if isinstance(leaf, torch.Tensor)}
         anchors = [torch.empty(0, device=device) for device in sorted(self._devices - present, key=str)]
@@ -92,7 +92,7 @@ class Replay:
         return kept
 
     def __call__(self, *kept: Any) -> Any:
-        """Run the block: the first time as the caller called it, later with `kept`, fetching what was offloaded."""
+        """Run the block: first with the caller's arguments, later with `kept` after fetching the offloaded ones."""
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
             output = self._run(*args, **kwargs)
@@ -103,7 +103,7 @@ class Replay:
         self._captures.check_unchanged()
         fetched: dict[HostCopy, torch.Tensor] = {}
         leaves = [leaf.fetch(fetched) if isinstance(leaf, OffloadedArgument) else leaf for leaf in kept[self._anchors :]]
-        # Backward comes to the call before this one next: its arguments can travel while this one is computed.
+        # Backward reaches the preceding call next: fetch its arguments while this call is recomputed.
         previous = self._previous() if self._previous is not None else None
         if previous is not None:
             previous.fetch_ahead()
@@ -111,7 +111,7 @@ class Replay:
         return self._run(*args, **kwargs)
 
     def fetch_ahead(self) -> None:
-        """Start bringing the offloaded arguments back, where that runs beside the computation."""
+        """Start copying the offloaded arguments back, if the copies are asynchronous."""
         for reference in self._copies:
             copy = reference()
             if copy is not None:
@@ -122,22 +122,22 @@ _latest = threading.local()
 
 
 class OffloadedArgument:
-    """A tensor argument's place on the host; its content is fetched at every recomputation."""
+    """A tensor argument on the host; its content is fetched at every recomputation."""
 
     def __init__(self, source: torch.Tensor, entry: CallEntry) -> None:
         self.copy, made = to_host(source)
         self._layout = None if is_opaque(source) else Layout.of(source)
-        # What a view shares its version counter with lives longer than the view.
+        # The tensor whose version counter a view shares lives longer than the view.
         self._source = TensorWeakRef(owner_of(source))
         self._requires_grad = source.requires_grad
         self._entry = entry
         entry.packed(self.copy, made)
 
     def check_written(self, others: set[HostCopy]) -> None:
-        """Refuse a change in place by the block that the copies on the host cannot repeat.
+        """Refuse an in-place change by the block that the host copies do not reproduce.
 
         Raises:
-            MutatedTensorError: if the copy may still have been under way, or the storage is in another copy too.
+            MutatedTensorError: if the copy may have been unfinished, or another copy contains the same storage.
         """
         source = self._source()
         if source is None or is_opaque(source) or version_of(source) == self.copy.version:
@@ -153,11 +153,10 @@ class OffloadedArgument:
             )
 
     def fetch(self, fetched: dict[HostCopy, torch.Tensor]) -> torch.Tensor:
-        """Bring the content back, unless it is among what was `fetched` for this recomputation already.
+        """Bring the content back, unless this recomputation has `fetched` it already.
 
         Raises:
-            MutatedTensorError: if the tensor still lives and was changed in place, which without offload autograd
-                refuses too.
+            MutatedTensorError: if the tensor is alive and was changed in place, which autograd refuses without offload.
         """
         source = self._source()
         if source is not None and version_of(source) != self.copy.version:
@@ -188,7 +187,7 @@ def _nothing_to_offload(entry: CallEntry, tensors: list[torch.Tensor], min_bytes
 
 
 def accelerators_of(block: Callable[..., Any], leaves: list[torch.Tensor]) -> set[torch.device]:
-    """Name the accelerators whose random state a block may use: those of its tensors and parameters."""
+    """The accelerators whose random state a block may use: the devices of its tensors and parameters."""
     owner = block if isinstance(block, nn.Module) else getattr(block, "__self__", None)
     tensors = list(leaves)
     if isinstance(owner, nn.Module):

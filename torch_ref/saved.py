@@ -1,4 +1,4 @@
-"""Residual accounting: what the graph holds between the forward and the backward pass, in bytes."""
+"""Residual accounting: the bytes that the graph holds between the forward and the backward pass."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from torch_ref.module_paths import ModulePaths, following
 
 @dataclass(frozen=True)
 class SavedEntry:
-    """One storage that the graph holds.
+    """A storage that the graph holds.
 
     Attributes:
         nbytes: size of the storage.
-        place: `device`, `host`, or `input` for an argument of the function, on the device.
-        operator: the operator that made it, such as `aten.addmm.default`.
-        shape: shape of the first tensor on it.
-        dtype: its data type.
-        module: path of the innermost module that was running then; of a function's module its class comes first.
+        place: `device`, `host`, or `input` for an argument of the function on the device.
+        operator: the operator that made the storage, such as `aten.addmm.default`.
+        shape: shape of the first tensor on the storage.
+        dtype: that tensor's data type.
+        module: path of the innermost module that was running then; for a module that a function captures, the path
+            starts with its class.
 
     >>> import torch, torch_ref
     >>> kept = torch_ref.saved_for_backward(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Sigmoid()), torch.ones(2, 4))
@@ -46,10 +47,10 @@ class SavedEntry:
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes that the graph holds for backward; each storage counts once, however many tensors view it.
+    """Bytes that the graph holds for backward; a storage counts once, however many tensors view it.
 
     Attributes:
-        entries: the storages, in the order in which they were made.
+        entries: the storages, in the order of creation.
 
     >>> import torch, torch_ref
     >>> kept = torch_ref.saved_for_backward(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Sigmoid()), torch.ones(2, 4))
@@ -79,19 +80,18 @@ class SavedBytes:
 
 
 def saved_for_backward(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedBytes:
-    """Count what stays alive after `fn(*args, **kwargs)` for the sake of its backward pass, and nothing else.
+    """Count the bytes that the graph of `fn(*args, **kwargs)` keeps alive for its backward pass.
 
-    The function runs once. Every storage that an operator makes meanwhile is watched through a weak reference; then
-    the result is dropped and only its graph kept, then the graph is dropped too. What lives after the first and dies
-    with the second is held by the graph: through saved tensors, hooks, checkpoints or host copies, in any nesting.
-    (Counting the calls of saved-tensor hooks does not give that: only the innermost pair of hooks is called, and a
-    checkpoint keeps its arguments outside of them.)
+    The function runs once. Every storage that an operator makes is watched by a weak reference. Then the result is
+    dropped while its graph is kept, and finally the graph is dropped. The storages that live until the graph is dropped
+    are held by it: through saved tensors, hooks, checkpoints or host copies, in any nesting. (Counting the calls of
+    saved-tensor hooks would miss some: only the innermost pair of hooks is called, and a checkpoint keeps its arguments
+    outside of hooks.)
 
-    What existed before the call is not counted: parameters, buffers, tensors that `fn` captures. Arguments are passed
-    as copies, so that they are counted, as `input_bytes`, exactly when the graph holds them. Host memory is what an
-    offload of `torch_ref` made and, where tensors are on an accelerator, everything on the CPU. Random states that
-    checkpoints keep (about 5 kB each, on the host) are not tensors of an operator and not counted. Works on fake
-    tensors.
+    Existing tensors are not counted: parameters, buffers, tensors that `fn` captures. Arguments are passed as copies, so
+    that they are counted, as `input_bytes`, exactly when the graph holds them. Host memory consists of `torch_ref`'s
+    offloads and, if tensors are on an accelerator, of everything on the CPU. The random states that checkpoints save
+    (about 5 kB each, on the host) are not counted, because no operator makes them. Fake tensors work too.
 
     Raises:
         InvalidArgumentError: if the result has no tensor with a graph.
@@ -116,7 +116,7 @@ def saved_for_backward(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Sav
             " parameter or an argument that requires a gradient."
         )
     del result
-    # Reference cycles must not be taken for the graph's holdings.
+    # Storages in reference cycles must not count as held by the graph.
     gc.collect()
     held = watch.alive()
     graph.clear()
@@ -127,9 +127,9 @@ def saved_for_backward(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Sav
 
 
 class _StorageWatch(TorchDispatchMode):
-    """Remembers every storage that operators return, and which one returned it first.
+    """Remembers every storage that operators return, and the first operator that returned it.
 
-    Views bring in storages that existed before; those outlive the graph and fall out of the count by that.
+    Views return storages that existed before; these outlive the graph and are therefore not counted.
     """
 
     def __init__(self, paths: ModulePaths) -> None:
@@ -142,7 +142,7 @@ class _StorageWatch(TorchDispatchMode):
         self.accelerated = False
 
     def copy_inputs(self, arguments: Any) -> Any:
-        """Give copies that are no leaves: the graph then holds one only if it is saved. Parameters stay themselves."""
+        """Copies that are no leaves, which the graph holds only if it saves them. Parameters are not copied."""
         self._copying_input = True
         try:
             return pytree.tree_map_only(torch.Tensor, self._copy_input, arguments)
@@ -151,7 +151,7 @@ class _StorageWatch(TorchDispatchMode):
             self._copies.clear()
 
     def alive(self) -> dict[int, SavedEntry]:
-        """Give the watched storages that are still alive."""
+        """The watched storages that are still alive."""
         return {key: entry for key, entry in self._made.items() if not self._known[key].expired()}
 
     def __torch_dispatch__(
@@ -174,7 +174,7 @@ class _StorageWatch(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata in self._known:
             return False
-        # The weak reference keeps the address from being used for another storage.
+        # The weak reference prevents reuse of the address for another storage.
         self._known[storage._cdata] = StorageWeakRef(storage)
         return True
 

@@ -1,4 +1,4 @@
-"""What `DeepMLP` costs under a cut into segments, as integers: bytes kept, peak memory, executions."""
+"""The exact cost of a `DeepMLP` cut into segments: saved bytes, peak memory, executions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch_ref.segments import edges_of, kept_activations, most_activations, rec
 
 @dataclass(frozen=True)
 class SegmentCost:
-    """What one training step of a `DeepMLP` costs.
+    """The cost of a training step of a `DeepMLP`.
 
     Attributes:
-        saved_bytes: kept by the graph between the passes, batch and parameters excluded: what `saved_for_backward` counts.
-        peak_activation_bytes: the most that activations and cotangents come to at any moment.
-        peak_bytes: the most that the device holds at any moment of a step that ends with the gradients: what `peak_bytes`
-            tracks, for a loss that sums the output.
-        executions: how often a layer runs forward, the head included.
+        saved_bytes: held by the graph between the passes, without batch and parameters, as `saved_for_backward` counts.
+        peak_activation_bytes: the maximum of activations and cotangents at any time.
+        peak_bytes: the maximum of device memory in a step that ends with the gradients, as `peak_bytes` tracks it for a
+            loss that sums the output.
+        executions: forward executions of all layers, including the head.
         matmuls: matrix multiplications in both passes.
 
     >>> from torch_ref import deep_mlp_cost
@@ -43,25 +43,26 @@ def deep_mlp_cost(
     out_features: int = 10,
     itemsize: int = 4,
 ) -> SegmentCost:
-    """The cost of `DeepMLP(num_layers, …)` cut at `boundaries`, for a batch that needs no gradient; without cuts, plain.
+    """The cost of `DeepMLP(num_layers, …)` cut at `boundaries`, for a batch without gradient; no boundaries mean no cuts.
 
-    One activation has a = batch · hidden_size · itemsize bytes: the result of a ReLU, which the ReLU's own backward and the
-    next layer's weight gradient share. (A layer's own product is not kept.) With L layers, k segments, the last of r layers:
+    An activation has a = batch · hidden_size · itemsize bytes: it is the result of a ReLU, shared by the ReLU's backward and
+    the next layer's weight gradient. (A layer's product is not kept.) With L layers in k segments, the last of r layers:
 
     - saved_bytes = (k − 1 + r − 1) · a, `kept_activations`. The first segment's input is the batch.
-    - peak_activation_bytes = (`most_activations` + 2) · a: beside what is kept there are two cotangents, the one that comes
-      into a layer and the one that goes out of it.
-    - peak_bytes: parameters, batch, the peak of the activations *and* the gradients that are made by then, each as large as its
-      parameters; 2 · itemsize more for the loss and its cotangent. When the ReLU of layer i of segment j runs backward, with
-      n activations of that segment alive, that is (j − 1 + n + 2) · a and the gradients of all layers behind i. Within a
-      segment this is linear, so the highest is at the first or the last ReLU of a segment, or at the very end, when all
-      gradients and one cotangent are there. Where one layer has more parameters than its activation has elements
-      (batch < hidden_size + 1), the end wins, and no cut lowers it.
-    - executions = L + (L − r): every checkpointed layer twice.
-    - matmuls = L + (2L − 1) + (L − r): one forward, two backward, but one for the first layer, as the batch needs no gradient.
-      A segment ends on a ReLU whose result is kept, so that stopping a recomputation early saves no product.
+    - peak_activation_bytes = (`most_activations` + 2) · a: the activations and two cotangents, of a layer's output and of
+      its input.
+    - peak_bytes: parameters, batch, 2 · itemsize for the loss and its cotangent, and the largest sum of activations *and*
+      the gradients made so far, each as large as its parameters. When the ReLU of layer i of segment j runs backward, with
+      n activations of that segment alive, the sum is (j − 1 + n + 2) · a and the gradients of all layers after i. It is
+      linear within a segment, so the maximum is at the first or the last ReLU of a segment, or at the end, with all
+      gradients and one cotangent. If a layer has more parameters than its activation has elements
+      (batch < hidden_size + 1), the maximum is at the end, and no cut lowers it.
+    - executions = L + (L − r): every checkpointed layer runs twice.
+    - matmuls = L + (2L − 1) + (L − r): one forward and two backward per layer, but only one backward for the first layer,
+      because the batch needs no gradient. A segment ends with a ReLU whose result is kept, so stopping a recomputation
+      early saves no product.
 
-    It holds where out_features ≤ hidden_size: the head's output is not what decides.
+    The formulas hold for out_features ≤ hidden_size, so that the head's output never sets the maximum.
 
     Raises:
         InvalidArgumentError: if the boundaries do not fit the number of layers.
@@ -76,7 +77,7 @@ def deep_mlp_cost(
         (rows + 1) * columns * itemsize
         for rows, columns in ((in_features, hidden_size), (hidden_size, hidden_size), (hidden_size, out_features))
     )
-    # The head has no ReLU; a last segment of nothing else has no moment of its own.
+    # The head has no ReLU, so a last segment that is only the head adds no moment.
     relus = [*zip(edges[:-2], edges[1:-1], strict=True), *([(edges[-2], num_layers - 1)] if edges[-2] < num_layers - 1 else [])]
     moments = [
         (index + relu - start + 1 + 2) * activation + (num_layers - 2 - relu) * hidden + head

@@ -1,8 +1,8 @@
-"""Cutting a list of layers into segments that are checkpointed: where to cut, how to run it, and what it costs.
+"""Cut a list of layers into checkpointed segments: where to cut, how to run the segments, and their cost.
 
-A segment that is checkpointed keeps its input, and computes its interior again in the backward pass. The last segment is
-not checkpointed, as in PyTorch's `checkpoint_sequential`: its recomputation would follow its forward pass at once.
-A cut is described by its boundaries, the indices at which the segments after the first begin.
+A checkpointed segment keeps its input and recomputes its interior in the backward pass. The last segment is not
+checkpointed, as in PyTorch's `checkpoint_sequential`, because its recomputation would directly follow its forward pass.
+The boundaries of a cut are the indices at which the segments after the first begin.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch_ref.errors import InvalidArgumentError
 
 
 def uniform_boundaries(layers: int, segments: int) -> tuple[int, ...]:
-    """Cut as `checkpoint_sequential` does: `layers // segments` layers to a segment, and the last one takes the rest.
+    """Cut like `checkpoint_sequential`: `layers // segments` layers per segment, and the last segment takes the remainder.
 
-    The rest may be almost a whole segment for each of the others: 255 layers in 16 segments are 15 of 15 and one of 30.
+    The remainder can be large: 255 layers in 16 segments are 15 segments of 15 layers and one of 30.
 
     Raises:
         InvalidArgumentError: unless `segments` is an integer from 1 to `layers`.
@@ -45,11 +45,11 @@ def sqrt_segments(layers: int) -> int:
 
 
 def kept_activations(layers: int, boundaries: Sequence[int]) -> int:
-    """How many activations of a list of `layers` layers are kept between the passes.
+    """The number of activations of a list of `layers` layers that are kept between the passes.
 
-    Each layer but the last gives one activation, and its successor reads it in the backward pass. Kept are the input of
-    every segment but the first, whose input is the batch, and the interior of the last segment. With k segments, the
-    last of r layers, that is (k − 1) + (r − 1).
+    Each layer but the last gives an activation that the next layer reads in the backward pass. The kept activations are
+    the input of every segment but the first, whose input is the batch, and the interior of the last segment. With k
+    segments, the last of r layers, their number is (k − 1) + (r − 1).
 
     Raises:
         InvalidArgumentError: if the boundaries do not fit the number of layers.
@@ -62,12 +62,12 @@ def kept_activations(layers: int, boundaries: Sequence[int]) -> int:
 
 
 def most_activations(layers: int, boundaries: Sequence[int]) -> int:
-    """How many activations of a list of `layers` layers are alive at once in the backward pass, at the most.
+    """The maximum number of activations of a list of `layers` layers that are alive at once in the backward pass.
 
-    When segment j of s layers (counted from 1) runs backward, there are the inputs of the segments 2 to j, because those
-    behind it are gone, and its interior: s activations, of which the last is the next segment's input computed again; of
-    the last segment one less. So it is the maximum of j − 1 + s over the segments, s being less by one in the last.
-    With `checkpoint_sequential`'s rule that is `kept_activations`: no segment is longer than the last.
+    When segment j (counted from 1) of s layers runs backward, two kinds of activations are alive: the inputs of segments
+    2 to j, since later inputs are freed, and the s activations of its interior, including the recomputed input of the next
+    segment. The last segment has s − 1. The result is the maximum of j − 1 + s over the segments, with s − 1 for the last.
+    With `checkpoint_sequential`'s rule it equals `kept_activations`, because no segment is longer than the last.
 
     Raises:
         InvalidArgumentError: if the boundaries do not fit the number of layers.
@@ -81,7 +81,7 @@ def most_activations(layers: int, boundaries: Sequence[int]) -> int:
 
 
 def recomputed_layers(layers: int, boundaries: Sequence[int]) -> int:
-    """How many layers run a second time: all but those of the last segment.
+    """The number of layers that run twice: all layers before the last segment.
 
     Raises:
         InvalidArgumentError: if the boundaries do not fit the number of layers.
@@ -93,11 +93,11 @@ def recomputed_layers(layers: int, boundaries: Sequence[int]) -> int:
 
 
 def optimal_segments(layers: int) -> int:
-    """The number of segments with which `checkpoint_sequential`'s rule keeps fewest activations.
+    """The number of segments with which `checkpoint_sequential`'s rule keeps the fewest activations.
 
-    With k segments of ⌊L / k⌋ layers it keeps k + L − (k − 1)⌊L / k⌋ − 2 activations, tried for every k. Where √L is an
-    integer it is the answer; elsewhere the rest that falls to the last segment can make it a bad one. Of several the one that
-    computes fewest layers again is taken, and then the smallest.
+    With k segments of ⌊L / k⌋ layers it keeps k + L − (k − 1)⌊L / k⌋ − 2 activations; every k is tried. If √L is an integer,
+    it is optimal; otherwise the remainder in the last segment can make it bad. Ties go to the fewest recomputed layers, and
+    then to the smallest number of segments.
 
     >>> [(k, kept_activations(256, uniform_boundaries(256, k))) for k in (sqrt_segments(256), optimal_segments(256))]
     [(16, 30), (16, 30)]
@@ -114,12 +114,12 @@ def optimal_segments(layers: int) -> int:
 
 
 def decreasing_boundaries(layers: int) -> tuple[int, ...]:
-    """The cut with the lowest peak there is: segments that become shorter towards the loss, about √(2L) long at first.
+    """The cut with the lowest possible peak: segments become shorter towards the loss; the first has about √(2L) layers.
 
-    A segment's input is freed when its backward pass is over. Where m activations have room, segment j may therefore have
-    m − j + 1 layers, the last one more because the model's output is not kept; k segments reach
-    km − k(k − 1) / 2 + 1 layers. The smallest m for which some k reaches all layers is the peak; then the smallest k, so
-    that fewest layers run twice. Uniform segments need about 2√L activations, these √(2L).
+    A segment's input is freed after its backward pass. With room for m activations, segment j may therefore have m − j + 1
+    layers, and the last segment one more, because the model's output is not kept. k segments contain at most
+    km − k(k − 1) / 2 + 1 layers. The peak is the smallest m for which some k suffices for all layers; the smallest such k
+    recomputes the fewest layers. Uniform segments need about 2√L activations, these need √(2L).
 
     >>> decreasing_boundaries(16), most_activations(16, decreasing_boundaries(16))
     ((5, 9, 12, 14), 5)
@@ -144,8 +144,7 @@ def checkpoint_segments(
 ) -> torch.Tensor:
     """`layers[-1](…layers[0](x))`, cut before the indices `boundaries`; each segment but the last is checkpointed.
 
-    Every segment runs whole, activations included, and stays in one graph: gradients reach all layers. Without boundaries it
-    is a plain call.
+    All segments are part of one graph, so gradients reach all layers. Without boundaries this is a plain call.
 
     Raises:
         InvalidArgumentError: if there are no layers, or the boundaries do not fit them.
@@ -156,15 +155,15 @@ def checkpoint_segments(
     >>> bool((torch_ref.checkpoint_segments(model.layers, (2, 5), x) == model(x)).all())
     True
     """
-    found = list(layers)
-    edges = edges_of(len(found), boundaries)
+    functions = list(layers)
+    edges = edges_of(len(functions), boundaries)
     for start, end in zip(edges[:-2], edges[1:-1], strict=True):
-        x = gradient_checkpoint_forward(_joined(found[start:end]), True, False, x)
-    return _joined(found[edges[-2] :])(x)
+        x = gradient_checkpoint_forward(_joined(functions[start:end]), True, False, x)
+    return _joined(functions[edges[-2] :])(x)
 
 
 def _joined(layers: list[Callable[..., torch.Tensor]]) -> Callable[..., torch.Tensor]:
-    # A function and no `nn.Sequential`: `MemTracker` looks for a module in the backward pass, when this one would be gone.
+    # A function, because `MemTracker` looks up modules in the backward pass, when an `nn.Sequential` would be deleted.
     def segment(x: torch.Tensor) -> torch.Tensor:
         for layer in layers:
             x = layer(x)
@@ -174,7 +173,7 @@ def _joined(layers: list[Callable[..., torch.Tensor]]) -> Callable[..., torch.Te
 
 
 def check_segments(layers: int, segments: int) -> None:
-    """Refuse a number of segments that a list of `layers` layers cannot be cut into.
+    """Check that a list of `layers` layers can be cut into `segments`.
 
     Raises:
         InvalidArgumentError: unless both are integers, and `segments` is from 1 to `layers`.
@@ -186,7 +185,7 @@ def check_segments(layers: int, segments: int) -> None:
 
 
 def edges_of(layers: int, boundaries: Sequence[int]) -> list[int]:
-    """Give the boundaries with the start of the first segment before them and the end of the last one behind.
+    """The boundaries, preceded by the start of the first segment and followed by the end of the last.
 
     Raises:
         InvalidArgumentError: unless they are integers that increase and lie between 1 and `layers` - 1.

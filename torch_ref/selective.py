@@ -1,4 +1,4 @@
-"""Selective checkpointing: a policy for what one block keeps, moves to host memory or computes again."""
+"""Selective checkpointing: a policy decides which arrays of a block are saved, offloaded or recomputed."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from torch_ref.replay import Replay
 def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *args: Any, **kwargs: Any) -> Any:
     """Call `block(*args, **kwargs)` under a policy; outputs and gradients are those of a plain call.
 
-    The policy is what `remat_jax` takes: `full`, `dots`, `"offload: *ffn*:dot_general*; save: @dots"`, … An array that
-    the block computes is called `path/of/the/module:primitive#k`, k counting from 0 in the order of execution. The path
-    is that of the module which is running, inside the block, with slashes; the primitive is JAX's name where one ATen
-    operator is one primitive (`mm`, `addmm`, `bmm`, `baddbmm` are `dot_general`, `convolution` is
-    `conv_general_dilated`, `sigmoid` is `logistic`, …), else ATen's (`native_layer_norm`). `@dots` are these products
-    and convolutions; `@convs` are the convolutions; `@dots_with_no_batch_dims` are `mm`, `addmm` and products with a
-    vector; `@inputs` are the tensor arguments, called `path:input#k`, keywords in alphabetical order. Arguments are kept
-    whatever the policy says, and only `offload` moves them; parameters stay on the device.
+    Policies are those of `remat_jax`: `full`, `dots`, `"offload: *ffn*:dot_general*; save: @dots"`, … An array that the
+    block computes is named `path/of/the/module:primitive#k`, where k counts from 0 in the order of execution. The path is
+    that of the running module inside the block, with slashes. The primitive is JAX's name if the ATen operator equals a
+    single primitive (`mm`, `addmm`, `bmm`, `baddbmm` are `dot_general`, `convolution` is `conv_general_dilated`, `sigmoid`
+    is `logistic`, …), else ATen's (`native_layer_norm`). `@dots` selects these products and convolutions; `@convs` selects
+    the convolutions; `@dots_with_no_batch_dims` selects `mm`, `addmm` and products with a vector; `@inputs` selects the
+    tensor arguments, named `path:input#k`, with keywords in alphabetical order. Arguments are always kept, and only
+    `offload` moves them; parameters stay on the device.
 
-    What is different from JAX, by PyTorch's nature:
+    PyTorch differs from JAX in these points:
 
-    - An array that the policy keeps is kept whether or not backward reads it, such as the last product of a block; JAX
-      drops it. An operator with several results has one name.
-    - The recomputation runs every operator that is not kept, in order, until backward has what it needs; JAX leaves out
-      what is not read.
-    - A view is no array of its own: it has no name, and nothing to move. Neither has a change in place, nor a constant.
-    - What draws from the random state (`native_dropout`) is always computed again: to skip it would leave the random
-      state to the next. A selector of `save` or `offload` that matches nothing else is refused.
-    - Derivative rules keep other arrays of their own: `everything` saves what the block computes, JAX's what backward
-      reads.
-    - `torch.einsum` and 3-D products that PyTorch turns into `bmm` have batch dimensions whatever JAX would say.
+    - An array that the policy keeps is kept even if backward does not read it, such as the last product of a block; JAX
+      drops it. An operator with several results has a single name.
+    - The recomputation runs all operators that are not kept, in order, until backward has the tensors it needs; JAX
+      leaves out operators whose results are not read.
+    - A view is no array of its own: it has no name and cannot be moved. The same holds for in-place changes and constants.
+    - Operators that draw from the random state (`native_dropout`) are always recomputed: skipping one would give its
+      random state to the next. A `save` or `offload` selector that matches only such operators is refused.
+    - Derivative rules save different arrays: `everything` saves the arrays that the block computes, while JAX's saves the
+      arrays that backward reads.
+    - `torch.einsum` and 3-D products that PyTorch turns into `bmm` have batch dimensions even where JAX's have none.
 
-    An array that is offloaded is copied (pinned on CUDA), entered in the receipt, and fetched by the recomputation. What
-    is saved can be used by one backward pass only, as PyTorch has it: a second one (`retain_graph=True`), or a second
-    derivative, is a `RuntimeError`. With gradients disabled the block is called plainly. Every keyword reaches the block.
-    As in every checkpoint, running statistics of a batch norm that is computed again are updated again.
+    An offloaded array is copied (pinned on CUDA), recorded in the receipt, and fetched by the recomputation. PyTorch allows
+    a single backward pass to use the saved arrays: a second one (`retain_graph=True`), or a second derivative, is a
+    `RuntimeError`. With gradients disabled the block is called plainly. Every keyword reaches the block. As in every
+    checkpoint, recomputing a batch norm updates its running statistics again.
 
-    Each operator of the block goes through Python, in both passes, which small operators feel; policies that do not look
-    inside the block (`full`, `offload_inputs`) are spared that. Not for use under `torch.compile`.
+    Every operator of the block goes through Python, in both passes, which slows down small operators; policies that do not
+    look inside the block (`full`, `offload_inputs`) avoid this. Not for use under `torch.compile`.
 
     Raises:
         InvalidArgumentError: if `block` cannot be called.
@@ -58,7 +58,7 @@ def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *ar
         NothingToOffloadError: if the policy offloads, and nothing in this call can be moved.
         MutatedTensorError: if an array that the policy saves is changed in place inside the block; in the backward pass,
             if an offloaded argument was changed in place meanwhile.
-        ChangedRecomputationError: in the backward pass, if the block computes something else than in the forward pass.
+        ChangedRecomputationError: in the backward pass, if the block runs different operators than in the forward pass.
 
     Built on `torch.utils.checkpoint.create_selective_checkpoint_contexts`, which saves but does not offload.
 
@@ -82,13 +82,13 @@ def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *ar
 
 @dataclass
 class Seen:
-    """What a policy met in one call of a block.
+    """The arrays that a policy could select in a call of a block.
 
     Attributes:
-        block: its name, or its path in a model.
-        candidates: its arrays and arguments.
-        random: names of those that are always computed again.
-        moved: whether something was put on the host, or would have been if it had any elements.
+        block: the block's name, or its path in a model.
+        candidates: the block's arrays and arguments.
+        random: names of the arrays that are always recomputed.
+        moved: whether an array was copied to the host, or would have been if it had any elements.
     """
 
     block: str
@@ -105,7 +105,7 @@ def run_under(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Seen | None]:
-    """Call `run`, which is the block or its original forward, under a policy; also what the policy met there."""
+    """Call `run`, the block or its original forward, under a policy; also return the arrays that it could select."""
     entry = record_call(block, policy.name or str(policy), "selective")
     if policy.is_off or not torch.is_grad_enabled():
         return run(*args, **kwargs), None
@@ -126,7 +126,7 @@ def run_under(
 
 
 def _inputs(policy: Policy, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Candidate], set[int], bool]:
-    """The arguments that a policy can select, the `id` of those that it moves, and whether it moves one without elements."""
+    """The arguments that a policy can select, the `id`s of those it moves, and whether it selects an empty one to move."""
     leaves = pytree.tree_leaves((args, [kwargs[name] for name in sorted(kwargs)]))
     empty = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.numel()}
     tensors = [leaf for leaf in leaves if is_offloadable(leaf) or id(leaf) in empty]
@@ -141,8 +141,8 @@ def check_effect(policy: Policy, calls: list[Seen]) -> None:
     """Refuse a policy that had no effect in any of these calls.
 
     Raises:
-        NoEffectError: naming the selector that matched nothing, and what there is.
-        NothingToOffloadError: if the policy offloads and nothing was put on the host.
+        NoEffectError: naming the selector that matched nothing, and the available arrays.
+        NothingToOffloadError: if the policy offloads and no array was copied to the host.
     """
     where = _some(dict.fromkeys(seen.block for seen in calls), 3)
     for rule in policy.rules:

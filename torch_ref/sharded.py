@@ -1,4 +1,4 @@
-"""Checkpointing and offload together with FSDP2: `fully_shard` on every block that a policy is on."""
+"""Checkpointing and offload with FSDP2: `fully_shard` on every block that has a policy."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model whose parameters are divided among the ranks of a mesh.
+    """A model whose parameters are sharded over the ranks of a mesh.
 
     Attributes:
-        model: the module that was given, by now an `FSDPModule`.
-        policies: what `remove()` takes away, or None for `off`.
-        blocks: the paths of what was sharded by itself, in the order of the model; the rest is the root's.
+        model: the given module, now an `FSDPModule`.
+        policies: the applied policies, which `remove()` removes; None for `off`.
+        blocks: the paths of the blocks that were sharded by themselves, in model order; the root has all other parameters.
 
     >>> whole = ShardedModel(nn.Linear(3, 5), None, ())  # as one rank by itself has it
     >>> whole.parameter_bytes, whole.gradient_bytes
@@ -46,12 +46,12 @@ class ShardedModel:
         return sum(_local(parameter.grad).nbytes for parameter in self.model.parameters() if parameter.grad is not None)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The whole gradients by the parameters' names, the means over all ranks. Every rank has to call it.
+        """The full gradients by parameter name, averaged over all ranks. Every rank must call this.
 
         Raises:
-            InvalidArgumentError: if a parameter that is trained has none.
+            InvalidArgumentError: if a trained parameter has no gradient.
         """
-        trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         lacking = [name for name, parameter in trained.items() if parameter.grad is None]
         if lacking:
             raise InvalidArgumentError(
@@ -68,26 +68,26 @@ def shard_blocks(
     blocks: Blocks | None = None,
     reshard_after_forward: bool = True,
 ) -> ShardedModel:
-    """Put `policy` on the blocks of `model`, then FSDP2's `fully_shard` on each of them and on the model.
+    """Apply `policy` to the blocks of `model`, then FSDP2's `fully_shard` to each block and to the model.
 
-    FSDP gathers a block's parameters outside of its policy, which keeps and moves the block's own arrays alone. The other
-    way round, `selective_checkpoint` around a sharded block with a policy that looks inside, gathering would be a part of
-    the block, and is not repeated: a `ChangedRecomputationError`. `gradient_checkpoint_forward`, which looks at arguments
-    only, may be called on sharded blocks.
+    FSDP then gathers a block's parameters outside of the policy, which handles only the block's own arrays. In the reverse
+    order (`selective_checkpoint` around a sharded block, with a policy that looks inside) the gathering would be part of
+    the block but not repeated in the recomputation: a `ChangedRecomputationError`. `gradient_checkpoint_forward` handles
+    only arguments and may be called on sharded blocks.
 
-    Every rank computes the loss of its own rows, and FSDP averages the gradients: they are those of the mean over all rows
-    where every rank has equally many targets.
+    Every rank computes the loss of its own rows, and FSDP averages the gradients. The result is the gradient of the mean
+    over all rows if all ranks have equally many targets.
 
     Args:
         model: any module; it is changed in place, and its parameters become `DTensor`s.
-        mesh: the ranks, `torch.distributed.device_mesh.init_device_mesh("cuda", (8,))`; with two axes the parameters are
-            divided over the second and repeated over the first.
-        policy: a policy, its name or text, as `checkpoint_blocks` takes it; `off` for none.
+        mesh: the ranks, such as `torch.distributed.device_mesh.init_device_mesh("cuda", (8,))`; with two axes the
+            parameters are sharded over the second and replicated over the first.
+        policy: a policy, its name or text, as for `checkpoint_blocks`; `off` for none.
         blocks: as for `gradient_checkpointing_enable`.
-        reshard_after_forward: whether a block's whole parameters are given up between the passes.
+        reshard_after_forward: whether a block's gathered parameters are freed between the passes.
 
     Raises:
-        InvalidArgumentError: if the mesh is none, the model has no such blocks or is sharded already.
+        InvalidArgumentError: if `mesh` is no mesh, or the model has no such blocks or is sharded already.
         PolicyError: if `policy` is malformed.
 
     >>> import torch, torch.distributed as dist, torch_ref
@@ -119,7 +119,7 @@ def shard_blocks(
             f"model is sharded already at {sharded[0] or 'its root'!r}: give the model itself, before fully_shard."
         )
     applied = None if checked.is_off else gradient_checkpointing_enable(model, checked, blocks=blocks)
-    # The inner ones first: what stands in a group of its own is left out of the one around it.
+    # Inner blocks first: a module that is sharded by itself is left out of the group around it.
     for module in [*reversed(found.values()), model]:
         if not isinstance(module, FSDPModule):
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)

@@ -1,4 +1,4 @@
-"""A switch on a finished model: checkpointing on, checkpointing off, the model otherwise unchanged."""
+"""Switch checkpointing on and off on a finished model, without other changes to the model."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ Blocks = type[nn.Module] | tuple[type[nn.Module], ...]
 def gradient_checkpointing_enable(
     model: nn.Module, policy: Policy | str = "full", *, blocks: Blocks | None = None
 ) -> AppliedPolicies:
-    """Switch checkpointing of the model's blocks on, from now on; a switch that is on already is set anew.
+    """Switch checkpointing of the model's blocks on; if it is on already, the new policy replaces the old.
 
-    It has an effect in training with gradients enabled, and only there: each block looks at its own mode when it is
-    called. What is switched off stays off. Parameters, their names and the state dict are not touched. Blocks inside
-    blocks are not nested: the outermost lists of modules are taken. The counterpart of
-    `remat_jax.enable_gradient_checkpointing`; `torch_ref.faithful.Pi0` has the switch of OpenPI, with its quirks.
+    The switch acts only in training with gradients enabled: each block checks its own mode when it is called. Parameters,
+    their names and the state dict stay the same. Only the outermost lists of modules are used, so blocks are not nested.
+    The counterpart of `remat_jax.enable_gradient_checkpointing`; `torch_ref.faithful.Pi0` has OpenPI's switch, with its
+    quirks.
 
     Args:
         model: any module.
-        policy: a policy, its name or text, as `checkpoint_blocks` takes it.
-        blocks: a class of modules or a tuple of them. The default: what stands in a `ModuleList` or `Sequential` of
-            two or more modules of one class.
+        policy: a policy, its name or text, as for `checkpoint_blocks`.
+        blocks: a class of modules or a tuple of classes. The default: the modules in a `ModuleList` or `Sequential` of
+            two or more modules of the same class.
 
     Returns:
         The policies in force; `.blocks` lists the paths of the blocks.
 
     Raises:
-        InvalidArgumentError: if `model` is no module or has no such blocks.
+        InvalidArgumentError: if `model` is no module or has no blocks.
         PolicyError: if `policy` is malformed.
 
     >>> import torch, torch_ref
@@ -79,9 +79,10 @@ def gradient_checkpointing_enable(
 
 
 def gradient_checkpointing_disable(model: nn.Module) -> None:
-    """Switch it off; a model on which it is off already stays as it is.
+    """Switch checkpointing off; no effect if it is off already.
 
-    Copies (`copy.deepcopy`) of a model that is on are on, and off when it is. Switching a copy off leaves the model on.
+    A copy (`copy.deepcopy`) has the model's switch: switching the model off also switches its copies off. Switching a copy
+    off leaves the model on.
 
     Raises:
         InvalidArgumentError: if `model` is no module.
@@ -102,7 +103,7 @@ def gradient_checkpointing_disable(model: nn.Module) -> None:
 
 
 def is_gradient_checkpointing(model: nn.Module) -> bool:
-    """Tell whether the switch is on.
+    """Whether checkpointing is switched on.
 
     >>> from torch import nn
     >>> is_gradient_checkpointing(nn.Linear(1, 1))
@@ -113,7 +114,7 @@ def is_gradient_checkpointing(model: nn.Module) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of one class that stand side by side in a list, the outermost such lists only."""
+    """The modules of the outermost lists whose modules have the same class."""
     repeated: dict[str, list[nn.Module]] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and len(set(map(type, module))) == 1:

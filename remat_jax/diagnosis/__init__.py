@@ -1,7 +1,7 @@
-"""`doctor`: traces a training step, compiles it where a GPU is named, and says which known mistakes are in it.
+"""`doctor`: trace a training step, compile it if a GPU is named, and report its known mistakes.
 
-`watch` sees what there is; the other modules judge it, one function for each trap. `environment` says what the machine and its
-packages are, which no trap of a step is about.
+`watch` observes the step; the other modules judge it with a function for each trap. `environment` describes the machine and
+its packages.
 """
 
 from __future__ import annotations

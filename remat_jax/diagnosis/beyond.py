@@ -1,4 +1,4 @@
-"""Advice beyond the blocks whose change can be made here: the changed step is compiled, and the estimate becomes a figure."""
+"""Replace the estimates of advice beyond the blocks by compiled figures, where the change can be made here."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from remat_jax.workload import Step, Workload
 def compiled_advice(
     workload: Workload, policy: Any, report: MemoryReport, target: Target, timeout: float
 ) -> tuple[Advice, ...]:
-    """The advice of a report with what compiling says, the largest first; what comes to less than 2 % then is left out."""
-    found = [_compiled(workload, policy, one, report, target, timeout) for one in report.advice]
-    worth = [one for one in found if one.bytes >= LEAST * report.device_bytes]
-    return tuple(sorted(worth, key=lambda one: -one.bytes))
+    """The advice of a report with compiled figures, the largest first; advice of less than 2 % is left out."""
+    compiled = [_compiled(workload, policy, advice, report, target, timeout) for advice in report.advice]
+    worth = [advice for advice in compiled if advice.bytes >= LEAST * report.device_bytes]
+    return tuple(sorted(worth, key=lambda advice: -advice.bytes))
 
 
 def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryReport, target: Target, timeout: float) -> Advice:
@@ -31,12 +31,12 @@ def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryRep
     try:
         sizes = compile_programs([export_step(advice.what, step, target)], target, timeout=timeout)[advice.what]
     except CompileError:
-        return advice  # the estimate is all that is known
+        return advice  # with its estimate
     return replace(advice, bytes=report.device_bytes - sizes.device, compiled=True)
 
 
 def _changed(workload: Workload, policy: Any, advice: Advice) -> Step | None:
-    """The step with the change that is advised; None where only the user can make it."""
+    """The step with the advised change; None if only the user can make it."""
     if advice.what == MICRO:
         return workload.step(policy, micro_batches=MICRO_BATCHES)
     if advice.what == DONATION and not workload.has_loss:

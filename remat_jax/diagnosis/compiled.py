@@ -1,4 +1,4 @@
-"""Traps that only show when the step is compiled, or when the hardware is known."""
+"""Traps that need a compiled step, or the figures of the hardware."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from remat_jax.memory.hlo.copies import Overlap
 from remat_jax.report.tables import format_bytes, format_seconds
 
 BACKWARD = 3
-"""What follows the last block runs forwards once, and backwards at the price of two forward passes."""
+"""The cost, in forward passes, of the code after the last block: one forward, and a backward that costs two."""
 
 
 def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float, float] | None:
-    """Path, bytes, seconds of copying and seconds of compute of the last block, where the copies cannot be hidden.
+    """The last block's path, bytes, seconds of copying and seconds of compute, if its copies cannot be hidden.
 
-    None where they may be, where blocks are in a loop (the last round cannot be told apart), or where only one block offloads.
-    An array goes out while the rest of its block and what follows run, and is back before its block's backward pass begins.
-    Compute is counted high: all of the block, every operation by itself, each array read and written.
+    None if they may be hidden, if blocks are in a loop (whose last round cannot be told apart), or if only one block
+    offloads. An array is copied out while the rest of its block and later code run, and must be back before its block's
+    backward pass. Compute is overestimated: it counts the whole block, without fusion, with every array read and written.
     """
     offloading = [region for region in observed.regions if region.ours and any(one.on_host for one in region.kept)]
     last = next((region for region in offloading if observed.order and observed.order[-1] in region.paths), None)
@@ -39,7 +39,7 @@ def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float,
     if rate is None or not target.host_link_bytes_per_s or not target.hbm_bytes_per_s:
         return None
     sizes = [one.nbytes for one in last.kept if one.on_host]
-    # Out and back have a direction of the link each; the last array to leave returns last.
+    # Each direction of the link is used separately; the smallest array bounds the time that cannot overlap.
     copying = (sum(sizes) + min(sizes)) / target.host_link_bytes_per_s
     block = _seconds(last.block.jaxpr.jaxpr.eqns, rate, target.hbm_bytes_per_s)
     computing = block + BACKWARD * _seconds(after, rate, target.hbm_bytes_per_s)
@@ -54,7 +54,7 @@ def _rate(region: Region, target: Target) -> float | None:
 
 
 def _after_last_region(jaxpr: Any) -> list[Any] | None:
-    """The equations that run after the last region; None if that is in a loop or a branch, or there is none."""
+    """The equations after the last region; None if the region is in a loop or a branch, or does not exist."""
     eqns = jaxpr.jaxpr.eqns
     for index in reversed(range(len(eqns))):
         if is_region(eqns[index]):
@@ -86,20 +86,20 @@ def _bytes(atom: Any) -> int:
 
 PINNED_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 PINNED_POOL_DEFAULT = 64
-"""In GiB: what XLA's client takes at most for pinned host memory unless told otherwise (xla/pjrt/gpu/gpu_helpers.cc)."""
+"""XLA's default limit of pinned host memory, in GiB (xla/pjrt/gpu/gpu_helpers.cc)."""
 
 ALIKE = 0.01
-"""By how much two compilations of one step may differ before it is said: the order of instructions moves a few buffers."""
+"""The relative difference of two compilations that is ignored: instruction order moves a few buffers."""
 
 LARGE = 0.1
-"""What a flag may cost in memory or give in time, as a share of the step, before it is said."""
+"""The share of a step's memory or time from which the effect of a flag is reported."""
 
 SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler"
 _SCHEDULER = re.compile(SCHEDULER + r"(?:=(\S+))?(?=\s|$)")
 
 
 def compiled_traps(observed: Observed, target: Target, timeout: float) -> Iterator[Finding]:
-    """What compiling the step for the GPU `target` shows."""
+    """The traps that compiling the step for the GPU `target` shows."""
     report = measure(observed.workload, policy_of(observed), target, timeout)
     yield from offload_came_to_nothing(observed, report)
     yield from pinned_pool(observed, report.host_bytes_per_host)
@@ -111,12 +111,12 @@ def compiled_traps(observed: Observed, target: Target, timeout: float) -> Iterat
 
 
 def policy_of(observed: Observed) -> Any:
-    """The policies that were observed, in the form that `measure` takes."""
+    """The observed policies, in the form that `measure` takes."""
     return dict(observed.policies.entries) if observed.policies else "off"
 
 
 def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterator[Finding]:
-    """Bytes that were to go to the host and did not, a device that gives nothing back, and a compiler that reads other ones."""
+    """Offloaded bytes that are not on the host, an offload that frees no device memory, and a known miscompilation."""
     receipt = report.receipt
     if receipt is None:
         return
@@ -148,13 +148,13 @@ def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterato
 
 
 def pinned_pool(observed: Observed, host_bytes: int | None = None) -> Iterator[Finding]:
-    """More host memory than the pool of pinned memory has, which the devices of a host share in one process.
+    """A step that needs more pinned host memory than XLA's pool, which all devices of a process share.
 
-    The residuals alone, where nothing was compiled.
+    Without a compiled step, only the residuals are counted.
     """
     if host_bytes is None:
         if observed.workload.mesh is not None:
-            return  # the residuals are those of all devices
+            return  # the residuals are summed over all devices
         host_bytes = observed.residuals.host_bytes if observed.residuals else 0
     given = os.environ.get(PINNED_POOL, "")
     limit = (int(given) if given.strip().isdigit() else PINNED_POOL_DEFAULT) * 2**30
@@ -170,17 +170,17 @@ def pinned_pool(observed: Observed, host_bytes: int | None = None) -> Iterator[F
 
 
 def host_memory(report: MemoryReport) -> Iterator[Finding]:
-    """More host memory than a host has."""
+    """A step that needs more host memory than a host has."""
     if report.host_warning is not None:
         problem, _, remedy = report.host_warning.rpartition(": ")
         yield Finding("host_memory", report.workload, "", problem, remedy.capitalize())
 
 
 def last_block_offloaded(observed: Observed, target: Target) -> Iterator[Finding]:
-    """Copies of the last block, which nothing that follows is long enough to hide."""
-    found = exposed_copies(observed, target)
-    if found is not None:
-        path, nbytes, copying, computing = found
+    """Copies of the last block that the code after it is too short to hide."""
+    exposed = exposed_copies(observed, target)
+    if exposed is not None:
+        path, nbytes, copying, computing = exposed
         yield Finding(
             "last_block_offloaded",
             path,
@@ -192,10 +192,10 @@ def last_block_offloaded(observed: Observed, target: Target) -> Iterator[Finding
 
 
 def xla_rematerialization(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
-    """XLA's own pass, which recomputes what the policy keeps where the step is too large for the device."""
+    """XLA's own rematerialization, which recomputes saved arrays if the step is too large for the device."""
     kept = (report.residual_device_bytes or 0) // report.devices
     asked = report.argument_bytes + report.output_bytes - report.alias_bytes + kept
-    # Far below the device's memory the pass does not begin, and a compilation would be for nothing.
+    # Far below the device's memory the pass does not run, so a compilation would be wasted.
     if target.memory_bytes is None or max(asked, report.device_bytes) < target.memory_bytes / 2:
         return
     passes = ",".join((*compat.disabled_passes(), "rematerialization"))
@@ -214,7 +214,7 @@ def xla_rematerialization(observed: Observed, report: MemoryReport, target: Targ
 
 
 def latency_hiding_scheduler(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
-    """The scheduler that moves things apart to hide latencies, at the price of what is alive meanwhile (jax#20763)."""
+    """The latency-hiding scheduler, which keeps more arrays alive to overlap operations (jax#20763)."""
     given = _SCHEDULER.findall(compat.xla_flags())
     if not given or given[-1].lower() in ("false", "0"):
         return
@@ -231,12 +231,12 @@ def latency_hiding_scheduler(observed: Observed, report: MemoryReport, target: T
 
 
 def copies_not_hidden(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
-    """Copies that compute waits for and need not: what the latency-hiding scheduler changes where it is off by default."""
+    """Copies that compute waits for, and that the latency-hiding scheduler, which is off by default, would hide."""
     waited = report.overlap
     if waited is None or _SCHEDULER.search(compat.xla_flags()):
         return
-    # Not by what is `coverable`: a schedule that waits for every copy where it starts leaves no compute to count. What nothing
-    # could cover, the policy's own price, shows below as no gain.
+    # `coverable` cannot decide: a schedule that waits for each copy at its start has no compute to overlap. Copies that nothing
+    # can hide show no gain below.
     if waited.step_seconds - waited.compute_seconds < LARGE * waited.step_seconds:
         return
     other = _compiled(observed, target, timeout, {"xla_gpu_enable_latency_hiding_scheduler": True})
@@ -258,6 +258,6 @@ def _is_faster(one: Overlap | None, other: Overlap | None) -> bool:
 
 
 def _compiled(observed: Observed, target: Target, timeout: float, options: dict[str, Any]) -> Sizes:
-    """What the compiler makes of the step with other options."""
+    """The sizes of the step compiled with other options."""
     program = export_step("step", observed.workload.step(policy_of(observed)), target)
     return compile_programs([program], target, timeout=timeout, compiler_options=options)["step"]

@@ -1,4 +1,4 @@
-"""The call that a user makes."""
+"""The public function `doctor`."""
 
 from __future__ import annotations
 
@@ -38,44 +38,44 @@ TRAPS = (
 )
 
 REFUSED = frozenset({"unmatched_name", "unreached_block", "offload_without_effect", "named_output"})
-"""What `checkpoint_blocks` refuses in a policy of the workload's: there is no step to compile then."""
+"""The traps for which `checkpoint_blocks` refuses a policy, so that there is no step to compile."""
 
 
-@silenced()  # the findings say it
+@silenced()  # the findings report the warnings
 def doctor(workload: Workload, policy: Any, target: str | Target | None = None, timeout: float = DEFAULT_TIMEOUT) -> Diagnosis:
     """Name every known trap in `workload` under `policy`, where it is, what it does, and the remedy.
 
     | trap | what it does |
     | --- | --- |
-    | `policy_none` | `None` is given for a policy: it means another thing in each place |
-    | `unreached_block` | a block is never called, so its policy is nowhere |
-    | `unmatched_name` | a selector, or a name in a policy of JAX's, that no residual has |
+    | `policy_none` | the policy is `None`, which means different things in JAX's and other APIs |
+    | `unreached_block` | a block is never called, so its policy has no effect |
+    | `unmatched_name` | a selector, or a name in one of JAX's policies, matches no residual |
     | `named_output` | the output of a block is named for offload; the next block's input stays on the device (jax#23869) |
     | `offload_without_effect` | an offload moves nothing, fewer bytes than it offers, or frees nothing |
-    | `overruled_policy` | the model's own checkpoint stands around the blocks and throws away what the policy keeps |
-    | `nested_checkpoint` | one checkpoint around all others: everything runs three times and the peak is the same |
+    | `overruled_policy` | the model's own checkpoint encloses the blocks and drops the arrays that the policy saves |
+    | `nested_checkpoint` | a checkpoint encloses all others: everything runs three times and the peak is the same |
     | `remat_scan_of_one_length` | `nn.remat_scan` with one length applies no checkpoint |
     | `traced_flag` | a Python flag is traced in a checkpoint (`static_argnums` by the wrong index): both sides are computed |
     | `kernel_run_again` | flash attention's output is kept without its log-sum-exp: the kernel runs again anyway |
-    | `parameter_kept` | a policy keeps copies of parameters, which are there anyway |
-    | `keyless_random` | `lax.rng_uniform` is drawn again with other numbers: the gradient is wrong |
-    | `pinned_pool` | more host memory than XLA's pool of pinned memory has |
-    | `host_memory` | more host memory than the target's hosts have for their devices (GPU target) |
-    | `last_block_offloaded` | too little follows the last block to hide its copies (GPU target) |
-    | `miscompiled_offload` | this JAX reads back another layer's residuals of a scan (GPU target) |
+    | `parameter_kept` | a policy saves copies of parameters, which are on the device anyway |
+    | `keyless_random` | recomputing `lax.rng_uniform` draws different numbers: the gradient is wrong |
+    | `pinned_pool` | the step needs more host memory than XLA's pool of pinned memory has |
+    | `host_memory` | the step needs more host memory than the target's hosts have for their devices (GPU target) |
+    | `last_block_offloaded` | the code after the last block is too short to hide its copies (GPU target) |
+    | `miscompiled_offload` | this version of JAX reads the residuals of the wrong layer of a scan (GPU target) |
     | `xla_rematerialization` | XLA recomputes beyond the policy, to fit the device (GPU target) |
-    | `latency_hiding_scheduler` | the flag costs more memory than a tenth of the step, and gives no time (GPU target) |
+    | `latency_hiding_scheduler` | the flag costs more than a tenth of the step's memory, and saves no time (GPU target) |
     | `copies_not_hidden` | compute waits for copies that XLA's latency-hiding scheduler would hide (GPU target) |
 
-    What the model does by itself, under `nn.remat` or `jax.checkpoint`, is looked at too, and alone with the policy `"off"`. A
-    trap is named where tracing or compiling shows it, not by how code is written. Nothing is run. With a target the step is
-    compiled, with a second one to compare where a trap needs it.
+    The model's own checkpoints (`nn.remat`, `jax.checkpoint`) are examined too; the policy `"off"` examines only these. Traps
+    are found in the traced or compiled program, not in the source code. Nothing is run. With a target the step is compiled;
+    some traps need a second compilation to compare.
 
-    With a target the diagnosis also has `advice`: changes that give back memory which no policy on the blocks reaches. An
-    optimizer's state on the host, micro-batches and donation are compiled for it; the others are estimated.
+    With a target the diagnosis also has `advice`: changes that save memory which policies on the blocks cannot save. The
+    savings of optimizer state on the host, micro-batches and donation are compiled; others are estimated.
 
-    Random numbers of `jax.random` are no trap: drawn again with the same key they are the same. A `jax.checkpoint` that was
-    meant to have a policy and has `None` cannot be told from one that is meant to recompute everything.
+    Random numbers of `jax.random` are no trap: recomputed with the same key they are equal. A `jax.checkpoint` with a missing
+    policy cannot be distinguished from a deliberate `None`, which recomputes everything.
 
     Args:
       policy: a policy, its name or text, a policy object of JAX's, or a mapping from block to policy.
@@ -83,8 +83,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
       timeout: seconds that each compilation may take.
 
     Raises:
-      ArgumentError, PolicyError, TargetError: `workload`, `policy` or `target` is none; a target that is no GPU; a timeout
-        that is no time.
+      ArgumentError, PolicyError, TargetError: `workload`, `policy`, `target` or `timeout` is invalid, or the target is no GPU.
       CompileError, UnsupportedError: as in `measure`, with a target.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
@@ -146,7 +145,7 @@ def _is_none(workload: Workload, policy: Any) -> list[Finding]:
 
 
 def _policies(workload: Workload, policy: Any) -> tuple[BlockPolicies | None, str]:
-    """The policies of the blocks (None for `off`), and what they are called."""
+    """The policies of the blocks (None for `off`), and their text."""
     if isinstance(policy, dict):
         policies = workload.own.policies(policy)
         named = [f"{name_of(block)}: {_text(one)}" for block, one in policies.entries]

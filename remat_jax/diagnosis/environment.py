@@ -1,4 +1,4 @@
-"""What this machine and its packages are, and what they cannot do: what a report of a fault must say."""
+"""This machine, its packages and their limits, for bug reports."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ NOT_INSTALLED = "not installed"
 
 @dataclass(frozen=True)
 class Environment:
-    """What a report of a fault must say of where it happened.
+    """The environment that a bug report must describe.
 
     Attributes:
-      python, platform: of this process.
-      versions: of each package that matters; None where it is not installed.
-      gpus: name, driver and memory of each, as NVIDIA's driver says.
-      attached: what JAX calls the GPU, or why it has none; None where the driver knows of none.
-      flags: the variables that change what JAX, XLA, PyTorch or remat_jax do.
-      limits: what cannot be done here, why, and the remedy.
+      python, platform: the Python version and the platform of this process.
+      versions: the version of each relevant package; None if it is not installed.
+      gpus: name, driver and memory of each GPU, from NVIDIA's driver.
+      attached: JAX's name of the GPU, or why JAX has none; None if the driver finds no GPU.
+      flags: the environment variables that affect JAX, XLA, PyTorch or remat_jax.
+      limits: the features that are unavailable here, with reason and remedy.
     """
 
     python: str
@@ -62,7 +62,7 @@ class Environment:
 
 
 def environment() -> Environment:
-    """What this machine and its packages are, and what they cannot do. No device is touched by this process.
+    """Describe this machine, its packages and their limits. This process touches no device.
 
     >>> found = environment()
     >>> found.python == platform.python_version(), "jax" in found.versions

@@ -1,4 +1,4 @@
-"""What `doctor` says: plain data, printable."""
+"""The result of `doctor`: plain data, printable."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from remat_jax.report.tables import render, table
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake.
+    """A mistake.
 
     Attributes:
-      trap: its name, as in the table of `doctor`.
-      block: the checkpointed block (several of them: the first ones), or what else it is about.
-      place: the user's `file:line (function)`; empty where it has none.
+      trap: the mistake's name in the table of `doctor`.
+      block: the checkpointed block (for several blocks, the first ones), or another subject of the finding.
+      place: the user's `file:line (function)`; empty if there is none.
       problem: what happens, with the figures that show it.
       remedy: what to do.
     """
@@ -36,14 +36,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `doctor` found; true where nothing was found.
+    """The result of `doctor`; true if it has no findings.
 
     Attributes:
-      workload, policy: what was asked; `target` is None where nothing was compiled.
-      findings: the mistakes; empty if there is none.
-      regions: how many different checkpointed regions there are; equal blocks, and those of one scan, count once.
-      replaced_checkpoints: how many checkpoints of the model's own around the blocks gave way to the policy.
-      advice: what would take memory away beyond the policy; no mistake, and without a target empty.
+      workload, policy, target: the arguments; `target` is None if nothing was compiled.
+      findings: the mistakes.
+      regions: the number of different checkpointed regions; equal blocks, and the layers of a scan, count once.
+      replaced_checkpoints: the number of the model's own checkpoints that the policy replaced.
+      advice: changes beyond the policy that would save memory; empty without a target.
     """
 
     workload: str
@@ -96,17 +96,17 @@ def _counted(number: int, what: str) -> str:
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The findings, those that differ only in their block as one."""
-    found: dict[Finding, list[str]] = {}
-    for one in findings:
-        blocks = found.setdefault(replace(one, block=""), [])
-        if one.block not in blocks:
-            blocks.append(one.block)
-    return tuple(replace(one, block=some(blocks)) for one, blocks in found.items())
+    """The findings; those that differ only in their block are merged."""
+    blocks_of: dict[Finding, list[str]] = {}
+    for finding in findings:
+        blocks = blocks_of.setdefault(replace(finding, block=""), [])
+        if finding.block not in blocks:
+            blocks.append(finding.block)
+    return tuple(replace(finding, block=some(blocks)) for finding, blocks in blocks_of.items())
 
 
 def some(names: Iterable[str], limit: int = 3) -> str:
-    """The first `limit` names, and how many more there are.
+    """The first `limit` names, and the number of further names.
 
     >>> some(["a", "b", "c", "d"], 2)
     'a, b and 2 more'

@@ -1,4 +1,4 @@
-"""Traps of what a region keeps and what it runs again: bytes for nothing, and wrong numbers."""
+"""Traps of a region's saved arrays and of its recomputation: wasted bytes, and wrong numbers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import Kept, Observed, Region, is_view
 
 NEGLIGIBLE = 0.01
-"""The share of what a region keeps that is not worth a word, such as the scales of its norms."""
+"""The share of a region's saved bytes that is too small to report, such as the scales of its norms."""
 
 _KERNELS = frozenset({"pallas_call", "ffi_call", "custom_call", "triton_kernel_call", "jax_triton", "tpu_custom_call"})
 
 
 def kernel_run_again(observed: Observed) -> Iterator[Finding]:
-    """Kernels of several results (flash attention and its log-sum-exp): one is kept, and another makes them run again."""
+    """Kernels with several results (flash attention and its log-sum-exp) that save one and run again for another."""
     for region in observed.regions:
         again = [eqn for eqn in region.rerun if _is_expensive(eqn)] if region.kept else []
         wasted: dict[int, tuple[Any, list[Kept]]] = {}
@@ -41,7 +41,7 @@ def kernel_run_again(observed: Observed) -> Iterator[Finding]:
 
 
 def _kernel_of(name: Any, made: Mapping[Any, Any]) -> Any | None:
-    """The kernel of several results from which alone `name` names something, with nothing expensive on the way, or None."""
+    """The only kernel with several results that the named array comes from without further expensive work, or None."""
     found: dict[int, Any] = {}
     seen: set[Any] = set()
     ahead = [(atom, made) for atom in name.invars]
@@ -65,7 +65,7 @@ def _kernel_of(name: Any, made: Mapping[Any, Any]) -> Any | None:
 
 
 def _is_expensive(eqn: Any) -> bool:
-    """Whether `eqn` is a kernel, or holds one, or matrix multiplications, and runs as a whole."""
+    """Whether `eqn` is a kernel, or a loop or custom-VJP call that contains kernels or matrix multiplications."""
     name = eqn.primitive.name
     if name in _KERNELS or "attention" in name:
         return True
@@ -78,14 +78,14 @@ def _has_work(eqn: Any) -> bool:
 
 
 def _is_same(eqn: Any, again: Any) -> bool:
-    """Whether `again` is `eqn` run once more, perhaps without the results that are not read again; its transpose is not."""
+    """Whether `again` is a recomputation of `eqn`, perhaps without unread results; the transpose of `eqn` is not."""
     mine, other = ((one.primitive.name, compat.source_line(one), one.params.get("reverse")) for one in (eqn, again))
     avals = [str(var.aval) for var in eqn.outvars]
     return mine == other and all(str(var.aval) in avals for var in again.outvars)
 
 
 def parameter_kept(observed: Observed) -> Iterator[Finding]:
-    """Parameters, or copies of them in another dtype, that a policy keeps although they are there anyway."""
+    """Parameters, or copies in another dtype, that a policy saves although they are on the device anyway."""
     for region in observed.regions:
         copies = _copies_of_parameters(region)
         wasted = [one for one in region.kept if one.name in copies and (one.on_host or copies[one.name] or region.looped)]
@@ -112,7 +112,7 @@ def _rule(named: list[Any]) -> str:
 
 
 def _copies_of_parameters(region: Region) -> dict[str, bool]:
-    """The names of what is only a parameter in another form, and whether it was cast on the way."""
+    """The names of arrays that are views or casts of a parameter → whether the array was cast."""
     jaxpr = region.block.named.jaxpr
     views = flagged(jaxpr, region.parameters, is_view)
     found: dict[str, bool] = {}
@@ -130,9 +130,9 @@ def _copies_of_parameters(region: Region) -> dict[str, bool]:
 
 
 def keyless_random(observed: Observed) -> Iterator[Finding]:
-    """Random numbers without a key that are drawn again: other numbers, so that gradients belong to another mask.
+    """Random numbers without a key in a recomputation: they differ, so the gradients belong to a different mask.
 
-    Numbers of `jax.random` (any implementation) are a function of their key: drawn again they are the same, bit for bit.
+    Numbers of `jax.random` (any implementation) are a function of their key: recomputed, they are equal bit for bit.
     """
     for region in observed.regions:
         for eqn in region.rerun:

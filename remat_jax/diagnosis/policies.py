@@ -1,4 +1,4 @@
-"""Traps of the policy itself: what it names is not there, and what it reaches is nothing."""
+"""Traps of the policy itself: selectors and names that match nothing, and offloads that move nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from remat_jax.policy import Action, JaxPolicy, LayerPolicies, Policy
 
 
 def unreached_block(observed: Observed) -> Iterator[Finding]:
-    """Blocks that are never called, so that their policy is nowhere."""
+    """Blocks that are never called, so that their policy has no effect."""
     for block, why in observed.unreached.items():
         name = name_of(block)
         problem, _, remedy = why.partition(": ")[2].rstrip(".").rpartition(". ")
@@ -31,7 +31,7 @@ def unreached_block(observed: Observed) -> Iterator[Finding]:
 
 
 def unmatched_name(observed: Observed) -> Iterator[Finding]:
-    """Selectors, and names in policies of JAX's, that no residual has."""
+    """Selectors, and names in JAX's policies, that match no residual."""
     for policy in distinct(observed.policies):
         regions = observed.of(policy)
         if isinstance(policy, Policy):
@@ -57,7 +57,7 @@ def _unmatched_selectors(policy: Policy, regions: list[Region]) -> Iterator[Find
 def _missed(policy: Policy, regions: list[Region]) -> tuple[str, ...]:
     missed = policy.unmatched(one for region in regions for one in region.block.named.candidates.values())
     if missed and regions:
-        # What only a derivative rule computes shows in the linearisation; it costs another trace to look there.
+        # Arrays of derivative rules show only in the linearisation, which costs another trace.
         missed = policy.unmatched(one for region in regions for one in region.block.candidates)
     return missed if regions else ()
 
@@ -65,7 +65,7 @@ def _missed(policy: Policy, regions: list[Region]) -> tuple[str, ...]:
 def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Finding]:
     names, jaxprs = _names_in(policy), [region.block.jaxpr for region in regions]
     if names - {name for jaxpr in jaxprs for name in _given(jaxpr)}:
-        # What a derivative rule names (kernels name their residuals there) shows in the linearisation only.
+        # Names given in derivative rules (kernels name their residuals there) show only in the linearisation.
         jaxprs += [region.block.linearised.jaxpr for region in regions if not region.is_opaque]
     given = sorted({name for jaxpr in jaxprs for name in _given(jaxpr) if ":" not in name})
     for name in sorted(names - set(given)):
@@ -88,9 +88,9 @@ def _given(jaxpr: Any) -> Iterator[str]:
 
 
 def _names_in(policy: JaxPolicy) -> set[str]:
-    """The names that one of JAX's policies of names was made with: what it holds in sets, lists and tuples of texts."""
+    """The names that one of JAX's policies by name was made with: the texts in its sets, lists and tuples."""
     if not (getattr(policy, "__module__", "") or type(policy).__module__ or "").startswith("jax"):
-        return set()  # a function of the user's own may mean anything by its texts
+        return set()  # the texts in a user's own function may mean anything
     held = list(getattr(policy, "__dict__", {}).values())
     if inspect.isfunction(policy):
         held += inspect.getclosurevars(policy).nonlocals.values()
@@ -104,7 +104,7 @@ def _names_in(policy: JaxPolicy) -> set[str]:
 
 
 def named_for_offload(observed: Observed) -> Iterator[Finding]:
-    """Names for offload on arrays that the backward pass does not read: nothing is moved for them."""
+    """Offloaded names of arrays that the backward pass does not read, so that nothing is moved."""
     for region in observed.regions:
         unmoved = offloaded_by_name(region) - {one.name for one in region.kept if one.on_host}
         outputs = _outputs(region) if unmoved else set()
@@ -143,7 +143,7 @@ def _named_output(region: Region, name: str) -> Finding:
 
 
 def nothing_offloaded(observed: Observed) -> Iterator[Finding]:
-    """Policies with an offload that move nothing at all."""
+    """Policies with an offload that moves nothing at all."""
     for policy in distinct(observed.policies):
         if isinstance(policy, Policy) and policy.offloads:
             yield from _nothing_moved(policy, observed.of(policy))
@@ -154,7 +154,7 @@ def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
         return
     offloaded = {selector for rule in policy.rules if rule.action is Action.OFFLOAD for selector in rule.selectors}
     if any(offloaded_by_name(region) for region in regions) or offloaded <= set(_missed(policy, regions)):
-        return  # said already, name by name
+        return  # reported by `named_for_offload` or `unmatched_name`
     selected = sorted({name for region in regions for name in region.block.offloaded})
     if selected:
         why = f"it selects {some(selected)}, but with what else it keeps, the backward pass reads none of these"
@@ -170,7 +170,7 @@ def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
 
 
 def offloaded_by_name(region: Region) -> set[str]:
-    """The user's own names that the policy moves to the host one by one; a glob names nothing in particular."""
+    """The user's own names that the policy offloads by exact name, not by a glob."""
     given = set(_given(region.block.jaxpr))
     if isinstance(region.policy, Policy):
         candidates = [one for one in region.block.named.candidates.values() if one.name in given]
@@ -188,8 +188,8 @@ def _outputs(region: Region) -> set[str]:
 
 
 def distinct(policies: BlockPolicies | None) -> Iterable[Policy | JaxPolicy]:
-    """The policies of the workload, those of single layers too, each once."""
-    found: dict[Policy | JaxPolicy, None] = {}
+    """The distinct policies of the workload, including those of single layers."""
+    unique: dict[Policy | JaxPolicy, None] = {}
     for _, policy in policies.entries if policies else ():
-        found |= dict.fromkeys([one for _, one in policy.runs] if isinstance(policy, LayerPolicies) else [policy])
-    return found
+        unique |= dict.fromkeys([each for _, each in policy.runs] if isinstance(policy, LayerPolicies) else [policy])
+    return unique

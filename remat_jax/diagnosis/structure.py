@@ -1,4 +1,4 @@
-"""Traps of how checkpoints stand in the program: inside each other, nowhere, or around a flag."""
+"""Traps of the position of checkpoints: nested, missing, or around a flag."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from remat_jax.diagnosis.watch import (
 
 
 def remat_scan_of_one_length(observed: Observed) -> Iterator[Finding]:
-    """`nn.remat_scan` with a single length: Flax makes a plain scan of it."""
+    """`nn.remat_scan` with a single length, which Flax turns into a plain scan."""
     for eqn, path in _outside_regions(observed.jaxpr, ()):
         if eqn.primitive.name == "scan" and not contains_live_region(eqn) and _made_by_remat_scan(eqn):
             length = eqn.params["length"]
@@ -56,11 +56,11 @@ def _outside_regions(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, t
 
 
 def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
-    """One checkpoint around all others, which runs everything twice more and frees nothing where the memory is short.
+    """A checkpoint around all others, which runs everything three times without lowering the peak.
 
-    When its backward pass begins, it makes again at once all that the checkpoints inside keep. It can only help while what
-    follows it runs: it is named where that keeps less than one of the checkpoints inside has in use. Several checkpoints of
-    several each, or a loop of them, trade time for memory and are left alone.
+    At the start of its backward pass it recomputes all arrays that the inner checkpoints save, at once. It can lower memory
+    only while later code runs, so it is reported if the residuals outside of it are smaller than the memory that an inner
+    checkpoint uses. Several outer checkpoints, or a loop of them, trade time for memory and are not reported.
     """
     outermost = list(region_equations(observed.jaxpr))
     if len(outermost) != 1 or outermost[0][3]:
@@ -83,13 +83,13 @@ def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
 
 
 def _is(body: Any, region: Region) -> bool:
-    """Whether `body` is that of `region`."""
+    """Whether `body` is the code of `region`."""
     mine = region.block.jaxpr
     return len(body.jaxpr.eqns) == len(mine.jaxpr.eqns) and str(body.out_avals) == str(mine.out_avals)
 
 
 def _outside(observed: Observed, region: Region) -> float:
-    """The bytes that are kept outside of `region`; infinite where that cannot be known."""
+    """The bytes that are saved outside of `region`; infinite if unknown."""
     if observed.residuals is None:
         return math.inf
     return observed.residuals.device_bytes - sum(one.nbytes for one in region.kept if not one.on_host)
@@ -106,7 +106,7 @@ def _nested(eqn: Any) -> Iterator[Any]:
 
 
 def overruled_policy(observed: Observed) -> Iterator[Finding]:
-    """What the workload's policy keeps inside a checkpoint of the user's own, which does not keep it."""
+    """A checkpoint of the user's own around blocks, which drops the arrays that the workload's policy saves inside."""
     around = [region for region in observed.regions if not region.ours]
     for region in around:
         inside = _blocks_inside(region)
@@ -142,7 +142,7 @@ def _all(jaxpr: Any) -> Iterator[Any]:
 
 
 def traced_flag(observed: Observed) -> Iterator[Finding]:
-    """A Python flag that a checkpoint of JAX's traces, so that both of what it decides between is computed."""
+    """A Python flag that JAX's checkpoint traces, so that both alternatives are computed."""
     for eqn, path, inputs in _regions_with_flags(observed.jaxpr, set(), ()):
         body = body_of(eqn)
         for index in inputs:
@@ -161,7 +161,7 @@ def traced_flag(observed: Observed) -> Iterator[Finding]:
 def _regions_with_flags(
     jaxpr: Any, literal: set[Any], path: tuple[str, ...]
 ) -> Iterator[tuple[Any, tuple[str, ...], list[int]]]:
-    """The user's own regions, and which of their operands are Python bools."""
+    """The user's own regions, with the positions of operands that are Python bools."""
     for eqn in jaxpr.jaxpr.eqns:
         here = path + compat.scopes(eqn)
         flags = [_is_bool(atom) and (hasattr(atom, "val") or atom in literal) for atom in eqn.invars]
@@ -179,7 +179,7 @@ def _is_bool(atom: Any) -> bool:
 
 
 def _decides(jaxpr: Any, flags: set[Any]) -> bool:
-    """Whether one of the variables `flags` chooses between two sides somewhere in `jaxpr`."""
+    """Whether one of the variables `flags` is the predicate of a select or a cond in `jaxpr`."""
     tracked = set(flags)
     for eqn in jaxpr.jaxpr.eqns:
         mine = [not hasattr(atom, "val") and atom in tracked for atom in eqn.invars]

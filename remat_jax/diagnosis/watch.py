@@ -1,4 +1,4 @@
-"""What there is to judge: the checkpointed regions of a workload, what each keeps, and what it runs again."""
+"""The checkpointed regions of a workload, with the arrays that each saves and the equations that it recomputes."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from remat_jax.workload import Workload
 FULL, EVERYTHING = Policy.parse("full"), Policy.parse("everything")
 _SPENT = "rematted_computation"
 _NO_REVERSE_MODE = (NotImplementedError, TypeError, ValueError)
-# What only shows an array from another side, or rounds it.
+# Operations that only rearrange an array, or cast it.
 _VIEWS = frozenset(
     {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "name", "reshape", "rev", "slice", "squeeze"}
 ) | {"transpose"}
 
 
 def is_view(eqn: Any, flags: Sequence[bool]) -> bool:
-    """Whether an equation only hands on, in another form, what has a property already."""
+    """Whether an equation is a view or a cast, and all of its operands are flagged."""
     return (eqn.primitive.name in _VIEWS or compat.given_name(eqn) is not None) and all(flags)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """An array that a region keeps for its backward pass: its name, its bytes, and whether it waits in host memory."""
+    """An array that a region saves for its backward pass: its name, its bytes, and whether it is in host memory."""
 
     name: str
     nbytes: int
@@ -53,16 +53,16 @@ class Kept:
 
 @dataclass(frozen=True)
 class Region:
-    """Checkpointed code: a block that the workload's policy reached, or a `jax.checkpoint` of the user's own.
+    """Checkpointed code: a block with the workload's policy, or the user's own `jax.checkpoint`.
 
     Attributes:
-      paths: the module paths of all regions that are the same code under the same policy.
+      paths: the module paths of all regions with the same code and policy.
       place: the user's source line.
-      policy: what it runs under; None is JAX's own word for recomputing everything.
-      block: the code, its arrays named.
+      policy: the region's policy; None is JAX's default, which recomputes everything.
+      block: the code, with named arrays.
       parameters: for each input of the code, whether it is a parameter, a constant or an RNG key.
-      looped: whether it stands in a loop.
-      ours: whether the workload's policy put it there.
+      looped: whether the region is in a loop.
+      ours: whether the region comes from the workload's policy.
     """
 
     paths: tuple[str, ...]
@@ -75,12 +75,12 @@ class Region:
 
     @functools.cached_property
     def kept(self) -> tuple[Kept, ...]:
-        """What leaves the region's forward pass for its backward pass; parameters and inputs left in place are not among it."""
+        """The arrays that the forward pass saves for the backward pass, without parameters and inputs left in place."""
         return _kept(self.block)
 
     @functools.cached_property
     def rerun(self) -> tuple[Any, ...]:
-        """The equations that the backward pass runs again."""
+        """The equations that the backward pass recomputes."""
         jaxpr = _traced(self.block.checkpointed(prevent_cse=False), self.block.jaxpr, lambda pullback, outs: pullback(outs))
         if jaxpr is None:
             return ()
@@ -88,17 +88,17 @@ class Region:
 
     @functools.cached_property
     def executed_flops(self) -> int:
-        """The FLOPs of one forward and backward pass of the region."""
+        """The FLOPs of a forward and a backward pass of the region."""
         return _flops(self.block.checkpointed(prevent_cse=False), self.block.jaxpr)
 
     @functools.cached_property
     def executed_flops_without(self) -> int:
-        """The same without this checkpoint; those inside it stay."""
+        """The FLOPs without this checkpoint, but with the checkpoints inside it."""
         return _flops(compat.jaxpr_function(self.block.jaxpr), self.block.jaxpr)
 
     @functools.cached_property
     def makers(self) -> dict[str, tuple[Any, dict[Any, Any]]]:
-        """The equation that gives a name, and what makes each variable beside it."""
+        """Name → the equation that gives it, and the equations that make the variables around it."""
         if self.is_opaque:
             return {}
         linearised, primals = self.block.linearised.jaxpr, len(self.block.jaxpr.in_avals)
@@ -106,12 +106,12 @@ class Region:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether there is no linearisation to look at."""
+        """Whether the region has no linearisation."""
         return not any(map(is_smooth, self.block.jaxpr.in_avals))
 
 
 def _traced(run: Callable[..., Any], jaxpr: Any, last: Callable[[Any, list[Any]], Any]) -> Any | None:
-    """The jaxpr of `last(pullback, outputs)` of `run`, which stands for `jaxpr`; None if it has no derivative."""
+    """The jaxpr of `last(pullback, outputs)` for `run`, a function equal to `jaxpr`; None if it has no derivative."""
     smooth = [index for index, aval in enumerate(jaxpr.in_avals) if is_smooth(aval)]
     if not smooth or not any(map(is_smooth, jaxpr.out_avals)):
         return None
@@ -125,7 +125,7 @@ def _traced(run: Callable[..., Any], jaxpr: Any, last: Callable[[Any, list[Any]]
 
     try:
         return jax.make_jaxpr(of)(*jaxpr.in_avals)
-    except _NO_REVERSE_MODE:  # a while loop behind a stop_gradient runs forwards only, and rightly so
+    except _NO_REVERSE_MODE:  # such as a while loop behind a stop_gradient, which needs no reverse mode
         return None
 
 
@@ -143,7 +143,7 @@ def _kept(block: PlannedBlock) -> tuple[Kept, ...]:
 
 
 def _flops(run: Callable[..., Any], jaxpr: Any) -> int:
-    """What one forward and backward pass of `run` costs; 0 where it has a loop of unknown length, or no derivative."""
+    """The FLOPs of a forward and a backward pass of `run`; 0 if it has a loop of unknown length, or no derivative."""
     traced = _traced(run, jaxpr, lambda pullback, outputs: (outputs, pullback(outputs)))
     try:
         return count(traced, eqn_flops) if traced is not None else 0
@@ -152,12 +152,12 @@ def _flops(run: Callable[..., Any], jaxpr: Any) -> int:
 
 
 def bytes_in_use(body: Any) -> int:
-    """What the backward pass of the closed jaxpr `body` reads of what it makes, all of it."""
+    """The bytes of all arrays that the closed jaxpr `body` makes and its backward pass reads."""
     return sum(one.nbytes for one in _kept(plan_block(body, EVERYTHING, "", [False] * len(body.in_avals))))
 
 
 def _equations(jaxpr: Any, spent: bool) -> Iterator[tuple[Any, bool]]:
-    """Every equation at any depth, and whether it stands in what a backward pass runs again."""
+    """Every equation at any depth, and whether it is part of a recomputation."""
     for eqn in jaxpr.eqns:
         again = spent or (compat.is_checkpoint(eqn) and bool(compat.checkpoint_parts(eqn)[1].get("differentiated")))
         yield eqn, again
@@ -166,9 +166,9 @@ def _equations(jaxpr: Any, spent: bool) -> Iterator[tuple[Any, bool]]:
 
 
 def _makers(jaxpr: Any, known: Sequence[bool]) -> Iterator[tuple[str, tuple[Any, dict[Any, Any]]]]:
-    """Of a linearisation, only what depends on no tangent: `known` says which inputs do not."""
+    """The makers of names in a linearisation, restricted to values without tangents; `known` flags such inputs."""
     fixed = flagged(jaxpr, known, _all)
-    # A loop is differentiated as a whole, and then no longer the loop that a backward pass runs again; a call can be entered.
+    # A differentiated loop is no longer the loop that a backward pass recomputes; calls can be entered.
     eqns = [eqn for eqn in jaxpr.jaxpr.eqns if compat.kind(eqn) in CALLS or all(var in fixed for var in eqn.outvars)]
     made = {var: eqn for eqn in eqns for var in eqn.outvars if var in fixed}
     for eqn in jaxpr.jaxpr.eqns:
@@ -192,14 +192,14 @@ def _all(_: Any, flags: list[bool]) -> bool:
 
 @dataclass
 class Observed:
-    """What tracing a workload under its policies showed.
+    """A workload traced under its policies.
 
     Attributes:
-      workload, policies: what was traced; no policies for `off`.
-      jaxpr: the loss (or the finished step) under the policies, traced.
-      regions: the regions of the workload's policies, then those of the user's own, equal ones as one.
-      order: the paths of the workload's blocks in the order of execution, one entry for each.
-      unreached: why a block of the workload has no policy now; by block.
+      workload, policies: the workload and its policies; None for `off`.
+      jaxpr: the traced loss (or finished step) under the policies.
+      regions: the regions of the workload's policies, followed by the user's own; equal regions are merged.
+      order: the paths of the workload's blocks in the order of execution.
+      unreached: block → why the policy does not reach it.
     """
 
     workload: Workload
@@ -211,19 +211,19 @@ class Observed:
 
     @functools.cached_property
     def residuals(self) -> ResidualTable | None:
-        """What the workload keeps; None for a finished step, and where the policy is refused."""
+        """The workload's residuals; None for a finished step, or if the policy is refused."""
         try:
             return residuals(self.workload, dict(self.policies.entries) if self.policies else "off")
         except RematError:
             return None
 
     def of(self, policy: Policy | JaxPolicy) -> list[Region]:
-        """The regions that one of the workload's policies reached."""
+        """The regions of one of the workload's policies."""
         return [region for region in self.regions if region.ours and region.policy == policy]
 
 
 def observe(workload: Workload, policies: BlockPolicies | None) -> Observed:
-    """Trace `workload` under `policies`; what they do not reach, or what they do not move, is no error here."""
+    """Trace `workload` under `policies`; unreached blocks and offloads without effect are no errors here."""
     if workload.has_loss:
         function, args = workload.loss, (workload.params, *workload.batch)
     else:
@@ -255,7 +255,7 @@ def _under(workload: Workload, policies: BlockPolicies, function: Callable[..., 
         missed: RematError | None = None if entry[0] in records[-1].reached else scope.missed(alone, records[-1])
         if isinstance(missed, BlockError):
             observed.unreached[entry[0]] = str(missed)
-    # Flax traces the body of a scan once more by itself, outside of the loop, to see what it broadcasts.
+    # Flax traces the body of a scan a second time outside of the loop, to find broadcast variables.
     in_loops = {region.paths for region in collector.regions if region.looped}
     regions = [region for region in collector.regions if region.looped or region.paths not in in_loops]
     observed.regions = grouped(regions)
@@ -264,7 +264,7 @@ def _under(workload: Workload, policies: BlockPolicies, function: Callable[..., 
 
 
 class _Collector(Audit):
-    """Takes note of the blocks themselves."""
+    """Records the blocks as regions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,12 +292,12 @@ def _is_input(block: PlannedBlock, name: str) -> bool:
 
 
 def place_of(block: PlannedBlock) -> str:
-    """The first source line of the user's in a block."""
+    """The first line of the user's source in a block."""
     return next((line for eqn in block.jaxpr.jaxpr.eqns if (line := compat.source_line(eqn))), "")
 
 
 def _users_own(jaxpr: Any) -> Iterator[Region]:
-    """The `jax.checkpoint` regions of a traced function that are still to be differentiated."""
+    """The `jax.checkpoint` regions of a traced function that are not differentiated yet."""
     for eqn, path, given, looped in region_equations(jaxpr):
         if not compat.is_checkpoint(eqn):
             continue
@@ -308,7 +308,7 @@ def _users_own(jaxpr: Any) -> Iterator[Region]:
 
 
 def region_equations(jaxpr: Any) -> Iterator[tuple[Any, str, list[bool], bool]]:
-    """The outermost regions of a closed jaxpr: equation, path, whether each operand is given from outside, and in a loop."""
+    """The outermost regions of a closed jaxpr: equation, path, whether each operand comes from outside, whether in a loop."""
     yield from _region_equations(jaxpr, [True] * len(jaxpr.in_avals), (), False)
 
 
@@ -329,31 +329,31 @@ def _region_equations(
 
 
 def is_spent(eqn: Any) -> bool:
-    """Whether `eqn` is what is left of a region that has been differentiated."""
+    """Whether `eqn` is the remainder of a differentiated region."""
     return compat.is_checkpoint(eqn) and bool(compat.checkpoint_parts(eqn)[1].get("differentiated"))
 
 
 def is_region(eqn: Any) -> bool:
-    """Whether `eqn` is a checkpointed region that is still to be differentiated."""
+    """Whether `eqn` is a checkpointed region that is not differentiated yet."""
     return not is_spent(eqn) and region_body(eqn) is not None
 
 
 def body_of(region: Any) -> Any:
-    """The code of an equation that is a region."""
+    """The code of a region's equation."""
     body = region_body(region)
     assert body is not None, "asked of regions only"
     return body
 
 
 def contains_live_region(eqn: Any) -> bool:
-    """Whether such a region stands inside `eqn`."""
+    """Whether `eqn` contains a region that is not differentiated yet."""
     if eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")):
         return False
     return any(is_region(one) or contains_live_region(one) for body in bodies(eqn) for one in body.jaxpr.eqns)
 
 
 def grouped(regions: Any) -> list[Region]:
-    """The regions, those of the same code under the same decisions as one."""
+    """The regions; those with the same code and decisions are merged."""
     found: dict[Any, Region] = {}
     for region in regions:
         named = region.block.named.candidates.values()

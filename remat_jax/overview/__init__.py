@@ -1,4 +1,4 @@
-"""One page with all that is known of a workload: what policies cost, where its memory is, its plan, its parity with PyTorch."""
+"""One page about a workload: the cost of policies, its memory by module, its plan, and its parity with PyTorch."""
 
 from __future__ import annotations
 

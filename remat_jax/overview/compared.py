@@ -1,4 +1,4 @@
-"""Several policies of one workload: what each needs as compiled, what it takes by the estimate, and which traps it has."""
+"""Compare policies of a workload: compiled memory, estimated time, and known traps."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from remat_jax.warning import silenced
 from remat_jax.workload import Workload
 
 Progress = Callable[[str, int, int], None]
-"""What is being done, how many parts are behind, of how many."""
+"""Called with the current activity, the number of finished parts, and the number of all parts."""
 
 USUAL = ("off", "full", "dots", "dots_with_no_batch_dims", "offload_inputs", "offload_dot_with_no_batch_dims")
-"""What is compared unless something else is asked for; on a CPU, which has one memory, those that offload nothing."""
+"""The policies compared by default; a CPU has a single memory, so policies that offload are left out there."""
 
 THE_PLAN = "the plan"
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One policy.
+    """A policy with its figures.
 
     Attributes:
-      name: what the page calls it.
-      memory: as compiled.
-      kept: what is kept between the passes; None where that cannot be read.
-      seconds: of a step, estimated; `extra_seconds` over keeping everything; None where there is no estimate.
-      recompute_flops: what a step computes again; None where that is not known.
-      diagnosis: what the doctor found.
+      name: the policy's name on the page.
+      memory: the compiled memory.
+      kept: the residuals; None if they cannot be read.
+      seconds, extra_seconds: the estimated time of a step, and its excess over saving everything; None without an estimate.
+      recompute_flops: the recomputed FLOPs of a step; None if unknown.
+      diagnosis: the result of the doctor.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Compared:
 
 @dataclass
 class Comparison:
-    """Several of them, and what could not be said: `notes`, and why a usual policy is `left_out`."""
+    """The compared policies, `notes` on missing figures, and the reasons why default policies are `left_out`."""
 
     policies: list[Compared] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -63,11 +63,11 @@ class Comparison:
     described: Described | None = None
 
 
-@silenced()  # the page says it
+@silenced()  # the page shows the warnings
 def compare(
     workload: Workload, policies: Sequence[Any] | None, target: Target, plan: Plan | None, timeout: float, tell: Progress
 ) -> Comparison:
-    """The policies, and the plan's, side by side; without `policies` the usual ones, of which some may be impossible here."""
+    """Compare the policies and the plan; `policies=None` means the default policies that are possible here."""
     found, ends = Comparison(), time.monotonic() + timeout
     asked = _usual(workload, target, found, tell) if policies is None else list(policies)
     if policies is not None and not any(one == "off" or is_off(one) for one in asked) and workload.replaced_checkpoints:
@@ -91,7 +91,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _Asked:
-    """A policy to be measured; whether the report ends where it cannot be, and the plan that it is of."""
+    """A policy to measure, whether a failure to measure it ends the report, and the plan that it comes from."""
 
     policy: Any
     required: bool = True
@@ -99,13 +99,13 @@ class _Asked:
 
 
 def _new_name(name: str, found: Comparison) -> str:
-    """`name`, with a number where another policy has it: two policy objects of JAX's may well print alike."""
+    """`name`, numbered if another policy has the same name: two of JAX's policy objects may print alike."""
     alike = sum(one.name == name or one.name.startswith(f"{name} (") for one in found.policies)
     return f"{name} ({alike + 1})" if alike else name
 
 
 def _usual(workload: Workload, target: Target, found: Comparison, tell: Progress) -> list[Any]:
-    """The usual policies that have an effect on this workload; why others have none is noted."""
+    """The default policies that have an effect on this workload; the reasons against the others are recorded."""
     able = []
     for name in USUAL:
         if NAMED[name].offloads and target.kind == "cpu":
@@ -125,12 +125,12 @@ def _usual(workload: Workload, target: Target, found: Comparison, tell: Progress
 def _measured(
     workload: Workload, asked: Sequence[_Asked], target: Target, ends: float, tell: Progress, found: Comparison
 ) -> list[tuple[_Asked, MemoryReport]]:
-    """Each policy with its memory; one that is not required does not take the others with it where the compiler refuses it."""
+    """Each policy with its memory; a policy that is not required is left out if it fails to compile."""
     done: list[str] = []
 
     def compiled(name: str) -> None:
         done.append(name)
-        # A plan's policy is longer than a line of progress can be.
+        # A plan's policy is too long for a line of progress.
         short = name if len(name) <= 60 else f"{name[:59]}…"
         tell(f"compiled {short} for {target.name}", min(len(done), len(asked)), len(asked))
 
@@ -165,7 +165,7 @@ def _left(ends: float) -> float:
 
 
 def _described(workload: Workload, target: Target, ends: float, found: Comparison) -> Described | None:
-    """The workload as a planning problem, by which times are estimated; None where that is not possible, and why is noted."""
+    """The workload as a planning problem, for estimating times; None with a note if it cannot be described."""
     try:
         return describe(workload, target, timeout=_left(ends))
     except (PlanningError, TargetError, UnsupportedError) as error:
@@ -187,7 +187,7 @@ def _as_compiled(policies: list[Compared]) -> list[Compared]:
 
 
 def _estimated(described: Described | None, policy: Any, memory: MemoryReport) -> tuple[float | None, float | None, int | None]:
-    """Seconds of a step, those over keeping everything, and what is computed again; None where it is not known."""
+    """Seconds of a step, the excess over saving everything, and recomputed FLOPs; None if unknown."""
     if described is None or (memory.residual_host_bytes and described.stack.link is None):
         return None, None, None
     wanted = {block: _kept(one) for block, one in policy.items()} if isinstance(policy, Mapping) else _kept(policy)
@@ -195,16 +195,16 @@ def _estimated(described: Described | None, policy: Any, memory: MemoryReport) -
         extra = extra_seconds(described, wanted)
         return described.base_seconds + extra, extra, recompute_flops(described, wanted)
     except PlanningError:
-        return None, None, None  # a policy object of JAX's, of which nothing is known before it is traced
+        return None, None, None  # one of JAX's policy objects, unknown before tracing
 
 
 def _kept(policy: Any) -> Any:
-    """What keeps the same: `off` keeps everything, and is no policy that could be priced."""
+    """A policy that saves the same arrays and has a price: `off` has none, and saves everything."""
     return "everything" if _is_off(policy) else as_block_policy(policy)
 
 
 def _with_names(policy: Any) -> Any:
-    """The policy for its residuals: what off keeps has no names; it is what everything keeps."""
+    """The policy for reading residuals: `off` names no arrays, and `everything` saves the same arrays."""
     if isinstance(policy, Mapping):
         return {block: _with_names(one) for block, one in policy.items()}
     return "everything" if _is_off(policy) else policy

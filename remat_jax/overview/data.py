@@ -1,4 +1,4 @@
-"""What a report shows, gathered: objects of the project's own, before any of it is written down."""
+"""The content of a report, before rendering."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _BYTES = ("device_bytes", "temp_bytes", "host_bytes", "residual_device_bytes", "
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a report shows.
+    """The content of a report.
 
     Attributes:
-      workload, target: what was asked.
-      comparison: the policies side by side.
-      plan, parity: None where there is none.
+      workload, target: the arguments of the report.
+      comparison: the compared policies.
+      plan, parity: None if not given.
     """
 
     workload: Workload

@@ -1,4 +1,4 @@
-"""What a workload is, for people: its blocks, arguments and optimizer, its target, and the versions of what compiled it."""
+"""A summary of a workload: its blocks, arguments and optimizer, its target, and the package versions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _RATES = {
     "hidden_share": "compute beside copies",
 }
 _SHOWN = 6
-"""Arrays of the batch that are named one by one."""
+"""The number of the batch's arrays that are listed one by one."""
 
 
 def facts(workload: Workload, target: Target, described: Described | None) -> list[tuple[str, str]]:
-    """Pairs of a name and a text."""
+    """The summary as pairs of a name and a text."""
     found = [("workload", workload.name), ("one step", _step(workload)), ("blocks", _blocks(workload, described))]
     found += _arguments(workload)
     if workload.mesh is not None:
@@ -37,8 +37,8 @@ def facts(workload: Workload, target: Target, described: Described | None) -> li
     memory = f", {format_bytes(target.memory_bytes)} of memory" if target.memory_bytes else ""
     found.append(("target", f"{target.name}: {target.description}{memory}"))
     if described is not None:
-        said = "; ".join(f"{_RATES.get(name, name)}: {text}" for name, text in described.rates.source.items())
-        found.append(("rates behind the times", said or "as given"))
+        rates = "; ".join(f"{_RATES.get(name, name)}: {text}" for name, text in described.rates.source.items())
+        found.append(("rates behind the times", rates or "as given"))
     found.append(("versions", ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)))
     if flags := os.environ.get("XLA_FLAGS"):
         found.append(("XLA_FLAGS", flags))
@@ -59,17 +59,17 @@ def _step(workload: Workload) -> str:
 
 
 def _blocks(workload: Workload, described: Described | None) -> str:
-    said = []
+    texts = []
     for block in workload.blocks:
         kinds = [kind for kind in described.kinds if kind.block == block] if described else []
         calls = sum(len(kind.layers) for kind in kinds)
         scanned = ", scanned" if any(kind.scanned for kind in kinds) else ""
-        said.append(f"{block_name(block)} ({calls} call{'s' * (calls != 1)} a step{scanned})" if calls else block_name(block))
-    return "; ".join(said)
+        texts.append(f"{block_name(block)} ({calls} call{'s' * (calls != 1)} a step{scanned})" if calls else block_name(block))
+    return "; ".join(texts)
 
 
 def _arguments(workload: Workload) -> list[tuple[str, str]]:
-    """What the step is given, of all devices together."""
+    """The arguments of the step, for all devices together."""
     step = workload.step("off")
     found = []
     for name, tree in zip(step.names, step.arguments, strict=False):

@@ -1,4 +1,4 @@
-"""The HTML page of a report: plain data for the package that draws."""
+"""The HTML page of a report: its content as plain data for `remat_jax.report`, which draws it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _RUN = "and not measured, though each step was run on it for the measured peak o
 
 
 def page(gathered: Gathered) -> str:
-    """The page as text."""
+    """The page as HTML text."""
     return overview_page(overview(gathered))
 
 
 def overview(gathered: Gathered) -> Overview:
-    """What the page shows, as plain data."""
+    """The page's content as plain data."""
     found, plan, parity = gathered.comparison.policies, _with_compiled(gathered), gathered.parity
     limit = _limit(gathered)
     columns, rows = _table(gathered, limit)
@@ -65,7 +65,7 @@ def overview(gathered: Gathered) -> Overview:
 
 
 def _with_compiled(gathered: Gathered) -> Plan | None:
-    """The plan, its named policies with the bytes that were compiled for this page in place of predicted ones."""
+    """The plan, with the bytes compiled for this page in place of its named policies' predicted bytes."""
     plan = gathered.plan
     if plan is None:
         return None
@@ -99,7 +99,7 @@ def _is_sound(one: Compared) -> bool:
 
 
 def _same_rates(gathered: Gathered) -> bool:
-    """Whether the times of the plan may be compared with those of the policies."""
+    """Whether the plan's times and the policies' times are comparable."""
     plan, described = gathered.plan, gathered.comparison.described
     if plan is None or described is None:
         return True
@@ -146,7 +146,7 @@ def _offload(one: Compared) -> list[Cell]:
 
 
 def _warnings(found: list[Compared]) -> list[Trouble]:
-    """What is to be known before the figures are used, the same under several policies once."""
+    """The warnings; a warning under several policies is listed once."""
     under: dict[str, list[str]] = {}
     for one in found:
         for warning in one.memory.warnings:
@@ -155,7 +155,7 @@ def _warnings(found: list[Compared]) -> list[Trouble]:
 
 
 def _findings(found: list[Compared]) -> list[Trouble]:
-    """The traps, the same under several policies once."""
+    """The traps; a trap under several policies is listed once."""
     under: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for one in found:
         for finding in one.diagnosis.findings:
@@ -169,7 +169,7 @@ def _findings(found: list[Compared]) -> list[Trouble]:
 
 
 def _modules(found: list[Compared]) -> Modules | None:
-    """What is alive at the peak; of a CPU, where that is not known, what is kept between the passes."""
+    """The arrays alive at the peak by module; for a CPU, where these are unknown, the residuals by module."""
     if any(one.memory.live for one in found):
         memory: dict[str, Memory] = {one.name: one.memory.live_bytes_by_module for one in found if one.memory.live}
         label, striped = "device memory at the peak, by module", WORKING
@@ -188,7 +188,7 @@ def _modules(found: list[Compared]) -> Modules | None:
         )
     if not memory:
         return None
-    # What the grouping takes for the working set is here what is striped, whatever it is called.
+    # Everything that is not KEPT is striped, under the label of this chart.
     bars = [
         Stack(name, {(module, kind if kind == KEPT else striped): size for (module, kind), size in parts.items()})
         for name, parts in grouped(memory, MOST_MODULES).items()
@@ -228,7 +228,7 @@ def _notes(gathered: Gathered, limit: tuple[str, int] | None) -> list[str]:
 
 
 def _notes_of_plan(gathered: Gathered, plan: Plan) -> list[str]:
-    """Where the plan and the report are not of one and the same step."""
+    """Notes on differences between the plan's step and the report's."""
     found, notes = gathered.comparison, []
     versions = {one.memory.jax_version for one in found.policies} - {plan.jax_version}
     if versions:
@@ -247,11 +247,11 @@ def _notes_of_plan(gathered: Gathered, plan: Plan) -> list[str]:
 
 
 def _short(gathered: Gathered, plan: Plan | None, limit: tuple[str, int] | None) -> list[str]:
-    """What it comes to, in sentences."""
+    """The summary, in sentences."""
     named = [one for one in gathered.comparison.policies if one.name != THE_PLAN]
     said = [_least_and_most(named)] if named else []
     timed = [(one.seconds, one) for one in named if one.seconds is not None]
-    # One that is miscompiled is no choice, however fast.
+    # A miscompiled policy is never recommended, however fast.
     fits = [entry for entry in timed if _fits(entry[1], gathered) and _is_sound(entry[1])]
     if fits:
         seconds, best = min(fits, key=lambda entry: (entry[0], entry[1].memory.device_bytes))

@@ -1,4 +1,4 @@
-"""The call that a user makes."""
+"""The public function `save_report`."""
 
 from __future__ import annotations
 
@@ -34,28 +34,27 @@ def save_report(
     timeout: float = DEFAULT_TIMEOUT,
     progress: Progress | None = None,
 ) -> Path:
-    """Write one self-contained HTML page with all that is known of a workload; gives the path back.
+    """Write a self-contained HTML page about a workload, and return its path.
 
-    It has the policies side by side (memory as compiled, estimated time, what offload really did, known traps), memory by
-    module, and, where they are given, the plan with a slider over the frontier of memory against time, and the parity report.
-    It loads nothing, and is written as a whole or not at all. No GPU is needed; for the target
-    `attached` each step is run on this machine's too.
+    The page compares policies (compiled memory, estimated time, the offload's actual effect, known traps) and shows memory by
+    module. If given, it also shows the plan, with a slider over the frontier of memory against time, and the parity report.
+    The page loads nothing, and is written completely or not at all. No GPU is needed; for the target `attached` each step
+    also runs on this machine's GPU.
 
     Args:
       path: the file; its folder must exist.
-      policies: one or more of what `measure` takes, each of which must have an effect. None for the usual named ones; those
-        that are impossible here are left out, and the page says why.
+      policies: policies in the forms that `measure` takes, each of which must have an effect. None compares the default
+        policies; the page says which of these are impossible here, and why.
       target: the name of a target, or a `Target`.
       plan: a `Plan` for this workload and target, or a budget to plan within: bytes, a text (`"40GiB"`, `"80%"`), or a share of
         the target's memory (0.8). None for no plan.
-      parity: what `remat_jax.parity.compare` gave. None for no such section.
-      timeout: seconds that compiling the policies may take in all; that the plan may take; and that each compilation of the
-        doctor's may.
-      progress: told what is being done, how many parts are behind, and of how many.
+      parity: the result of `remat_jax.parity.compare`. None leaves the section out.
+      timeout: the limit in seconds for compiling all policies, for the plan, and for each compilation of the doctor.
+      progress: called with the current activity, the number of finished parts, and the number of all parts.
 
     Raises:
-      ArgumentError: `path` cannot be written, or another argument is no such thing.
-      PlanningError: the plan is for another model or target, or the budget is none.
+      ArgumentError: `path` cannot be written, or another argument is invalid.
+      PlanningError: the plan is for another model or target, or the budget is invalid.
       InfeasibleBudget: nothing fits the budget.
       BlockError: the loss does not call the workload's blocks.
       PolicyError, NoEffectError, TargetError, CompileError, UnsupportedError: as `measure` raises them.
@@ -83,7 +82,7 @@ def gather(
     timeout: float = DEFAULT_TIMEOUT,
     progress: Progress | None = None,
 ) -> Gathered:
-    """All that the page shows; as `save_report`."""
+    """The content of the page; arguments as for `save_report`."""
     if not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload")
     if parity is not None and not isinstance(parity, ParityReport):
@@ -93,13 +92,13 @@ def gather(
     asked = checked_policies(policies)
     check_devices(workload, described)
     tell = progress or _silent
-    # First, because a budget that nothing fits ends it.
+    # The plan comes first: a budget that nothing fits ends the report before minutes of compiling.
     found = _plan(workload, plan, described, timeout, tell)
     return Gathered(workload, described, compare(workload, asked, described, found, timeout, tell), found, parity)
 
 
 def write_page(path: Path, gathered: Gathered, argument: str = "path") -> Path:
-    """Write the page of what was gathered."""
+    """Write the page of a report's content."""
     from remat_jax.overview.page import page
 
     text = page(gathered)
@@ -110,10 +109,10 @@ def write_page(path: Path, gathered: Gathered, argument: str = "path") -> Path:
 
 
 def checked_path(path: Any, argument: str = "path") -> Path:
-    """`path` as one that can be written, said before minutes of compiling.
+    """The checked `path`, so that a wrong one is reported before minutes of compiling.
 
     Raises:
-      ArgumentError: it is none, a folder, or in a folder that is not there or cannot be written to.
+      ArgumentError: `path` is no path, a folder, or in a folder that does not exist or is not writable.
     """
     if not isinstance(path, str | os.PathLike):
         raise ArgumentError(f"{argument}={path!r}: expected the path of a file, such as 'report.html'")
@@ -132,11 +131,11 @@ def checked_path(path: Any, argument: str = "path") -> Path:
 
 
 def checked_policies(policies: Any) -> list[Any] | None:
-    """The policies that `policies` has, each once; None for the usual ones.
+    """The distinct policies in `policies`; None for the default policies.
 
     Raises:
-      ArgumentError: it is no sequence, or empty.
-      PolicyError: what one of them is not.
+      ArgumentError: `policies` is no sequence, or empty.
+      PolicyError: an entry is no policy.
     """
     if policies is None:
         return None
@@ -175,10 +174,10 @@ def _budget(plan: int | float | str, target: Target) -> int:
 
 
 def check_plan(plan: Plan, workload: Workload, target: Target) -> None:
-    """Refuse a plan for another target or model.
+    """Check that a plan is for this target and model.
 
     Raises:
-      PlanningError: saying what differs.
+      PlanningError: naming the difference.
     """
     if plan.target != target.name:
         raise PlanningError(
@@ -189,4 +188,4 @@ def check_plan(plan: Plan, workload: Workload, target: Target) -> None:
 
 
 def _silent(what: str, done: int, of: int) -> None:
-    """Tell nobody."""
+    """Report no progress."""

@@ -1,4 +1,4 @@
-"""One array of either framework, laid beside the other: axes may be in another order, masks of another form."""
+"""Compare an array of each framework: their axes may be in different orders, masks in different forms."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ import numpy as np
 
 from remat_jax.parity.tolerances import TOLERANCES
 
-_MASKED = -1e9  # what is added to a score that is not to be seen is at most this, or minus infinity
-_GAP = 1e-3  # and all else in the array is so much smaller
+_MASKED = -1e9  # additive masks hide a score by at most this number, or by minus infinity
+_GAP = 1e-3  # all other numbers of such an array are at most this part of it
 
 
 class Distance(NamedTuple):
-    """How far Flax's array is from PyTorch's: the norm of their difference, and the norm of PyTorch's."""
+    """How far Flax's array is from PyTorch's: the norm of their difference, and the norm of PyTorch's array."""
 
     error: float
     reference: float
 
     def relative(self, floor: float) -> float:
-        """The error as part of the reference, or of `floor` where the reference is smaller."""
+        """The error relative to the reference, or to `floor` if the reference is smaller."""
         scale = max(self.reference, floor)
         return 0.0 if self.error == 0 else self.error / scale if scale else np.inf
 
     def is_bad(self, floor: float) -> bool:
-        """Whether no rounding in float64 explains it."""
+        """Whether the error is larger than rounding in float64 explains."""
         return not self.relative(floor) <= TOLERANCES["float64"].value
 
 
 def distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
-    """How far two arrays of one size are from each other, in the order of axes in which they are closest.
+    """How far apart two arrays of equal size are, in the order of axes that brings them closest.
 
-    Attention masks, whether boolean or to be added, are compared as what they let see; a boolean one may be
-    the other's opposite.
+    Attention masks, boolean or additive, are compared by the positions that they show; a boolean mask may be inverted.
 
     >>> distance(np.eye(2, 3), np.eye(3, 2)).error
     0.0
@@ -43,15 +42,15 @@ def distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
     """
     masks = visible(torch), visible(flax)
     if masks[0] is not None and masks[1] is not None:
-        found = _nearest(masks[0], masks[1])
-        if found.error and bool in (torch.dtype, flax.dtype):
-            return min(found, _nearest(~masks[0], masks[1]))
-        return found
+        nearest = _nearest(masks[0], masks[1])
+        if nearest.error and bool in (torch.dtype, flax.dtype):
+            return min(nearest, _nearest(~masks[0], masks[1]))
+        return nearest
     return _nearest(torch, flax)
 
 
 def visible(x: np.ndarray) -> np.ndarray | None:
-    """What an attention mask lets see; None for an array that is no mask."""
+    """The positions that an attention mask shows; None for an array that is no mask."""
     if x.dtype == bool:
         return x
     if x.dtype.kind != "f" or not x.size or not np.min(x) <= _MASKED:
@@ -61,11 +60,11 @@ def visible(x: np.ndarray) -> np.ndarray | None:
 
 
 def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """`x` in all orders of its axes, reshaped; as it is first, then those that have the shape by themselves."""
+    """`x` in all orders of its axes, reshaped to `shape`; orders that have the shape already come first."""
     orders = list(itertools.permutations(range(x.ndim))) if x.ndim <= 4 else [tuple(range(x.ndim))]
     moved = [np.transpose(x, order) for order in orders]
     for fits in (True, False):
-        yield from (one.reshape(shape) for one in moved if (one.shape == shape) is fits)
+        yield from (array.reshape(shape) for array in moved if (array.shape == shape) is fits)
 
 
 def _nearest(torch: np.ndarray, flax: np.ndarray) -> Distance:
@@ -78,9 +77,9 @@ def _nearest(torch: np.ndarray, flax: np.ndarray) -> Distance:
 
 
 def best_layout(torch: np.ndarray, flax: np.ndarray) -> np.ndarray:
-    """`torch` in the order of axes in which it is `flax`; where it is in none, in the first that has the shape."""
-    found = next((one for one in layouts(torch, flax.shape) if not _distance(one, flax).is_bad(0.0)), None)
-    return next(layouts(torch, flax.shape)) if found is None else found
+    """`torch` in the order of axes in which it equals `flax`; if none does, in the first order that fits the shape."""
+    equal = next((layout for layout in layouts(torch, flax.shape) if not _distance(layout, flax).is_bad(0.0)), None)
+    return next(layouts(torch, flax.shape)) if equal is None else equal
 
 
 def _distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
@@ -98,7 +97,7 @@ def _distance(torch: np.ndarray, flax: np.ndarray) -> Distance:
 def hidden(x: np.ndarray) -> np.ndarray:
     """Where an array hides a position from a softmax, by a number far below all others, such as a dtype's least.
 
-    How far below is no matter, and would hide every error beside it.
+    Such numbers are left out of a comparison: their size has no effect and would hide every other error.
 
     >>> hidden(np.array([0.5, -2.0, np.finfo(np.float64).min])), hidden(np.array([-2e9, 1e9]))
     (array([False, False,  True]), array([False, False]))
@@ -108,7 +107,7 @@ def hidden(x: np.ndarray) -> np.ndarray:
 
 
 def norm(x: np.ndarray) -> float:
-    """The Euclidean norm of what is finite, and hides nothing, in an array."""
+    """The Euclidean norm of an array's finite elements, without those that hide a position."""
     x = x.astype(np.float64)
     x = x[np.isfinite(x) & ~hidden(x)]
     largest = float(np.max(np.abs(x), initial=0.0))
@@ -118,9 +117,9 @@ def norm(x: np.ndarray) -> float:
 def pairs(
     torch: Sequence[np.ndarray], flax: Sequence[np.ndarray], names: tuple[Sequence[str], Sequence[str]] = ((), ())
 ) -> list[tuple[int, int]]:
-    """Which arrays of two calls to compare: those of one name, then each of Flax's with the first of PyTorch's that is left.
+    """The arrays of two calls to compare: first those with equal names, then each Flax array with PyTorch's first free array.
 
-    Both are of one size and sort. Where both sides have a name in common, integers of different names are different things.
+    The arrays of a pair agree in size and sort. If the calls share a name, integer arrays with different names never pair.
 
     >>> pairs([np.zeros((2, 3)), np.zeros(4)], [np.zeros(4), np.zeros(5), np.zeros((3, 2))])
     [(1, 0), (0, 2)]

@@ -1,4 +1,4 @@
-"""Every Flax module by itself: each gets what its original got, so that no module's error reaches another."""
+"""Every Flax module by itself: each gets its original's inputs and cotangents, so that no error propagates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from remat_jax.parity.tapped import Place
 def each_alone(
     step: Step, slots: Slots, theirs: Trace, ours: Trace, matched: dict[str, str], plain: Sequence[Pair]
 ) -> tuple[Divergence, ...]:
-    """Every module that is wrong by itself, in the order of execution, once: in the forward pass, or else in backward."""
+    """Every module that is wrong by itself, in the order of execution; listed once, for its forward pass before backward."""
     modules = [pair for pair in plain if pair.flax is not ours.loss]
     trusted = [pair for pair in modules if not pair.bad("output") or all(around.bad("output") for around in pair.all_around())]
     calls = {id(call): place for place, call in enumerate(ours.calls)}
@@ -30,8 +30,8 @@ def each_alone(
 
     def add(pair: Pair | None, wrong: Any, note: str = "") -> None:
         if pair is not None and wrong:
-            what, found = wrong
-            listed.setdefault(pair.torch.name, divergence_of(pair, what, found, note))
+            what, error = wrong
+            listed.setdefault(pair.torch.name, divergence_of(pair, what, error, note))
 
     judged = [pair for pair in compared(theirs, again, matched) if pair.torch.name in before]
     for pair in judged:
@@ -46,10 +46,10 @@ def each_alone(
 
 
 def substitutes(places: Sequence[Place], slots: Slots, found: Sequence[Pair], calls: Mapping[int, int]) -> dict[int, Any]:
-    """For `read`: PyTorch's activations and cotangents in the places of Flax's, as far as they belong to a pair.
+    """The argument `given` of `read`: PyTorch's activations and cotangents in place of Flax's, for the calls of a pair.
 
-    `calls` maps the places of Flax's calls in its trace to those of their pairs. Masks, integers and what has no counterpart
-    stay as they are: they are the same, or another form of it.
+    `calls` maps a Flax call's position in its trace to the position of its pair. Masks, integers and arrays without a
+    counterpart keep Flax's values.
     """
     given: dict[int, Any] = {}
     for number, (place, who) in enumerate(zip(places, slots, strict=True)):
@@ -77,7 +77,7 @@ def _reference(pair: Pair, role: str, number: int, what: str) -> np.ndarray | No
 
 
 def _put(given: dict[int, Any], number: int, index: tuple[int, ...], loops: tuple[int, ...], value: Any) -> None:
-    """Set `given[number][i][j]… = value`, lists as long as the loops being made."""
+    """Set `given[number][i][j]… = value`, creating lists as long as the loops."""
     if not index:
         given[number] = value
         return

@@ -1,4 +1,4 @@
-"""From what arrived at each tap of a traced Flax step to the calls of its modules, those of a loop one by one."""
+"""Assemble the module calls of a traced Flax step from the values at its taps; a loop's calls are listed one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Key = tuple[int, ...]
 
 
 class Slot(NamedTuple):
-    """Whose array a place has: which of the trace's calls, "input" or "output", and which of these."""
+    """The owner of an array at a tap: a position in the trace's calls, the array's role, and its number in that role."""
 
     call: int
     role: str
@@ -26,7 +26,7 @@ class Slot(NamedTuple):
 
 
 Slots = list[dict[tuple[int, ...], Slot]]
-"""For every place, and every iteration of the loops around it, whose array it has."""
+"""For every tap, and every iteration of its enclosing loops, the owner of the array."""
 
 
 def assemble(
@@ -36,7 +36,7 @@ def assemble(
     arrived: Sequence[np.ndarray],
     gradients: Mapping[str, np.ndarray],
 ) -> tuple[Trace, Slots]:
-    """The calls of a step: `arrived` has the array of each place, stacked over its loops; `gradients` are by variable path."""
+    """The calls of a step: `arrived` has each tap's array, stacked over its loops; `gradients` are by variable path."""
     seen, traced = _collected(places, arrived), recorder.calls
     kept = {key: one for key, one in seen.items() if one.keys["output"] and not _is_wrapped(key, seen, traced)}
     clock = {key: number for number, key in enumerate(sorted(time for one in kept.values() for time in one.times()))}
@@ -68,7 +68,7 @@ def assemble(
         for key in ordered
     )
     closed = tuple(sorted({"/".join(traced[number].path) for number in hidden}))
-    # The loss ends after all modules: without it the places of their calls are the same.
+    # The loss ends after all modules, so removing it keeps the positions of their calls.
     loss = next((call for call, key in zip(calls, ordered, strict=True) if key[0] == recorder.loss), None)
     trace = Trace(tuple(call for call in calls if call is not loss), recorder.outputs, closed, loss, gradients)
     return trace, _slots(places, kept, place_of)
@@ -110,7 +110,7 @@ class _Seen:
         elif which not in self.values:
             self.values[which] = value
             self.keys[place.label.role].append(key)
-        else:  # what is there a second time is a recomputation
+        else:  # a second value at a tap is a recomputation
             self.recomputed.compare(place.label.role, self.values[which], value)
 
     def arrays(self, role: str) -> tuple[np.ndarray, ...]:
@@ -120,7 +120,7 @@ class _Seen:
         return tuple(call.names.get(which, "") for which in sorted(self.values) if which[0] == role)
 
     def cotangents_of(self, role: str, call: int, differentiated: Set[Label]) -> tuple[np.ndarray | None, ...]:
-        """Where none arrived: zeros for what is differentiated; for what is not, such as a constant, nobody asked."""
+        """The cotangents of a role's arrays; if none arrived, zeros, or None for an array that is not differentiated."""
         return tuple(
             self.cotangents.get(which, np.zeros_like(self.values[which])) if Label(call, *which) in differentiated else None
             for which in sorted(self.values)
@@ -132,20 +132,19 @@ def _collected(places: Sequence[Place], arrived: Sequence[np.ndarray]) -> dict[I
     seen: dict[Instance, _Seen] = {}
     for place, values in zip(places, arrived, strict=True):
         for index, path, key in place.instances():
-            # In the other pass there may be loops around what is in none in this one: the path tells the iteration.
-            one = seen.setdefault((place.label.call, index), _Seen(path))
-            one.add(place, key, values[index])
+            call = seen.setdefault((place.label.call, index), _Seen(path))
+            call.add(place, key, values[index])
     return seen
 
 
 def _is_wrapped(key: Instance, seen: Mapping[Instance, _Seen], traced: Sequence[Traced]) -> bool:
-    """Whether this is the call that a wrapper of the same module makes: `nn.remat` calls a module inside the module."""
+    """Whether a wrapper with the same path makes this call: `nn.remat` calls a module inside a module."""
     around = _parent(key, seen, traced)
     return around is not None and seen[around].path == seen[key].path and bool(seen[around].keys["output"])
 
 
 def _parent(key: Instance, kept: Mapping[Instance, _Seen], traced: Sequence[Traced]) -> Instance | None:
-    """The nearest call around a call, in the same iteration of the loops that both are in."""
+    """The nearest enclosing call, in the same iteration of the loops that both calls are in."""
     number, index = key
     parent = traced[number].parent
     while parent is not None:
@@ -157,11 +156,11 @@ def _parent(key: Instance, kept: Mapping[Instance, _Seen], traced: Sequence[Trac
 
 
 def _own(call: Traced, index: tuple[int, ...], gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The gradients of the module's own parameters; in a loop those of this iteration, where they are stacked."""
-    found = {}
-    for name, own in call.parameters.items():
+    """The gradients of the module's own parameters; stacked gradients of a loop are indexed by the iteration."""
+    selected = {}
+    for name, parameter in call.parameters.items():
         path = re.sub(r"/(\d+)(?=/|$)", r"_\1", "/".join(("params", *call.path, name)))
         whole = gradients.get(path)
-        if whole is not None and whole.ndim >= len(index) and whole.shape[len(index) :] == own.shape:
-            found[name] = whole[index]
-    return found
+        if whole is not None and whole.ndim >= len(index) and whole.shape[len(index) :] == parameter.shape:
+            selected[name] = whole[index]
+    return selected

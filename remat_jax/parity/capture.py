@@ -1,4 +1,4 @@
-"""What both frameworks' captures give: every call of a module, what came in and out, and the cotangents of both."""
+"""A trace of either framework: every module call with its inputs, its outputs and their cotangents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arrays = tuple[np.ndarray, ...]
 Cotangents = tuple["np.ndarray | None", ...]
 
 LOSS = "loss"
-"""The path of the loss, as if it were a module behind the model."""
+"""The path of the loss, which is recorded like a module that follows the model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,19 +23,19 @@ class Call:
     """One call of a module.
 
     Attributes:
-        path: of the module from the outermost one, which is `""`; layers in a loop have their index in it: `layers/1/ffn`.
+        path: the module's path; `""` is the outermost module. A layer in a loop has its index in the path: `layers/1/ffn`.
         kind: the name of the module's class.
         number: 0 for the first call of this module, 1 for its second, …
-        inputs, outputs: the arrays among its arguments and its results, in order.
-        input_names, output_names: the parameter, or the key of a result, that each of these belongs to; "" where it has none.
-        input_cotangents, output_cotangents: the loss's gradients with respect to these, as far as they go through this very
-            call; None where none arrived, or where the array is no floating-point one.
-        gradients: of the parameters that the module itself has, by their own names.
-        state: what the module itself wrote, such as the statistics of a batch norm, by their own names.
-        started, finished: places in the order of execution.
-        parent: the place in the trace's `calls` of the call around this one; None for the outermost.
-        stale: how far from its output it gave when a checkpoint computed it again of the same inputs; None for the same.
-        misled: whether it got other inputs when it was computed again: what came before it is stale.
+        inputs, outputs: the arrays among the arguments and the results, in order.
+        input_names, output_names: the parameter, or the key of the result, that each array belongs to; "" without a name.
+        input_cotangents, output_cotangents: the loss's gradients with respect to the inputs and outputs, through this call
+            only; None if no cotangent arrived or the array is not floating-point.
+        gradients: the gradients of the module's own parameters, by the parameter's name in the module.
+        state: the variables that the module itself wrote, such as the statistics of a batch norm, by name.
+        started, finished: positions in the order of execution.
+        parent: the position in the trace's `calls` of the enclosing call; None for the outermost.
+        stale: the distance between the output and its recomputation from equal inputs; None if they agree.
+        misled: whether the recomputation got different inputs, because an earlier module is stale.
     """
 
     path: str
@@ -57,7 +57,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The path, with the number of the call where it is not the first."""
+        """The path, followed by the call's number unless it is the first call."""
         return f"{self.path}#{self.number}" if self.number else self.path
 
 
@@ -66,12 +66,12 @@ class Trace:
     """The calls of one forward and backward pass.
 
     Attributes:
-        calls: in the order in which they ended.
-        outputs: the shapes of the floating-point arrays that the loss is a function of.
-        hidden: paths of modules that were called where nothing could be captured, such as inside a `while` loop.
-        loss: the loss as a call: of what the model gave, to a scalar.
-        gradients: of all parameters, by PyTorch's names or by the paths of Flax's variables.
-        ties: PyTorch's name of a parameter → its other names, where it has several.
+        calls: the calls, in the order in which they ended.
+        outputs: the shapes of the model's floating-point outputs, which the loss reads.
+        hidden: paths of modules called where capture is impossible, such as inside a `while` loop.
+        loss: the loss as a call, from the model's outputs to a scalar.
+        gradients: the gradients of all parameters, by PyTorch's names or by the paths of Flax's variables.
+        ties: PyTorch's name of a tied parameter → its other names.
     """
 
     calls: tuple[Call, ...]
@@ -83,11 +83,11 @@ class Trace:
 
     @property
     def stale(self) -> tuple[str, ...]:
-        """The names of the calls whose recomputation, under a checkpoint, gave something else of the same inputs."""
+        """The names of the calls whose recomputation gave a different output from equal inputs."""
         return tuple(call.name for call in self.calls if call.stale)
 
     def __getitem__(self, name: str) -> Call:
-        """The call of that name: a path, and `#1` behind it for the second call."""
+        """The call of that name: a path, followed by `#1` for the second call."""
         for call in self.calls:
             if call.name == name:
                 return call
@@ -98,21 +98,21 @@ class Trace:
         return any(call.name == name for call in self.calls)
 
     def leaves(self) -> frozenset[int]:
-        """The places of the calls that call no other module."""
+        """The positions of the calls that call no other module."""
         parents = {call.parent for call in self.calls}
         return frozenset(index for index in range(len(self.calls)) if index not in parents)
 
     def ancestors(self, index: int) -> list[int]:
-        """The places of the calls around a call, the innermost first."""
-        found, parent = [], self.calls[index].parent
+        """The positions of the calls that enclose a call, the innermost first."""
+        enclosing, parent = [], self.calls[index].parent
         while parent is not None:
-            found.append(parent)
+            enclosing.append(parent)
             parent = self.calls[parent].parent
-        return found
+        return enclosing
 
 
 def argument_names(function: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
-    """The arguments of a call by the names of the function's parameters; "" for those that it takes as `*args`.
+    """The arguments of a call with the names of the function's parameters; the name of `*args` is "".
 
     >>> argument_names(lambda x, *rest, **options: None, (1, 2), {"mask": 3})
     [('x', 1), ('', (2,)), ('mask', 3)]
@@ -123,19 +123,19 @@ def argument_names(function: Any, args: Any, kwargs: Any) -> list[tuple[str, Any
     except (TypeError, ValueError):
         return [("", args), *kwargs.items()]
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
-    found: list[tuple[str, Any]] = []
+    named: list[tuple[str, Any]] = []
     for name, value in bound.items():
         if kinds[name] is inspect.Parameter.VAR_KEYWORD:
-            found += value.items()
+            named += value.items()
         else:
-            found.append(("" if kinds[name] is inspect.Parameter.VAR_POSITIONAL else name, value))
-    return found
+            named.append(("" if kinds[name] is inspect.Parameter.VAR_POSITIONAL else name, value))
+    return named
 
 
 def probe(index: int, shape: tuple[int, ...]) -> np.ndarray:
-    """The fixed random numbers by which an output is weighted where no loss is given: the sum of all products is the loss.
+    """The fixed random weights of an output when no loss is given: the loss is then the weighted sum of all outputs.
 
-    The same in both frameworks, so that the backward passes start alike whatever the forward passes gave.
+    Both frameworks use the same weights, so both backward passes start from equal cotangents.
 
     >>> probe(0, (2,)).tolist() == probe(0, (2,)).tolist() != probe(1, (2,)).tolist()
     True
@@ -144,29 +144,29 @@ def probe(index: int, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class Recomputed:
-    """What of a call was another thing when it was computed again."""
+    """The inputs and outputs of a call that changed when the call was recomputed."""
 
     def __init__(self) -> None:
         self._changed: dict[str, Distance] = {}
 
     def compare(self, role: str, before: np.ndarray, again: np.ndarray) -> None:
-        """Note an "input" or an "output" if it has changed by more than rounding."""
+        """Record an "input" or an "output" that changed by more than rounding."""
         if before.shape != again.shape or not np.allclose(before, again, rtol=1e-6, atol=1e-9, equal_nan=True):
             apart = norm(before - again) if before.shape == again.shape and before.dtype.kind == "f" else np.inf
             self._changed.setdefault(role, Distance(apart, norm(before)))
 
     @property
     def misled(self) -> bool:
-        """Whether it got something else."""
+        """Whether the recomputation got different inputs."""
         return "input" in self._changed
 
     @property
     def stale(self) -> Distance | None:
-        """How far apart its outputs are, its inputs being the same."""
+        """How far apart the outputs are, if the inputs are equal."""
         return None if self.misled else self._changed.get("output")
 
 
 def in_float64(value: Any) -> np.ndarray:
-    """A NumPy copy of an array, floating-point ones in float64."""
+    """A NumPy copy of an array; a floating-point array becomes float64."""
     array = np.array(value)
     return array.astype(np.float64) if array.dtype.kind not in "biu" else array

@@ -1,4 +1,4 @@
-"""What every module of a Flax model gets and gives, in both passes, read from the traced training step."""
+"""The inputs, outputs and cotangents of every module of a Flax model, read from the traced training step."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Step:
     """A traced training step of a Flax model, with taps.
 
     Attributes:
-        jaxpr: from the arrays of (variables, inputs), the floating-point ones first, to the loss and the gradients of these.
-        arguments: these arrays.
-        places: the taps in it, in order.
-        recorder: the calls that they belong to.
-        numbers: a tree like (variables, inputs) with the places of the gradients; None for what is no floating-point array.
-        hidden: the calls that nothing can be taken out of.
+        jaxpr: takes the arrays of (variables, inputs), floating-point arrays first; gives the loss and their gradients.
+        arguments: the arrays that the jaxpr takes.
+        places: the jaxpr's taps, in order.
+        recorder: the calls that the taps belong to.
+        numbers: a tree like (variables, inputs) with each gradient's position; None for leaves that are not floating-point.
+        hidden: the calls whose taps cannot be read.
     """
 
     jaxpr: Any
@@ -50,15 +50,16 @@ def capture_flax(
     call: Callable[..., Any] | None = None,
     transform: Callable[..., Any] | None = None,
 ) -> Trace:
-    """Run `loss(module(*inputs))` once in both passes; return what every module got and gave, by module path.
+    """Run `loss(module(*inputs))` forward and backward once; return every module's inputs, outputs and cotangents by path.
 
-    `module` is a Linen module with its `variables`, or an NNX module, whose own state is meant where `variables` is None.
-    `inputs` is a tuple of arguments or a dict of keywords. The loss is a scalar; without one it is the sum of all outputs,
-    weighted by fixed random numbers (`capture.probe`). `call(module, variables, *inputs)` runs a Linen model otherwise than
-    `module.apply` (train mode, RNGs, mutable collections), `call(module, *inputs)` an NNX one. `transform` is applied to the
-    function of (variables, inputs) that is differentiated, such as `lambda f: rj.checkpoint_blocks(f, {Block: "full"})`.
+    `module` is a Linen module with its `variables`, or an NNX module; `variables=None` takes the NNX module's own state.
+    `inputs` is a tuple of arguments or a dict of keywords. The loss is a scalar. Without `loss` it is the sum of all outputs,
+    weighted by fixed random numbers (`capture.probe`). `call(module, variables, *inputs)` replaces a Linen model's
+    `module.apply` (train mode, RNGs, mutable collections); an NNX model is run by `call(module, *inputs)`. `transform` is
+    applied to the function of (variables, inputs) before it is differentiated, such as
+    `lambda f: rj.checkpoint_blocks(f, {Block: "full"})`.
 
-    Layers in `nn.scan` or `nnx.scan` come out one by one, `layers/0`, `layers/1`, …; a checkpointed module is there once.
+    Layers in `nn.scan` or `nnx.scan` are listed one by one: `layers/0`, `layers/1`, …. A checkpointed module is listed once.
 
     >>> import flax.linen as nn
     >>> x = jnp.ones((1, 3))
@@ -80,7 +81,7 @@ def trace_step(
     transform: Any = None,
     backward: bool = True,
 ) -> Step:
-    """Trace the training step that `capture_flax` runs, or without `backward` the loss alone; arguments may be shapes."""
+    """Trace the training step that `capture_flax` runs; `backward=False` traces the loss alone. Arguments may be shapes."""
     recorder = Recorder()
     apply = _function(module, call)
     if isinstance(module, nnx.Module):
@@ -144,14 +145,14 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def read(step: Step, given: Mapping[int, Any] | None = None) -> tuple[Trace, Slots]:
-    """Run a traced step; return its calls, and whose array each of its places has.
+    """Run a traced step; return its calls, and the owner of the array at each tap.
 
-    `given` has, by place, the array with which the step goes on instead of what arrived there: in a loop a list of one for
-    each iteration, or None for as it is.
+    `given` maps a tap's position to the array that replaces its value. In a loop it is a list with an array per iteration;
+    None keeps the value.
     """
     chosen = [(given or {}).get(index) for index in range(len(step.places))]
 
-    # Operation by operation: compiled as one program, a step that gives out all that is in it takes many times longer.
+    # Evaluated operation by operation: compiling one program that returns every intermediate takes many times longer.
     outputs, values = evaluate(step.jaxpr, step.arguments, chosen)
     arrived = [np.asarray(value) for value in values]
     tree = jax.tree.map(lambda number: np.asarray(outputs[1 + number]), step.numbers)[0] if len(outputs) > 1 else None

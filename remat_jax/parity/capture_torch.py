@@ -1,4 +1,4 @@
-"""What every module of a PyTorch model gets and gives, in both passes, by hooks; through checkpoints as well."""
+"""The inputs, outputs and cotangents of every module of a PyTorch model, read by hooks, also inside checkpoints."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Loss = Callable[[Any], Any]
 
 
 def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: Callable[..., Any] | None = None) -> Trace:
-    """Run `loss(module(*inputs))` once in both passes; return what every module got and gave, by module path.
+    """Run `loss(module(*inputs))` forward and backward once; return every module's inputs, outputs and cotangents by path.
 
-    `inputs` is a tuple of arguments or a dict of keywords, tensors or arrays; the floating-point ones get gradients. The loss
-    is a scalar; without one it is the sum of all outputs, weighted by fixed random numbers (`capture.probe`). `call(module,
-    *inputs)` runs the model otherwise. A checkpointed module is there once, with what its forward pass gave. The gradients
-    that parameters have already are left alone. Modules whose `forward` is called as a plain method are not seen.
+    `inputs` is a tuple of arguments or a dict of keywords, of tensors or arrays; floating-point inputs get gradients. The loss
+    is a scalar. Without `loss` it is the sum of all outputs, weighted by fixed random numbers (`capture.probe`).
+    `call(module, *inputs)` replaces `module(*inputs)`. A checkpointed module is listed once, with the values of its forward
+    pass. Existing gradients of parameters are kept. A module whose `forward` is called directly is not recorded.
 
     >>> import torch
     >>> trace = capture_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()), (np.ones((1, 3)),))
@@ -72,7 +72,7 @@ class _Recorder:
 
     @contextmanager
     def watching(self, module: Any) -> Iterator[None]:
-        """Hook every module of `module` while this holds."""
+        """Hook every module of `module` inside the context."""
         with ExitStack() as stack:
             for inner in module.modules():
                 handles = (
@@ -94,7 +94,7 @@ class _Recorder:
 
     def _after(self, module: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
         if not self.recording:
-            # A recomputation stops, by an exception, as soon as backward has what it needs: such calls never end.
+            # A recomputation stops by an exception once backward has the tensors it needs: such calls never end.
             while self.recomputing and self.recomputing[-1][0] is not module:
                 self.recomputing.pop()
             seen = self.recomputing.pop()[1] if self.recomputing else None
@@ -108,14 +108,14 @@ class _Recorder:
         return self._tap(outputs, seen, "output", new=True, named=fields(outputs).items())
 
     def run_loss(self, loss: Loss, outputs: Any) -> Any:
-        """The loss of a model's outputs, recorded as if it were a module behind the model."""
+        """The loss of a model's outputs, recorded like a module that follows the model."""
         self.loss = _Seen(loss, None, self._tick())
         value = loss(self._tap(outputs, self.loss, "input", new=True))
         self.loss.finished = self._tick()
         return self._tap(value, self.loss, "output", new=True)
 
     def _recomputed(self, module: Any, arguments: Any) -> _Seen | None:
-        """The call that is run again: the last one that got the same, or else the last; one without a graph before others."""
+        """The call that is recomputed: the last call with equal inputs, else the last; calls without a graph go first."""
         arrays: list[np.ndarray] = []
         _map_tensors(arguments, lambda tensor: arrays.append(as_numpy(tensor)))
 
@@ -126,10 +126,10 @@ class _Recorder:
         return max((seen for seen in self.calls if seen.module is module), key=fits, default=None)
 
     def _tap(self, values: Any, seen: _Seen | None, role: str, *, new: bool, named: Iterable[tuple[str, Any]] = ()) -> Any:
-        """`values`, every tensor with a gradient as an alias, so that what goes through this call has one of its own."""
+        """`values` with an alias for every tensor that has a gradient: the alias's cotangent is this call's alone."""
         import torch
 
-        made: dict[int, Any] = {}  # a tensor that is there several times has one alias, and one cotangent
+        made: dict[int, Any] = {}  # a tensor that occurs several times has a single alias and cotangent
         names = dict[int, str]()
         for name, value in named:
             _map_tensors(value, functools.partial(_note, names, name))
@@ -146,7 +146,7 @@ class _Recorder:
             elif len(seen.values[role]) > number:
                 seen.recomputed.compare(role, seen.values[role][number], as_numpy(tensor))
             if torch.is_grad_enabled() and tensor.requires_grad:
-                # What adds to a view in place takes its cotangent away: an output that the module has made is copied.
+                # An in-place addition to a view takes its cotangent away, so an output made by the module is copied.
                 fresh = role == "output" and id(tensor) not in seen.aliases
                 alias = made[id(tensor)] = tensor.clone() if fresh else tensor.view_as(tensor)
                 seen.aliases.add(id(alias))
@@ -166,7 +166,7 @@ class _Recorder:
         return self.clock
 
     def trace(self) -> Trace:
-        """What was recorded."""
+        """The recorded calls."""
         places = {id(seen): place for place, seen in enumerate(self.calls)}
         numbers, number_of = Counter[str](), {}
         for seen in sorted(self.calls, key=lambda seen: seen.started):
@@ -180,7 +180,7 @@ class _Recorder:
             return tuple(seen.cotangents.get((role, place)) for place in range(len(seen.values[role])))
 
         _forget_padding(seen)
-        own = () if seen is self.loss else seen.module.named_parameters(recurse=False)
+        parameters = () if seen is self.loss else seen.module.named_parameters(recurse=False)
         return Call(
             path=LOSS if seen is self.loss else self.paths[seen.module],
             kind=type(seen.module).__name__,
@@ -192,7 +192,7 @@ class _Recorder:
             started=seen.started,
             finished=seen.finished,
             parent=places.get(id(seen.parent)),
-            gradients={name: as_numpy(parameter.grad) for name, parameter in own if parameter.grad is not None},
+            gradients={name: as_numpy(parameter.grad) for name, parameter in parameters if parameter.grad is not None},
             state=seen.state,
             stale=seen.recomputed.stale,
             misled=seen.recomputed.misled,
@@ -214,7 +214,7 @@ def _ties(module: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _forget_padding(seen: _Seen) -> None:
-    """Leave out what a table of embeddings does not learn from: whoever has no `padding_idx` leaves it out before."""
+    """Zero an embedding's cotangents at `padding_idx`, which train nothing; a model without `padding_idx` has zeros there."""
     padding = getattr(seen.module, "padding_idx", None)
     if padding is not None and ("output", 0) in seen.cotangents:
         cotangent = seen.cotangents["output", 0]
@@ -265,16 +265,16 @@ def _floating(outputs: Any) -> list[Any]:
 
 
 def _map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change` applied to every tensor in tuples, lists and dicts; other objects as they are."""
+    """`value` with `change` applied to every tensor in tuples, lists and dicts; other objects stay the same."""
     import torch
 
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple | list):
-        made = [_map_tensors(one, change) for one in value]
+        made = [_map_tensors(item, change) for item in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     if isinstance(value, Mapping):
-        mapped = {key: _map_tensors(one, change) for key, one in value.items()}
+        mapped = {key: _map_tensors(item, change) for key, item in value.items()}
         return mapped if type(value) is dict else type(value)(**mapped)
     return value
 

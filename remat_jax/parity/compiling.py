@@ -1,4 +1,4 @@
-"""How the steps of a comparison are compiled, and what their jaxprs show before."""
+"""Compile options for the steps of a comparison, and the float64 down-casts in their jaxprs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from remat_jax.core.walk import bodies
 
 
 def compile_options(dtype: str) -> dict[str, Any]:
-    """Options for XLA: for float64, where only the mathematics counts, quick ones; elsewhere roundings stay the user's own."""
+    """XLA options: quick compilation for float64, where only the mathematics counts; else none, to keep the user's rounding."""
     return compat.quick_compile_options() if dtype == "float64" else {}
 
 
@@ -31,10 +31,10 @@ def unread_inputs(jaxpr: Any) -> list[bool]:
 
 
 def down_casts(jaxpr: Any) -> list[str]:
-    """Where float64 becomes a smaller floating-point dtype on its way to a floating-point result, each place once.
+    """Where a float64 array that leads to a floating-point result becomes a smaller floating-point dtype; each place once.
 
-    A place is named by the name stack. What ends in integers or booleans, such as a position's bucket, may be computed in any
-    dtype: the results that are made with it are compared.
+    A place is named by the name stack. Integers and booleans, such as a position's bucket, may be computed in any dtype: the
+    results that use them are compared.
 
     >>> import jax
     >>> def bucket(x):
@@ -51,7 +51,7 @@ def down_casts(jaxpr: Any) -> list[str]:
 
 
 def _needed(jaxpr: Any, results: Sequence[bool], found: dict[str, None]) -> list[bool]:
-    """Which arguments of a closed jaxpr these results need through floating-point arrays alone; the casts on the way."""
+    """Which arguments of a closed jaxpr the results depend on through floating-point arrays; adds casts to `found`."""
     needed = {var for var, yes in zip(jaxpr.jaxpr.outvars, results, strict=True) if yes and _is_float(var)}
     for eqn in reversed(jaxpr.jaxpr.eqns):
         which = [var in needed for var in eqn.outvars]
@@ -67,7 +67,7 @@ def _needed(jaxpr: Any, results: Sequence[bool], found: dict[str, None]) -> list
 
 
 def _given(eqn: Any, which: list[bool], found: dict[str, None]) -> list[Any]:
-    """The inputs of an equation that these of its outputs need: of a call those that its body needs, else all."""
+    """The inputs that the given outputs of an equation need: those its body needs, or all if it has no body."""
     inside = bodies(eqn)
     if eqn.primitive.name in ("scan", "while"):  # a carry may need any other in the next iteration
         which = [True] * len(which)
@@ -87,7 +87,7 @@ def _is_float(var: Any) -> bool:
 
 
 def _place(names: str) -> str:
-    """A name stack without the transformations, which name one place once for each pass."""
+    """A name stack without transformations: they give a place a different name in each pass."""
     while (plain := re.sub(r"\b(?:jvp|transpose|vmap)\(([^()]*)\)", r"\1", names)) != names:
         names = plain
     return names

@@ -1,4 +1,4 @@
-"""Which of the pairs of calls is where two models part: the innermost that makes a difference of what agrees."""
+"""The pair of calls at which two models diverge: the innermost pair whose inputs agree and whose outputs differ."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _OTHER_INPUTS = "the models are given other inputs"
 
 @dataclass(frozen=True)
 class Divergence:
-    """A module that does something else than its original.
+    """A module that computes something different from its original.
 
     Attributes:
-        torch_path, flax_path: the module's path in either model; "" is the whole model.
-        what: which array shows it, such as "output 0", "gradient of input 0" or "gradient of kernel".
+        torch_path, flax_path: the module's path in each model; "" is the whole model.
+        what: the array that differs, such as "output 0", "gradient of input 0" or "gradient of kernel".
         error, reference: the norm of the difference, and of PyTorch's array, in float64.
-        note: what may explain it, such as a module inside that ran in one model only.
+        note: a possible explanation, such as a module inside that ran in only one of the models.
 
     >>> print(Divergence("ffn.up", "ffn/up", "output 0", error=0.5, reference=10.0))
     ffn/up against ffn.up: output 0 is 0.5 off, of 10
@@ -36,20 +36,20 @@ class Divergence:
     def __str__(self) -> str:
         """One line that names both modules and how far apart they are."""
         torch, flax = (path or "(the whole model)" for path in (self.torch_path, self.flax_path))
-        said = f"{flax} against {torch}: {self.what} is {self.error:.2g} off, of {self.reference:.2g}"
-        return f"{said} ({self.note})" if self.note else said
+        line = f"{flax} against {torch}: {self.what} is {self.error:.2g} off, of {self.reference:.2g}"
+        return f"{line} ({self.note})" if self.note else line
 
 
 def divergence_of(pair: Pair, what: str, found: Distance, note: str = "") -> Divergence:
-    """What is wrong with a pair, in words."""
+    """The divergence of a pair's modules."""
     return Divergence(pair.torch.name, pair.flax.name, what, found.error, found.reference, note)
 
 
 def first_forward(pairs: Sequence[Pair]) -> Divergence | None:
-    """The first pair to end whose outputs, or what it wrote, disagree and whose inputs do not.
+    """The first pair to end whose inputs agree and whose outputs, or written state, differ.
 
-    What is wrong reaches the outputs of all that is around it: a module that is cut otherwise, a residual being inside on one
-    side and outside on the other, does not, and is none.
+    A real divergence also reaches the outputs of all enclosing modules. A mere difference in structure, such as a residual
+    connection inside the module in one model and outside in the other, does not, and is not reported.
     """
     for pair in pairs:
         wrong = pair.bad("output")
@@ -57,7 +57,7 @@ def first_forward(pairs: Sequence[Pair]) -> Divergence | None:
             continue
         if wrong and all(around.bad("output") for around in pair.all_around()):
             inner = _given_otherwise(pair, pairs)
-            if inner and pair.torch.name == "":  # there is no module around to name: the array that its code makes is named
+            if inner and pair.torch.name == "":  # no enclosing module to name: name the array that the model's code makes
                 what, found = inner.bad("input") or wrong
                 return divergence_of(pair, f"{what} of {inner.flax.name!r}", found)
             given = inner and inner.bad("input")
@@ -68,13 +68,13 @@ def first_forward(pairs: Sequence[Pair]) -> Divergence | None:
 
 
 def _given_otherwise(pair: Pair, pairs: Sequence[Pair]) -> Pair | None:
-    """The first module inside to which the code of this one gives something else, such as another mask."""
+    """The first module inside a pair's modules whose inputs differ, such as in their mask."""
     inside = (inner for inner in sorted(pairs, key=lambda inner: inner.torch.started) if pair in inner.all_around())
     return next((inner for inner in inside if inner.bad("input")), None)
 
 
 def _around_the_model(pairs: Sequence[Pair]) -> Divergence | None:
-    """What goes into the whole model, or what is made of its outputs before the loss."""
+    """A difference in the whole model's inputs, or in the processing of its outputs before the loss."""
     whole = next((pair for pair in pairs if pair.torch.name == ""), None)
     if whole and (given := whole.bad("input")) and whole.bad("output"):
         return divergence_of(whole, *given, _OTHER_INPUTS)
@@ -85,11 +85,11 @@ def _around_the_model(pairs: Sequence[Pair]) -> Divergence | None:
 
 
 def first_backward(pairs: Sequence[Pair], *, forward_agrees: bool) -> Divergence | None:
-    """The first pair in the order of the backward pass, sound in the forward pass, that makes wrong cotangents of right ones.
+    """The first pair in backward order that is sound in the forward pass and makes wrong cotangents from correct ones.
 
-    A module is named too that gave something else when a checkpoint computed it again: what follows it in the block is misled,
-    and makes wrong cotangents for that.
-    Where there is none though gradients are wrong, the module is named between whose modules a cotangent goes astray.
+    A module whose recomputation is stale is named too: later modules of its block recompute from wrong inputs, and their
+    cotangents are wrong for that reason. If no module is at fault and gradients still differ, a cotangent is lost between
+    two modules, and the enclosing module is named.
     """
     backwards = sorted(pairs, key=lambda pair: -pair.torch.started)
     sound = [pair for pair in backwards if not (pair.bad("input") or pair.bad("output") or pair.flax.misled)]
@@ -101,7 +101,7 @@ def first_backward(pairs: Sequence[Pair], *, forward_agrees: bool) -> Divergence
             return divergence_of(pair, *wrong)
     if not (forward_agrees and any(pair.bad("gradient") or pair.bad("input cotangent") for pair in pairs)):
         return None
-    # Every module does what it should with the cotangent that it gets: one is lost between two modules.
+    # Every module is right about the cotangent that it gets, so one is lost between two modules.
     for pair in sound:
         wrong = pair.bad("output cotangent")
         if wrong and pair.around and not pair.around.bad("output cotangent"):
@@ -110,7 +110,7 @@ def first_backward(pairs: Sequence[Pair], *, forward_agrees: bool) -> Divergence
 
 
 def noted(found: Divergence, unmatched_torch: Sequence[str], unmatched_flax: Sequence[str]) -> Divergence:
-    """The divergence, with the modules directly inside that only one of the models has."""
+    """The divergence, with a note of the modules directly inside that only one of the models has."""
 
     def inside(path: str, others: Sequence[str]) -> list[str]:
         within = [other for other in others if other.startswith(path + "/" if path else "") and other != path]

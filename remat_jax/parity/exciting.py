@@ -1,4 +1,4 @@
-"""Weights and inputs that bring faults to light: what is 0 or 1, short or full, hides them."""
+"""Weights and inputs that expose faults: weights of 0 or 1, short sequences and full masks hide them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from remat_jax.porting.tensors import as_numpy, as_torch, is_torch
 
 
 def excite(variables: Any, seed: int = 0, scale: float = 0.2) -> Any:
-    """Return `variables` with every array that is all one number made of different ones.
+    """Return `variables` with random numbers in every array that is constant.
 
-    Biases of 0, norm parameters of 1 and running variances of 1 hide a wrong map, a missing bias, and 1 + weight where
-    weight is meant. An array of zeros becomes `scale` times normal numbers, one of another number is multiplied by their
-    exponentials, so that it keeps its sign; arrays of several numbers, integers and booleans stay.
+    Biases of 0, norm parameters of 1 and running variances of 1 hide a wrong map, a missing bias, and a norm that uses
+    1 + weight instead of weight. An array of zeros becomes `scale` times normal numbers. Any other constant is multiplied by
+    the exponentials of such numbers, so that it keeps its sign. Arrays that vary, integers and booleans stay the same.
 
-    `variables` is a tree of arrays, or a PyTorch state dict; what is the same tensor in it (tied weights) stays the same. The
-    numbers depend on the seed and on the place in the tree.
+    `variables` is a tree of arrays, or a PyTorch state dict; tied weights in it stay tied. The numbers depend on the seed and
+    on the array's position in the tree.
 
     Raises:
         ArgumentError: `scale` is not positive.
@@ -45,17 +45,17 @@ def _excited(leaf: Any, random: np.random.Generator, scale: float) -> Any:
     if not jax.numpy.issubdtype(array.dtype, np.floating) or not array.size or np.any(array != array.flat[0]):
         return leaf
     noise = scale * random.normal(size=array.shape)
-    found = (noise if array.flat[0] == 0 else array * np.exp(noise)).astype(array.dtype)
-    return as_torch(found) if is_torch(leaf) else found if isinstance(leaf, np.ndarray) else jax.numpy.asarray(found)
+    made = (noise if array.flat[0] == 0 else array * np.exp(noise)).astype(array.dtype)
+    return as_torch(made) if is_torch(leaf) else made if isinstance(leaf, np.ndarray) else jax.numpy.asarray(made)
 
 
 def padding_mask(batch: int, length: int, seed: int = 0) -> np.ndarray:
-    """Return a mask (B, T) of 1 for tokens and 0 for padding: at the end of one row, at the start of the next, in turn.
+    """Return a mask (B, T) of 1 for tokens and 0 for padding; rows are padded at the end and at the start in turn.
 
-    Every row keeps at least half of its tokens, and no two rows need have the same padding.
+    Every row keeps at least half of its tokens; the length of the padding varies between rows.
 
     Raises:
-        ArgumentError: there is no row, or a row is too short to be padded.
+        ArgumentError: there is no row, or the rows are too short to be padded.
 
     >>> padding_mask(2, 6)[:, [0, -1]].tolist()
     [[1, 0], [0, 1]]
@@ -69,9 +69,9 @@ def padding_mask(batch: int, length: int, seed: int = 0) -> np.ndarray:
 
 
 def far_positions(batch: int, length: int, last: int = 100_000) -> np.ndarray:
-    """Return positions (B, T), evenly spread from 0 to `last`: angles of many turns, where a wrong frequency shows.
+    """Return positions (B, T), evenly spaced from 0 to `last`: rotary angles make many turns, which exposes wrong frequencies.
 
-    A long sequence for rotary positions at the price of a short one.
+    A short sequence thus tests the rotary positions of a long one.
 
     Raises:
         ArgumentError: the positions would not all be different.
@@ -89,9 +89,9 @@ def far_positions(batch: int, length: int, last: int = 100_000) -> np.ndarray:
 def tokens(
     vocab: int, batch: int, length: int, seed: int = 0, *, mask: np.ndarray | None = None, padding: int = 0
 ) -> np.ndarray:
-    """Return tokens (B, T) below `vocab`; where `mask` is 0, and at one place among the words as well, the padding token.
+    """Return tokens (B, T) below `vocab`, with the padding token wherever `mask` is 0 and at a single unmasked position.
 
-    There a model that knows padding by its token, and one that knows it by its mask, differ.
+    At that position, a model that recognises padding by its token differs from a model that uses the mask.
 
     Raises:
         ArgumentError: `padding` is no token, or `mask` has another shape.
@@ -103,10 +103,10 @@ def tokens(
         raise ArgumentError(
             f"padding={padding!r}, mask={mask!r}: expected a token below vocab={vocab} and a mask of shape {(batch, length)}"
         )
-    found = np.random.default_rng(seed).integers(0, vocab, (batch, length))
-    found[found == padding] = (padding + 1) % vocab
+    drawn = np.random.default_rng(seed).integers(0, vocab, (batch, length))
+    drawn[drawn == padding] = (padding + 1) % vocab
     if mask is not None:
-        found[mask == 0] = padding
+        drawn[mask == 0] = padding
         visible = np.argwhere(mask == 1)
-        found[tuple(visible[len(visible) // 2])] = padding
-    return found
+        drawn[tuple(visible[len(visible) // 2])] = padding
+    return drawn

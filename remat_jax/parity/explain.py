@@ -1,4 +1,4 @@
-"""Why two models differ: the first module that goes another way."""
+"""Why two models differ: the first module that diverges."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from remat_jax.porting.float64 import keep_float64
 def first_difference(
     case: Case, torch_model: Any, variables: Any, rules: Any, transform: Callable[..., Any] | None
 ) -> tuple[dict[str, Any], tuple[str, ...], list[Check]]:
-    """The first module that differs in either pass, by direction; what could not be looked into; why none was sought, if so.
+    """The first module that differs in each pass, by direction; the hidden modules; and failed checks.
 
-    `transform` puts the mode in which tensors differ on the function that is differentiated.
+    `transform` applies the mode in which tensors differ to the differentiated function.
     """
     module, inputs = case.flax("float64"), _arguments(case)
     call = call_of(case, module)
@@ -47,7 +47,7 @@ def first_difference(
 
 
 def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
-    """Which PyTorch modules give something else when a mode computes them again; or why that is not known."""
+    """The PyTorch modules whose recomputation differs in a mode, as text; or why that is unknown."""
     try:
         model = torch.make("float64")
         with keep_float64(), torch.in_mode(model, mode), running("torch_module"):
@@ -63,13 +63,13 @@ def _arguments(case: Case) -> Any:
 
 
 def call_of(case: Case, module: Any) -> Callable[..., Any]:
-    """The user's way to call the Flax model, for one whose variables are given beside it."""
+    """The user's `flax_call`, for a Linen module as a function that also takes its variables."""
     if not isinstance(module, nn.Module):
         return case.flax_call
 
     def call(module: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
         mutable = [name for name in variables if name != "params"]
-        found = nn.apply(case.flax_call, module, mutable=mutable or False)(variables, *args, **kwargs)
-        return found[0] if mutable else found
+        result = nn.apply(case.flax_call, module, mutable=mutable or False)(variables, *args, **kwargs)
+        return result[0] if mutable else result
 
     return call

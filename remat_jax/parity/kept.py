@@ -1,4 +1,4 @@
-"""What only one framework keeps between the passes: the difference of their residual bytes, array by array."""
+"""The arrays that only one framework saves for the backward pass: the difference of their residual bytes, array by array."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class KeptAlone:
-    """Arrays that one framework keeps and the other has no counterpart of.
+    """Equal residuals of one framework that have no counterpart in the other.
 
     Attributes:
-        mode, framework: whose they are, and in which mode.
+        mode, framework: the mode and the framework that save the arrays.
         place: `device` or `host`.
-        name: what made them: `module/path:operator` of PyTorch, a residual's name of JAX.
-        shape: of one of them.
-        count: how many there are.
-        bytes: of all together.
+        name: the arrays' origin: `module/path:operator` in PyTorch, a residual's name in JAX.
+        shape: the shape of a single array.
+        count: the number of arrays.
+        bytes: the bytes of all arrays.
     """
 
     mode: str
@@ -39,40 +39,40 @@ class _Array(NamedTuple):
 
 
 def kept_alone(mode: str, saved: Any, residuals: Any) -> list[KeptAlone]:
-    """Tell apart what both keep and what only one does: `saved` is torch_ref's `SavedBytes`, `residuals` a `ResidualTable`.
+    """The unpaired arrays, largest first: `saved` is torch_ref's `SavedBytes`, `residuals` a `ResidualTable`.
 
-    An array of one framework stands for one of the other that lies in the same place and has as many bytes; arrays that a
-    scan stacks are one for each layer. So what remains on either side adds up to the whole difference, to the byte. Of
-    several alike, those of the blocks are paired first: what a norm or a loss keeps outside is what remains. Largest first.
+    Arrays of the two frameworks are paired if they are in the same place and have equal bytes; an array stacked by a scan
+    counts once per layer. The unpaired arrays therefore add up to the whole difference, to the byte. Among equal arrays,
+    those of the blocks are paired first, so the residuals of norms or losses outside the blocks remain.
     """
     theirs, ours = _by_size(_of_torch(saved)), _by_size(_of_jax(residuals))
-    found: list[KeptAlone] = []
+    unpaired: list[KeptAlone] = []
     for framework, side, other in (("PyTorch", theirs, ours), ("JAX", ours, theirs)):
         alone = Counter(array for key, arrays in side.items() for array in arrays[len(other.get(key, ())) :])
-        found += [
+        unpaired += [
             KeptAlone(mode, framework, array.place, array.name, array.shape, count, count * array.nbytes)
             for array, count in alone.items()
         ]
-    return sorted(found, key=lambda one: (-one.bytes, one.framework, one.name))
+    return sorted(unpaired, key=lambda arrays: (-arrays.bytes, arrays.framework, arrays.name))
 
 
 def _by_size(arrays: Iterable[_Array]) -> dict[tuple[str, int], list[_Array]]:
-    found: dict[tuple[str, int], list[_Array]] = defaultdict(list)
+    by_size: dict[tuple[str, int], list[_Array]] = defaultdict(list)
     for array in arrays:
-        found[array.place, array.nbytes].append(array)
-    return found
+        by_size[array.place, array.nbytes].append(array)
+    return by_size
 
 
 def _of_torch(saved: Any) -> Iterator[_Array]:
     for entry in saved.entries:
         if entry.place in ("device", "host"):
-            # aten.native_layer_norm.default: neither the library nor the overload says anything.
+            # Only the middle of aten.native_layer_norm.default is informative.
             operator = entry.operator.split(".")[1] if entry.operator.count(".") > 1 else entry.operator
             yield _Array(entry.place, entry.nbytes, f"{entry.module}:{operator}", entry.shape)
 
 
 def _of_jax(residuals: Any) -> Iterator[_Array]:
-    """One by one, those with a name of a block or a scan first: what is made outside has no number."""
+    """JAX's residuals one by one; those of blocks and scans, whose names are numbered, come first."""
     for row in sorted(residuals, key=lambda row: "#" not in row.name):
         if row.action == "recompute" or not math.prod(row.shape):
             continue

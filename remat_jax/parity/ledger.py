@@ -1,4 +1,4 @@
-"""The rows of a report while they are written: every tensor, judged in every dtype and mode."""
+"""Collects the rows of a report: every tensor, judged in every dtype and mode."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class Ledger:
         self._rows: dict[tuple[str, str], TensorRow] = {}
 
     def rows(self) -> tuple[TensorRow, ...]:
-        """All rows, in the order in which they were met first."""
+        """All rows, in the order of their first use."""
         return tuple(self._rows.values())
 
     def row(self, kind: str, name: str, reference: Tensors | None = None) -> TensorRow:
-        """The row of a tensor, made when it is met first."""
+        """The row of a tensor, created at its first use."""
         key = (kind, name)
         if key not in self._rows:
-            known = reference[name] if reference is not None and name in reference else None
-            shape = () if known is None else tuple(np.shape(known))
-            self._rows[key] = TensorRow(kind, name, shape=shape, norm=None if known is None else norm(known))
+            tensor = reference[name] if reference is not None and name in reference else None
+            shape = () if tensor is None else tuple(np.shape(tensor))
+            self._rows[key] = TensorRow(kind, name, shape=shape, norm=None if tensor is None else norm(tensor))
         return self._rows[key]
 
     def exact(self, kind: str, reference: Tensors, candidate: Tensors, mode: str, limit: str = "float64") -> None:
-        """Judge what Flax gave in float64: outputs, gradients, … of one run."""
+        """Judge the outputs, gradients, … of a Flax run in float64."""
         if not reference and not candidate:
             return
         for name, error in float64_errors(reference, candidate).items():
@@ -44,7 +44,7 @@ class Ledger:
                 row.fail(incomparable(reference, candidate, name, "float64") or f"{error:.1e} off in float64", mode)
 
     def working(self, kind: str, reference: Tensors, candidate: Tensors, yardstick: Tensors, dtype: str, mode: str) -> None:
-        """Judge what Flax gave in a working dtype, PyTorch's error in it being the measure."""
+        """Judge the tensors of a Flax run in a working dtype by PyTorch's error in that dtype."""
         if not reference and not candidate:
             return
         for verdict in judge(reference, candidate, yardstick, dtype):
@@ -54,13 +54,13 @@ class Ledger:
                 row.fail(verdict.problem or f"{verdict.ratio:.1f} times PyTorch's error in {dtype}", mode)
 
     def plant(self, reference: Tensors, yardstick: Tensors, dtype: str) -> Planted:
-        """Judge PyTorch's own gradients with every sign flipped, and again doubled: each of these must fail.
+        """Judge PyTorch's gradients with every sign flipped, and again doubled: every gradient must fail both times.
 
-        Not Flax's, of which a wrong one would be made right by that.
+        Faults are planted in PyTorch's gradients because flipping a wrong gradient of Flax's could make it right.
         """
         caught: dict[str, dict[str, bool]] = {}
         for fault, factor in FAULTS.items():
-            # The dtype stays: a wrong one would be found too, and for another reason.
+            # The dtype stays the same: a changed dtype would fail for a different reason.
             wrong = {name: (np.asarray(x) * np.asarray(x).dtype.type(factor)) for name, x in yardstick.items()}
             caught[fault] = _found(reference, wrong, yardstick, dtype)
         for name in caught["sign"]:
@@ -73,28 +73,28 @@ FAULTS = {"sign": -1, "doubled": 2}
 
 
 class Planted:
-    """Which planted faults were found, and which tensors are too large for one to be missed."""
+    """Which planted faults were found, and which tensors are so large that missing their fault is an error."""
 
     def __init__(self, caught: dict[str, dict[str, bool]], large: set[str]) -> None:
         self.caught, self.large = caught, large
 
     def count(self, fault: str) -> int:
-        """How many tensors' fault was found."""
+        """The number of tensors whose fault was found."""
         return sum(self.caught[fault].values())
 
     @property
     def total(self) -> int:
-        """How many tensors there are."""
+        """The number of tensors."""
         return len(self.caught["sign"])
 
     @property
     def missed(self) -> list[str]:
-        """The tensors of which a fault was not found."""
+        """The tensors with a fault that was not found."""
         return [name for name in self.caught["sign"] if not all(found[name] for found in self.caught.values())]
 
     @property
     def holds(self) -> bool:
-        """Whether a fault in every large tensor was found, and there is one."""
+        """Whether there are large tensors and all of their faults were found."""
         return bool(self.large) and not self.large & set(self.missed)
 
 
@@ -106,7 +106,7 @@ def _found(reference: Tensors, wrong: Tensors, yardstick: Tensors, dtype: str) -
 
 
 def _large(reference: Tensors, yardstick: Tensors, dtype: str) -> set[str]:
-    """The tensors that are twice as large as what they may be off by, so that one with a wrong sign or factor must fail."""
+    """The tensors whose norm is more than twice their permitted error: a wrong sign or factor must make them fail."""
     if dtype == "float64":
         limit = TOLERANCES["float64"].value * global_norm(reference)
         return {name for name, x in reference.items() if norm(x) > 2 * limit}

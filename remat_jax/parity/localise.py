@@ -1,4 +1,4 @@
-"""Where a Flax model first leaves its PyTorch original: the module, in the forward pass and in the backward pass."""
+"""The first module of a Flax model that diverges from its PyTorch original, in the forward and in the backward pass."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from remat_jax.porting.transfer import take
 
 @dataclass(frozen=True)
 class Divergences:
-    """What `first_divergences` finds.
+    """The divergences that `first_divergences` finds.
 
     Attributes:
-        forward: the first module, in the order of execution, whose inputs agree and whose output does not, or what it wrote,
-            such as statistics; `loss` stands for the loss function; None if there is none.
-        backward: the first module, in the order of the backward pass, whose forward pass agrees, and the cotangents of its
-            output, and not those of its inputs or its parameters' gradients; None if there is none.
-        alone: every module that is wrong by itself, where that was asked for.
-        matched: PyTorch's path → Flax's of the modules that were compared.
-        unmatched_torch, unmatched_flax: paths of the modules that have no counterpart.
-        stale: Flax modules whose recomputation, under a checkpoint, gave something else of the same inputs; innermost first.
-        hidden: Flax modules that ran where nothing can be captured.
+        forward: the first module in the order of execution whose inputs agree while its output differs, or the state that it
+            wrote, such as statistics. `loss` stands for the loss function; None if no module diverges.
+        backward: the first module in the order of the backward pass whose forward pass and output cotangents agree while its
+            input cotangents or its parameters' gradients differ; None if no module diverges.
+        alone: every module that is wrong by itself, if `single_step` was set.
+        matched: PyTorch path → Flax path of the compared modules.
+        unmatched_torch, unmatched_flax: paths of the modules without a counterpart.
+        stale: Flax modules whose recomputation gave a different output from equal inputs; innermost first.
+        hidden: Flax modules that ran where capture is impossible.
 
     >>> found = Divergences(None, None, (), {"": ""}, (), ())
     >>> found.none, found.matched
@@ -78,29 +78,29 @@ def first_divergences(
     rules: Any = None,
     single_step: bool = False,
 ) -> Divergences:
-    """Run both models in both passes in float64; name the first module that differs in each.
+    """Run both models forward and backward in float64; name the first module that differs in each pass.
 
-    A module is named where what it got agrees and what it gave does not: the innermost one, so that an attention is named whose
-    projections are right and whose products are wrong. The backward pass names only what the forward pass does not explain.
+    The innermost module whose inputs agree and whose outputs differ is named: an attention with correct projections and wrong
+    products is named itself. The backward pass names only a module that the forward pass does not explain.
 
-    With `single_step` every Flax module is given what its original got, in both passes, so that no error is carried on, and all
-    modules that are wrong by themselves are listed in `alone`.
+    With `single_step`, every Flax module is given the inputs and cotangents of its original, so no error propagates, and
+    `alone` lists all modules that are wrong by themselves.
 
     Args:
-        torch_module: a PyTorch module; a copy in float64 is run where it is in another dtype.
-        flax_module, variables: a Linen module and its variables, or an NNX module (variables None: its own), with the
-            weights of the other.
-        inputs: a tuple of arguments or a dict of keywords; those of Flax are `flax_inputs` where they are others.
-        loss: a function of the outputs to a scalar, for both models, or a pair of them, PyTorch's first. Without one it is the
-            sum of all outputs, weighted by fixed random numbers.
-        mapping: PyTorch's paths → Flax's of modules, as a dict or as a JSON file's path, for what names, order and sizes do not
-            tell; None for a path means that it has no counterpart.
-        rules: the weight map (`remat_jax.porting`), by which every parameter's gradient is compared, also where modules are cut
-            otherwise, such as projections that are one tensor of an attention in PyTorch; without one they are told by names.
-        torch_call, flax_call, transform: as `call` of `capture_torch`, and as `call` and `transform` of `capture_flax`.
+        torch_module: a PyTorch module; a float64 copy is run if its dtype is different.
+        flax_module, variables: a Linen module and its variables, or an NNX module (variables=None: its own state), with the
+            PyTorch module's weights.
+        inputs: a tuple of arguments or a dict of keywords. `flax_inputs` are the Flax model's inputs if they differ.
+        loss: a function from the outputs to a scalar, for both models, or a pair of functions, PyTorch's first. Without `loss`
+            it is the sum of all outputs, weighted by fixed random numbers.
+        mapping: PyTorch module path → Flax module path, as a dict or the path of a JSON file, for modules that names, order and
+            sizes do not match; None means that a module has no counterpart.
+        rules: the weight map (`remat_jax.porting`), by which every parameter's gradient is compared, even where the modules are
+            divided differently, such as projections that are a single tensor in PyTorch. Without `rules` names decide.
+        torch_call, flax_call, transform: `call` of `capture_torch`, and `call` and `transform` of `capture_flax`.
 
     Raises:
-        ArgumentError: a path of `mapping` is no module's, the outputs of the two are not alike, or the PyTorch module is in
+        ArgumentError: `mapping` contains a path without a module, the outputs differ in form, or the PyTorch module is in
             train mode and has dropout.
 
     >>> import flax.linen as nn, numpy as np, torch
@@ -139,14 +139,14 @@ def first_divergences(
 
 
 def _under_torch_names(gradients: Mapping[str, Any], rules: Any) -> dict[str, Any]:
-    """Flax's gradients as PyTorch's, a tied one under both of its names."""
+    """Flax's gradients under PyTorch's names; a tied gradient is under both of its names."""
     rules, problems = as_rules(rules), list[str]()
-    found = take(rules, dict(gradients), problems, direction="adjoint")
+    renamed = take(rules, dict(gradients), problems, direction="adjoint")
     if problems:
         raise PortingError("the gradients do not fit the rules:\n  " + "\n  ".join(problems))
-    for one, other in list(tied(rules, found)):
-        found[one] = found[other] = found[one if one in found else other]
-    return found
+    for one, other in list(tied(rules, renamed)):
+        renamed[one] = renamed[other] = renamed[one if one in renamed else other]
+    return renamed
 
 
 def _torch_trace(module: Any, inputs: Any, loss: Any, call: Any) -> Trace:
@@ -171,19 +171,19 @@ def _torch_trace(module: Any, inputs: Any, loss: Any, call: Any) -> Trace:
 
 
 def _map_arrays(inputs: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` applied to the arrays and tensors among arguments."""
+    """The inputs with `change` applied to their arrays and tensors."""
 
-    def one(value: Any) -> Any:
+    def changed(value: Any) -> Any:
         return change(as_numpy(value)) if hasattr(value, "__array__") else value
 
     if isinstance(inputs, Mapping):
-        return {name: one(value) for name, value in inputs.items()}
-    return tuple(jax.tree.map(one, value) for value in inputs)
+        return {name: changed(value) for name, value in inputs.items()}
+    return tuple(jax.tree.map(changed, value) for value in inputs)
 
 
 @contextmanager
 def _wide(module: Any, variables: Any, inputs: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """With 64-bit types on: the Flax model, its variables and its inputs in float64."""
+    """The Flax model, and its variables and inputs in float64, with 64-bit types enabled."""
 
     def wide(leaf: Any) -> Any:
         return jnp.asarray(leaf, jnp.float64) if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
@@ -195,7 +195,7 @@ def _wide(module: Any, variables: Any, inputs: Any) -> Iterator[tuple[Any, Any, 
 
 
 def _refuse_other_outputs(torch: Trace, flax: Trace, *, probed: bool) -> None:
-    # A `torch_call` or `flax_call` that calls submodules alone has no call of the whole model.
+    # A `torch_call` or `flax_call` that calls only submodules records no call of the whole model.
     whole = [trace[""].outputs for trace in (torch, flax) if "" in trace]
     alike = len(whole) < 2 or pairs_of(whole[0], whole[1])
     if not alike or (probed and torch.outputs != flax.outputs):
@@ -206,5 +206,5 @@ def _refuse_other_outputs(torch: Trace, flax: Trace, *, probed: bool) -> None:
 
 
 def _unmatched(trace: Trace, matched: Iterable[str]) -> tuple[str, ...]:
-    known = set(matched)
-    return tuple(dict.fromkeys(call.path for call in trace.calls if call.path not in known))
+    paths = set(matched)
+    return tuple(dict.fromkeys(call.path for call in trace.calls if call.path not in paths))

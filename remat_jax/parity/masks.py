@@ -1,7 +1,7 @@
-"""Which way masks are read: whether a 1, or the 0 of a mask that is to be added, shows a position to an attention or hides it.
+"""The sense of attention masks: whether a 1 (in an additive mask a 0) shows a position or hides it.
 
-A softmax hides what is far below the rest. So the sign of a mask's way into a softmax is followed, from operation to
-operation, and lost wherever an operation is not known. In Flax the traced program is read, in PyTorch one forward pass.
+A softmax hides scores far below the rest. The sign of a mask is therefore followed from operation to operation into a
+softmax; an unknown operation loses it. Flax's signs are read from the traced program, PyTorch's from a forward pass.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from remat_jax.core.walk import bodies
 from remat_jax.parity.tapped import Running, is_tap
 
 Signs = dict[str, dict[int, str]]
-"""The name of a mask → the ways in which it gets into a softmax (1 shows, −1 hides) → the first module where it does.
+"""The name of a mask → its sign at a softmax (1 shows, −1 hides) → the first module with that sign.
 
-Of a mask that is to be added, what is told is not of a 1 but of its 0.
+The sign is that of a mask's 1, or of an additive mask's 0.
 """
 
-FAR = -1e3  # what is added to a score to hide it is -inf, the least number, or -1e4 and below
+FAR = -1e3  # models hide a score by adding -inf, the least number, or -1e4 and below
 
 _FLIPS = frozenset({"not", "neg", "logical_not", "bitwise_not", "rsub"})
 _KEEPS = frozenset(
@@ -31,16 +31,16 @@ _KEEPS = frozenset(
     "gather dynamic_slice "
     "and or max min add bitwise_and bitwise_or logical_and logical_or minimum maximum".split()
 )  # fmt: skip
-_FIRST = frozenset({"index", "gather", "dynamic_slice", "baddbmm"})  # only their first operand says anything
+_FIRST = frozenset({"index", "gather", "dynamic_slice", "baddbmm"})  # only their first operand can be a mask
 _MIXES = frozenset("and or max min add bitwise_and bitwise_or logical_and logical_or minimum maximum".split())
 _SOFTMAXES = frozenset({"exp", "_softmax", "_safe_softmax"})
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of an array: how it grows with each mask, and its value where it is one number.
+    """What is known of an array: the sign with which it depends on each mask, and its value if it is constant.
 
-    `added`: it is a mask that is to be added, 0 where it shows and far below where it hides. All but 0 is taken for true.
+    `added`: the array is an additive mask, 0 where it shows and far below 0 where it hides. As a boolean, only 0 is false.
     """
 
     signs: Mapping[str, int] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Fact:
 
     @property
     def is_far(self) -> bool:
-        """Whether it hides whatever it is added to."""
+        """Whether adding this value to a score hides it."""
         return self.value is not None and self.value <= FAR
 
 
@@ -57,7 +57,7 @@ NOTHING = Fact()
 
 
 def through(name: str, facts: Sequence[Fact]) -> Fact:
-    """What is known of an operation's result; `where` and `masked_fill` have (mask, where it is 0, where it is 1).
+    """What is known of an operation's result; the operands of a selection are (mask, value at 0, value at 1).
 
     >>> through("select_n", [Fact({"mask": 1}), Fact(value=-1e9), NOTHING]).signs, through("not", [Fact({"mask": 1})]).signs
     ({'mask': 1}, {'mask': -1})
@@ -77,8 +77,8 @@ def through(name: str, facts: Sequence[Fact]) -> Fact:
         return facts[0]
     if name in _KEEPS and facts:
         values = {fact.value for fact in facts}
-        # Sums and bounds of masks that are to be added are such masks still.
-        added = any(one.added for one in (facts if name in _MIXES else facts[:1]))
+        # Sums, minima and maxima of additive masks are additive masks.
+        added = any(fact.added for fact in (facts if name in _MIXES else facts[:1]))
         return Fact(_agreed(fact.signs for fact in facts), values.pop() if len(facts) == 1 else None, added)
     return NOTHING
 
@@ -88,7 +88,7 @@ def _flipped(fact: Fact) -> Fact:
 
 
 def _compared(name: str, fact: Fact, other: Fact) -> Fact:
-    """Of a mask, and a number."""
+    """The result of comparing a mask with a number."""
     if not fact.signs or other.value is None or fact.added and other.value > 0:
         return NOTHING
     if fact.added:
@@ -99,7 +99,7 @@ def _compared(name: str, fact: Fact, other: Fact) -> Fact:
 
 
 def _as_boolean(fact: Fact) -> Fact:
-    """Of a mask that is to be added, and was taken for one of true and false."""
+    """An additive mask that was converted to booleans."""
     return _compared("ne", fact, Fact(value=0.0))
 
 
@@ -117,35 +117,35 @@ def _multiplied(first: Fact, second: Fact) -> Fact:
 
 
 def _agreed(every: Any) -> dict[str, int]:
-    """The signs of several operands, without those that contradict each other."""
-    found: dict[str, set[int]] = {}
+    """The signs of several operands, without the masks whose signs contradict each other."""
+    all_signs: dict[str, set[int]] = {}
     for signs in every:
         for name, sign in signs.items():
-            found.setdefault(name, set()).add(sign)
-    return {name: signs.pop() for name, signs in found.items() if len(signs) == 1}
+            all_signs.setdefault(name, set()).add(sign)
+    return {name: signs.pop() for name, signs in all_signs.items() if len(signs) == 1}
 
 
 class Masks:
-    """The ways of masks into softmaxes, collected."""
+    """Collects the signs with which masks enter softmaxes."""
 
     def __init__(self) -> None:
         self.signs: Signs = {}
 
     def enter(self, fact: Fact, module: str = "") -> None:
-        """A softmax of an array, in a module."""
+        """Record a softmax of an array, in a module."""
         for name, sign in fact.signs.items():
             self.signs.setdefault(name, {}).setdefault(sign, module)
 
 
-# Flax: the facts go along the equations.
+# Flax: facts are followed along the equations.
 
 
 def flax_masks(
     jaxpr: Any, names: Mapping[int, str], paths: Mapping[int, tuple[str, ...]], added: Collection[str] = ()
 ) -> Signs:
-    """How the arguments of a closed jaxpr with taps, place → name, get into its softmaxes; `paths` are those of the calls.
+    """The signs with which arguments of a closed jaxpr with taps enter its softmaxes.
 
-    Those in `added` are masks that are to be added.
+    `names` maps the position of an argument to its name, `paths` a call to its module path; `added` names additive masks.
     """
     masks = _Equations(paths)
     given = {place: Fact({name: 1}, added=name in added) for place, name in names.items()}
@@ -160,15 +160,15 @@ class _Equations(Masks):
         self._paths, self._running = paths, Running()
 
     def follow(self, jaxpr: Any, facts: Sequence[Fact]) -> list[Fact]:
-        """What is known of the results of a closed jaxpr."""
-        known: dict[Any, Fact] = dict(zip(jaxpr.jaxpr.invars, facts, strict=True))
-        known |= {var: _constant(value) for var, value in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)}
+        """The facts of a closed jaxpr's results."""
+        fact_of: dict[Any, Fact] = dict(zip(jaxpr.jaxpr.invars, facts, strict=True))
+        fact_of |= {var: _constant(value) for var, value in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)}
 
         def of(atom: Any) -> Fact:
-            return _constant(atom.val) if hasattr(atom, "val") else known.get(atom, NOTHING)
+            return _constant(atom.val) if hasattr(atom, "val") else fact_of.get(atom, NOTHING)
 
         for eqn in jaxpr.jaxpr.eqns:
-            known.update(zip(eqn.outvars, self._results(eqn, [of(atom) for atom in eqn.invars]), strict=False))
+            fact_of.update(zip(eqn.outvars, self._results(eqn, [of(atom) for atom in eqn.invars]), strict=False))
         return [of(atom) for atom in jaxpr.jaxpr.outvars]
 
     def _results(self, eqn: Any, given: list[Fact]) -> list[Fact]:
@@ -184,14 +184,14 @@ class _Equations(Masks):
         return [_as_boolean(made) if made.added and eqn.outvars[0].aval.dtype == bool else made]
 
     def _called(self, inside: Sequence[Any], given: Sequence[Fact], count: int) -> list[Fact]:
-        """Of what is called, or looped over once; what takes other arguments than its equation is not read."""
-        found = [NOTHING] * count
+        """The facts of a call's or a loop's results; a loop is followed once, and a body with other arguments is skipped."""
+        results = [NOTHING] * count
         for body in inside:
             skipped = len(given) - len(body.jaxpr.invars)
-            if skipped in (0, 1):  # the branches of a cond: its index is no argument of theirs
+            if skipped in (0, 1):  # 1: the branches of a cond do not take its index
                 made = self.follow(body, given[skipped:])
-                found = made if len(made) == count else found
-        return found
+                results = made if len(made) == count else results
+        return results
 
 
 def _constant(value: Any) -> Fact:
@@ -199,11 +199,11 @@ def _constant(value: Any) -> Fact:
     return NOTHING if array is None or array.dtype.kind not in "fiub" else Fact(value=float(array.reshape(-1)[0]))
 
 
-# PyTorch: the facts go along the operators of a forward pass.
+# PyTorch: facts are followed along the operators of a forward pass.
 
 
 def torch_masks(run: Callable[[], Any], inputs: Mapping[str, Any], added: Collection[str] = ()) -> Signs:
-    """How these tensors, name → tensor, get into the softmaxes of `run()`; those in `added` are masks that are to be added."""
+    """The signs with which tensors (name → tensor) enter the softmaxes of `run()`; `added` names additive masks."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -213,7 +213,7 @@ def torch_masks(run: Callable[[], Any], inputs: Mapping[str, Any], added: Collec
     def of(value: Any) -> Fact:
         if isinstance(value, torch.Tensor):
             _, fact = known.get(id(value), (None, NOTHING))
-            # One number throughout, or all so low that they hide: both are known from the values.
+            # A tensor without a sign may still be a constant.
             return fact if fact.signs else _torch_constant(value)
         return Fact(value=float(value)) if isinstance(value, int | float) else NOTHING
 
@@ -222,13 +222,13 @@ def torch_masks(run: Callable[[], Any], inputs: Mapping[str, Any], added: Collec
             name, others = func._schema.name.removeprefix("aten::").removesuffix("_"), list((kwargs or {}).values())
             fact = NOTHING
             if any(id(x) in known for x in (*args, *others)):
-                # Before it runs: an operator in place writes over what it is given.
+                # Read before the call: an in-place operator overwrites its arguments.
                 fact = _of_operator(name, [of(x) for x in args], [of(x) for x in others], masks)
             result = func(*args, **(kwargs or {}))
             if fact.added and isinstance(result, torch.Tensor) and result.dtype == torch.bool:
                 fact = _as_boolean(fact)
             if fact.signs and isinstance(result, torch.Tensor):
-                known[id(result)] = (result, fact)  # kept alive, so that no other tensor takes its place
+                known[id(result)] = (result, fact)  # kept alive, so that no other tensor gets its id
             return result
 
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -246,7 +246,7 @@ def _of_operator(name: str, args: list[Fact], kwargs: list[Fact], masks: Masks) 
         masks.enter(args[0])
         return NOTHING
     if name.startswith("_scaled_dot_product"):
-        for fact in (*args[3:], *kwargs):  # behind queries, keys and values: the mask that is added
+        for fact in (*args[3:], *kwargs):  # the additive mask follows queries, keys and values
             masks.enter(fact)
         return NOTHING
     if name == "where":
@@ -266,7 +266,7 @@ def _torch_constant(tensor: Any) -> Fact:
 
 
 def opposed(torch: Signs, flax: Signs) -> Iterator[tuple[str, str, int]]:
-    """The masks that the two read in opposite ways: module in Flax, name, and the way in Flax, as in `Signs`."""
+    """The masks with opposite signs in the two frameworks: the Flax module, the mask's name, and Flax's sign."""
     for name in sorted(torch.keys() & flax.keys()):
         if len(torch[name]) == len(flax[name]) == 1 and torch[name].keys() != flax[name].keys():
             [(sign, module)] = flax[name].items()

@@ -1,4 +1,4 @@
-"""Which module of the PyTorch model is which of the Flax model: by names, order of execution and sizes, or as the user says."""
+"""Match the modules of a PyTorch and a Flax model, by names, order of execution and sizes, or by the user's mapping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from remat_jax.errors import ArgumentError, nearest
 from remat_jax.reading import read_limited
 
-# Words that mean the same in the names of modules; "" for those that say nothing.
+# Synonyms in module names; "" marks a word without meaning.
 _SAME = {
     "h": "layers", "layer": "layers", "block": "layers", "blocks": "layers", "attn": "attention", "self": "",
     "q": "query", "k": "key", "v": "value", "o": "out", "output": "out", "proj": "", "projection": "", "dense": "",
@@ -23,7 +23,7 @@ _SAME = {
     "ln": "norm", "layernorm": "norm", "rmsnorm": "norm", "batchnorm": "norm", "mlp": "ffn", "embeddings": "embed",
     "embedding": "embed", "tokens": "", "word": "words", "position": "positions", "fc": "ffn", "token": "", "type": "",
 }  # fmt: skip
-# What a module is by the name of its class; only modules that call no other are told by it.
+# The sort of a module by the name of its class; used only for modules that call no other module.
 _SORTS = (
     ("norm", "norm"),
     ("drop", "dropout"),
@@ -33,23 +33,23 @@ _SORTS = (
     ("relu|gelu|silu|swish|tanh|sigmoid|activation|identity", "activation"),
 )
 _MOVED = 0.75
-"""How much two modules are the same that have the same weights inside and other functions, or of which one is a convolution."""
-_LEAST = 0.35  # of at most about 2.5: names have nothing in common and the places are apart
+"""The base score of two modules with the same weights but different functions, or of a linear layer and a convolution."""
+_LEAST = 0.35  # of at most about 2.5: the names share no word and the positions are far apart
 
 
 MOST_BYTES = 64 * 2**20
-"""A file of more is no mapping."""
+"""A larger file is no mapping."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """What is known of a module for finding its counterpart.
+    """The facts by which a module's counterpart is found.
 
     Attributes:
-        path, kind: its path, and the name of its class.
-        size: how many numbers its first result has; None if that is not known.
-        is_leaf: whether it calls no other module.
-        has_weights: whether it has trained weights of its own, unlike a rotation or a dropout.
+        path, kind: the module's path, and the name of its class.
+        size: the number of elements of its first result; None if unknown.
+        is_leaf: whether the module calls no other module.
+        has_weights: whether the module has trained weights, unlike a rotation or a dropout.
     """
 
     path: str
@@ -60,15 +60,16 @@ class Module:
 
 
 def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) -> dict[str, str]:
-    """PyTorch path → Flax path, one to one; both are given in the order of execution.
+    """PyTorch path → Flax path, one to one; both sequences are in the order of execution.
 
-    What calls no other module is matched first, by sort, size, name and order; then what calls the same of these. `mapping` is
-    a dict of such paths, or the path of a JSON file with one, and wins; None there means that a module has no counterpart.
+    Leaves are matched first, by sort, size, name and order; then the modules that call the same leaves. `mapping` is a dict
+    from PyTorch paths to Flax paths, or the path of a JSON file with such a dict. It takes precedence, and its None means that
+    a module has no counterpart.
 
     Raises:
-        ArgumentError: a path of `mapping` is no module's.
+        ArgumentError: `mapping` contains a path without a module.
 
-    >>> torch = [Module("h/0/fc", "Linear", 4, True), Module("h/0", "Block", 4, False), Module("", "Model", 4, False)]
+     torch = [Module("h/0/fc", "Linear", 4, True), Module("h/0", "Block", 4, False), Module("", "Model", 4, False)]
     >>> flax = [Module("layers_0/up", "Dense", 4, True), Module("layers_0", "Layer", 4, False), Module("", "Net", 4, False)]
     >>> match(torch, flax)
     {'': '', 'h/0/fc': 'layers_0/up', 'h/0': 'layers_0'}
@@ -80,14 +81,14 @@ def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) 
     leaves = [[module for module in side if module.is_leaf] for side in free]
     found |= _assigned(leaves[0], leaves[1], _same_sort)
 
-    # A leaf of one side may be no leaf on the other, such as an attention that has its projections inside.
+    # A leaf on one side may have modules inside on the other, such as an attention with its projections.
     whole = [[m for m in side if not m.is_leaf or (sort_of(m.kind) == "other" and m.path not in used)]
              for side, used in zip(free, (found.keys(), {*found.values()}), strict=True)]  # fmt: skip
     leaves_found = [module for module in torch if module.is_leaf and module.path in found]
     weighted = [module for module in leaves_found if module.has_weights]
 
     def within(some: Sequence[Module], one: Module, other: Module) -> tuple[set[str], set[str]]:
-        """Flax's paths of the leaves inside of either."""
+        """The Flax paths of the leaves inside each of the two modules."""
         theirs = {found[leaf.path] for leaf in some if _is_in(leaf.path, one.path)}
         return theirs, {found[leaf.path] for leaf in some if _is_in(found[leaf.path], other.path)}
 
@@ -95,12 +96,12 @@ def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) 
         theirs, ours = within(leaves_found, one, other)
         if theirs == ours:
             return 1.0 if theirs else 0.0
-        # What has no weights, such as a rotation or a dropout, may stand in another module.
+        # A leaf without weights, such as a rotation or a dropout, may be in a different module.
         theirs, ours = within(weighted, one, other)
         return _MOVED if theirs and theirs == ours else None
 
     def nearly_same(one: Module, other: Module) -> float | None:
-        """Of one name, and with more inside that is the same than not: a table that two modules share is inside of one."""
+        """Equal names, and most leaves inside are common: a table shared by two modules is inside only one of them."""
         theirs, ours = within(weighted, one, other)
         alike = words(one.path) == words(other.path) and 2 * len(theirs & ours) > len(theirs | ours)
         return _MOVED if alike else None
@@ -115,7 +116,7 @@ def _same_sort(one: Module, other: Module) -> float | None:
     sorts = {sort_of(one.kind), sort_of(other.kind)}
     if len(sorts) == 1:
         return 1.0
-    # A convolution of one pixel, or of patches that do not overlap, is a linear layer: libraries call it either.
+    # A convolution of single pixels, or of patches that do not overlap, is a linear layer: libraries use either name.
     return _MOVED if sorts == {"linear", "convolution"} else None
 
 
@@ -123,7 +124,7 @@ def read_mapping(mapping: Any, torch: Sequence[Module], flax: Sequence[Module]) 
     """The user's mapping, checked.
 
     Raises:
-        ArgumentError: it is no mapping, or a path in it is no module's.
+        ArgumentError: `mapping` is no mapping, or contains a path without a module.
     """
     if isinstance(mapping, str | Path):
         try:
@@ -155,7 +156,7 @@ def read_mapping(mapping: Any, torch: Sequence[Module], flax: Sequence[Module]) 
 def _assigned(
     torch: Sequence[Module], flax: Sequence[Module], base: Callable[[Module, Module], float | None]
 ) -> dict[str, str]:
-    """The pairs of the largest sum of scores, none of which is too small."""
+    """The assignment with the largest sum of scores, without its pairs whose score is too small."""
     from scipy.optimize import linear_sum_assignment
 
     scores = np.zeros((len(torch), len(flax)))
@@ -172,7 +173,7 @@ def _assigned(
 
 
 def similarity(one: str, other: str) -> float:
-    """How alike two module paths are, from 0 to 1.5: their words, those of the last part counted again.
+    """How similar two module paths are, from 0 to 1.5: the common words, and half as much again for the last parts.
 
     >>> similarity("h/0/attn/c_proj", "layers_0/attention/c_proj"), similarity("h/0/attn/c_proj", "layers_1/mlp/c_proj")
     (1.5, 1.0)
@@ -187,18 +188,18 @@ def _alike(one: Counter[str], other: Counter[str]) -> float:
 
 
 def words(path: str) -> Counter[str]:
-    """The words and numbers of a module path, those that mean the same in one form."""
+    """The words and numbers of a module path, with synonyms replaced by a common word."""
     parts = (part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", path))
     return Counter(filter(None, (_SAME.get(part, part) for part in parts)))
 
 
 def sort_of(kind: str) -> str:
-    """What a module is, by the name of its class: "linear", "norm", …, or "other".
+    """The sort of a module, by the name of its class: "linear", "norm", …, or "other".
 
     >>> sort_of("LlamaRMSNorm"), sort_of("Dense"), sort_of("Block")
     ('norm', 'linear', 'other')
     """
-    if kind == "Conv1D":  # of transformers: a linear layer, unlike torch.nn.Conv1d
+    if kind == "Conv1D":  # a linear layer in transformers, unlike torch.nn.Conv1d
         return "linear"
     return next((sort for pattern, sort in _SORTS if re.search(pattern, kind.lower())), "other")
 

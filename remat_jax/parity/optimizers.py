@@ -15,15 +15,15 @@ NAMES = ("sgd", "adam", "adamw")
 
 @dataclass(frozen=True)
 class Optimizer:
-    """SGD, Adam or AdamW with hyperparameters that both frameworks take; their own defaults differ.
+    """SGD, Adam or AdamW with explicit hyperparameters, because the frameworks' defaults differ.
 
     Attributes:
         name: `sgd`, `adam` or `adamw`.
-        learning_rate, momentum, beta1, beta2: momentum is SGD's, the betas are Adam's.
-        weight_decay: decoupled for AdamW, where PyTorch's default is 1e-2 and optax's 1e-4; for the others a part of the
-            gradient, as PyTorch has it.
-        epsilon: Adam divides a gradient by its own size. Some are zero but for rounding (no attention depends on the bias of
-            its keys), and PyTorch's 1e-8 makes steps of that rounding which no two programs share.
+        learning_rate, momentum, beta1, beta2: SGD uses the momentum, Adam and AdamW the betas.
+        weight_decay: decoupled for AdamW, whose default is 1e-2 in PyTorch and 1e-4 in optax; SGD and Adam add it to the
+            gradient, as in PyTorch.
+        epsilon: Adam divides a gradient by its own size. Some gradients are zero except for rounding (no attention depends on
+            the bias of its keys), and PyTorch's 1e-8 turns that rounding into steps that no two programs share.
 
     >>> Optimizer("adamw").weight_decay
     0.01
@@ -53,7 +53,7 @@ class Optimizer:
         return kind(parameters, lr=rate, betas=(self.beta1, self.beta2), eps=self.epsilon, weight_decay=decay)
 
     def optax(self) -> Any:
-        """The same of optax."""
+        """The same optimizer in optax."""
         betas = {"b1": self.beta1, "b2": self.beta2, "eps": self.epsilon}
         if self.name == "adamw":
             return optax.adamw(self.learning_rate, **betas, weight_decay=self.weight_decay)
@@ -63,7 +63,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class OptimizerPair:
-    """An optimizer of the user's own in either framework."""
+    """The user's own optimizer in both frameworks."""
 
     make_torch: Callable[[Any], Any]
     transformation: Any
@@ -74,15 +74,15 @@ class OptimizerPair:
         return self.make_torch(parameters)
 
     def optax(self) -> Any:
-        """Optax's."""
+        """The optax transformation."""
         return self.transformation
 
 
 def as_optimizer(optimizer: Any) -> Optimizer | OptimizerPair | None:
-    """The optimizer that is given as None, a name, an `Optimizer`, or a pair.
+    """The optimizer given as None, a name, an `Optimizer`, or a pair.
 
     Raises:
-        ArgumentError: it is none of these.
+        ArgumentError: `optimizer` is none of these.
     """
     if optimizer is None or isinstance(optimizer, Optimizer | OptimizerPair):
         return optimizer

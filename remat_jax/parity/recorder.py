@@ -1,4 +1,4 @@
-"""Taps on every module of a Flax model while it is traced: Linen by an interceptor, NNX by its classes' calls."""
+"""Taps on every module of a Flax model while it is traced: an interceptor for Linen, patched `__call__` for NNX."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _steps = itertools.count(1)
 
 @dataclass
 class Traced:
-    """A call of a module while it was traced; in a loop one stands for all iterations.
+    """A traced call of a module; in a loop it stands for all iterations.
 
     Attributes:
-        path: of the module, loops without an index.
-        module: the module, bound if it is a Linen one; only what is static may be read from it.
-        parent: the place of the call around it.
-        parameters: the shapes and dtypes of the parameters that the module itself has, in a loop those of one iteration.
+        path: the module's path, without the indices of loops.
+        module: the module; a Linen module is bound. Only its static attributes may be read.
+        parent: the position of the enclosing call.
+        parameters: the shapes and dtypes of the module's own parameters; in a loop, of a single iteration.
         state: the names of the variables that the module itself wrote.
         names: role and number of an array → the parameter, or the key of the result, that it belongs to.
     """
@@ -46,7 +46,7 @@ class Traced:
 
 @dataclass
 class Recorder:
-    """The calls that were traced while `recording` held, in the order in which they began."""
+    """The calls that were traced inside `recording`, in the order in which they began."""
 
     calls: list[Traced] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Recorder:
     loss: int | None = None
 
     def run(self, module: Any, path: tuple[str, ...], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`call(*args, **kwargs)`, taps on the arrays that go in and come out."""
+        """`call(*args, **kwargs)` with taps on its input and output arrays."""
         number = len(self.calls)
         self.calls.append(Traced(path, module, self.running[-1] if self.running else None))
         self.running.append(number)
@@ -74,13 +74,13 @@ class Recorder:
             self.running.pop()
 
     def run_loss(self, loss: Callable[[Any], Any], outputs: Any) -> Any:
-        """The loss of a model's outputs, with taps as if it were a module behind the model."""
+        """The loss of a model's outputs, tapped like a module that follows the model."""
         self.loss = len(self.calls)
         self.calls.append(Traced((LOSS,), loss, None))
         return _tapped(loss(_tapped(outputs, self.loss, "input")), self.loss, "output")
 
     def _tap_state(self, number: int, module: Any, before: Mapping[str, Variable]) -> None:
-        """Taps on what a module has written to its own variables. Put back, or a loop would drop them as used by nobody."""
+        """Tap the variables that a module wrote. The tapped value is written back, or a loop would drop the unused tap."""
         for name, (value, write) in written(module).items():
             if _is_tappable(value) and not (name in before and before[name].value is value):
                 write(tap(value, Label(number, "state", len(self.calls[number].state))))
@@ -93,7 +93,7 @@ class Recorder:
 
     @contextmanager
     def recording(self, model: Any) -> Iterator[None]:
-        """Tap the calls of Linen modules; for an NNX `model` (tagged by `tag`) those of its modules."""
+        """Tap the calls of Linen modules, or of the modules of an NNX `model` that `tag` has tagged."""
         token = differentiated.set(self.differentiated)
         try:
             with step_traced(next(_steps)), self._tapping(model):
@@ -127,43 +127,43 @@ class Recorder:
 
 
 def tag(model: nnx.Module) -> None:
-    """Write its path into every module of `model`, as a static attribute: objects are made anew inside NNX's transforms."""
+    """Give every module of `model` its path as a static attribute, because NNX's transforms rebuild the objects."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Module):
             setattr(node, _TAG, "/".join(map(str, path)))
 
 
 def _parameters(module: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The types of the arrays that a module itself has as parameters."""
+    """The types of a module's own parameters."""
     if isinstance(module, nnx.Module):
-        own = {name: value.get_value() for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+        parameters = {name: value.get_value() for name, value in vars(module).items() if isinstance(value, nnx.Param)}
     else:
-        own = module.variables.get("params", {})
-    unboxed = {name: linen.unbox(value) for name, value in own.items()}
+        parameters = module.variables.get("params", {})
+    unboxed = {name: linen.unbox(value) for name, value in parameters.items()}
     return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in unboxed.items() if hasattr(value, "shape")}
 
 
 class Variable(NamedTuple):
-    """A variable's value, and what gives it another."""
+    """A variable's value, and the function that sets it."""
 
     value: Any
     write: Callable[[Any], None]
 
 
 def written(module: Any) -> dict[str, Variable]:
-    """The variables of a module itself that a forward pass may write, by name: no parameters and no RNG streams."""
+    """A module's own variables that a forward pass may write, by name: no parameters and no RNG streams."""
     if isinstance(module, nnx.Module):
-        own = {name: each for name, each in vars(module).items() if isinstance(each, nnx.Variable)}
+        variables = {name: each for name, each in vars(module).items() if isinstance(each, nnx.Variable)}
         return {
             name: Variable(each.get_value(), each.set_value)
-            for name, each in own.items()
+            for name, each in variables.items()
             if not isinstance(each, nnx.Param | nnx.RngState | nnx.Intermediate)
         }
     return {
         name: Variable(value, functools.partial(module.put_variable, collection, name))
-        for collection, own in module.variables.items()
+        for collection, variables in module.variables.items()
         if collection not in ("params", "intermediates") and module.is_mutable_collection(collection)
-        for name, value in own.items()
+        for name, value in variables.items()
     }
 
 
@@ -172,7 +172,7 @@ def _classes(model: nnx.Module) -> set[type]:
 
 
 def _names(values: Any, named: Mapping[str, Any], role: str) -> dict[tuple[str, int], str]:
-    """The names of the arrays that get taps, by role and number."""
+    """The names of the tapped arrays, by role and number."""
     names = dict[int, str]()
     for name, value in named.items():
         for leaf in _leaves(value):
@@ -181,20 +181,20 @@ def _names(values: Any, named: Mapping[str, Any], role: str) -> dict[tuple[str, 
 
 
 def _leaves(values: Any) -> list[Any]:
-    """The arrays that get taps, each once, in order."""
+    """The arrays to tap, each once, in order."""
     leaves = jax.tree.leaves(values, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable | nnx.Module))
     return list({id(leaf): leaf for leaf in leaves if _is_tappable(leaf)}.values())
 
 
 def _tapped(values: Any, call: int, role: str) -> Any:
-    """`values` with taps; an array that is there several times has one, and one cotangent."""
+    """`values` with taps; an array that occurs several times has a single tap and cotangent."""
     leaves, treedef = jax.tree.flatten(values, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable | nnx.Module))
     tapped = {id(leaf): tap(leaf, Label(call, role, number)) for number, leaf in enumerate(_leaves(values))}
     return jax.tree.unflatten(treedef, [tapped.get(id(leaf), leaf) for leaf in leaves])
 
 
 def _is_tappable(leaf: Any) -> bool:
-    """Whether `leaf` is an array of JAX's: an RNG key has no numbers, and a NumPy array may have to stay known."""
+    """Whether `leaf` is a numeric JAX array. RNG keys hold no numbers, and a NumPy array may have to stay concrete."""
     if not (compat.is_traced(leaf) or isinstance(leaf, jax.Array)):
         return False
     return bool(jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == jnp.bool_)

@@ -1,4 +1,4 @@
-"""What two models would do differently, read from their modules before anything is run."""
+"""The settings in which two models differ, read from their modules without running them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting that differs: of the Flax module at `path`; `what` it is, and its value in `torch` and in `flax`.
+    """A setting `what` that differs at the Flax module `path`, with its value in `torch` and in `flax`.
 
     >>> print(Difference("layers_0", "epsilon", 1e-05, 1e-06))
     layers_0: epsilon is 1e-05 in PyTorch and 1e-06 in Flax
@@ -48,13 +48,13 @@ def differences(
 ) -> list[Difference]:
     """List the settings in which matching modules differ, without running either model.
 
-    Compared are: epsilon of norms, momentum of batch norms (in Flax's sense, 1 − PyTorch's) and whether they use their running
-    statistics, the form of GELU, padding, strides, dilation and groups of convolutions, rates of dropout, whether there is a
-    bias, dtypes, and the precision that modules ask of their products. A Linen model is traced on `variables` and `inputs` (a
-    tuple of arguments or a dict of keywords), which may be `jax.ShapeDtypeStruct`; for
-    an NNX model `variables` is None. `mapping` is that of `first_divergences`, whose `matched` is surer than names alone.
+    The compared settings are: epsilon of norms; momentum of batch norms (Flax's, which is 1 − PyTorch's) and whether they use
+    running statistics; the form of GELU; padding, strides, dilation and groups of convolutions; dropout rates; whether there
+    is a bias; dtypes; and the matmul precision that modules request. A Linen model is traced on `variables` and `inputs` (a
+    tuple of arguments or a dict of keywords), which may be `jax.ShapeDtypeStruct`. For an NNX model `variables` is None.
+    `mapping` is the argument of `first_divergences`; its result `matched` is more reliable here than names alone.
 
-    What is called as a plain function, such as `torch.nn.functional.gelu`, is not seen in PyTorch.
+    Plain function calls in PyTorch, such as `torch.nn.functional.gelu`, are not seen.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, torch
     >>> theirs, ours = torch.nn.Sequential(torch.nn.LayerNorm(3)), nn.Sequential([nn.LayerNorm()])
@@ -67,7 +67,7 @@ def differences(
 
 
 def step_differences(torch_module: Any, step: Step, mapping: Any = None) -> list[Difference]:
-    """The same of a Flax model that has been traced."""
+    """`differences` for a Flax model that is already traced."""
     theirs = {path.replace(".", "/"): module for path, module in torch_module.named_modules()}
     ours = _expanded(step)
     listed = [
@@ -77,7 +77,7 @@ def step_differences(torch_module: Any, step: Step, mapping: Any = None) -> list
     outer = {path.rpartition("/")[0] for path in ours} | {""}
     others = [Module(path, type(ours[path].module).__name__, None, path not in outer) for path in ours]
     matched = match(listed, others, mapping)
-    # A ConvNet is no convolution: only what holds no other module is told by its name.
+    # A ConvNet is no convolution: a class name tells the sort only of a module without submodules.
     leaves = {module.path for module in listed if module.is_leaf}, {module.path for module in others if module.is_leaf}
     found = [
         difference
@@ -97,29 +97,29 @@ def _compared(path: str, torch: Facts, flax: Facts) -> Iterator[Difference]:
 
 
 def torch_facts(module: Any) -> Facts:
-    """The settings of a PyTorch module, in Flax's words."""
-    sort, own = sort_of(type(module).__name__), dict(module.named_parameters(recurse=False))
+    """The settings of a PyTorch module, in Flax's terms."""
+    sort, parameters = sort_of(type(module).__name__), dict(module.named_parameters(recurse=False))
     facts: Facts = {}
     epsilon = getattr(module, "eps", getattr(module, "variance_epsilon", None))
     if sort == "norm" and epsilon is not None:
         facts["epsilon"] = epsilon
-    # Modules of other libraries have such names and not these attributes: a frozen batch norm has no momentum.
+    # Other libraries' modules may lack these attributes under the same names: a frozen batch norm has no momentum.
     if sort == "norm" and getattr(module, "momentum", None) is not None:
         facts["momentum"] = 1 - module.momentum
     if sort == "norm" and hasattr(module, "track_running_stats"):
         facts["statistics"] = "of the batch" if module.training or not module.track_running_stats else "running"
     if sort == "convolution" and hasattr(module, "transposed"):
         facts |= {"strides": tuple(module.stride), "dilation": tuple(module.dilation), "groups": module.groups}
-        if not module.transposed:  # there the two count padding from opposite ends
+        if not module.transposed:  # the frameworks count a transposed convolution's padding from opposite ends
             text = isinstance(module.padding, str)
             pads = module.padding.upper() if text else module.padding
             facts["padding"] = _padding(pads, module.kernel_size, module.stride, module.dilation)
-    if sort in ("linear", "convolution") or (sort == "norm" and own):
-        facts["bias"] = "bias" in own
+    if sort in ("linear", "convolution") or (sort == "norm" and parameters):
+        facts["bias"] = "bias" in parameters
     if sort in ("linear", "convolution"):
         facts["precision"] = "highest"
-    if own:
-        facts["dtype"] = str(next(iter(own.values())).dtype).removeprefix("torch.")
+    if parameters:
+        facts["dtype"] = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
     return facts
 
 
@@ -162,7 +162,7 @@ def _convolution(module: Any) -> Facts:
 
 
 def _precision(precision: Any) -> str:
-    """What JAX calls a precision: of one for each operand both, of an algorithm its name."""
+    """JAX's name of a precision: both names of a pair for two operands, or the name of an algorithm."""
     if type(precision) is tuple:
         return " and ".join(dict.fromkeys(map(_precision, precision)))
     try:
@@ -172,7 +172,7 @@ def _precision(precision: Any) -> str:
 
 
 def _padding(padding: Any, size: Any, strides: Any, dilation: Any) -> Any:
-    """Padding as pairs; "SAME" where the pairs depend on the size of the input."""
+    """Padding as pairs; "SAME" if the pairs depend on the size of the input."""
     if padding == "VALID":
         return tuple((0, 0) for _ in size)
     spans = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
@@ -185,28 +185,28 @@ def _padding(padding: Any, size: Any, strides: Any, dilation: Any) -> Any:
 
 
 def _rates(torch: Mapping[str, Any], flax: Mapping[str, Traced]) -> list[Difference]:
-    """Dropout rates of the whole models: their modules are often shared in one of them, and one for each place in the other."""
+    """Dropout rates of the whole models: the frameworks often differ in whether several places share a dropout module."""
     theirs = {getattr(m, "p", None) for m in torch.values() if sort_of(type(m).__name__) == "dropout"} - {None, 0}
     dropouts = [call.module for call in flax.values() if sort_of(type(call.module).__name__) == "dropout"]
     rates = {module.rate for module in dropouts if getattr(module, "rate", None)}
-    # Of a dropout that is a function in PyTorch no module tells.
+    # Without rates in PyTorch's modules there is nothing to compare: its dropout may be a plain function.
     return [] if theirs == rates or not theirs else [Difference("", "dropout rates", sorted(theirs), sorted(rates))]
 
 
 def _expanded(step: Step) -> dict[str, Traced]:
-    """The calls by path, layers of a loop one by one, in the order of execution."""
-    found: dict[str, Traced] = {}
+    """The calls by path in the order of execution, with a loop's layers listed one by one."""
+    calls: dict[str, Traced] = {}
     entries = [(key, path, place) for place in step.places for _, path, key in place.instances()]
     for _, path, place in sorted(entries, key=lambda entry: entry[0]):
-        found.setdefault(path, step.recorder.calls[place.label.call])
-    return found
+        calls.setdefault(path, step.recorder.calls[place.label.call])
+    return calls
 
 
-# GELU: in JAX it is a function, and leaves an error function or a tanh; the taps tell in which module's call.
+# In JAX, GELU is a function that leaves an error function or a tanh in the jaxpr; taps tell which module called it.
 
 _FORMS = {"erf": "exact", "erfc": "exact", "tanh": "by tanh"}
 _QUICK = 1.702
-"""What quick GELU multiplies its argument by, in x · sigmoid(1.702 · x)."""
+"""The factor of quick GELU, x · sigmoid(1.702 · x)."""
 
 
 def _gelus(torch: Mapping[str, Any], step: Step, matched: Mapping[str, str]) -> list[Difference]:
@@ -233,7 +233,7 @@ def _without_indices(path: str) -> str:
 
 
 def _torch_gelu(module: Any) -> str:
-    """The form that a module computes, whatever its class is called; empty where it is none."""
+    """The form of GELU that a module computes, read from its values; empty if the module is no GELU."""
     import torch
 
     if "gelu" not in type(module).__name__.lower():
@@ -244,7 +244,7 @@ def _torch_gelu(module: Any) -> str:
             made = module.forward(x)
         if made.shape != x.shape:
             return ""
-    except Exception:  # a module that takes or gives something else than one array
+    except Exception:  # the module does not map a single array to a single array
         return ""
     forms = {
         "exact": torch.nn.functional.gelu(x),
@@ -267,7 +267,7 @@ def _find_forms(jaxpr: Any, step: Step, running: Running, forms: dict[str, set[s
 
 
 def _form(eqn: Any) -> str:
-    """The form of GELU that an equation is of, if it is of one."""
+    """The form of GELU that an equation belongs to, or ""."""
     if eqn.primitive.name == "mul":
         numbers = [np.asarray(atom.val) for atom in eqn.invars if hasattr(atom, "val")]
         return "quick" if any(x.ndim == 0 and abs(float(x) - _QUICK) < 1e-3 for x in numbers) else ""

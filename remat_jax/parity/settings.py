@@ -1,4 +1,4 @@
-"""What the two models say before either is run: the settings in which they differ, for every report."""
+"""The settings in which the two models differ, and the check that lists them in every report."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from remat_jax.porting.tensors import as_torch
 from remat_jax.porting.variables import Variables
 
 _NAMED = 4
-"""How many findings a sentence names."""
+"""The number of findings that the check's text names."""
 
 
 def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[tuple[dict[str, Any], ...], Check]:
-    """The settings that differ, as plain data, and a check that says how many.
+    """The settings that differ, as plain data, and a check that lists them.
 
-    The check holds either way: whether a setting matters is for the values to say. Both models are read in the dtype of the
-    PyTorch model as it was given. Where the modules cannot be read, the check says why.
+    The check always passes: the compared values decide whether a setting matters. Both models are read in the dtype of the
+    given PyTorch model. If the modules cannot be read, the check says why.
     """
     model = case.torch()
     dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()), "float32")
@@ -45,14 +45,14 @@ def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[t
             found += [*step_differences(model, step), *_masks(case, model, dtype, step)]
     except RematError as error:
         unread = f"the modules could not be read: {error}"
-    texts = [unread] * bool(unread) + [str(one) for one in found[:_NAMED]]
+    texts = [unread] * bool(unread) + [str(difference) for difference in found[:_NAMED]]
     texts += [f"and {len(found) - _NAMED} more"] if len(found) > _NAMED else []
-    data = tuple({**asdict(one), "torch": str(one.torch), "flax": str(one.flax)} for one in found)
+    data = tuple({**asdict(each), "torch": str(each.torch), "flax": str(each.flax)} for each in found)
     return data, Check("settings", True, "; ".join(texts) or "none differs of those that modules tell")
 
 
 def _precision() -> list[Difference]:
-    """How float32 matrices are multiplied, where the two frameworks were told different things."""
+    """The precision of float32 products, if the frameworks' global settings differ."""
     import torch
 
     theirs, ours = torch.get_float32_matmul_precision(), jax.config.jax_default_matmul_precision
@@ -61,9 +61,9 @@ def _precision() -> list[Difference]:
 
 
 def _masks(case: Case, torch_model: Any, dtype: str, step: Step) -> Iterator[Difference]:
-    """Inputs that show a position to an attention in one framework and hide it in the other.
+    """The masks among the inputs that show a position in one framework and hide it in the other.
 
-    They are of 0 and 1, or to be added to scores: 0, and far below.
+    A mask consists of 0 and 1, or is additive: 0, and numbers far below.
     """
     import torch
 
@@ -85,21 +85,21 @@ def _masks(case: Case, torch_model: Any, dtype: str, step: Step) -> Iterator[Dif
 
 
 def _shows(array: Any) -> int | None:
-    """The number by which an array may say that a position is shown, if it may be a mask: 1, or 0 where it is to be added.
+    """The number that shows a position, if an array may be a mask: 1, or 0 in an additive mask; else None.
 
     >>> _shows(np.array([True, False])), _shows(np.array([0.0, -np.inf])), _shows(np.array([0.5])), _shows(np.zeros(2))
     (1, 0, None, None)
     """
     values = np.unique(np.asarray(array, np.float64)) if array.dtype.kind != "c" else np.ones(1) / 2
     if is_floating(array.dtype) and set(values) <= {0}:
-        return None  # of 0 and 1, or to be added: nothing tells
+        return None  # all zeros: either kind of mask
     if set(values) <= {0, 1}:
         return 1
     return 0 if all(value == 0 or value <= FAR for value in values) else None
 
 
 def _places(case: Case, step: Step) -> dict[int, str]:
-    """Where the step has its inputs: in the order of JAX's trees, floating-point arrays first, and those of the model last."""
+    """The step's argument positions of the model's inputs → their names, in the order of JAX's trees, floats first."""
     floating, numbers = case.inputs.floating, jax.tree.leaves(step.numbers[1])
     ordered = sorted(case.inputs.arrays, key=_order(case))
     places = dict(zip(numbers, (name for name in ordered if name in floating), strict=True))
@@ -109,12 +109,12 @@ def _places(case: Case, step: Step) -> dict[int, str]:
 
 
 def _order(case: Case) -> Callable[[str], Any]:
-    """By name for keywords, which JAX sorts, else by position."""
+    """The sort key of inputs: keywords by name, as JAX sorts them, others by position."""
     return (lambda name: name) if case.inputs.positional is None else case.inputs.positional.index
 
 
 def _cast(variables: Any, dtype: str) -> Any:
-    """The variables as shapes, floating-point ones in a dtype: what a comparison casts anyway is no finding."""
+    """The variables' shapes, floating-point ones in `dtype`: the comparison casts them, so their dtype is no finding."""
     tree = Variables(variables)
     shapes = {
         path: jax.ShapeDtypeStruct(x.shape, dtype if is_floating(x.dtype) else x.dtype) for path, x in tree.leaves.items()

@@ -1,4 +1,4 @@
-"""Taps: identities that stay in a jaxpr. Evaluating a jaxpr gives the value, and the cotangent, at each of them."""
+"""Taps: identities that stay in a jaxpr. Evaluating the jaxpr returns the value and the cotangent at each tap."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from remat_jax.core.walk import bodies, interpret
 
 
 class Label(NamedTuple):
-    """Which array a tap is on: `role` is "input" or "output", `number` its place among the arrays of that role."""
+    """The array that a tap is on: its `role` ("input", "output" or "state") and its `number` among that role's arrays."""
 
     call: int
     role: str
@@ -28,22 +28,22 @@ class Label(NamedTuple):
 
 tap_p = Primitive("tap")
 
-# The taps whose arrays are differentiated, while a step is traced; and which step, as part of JAX's trace caches: a function
-# that was jitted and traced before would have the taps of another step.
+# While a step is traced: the taps whose arrays are differentiated, and the step's number. The number is part of JAX's trace
+# caches; without it a jitted function would reuse a trace with another step's taps.
 differentiated: ContextVar[set[Label] | None] = ContextVar("differentiated", default=None)
 step_traced = compat.trace_context(0)
 
 
 def tap(x: Any, label: Label) -> Any:
-    """`x`, and a mark in the jaxpr; where `x` is differentiated, another one on its cotangent."""
+    """`x`, marked in the jaxpr; if `x` is differentiated, its cotangent is marked too."""
     return tap_p.bind(x, label=label, what="value")
 
 
 def _jvp(primals: Any, tangents: Any, *, label: Label, what: str) -> tuple[Any, Any]:
     (x,), (tangent,) = primals, tangents
-    found = differentiated.get()
-    if found is not None and type(tangent) is not ad.Zero:
-        found.add(label)
+    labels = differentiated.get()
+    if labels is not None and type(tangent) is not ad.Zero:
+        labels.add(label)
     after = tangent if type(tangent) is ad.Zero else tap_p.bind(tangent, label=label, what="tangent")
     return tap_p.bind(x, label=label, what=what), after
 
@@ -61,9 +61,9 @@ ad.primitive_transposes[tap_p] = _transpose
 
 
 Path = tuple["str | None", ...]
-Depths = dict[tuple[int, int], int]  # of a call, and how many loops are inside: where in its path the index comes
+Depths = dict[tuple[int, int], int]  # (call, number of loops inside) → the position of the loop's index in the path
 
-# Their bodies run as often as data say, or on part of the data: nothing is taken out of them.
+# Taps are not read here: these bodies run a data-dependent number of times, or on part of the data.
 _CLOSED = frozenset({"while", "cond", "shard_map", "pallas_call", "run_state"})
 
 
@@ -72,10 +72,10 @@ class Place:
     """Where a tap is in a program.
 
     Attributes:
-        label, what: which array of which call, and whether this is the array's "value" or its "cotangent".
+        label, what: the array, and whether the tap is on its "value" or its "cotangent".
         path: the module's path; None stands for the index of a loop.
-        key: the place in the order of execution, to be sorted by; None stands for the index of a loop.
-        loops: the lengths of the loops around it, the outermost first, negative where one runs backwards.
+        key: the position in the order of execution, a sort key; None stands for the index of a loop.
+        loops: the lengths of the enclosing loops, the outermost first; negative if a loop runs backwards.
     """
 
     label: Label
@@ -85,7 +85,7 @@ class Place:
     loops: tuple[int, ...] = ()
 
     def instances(self) -> Iterator[tuple[tuple[int, ...], str, tuple[int, ...]]]:
-        """For every iteration: its indices, the path with them in it, and the key."""
+        """For every iteration: its indices, and the path and the key with the indices filled in."""
         for index in itertools.product(*(range(abs(length)) for length in self.loops)):
             left = iter(index)
             path = "/".join(str(next(left)) if part is None else part for part in self.path)
@@ -94,10 +94,10 @@ class Place:
 
 
 def places(jaxpr: Any, paths: Mapping[int, tuple[str, ...]]) -> tuple[list[Place], set[int]]:
-    """The taps in the closed `jaxpr` in order, and the calls of those that nothing can be taken out of.
+    """The taps of the closed `jaxpr` in order, and the calls whose taps cannot be read.
 
-    `paths` has the module path of every call. The index of a loop comes behind what is common to the paths of all modules in
-    it: the path of the module that is repeated.
+    `paths` has the module path of every call. A loop's index follows the common prefix of its modules' paths, which is the
+    path of the repeated module.
     """
     depths: Depths = {}
     hidden: set[int] = set()
@@ -107,25 +107,25 @@ def places(jaxpr: Any, paths: Mapping[int, tuple[str, ...]]) -> tuple[list[Place
 def _places(
     jaxpr: Any, paths: Mapping[int, tuple[str, ...]], depths: dict[tuple[int, int], int], hidden: set[int]
 ) -> list[Place]:
-    found: list[Place] = []
+    taps: list[Place] = []
     for position, eqn in enumerate(jaxpr.jaxpr.eqns):
         if is_tap(eqn):
             label = eqn.params["label"]
-            found.append(Place(label, eqn.params["what"], paths[label.call], (position,)))
+            taps.append(Place(label, eqn.params["what"], paths[label.call], (position,)))
             continue
         body = _body(eqn)
         if body is None:
-            hidden |= {inner.label.call for one in bodies(eqn) for inner in _places(one, paths, {}, set())}
+            hidden |= {inner.label.call for inside in bodies(eqn) for inner in _places(inside, paths, {}, set())}
             continue
         inner = _places(body, paths, depths, hidden)
         if eqn.primitive.name == "scan":
             inner = _looped(eqn, inner, depths)
-        found += [Place(p.label, p.what, p.path, (position, *p.key), p.loops) for p in inner]
-    return found
+        taps += [Place(p.label, p.what, p.path, (position, *p.key), p.loops) for p in inner]
+    return taps
 
 
 def _looped(eqn: Any, inner: list[Place], depths: Depths) -> list[Place]:
-    """Taps in the body of a scan, as they are outside; the loop of a backward pass has its index where forward had it."""
+    """The taps of a scan's body, seen from outside; a backward loop has its index at the forward loop's position."""
     common = len(_common([place.path for place in inner]))
     length = -eqn.params["length"] if eqn.params["reverse"] else eqn.params["length"]
     found = []
@@ -141,9 +141,9 @@ def _common(paths: Sequence[Path]) -> Path:
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Evaluate the closed `jaxpr`; return its outputs, and what arrived at each tap, in the order of `places`.
+    """Evaluate the closed `jaxpr`; return its outputs and the value at each tap, in the order of `places`.
 
-    Where `given` has an array for a tap, and not None, the program goes on with that array instead.
+    An array in `given` replaces the value at its tap; None keeps the value.
     """
     values: list[Any] = []
     left = iter(given)
@@ -155,7 +155,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any], given: Sequence[Any]) -> tuple[lis
             return [inputs[0] if other is None else np.asarray(other, inputs[0].dtype)]
         body = _body(eqn)
         count = 0 if body is None else _count(body)
-        # A call without taps is taken apart too: as it stands it would be compiled, each time anew.
+        # A call without taps is evaluated equation by equation too: whole, it would be compiled on every evaluation.
         if body is None or (eqn.primitive.name == "scan" and not (count and eqn.params["length"])):
             return None
         mine = [next(left) for _ in range(count)]
@@ -168,14 +168,14 @@ def evaluate(jaxpr: Any, args: Sequence[Any], given: Sequence[Any]) -> tuple[lis
 
 
 def _scan(eqn: Any, body: Any, inputs: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The loop in Python: its operations are compiled already for the next model, a loop would be compiled for itself."""
+    """A scan run in Python: the next model reuses its compiled operations, but would have to compile a whole loop anew."""
     consts, carried = compat.scan_layout(eqn)
     carry, length = inputs[consts : consts + carried], eqn.params["length"]
     xs = [_rows(x) for x in inputs[consts + carried :]]
     turns = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
     made: dict[int, list[Any]] = {}
     for turn in turns:
-        mine = [None if one is None else one[turn] for one in given]
+        mine = [None if rows is None else rows[turn] for rows in given]
         outputs, values = evaluate(body, [*inputs[:consts], *carry, *(x[turn] for x in xs)], mine)
         carry, made[turn] = outputs[:carried], [*outputs[carried:], *values]
     ys = [_stacked([made[turn][k] for turn in range(length)]) for k in range(len(eqn.outvars) - carried + len(given))]
@@ -183,7 +183,7 @@ def _scan(eqn: Any, body: Any, inputs: list[Any], given: list[Any]) -> tuple[lis
 
 
 def _rows(x: Any) -> Any:
-    """`x` to be indexed: in NumPy, wherever it was, unless it holds RNG keys."""
+    """`x` as a NumPy array, for cheap indexing; RNG keys stay in JAX."""
     return x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
 
 
@@ -193,23 +193,23 @@ def _stacked(rows: list[Any]) -> Any:
 
 
 def is_tap(eqn: Any) -> bool:
-    """Whether an equation is a tap on a value or a cotangent; one on a tangent says nothing."""
+    """Whether an equation is a tap on a value or a cotangent; taps on tangents are ignored."""
     return eqn.primitive is tap_p and eqn.params["what"] != "tangent"
 
 
 class Running:
-    """Whose call the equations of a jaxpr are in, while its taps are passed in order."""
+    """The calls that enclose the current equation, while a jaxpr's taps are passed in order."""
 
     def __init__(self) -> None:
         self._calls: list[int] = []
 
     @property
     def innermost(self) -> int | None:
-        """The call that began last and has not ended; None outside of all."""
+        """The last call that has begun and not ended; None outside of all calls."""
         return self._calls[-1] if self._calls else None
 
     def passes(self, label: Label) -> None:
-        """A tap is passed."""
+        """Pass a tap: the first input begins its call, an output ends it."""
         if label.role == "input" and label.call not in self._calls:
             self._calls.append(label.call)
         elif label.role == "output" and label.call in self._calls:
@@ -217,7 +217,7 @@ class Running:
 
 
 def _body(eqn: Any) -> Any | None:
-    """The jaxpr that `eqn` evaluates on its own inputs, once or once per iteration."""
+    """The jaxpr that `eqn` evaluates on its own inputs, once or in every iteration."""
     inside = bodies(eqn)
     fits = len(inside) == 1 and len(inside[0].in_avals) == len(eqn.invars)
     return inside[0] if fits and eqn.primitive.name not in _CLOSED else None

@@ -25,7 +25,7 @@ class Tolerance:
 
 
 LOSS_STEPS = 20
-"""For so many steps of training `TOLERANCES["loss"]` holds."""
+"""The number of training steps for which `TOLERANCES["loss"]` holds."""
 
 TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
     {

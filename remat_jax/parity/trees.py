@@ -1,4 +1,4 @@
-"""What a model returns, as name → array, and the loss where the user gives none: the same for both frameworks."""
+"""A model's outputs as name → array, and the default loss, for both frameworks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ALONE = "output"
 
 
 def named_outputs(result: Any, side: str) -> dict[str, Any]:
-    """The arrays of an output by name: keys, fields and positions joined by dots; what is None is left out.
+    """The arrays of an output by name: keys, fields and positions joined by dots; None is left out.
 
     Raises:
-        ArgumentError: something in it is no array, or there is none.
+        ArgumentError: the output contains something else than arrays, or no array.
 
     >>> sorted(named_outputs({"logits": np.zeros(2), "states": (np.zeros(1), None)}, "flax"))
     ['logits', 'states.0']
@@ -58,12 +58,12 @@ def _children(value: Any) -> dict[Any, Any] | None:
 
 
 def fields(value: Any) -> dict[str, Any]:
-    """The parts of an output that have names, by these."""
+    """The named parts of an output, by name."""
     return {name: child for name, child in (_children(value) or {}).items() if isinstance(name, str)}
 
 
 def in_order(value: Any) -> list[Any]:
-    """The arrays of an output, those with names in the order of these: frameworks keep the keys of a dict in different orders.
+    """The arrays of an output, sorted by name if they have names: the frameworks order the keys of a dict differently.
 
     >>> in_order({"b": (np.ones(1), None), "a": np.zeros(1)})
     [array([0.]), array([1.])]
@@ -76,10 +76,10 @@ def in_order(value: Any) -> list[Any]:
 
 
 def same_names(torch: Mapping[str, tuple[int, ...]], flax: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Flax's name → PyTorch's, of outputs given as name → shape; a single array on both sides may be called differently.
+    """Flax's name → PyTorch's name, for outputs given as name → shape; single outputs match whatever their names.
 
     Raises:
-        ArgumentError: the names or the shapes differ; broadcasting would hide that.
+        ArgumentError: the names or the shapes differ; broadcasting would hide a different shape.
     """
     if len(torch) == len(flax) == 1:
         names = dict(zip(flax, torch, strict=True))
@@ -101,7 +101,7 @@ def same_names(torch: Mapping[str, tuple[int, ...]], flax: Mapping[str, tuple[in
 
 
 def default_targets(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """For every output what the default loss draws it to: random numbers, so that no cotangent is like another."""
+    """The target of every output in the default loss: random numbers, so that all cotangents differ."""
     return {
         name: np.random.default_rng((11, index)).normal(size=shape)
         for index, (name, shape) in enumerate(sorted(shapes.items()))
@@ -109,9 +109,9 @@ def default_targets(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarr
 
 
 def default_loss(outputs: Mapping[str, Any], targets: Mapping[str, Any]) -> Any:
-    """The squared distance of all outputs from their targets, over the root of their number, written once for both frameworks.
+    """The squared distance of all outputs from their targets, divided by the square root of their size, for both frameworks.
 
-    Not over the number itself: gradients would fall below what float16 holds.
+    Dividing by the size itself would make gradients underflow in float16.
     """
     return sum(
         in_halves((outputs[name] - target) ** 2) * float(max(1, np.prod(target.shape)) ** -0.5)
@@ -120,9 +120,9 @@ def default_loss(outputs: Mapping[str, Any], targets: Mapping[str, Any]) -> Any:
 
 
 def in_halves(x: Any) -> Any:
-    """The sum of an array of either framework, half of it added to the other half until one number is left.
+    """The sum of an array of either framework by pairwise summation.
 
-    Term after term, as XLA adds on a CPU, the rounding of many terms would be several times PyTorch's, and no fault.
+    XLA's sequential sum on a CPU has several times PyTorch's rounding error, which is no fault of the port.
 
     >>> float(in_halves(np.arange(7.0)))
     21.0

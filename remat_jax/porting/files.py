@@ -1,4 +1,4 @@
-"""State dicts in files: safetensors, whole or in shards, and PyTorch's own, read without running code."""
+"""State dicts in files: safetensors, whole or sharded, and PyTorch's formats, read without running code."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _KINDS = f"a .safetensors file, one of PyTorch's ({', '.join(_TORCH)}), a .index
 
 
 def load(path: str | Path, *, key: str | None = None) -> dict[str, Any]:
-    """Return the state dict that a file holds, name → array, for `from_torch`.
+    """Return the state dict in a file, name → array, for `from_torch`.
 
-    Safetensors give NumPy arrays and need no PyTorch. PyTorch's files give tensors on the CPU, and are read with
-    `weights_only`: a file that would run code is refused. `key` is the entry of such a file that holds the state dict, where
-    it holds more. An index of shards (`model.safetensors.index.json`) gives all of them; a folder, the one model in it.
+    A safetensors file gives NumPy arrays and needs no PyTorch. A PyTorch file gives tensors on the CPU and is read with
+    `weights_only`: a file that would run code is refused. `key` names the entry that holds the state dict, if a PyTorch file
+    has several. An index of shards (`model.safetensors.index.json`) loads all shards; a folder loads its only model.
 
     Raises:
-        PortingError: the path is no such file, a shard lacks a tensor, the file holds something else, or `key` is no text.
+        PortingError: the path is no such file, a shard lacks a tensor, the file holds no state dict, or `key` is no text.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
@@ -56,13 +56,13 @@ def _load(path: Path, key: str | None) -> dict[str, Any]:
 
 
 def save(path: str | Path, state_dict: Mapping[str, Any], *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a state dict, as `to_torch` gives it, to a `.safetensors` file or one that `torch.load` reads, by the suffix.
+    """Write a state dict, such as `to_torch` returns, to a `.safetensors` file or a file for `torch.load`, by the suffix.
 
-    `metadata` is text for the header of a safetensors file; `format: pt` is always there, which Hugging Face's loaders ask for.
+    `metadata` is text for the header of a safetensors file; `format: pt`, which Hugging Face's loaders need, is always added.
 
     Raises:
-        PortingError: the suffix is none of these, a value is no array, the file format has no such dtype, metadata is no text,
-            or the file cannot be written.
+        PortingError: the suffix is unknown, a value is no array, the file format does not support its dtype, the metadata is no
+            text, or the file cannot be written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -95,17 +95,17 @@ def save(path: str | Path, state_dict: Mapping[str, Any], *, metadata: Mapping[s
 
 
 def _converted(state_dict: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    found, wrong = {}, []
+    converted, wrong = {}, []
     for name, value in state_dict.items():
         try:
-            found[name] = convert(value)
-        except (PortingError, TypeError, AttributeError, KeyError) as error:  # the last two: a dtype that PyTorch has not
+            converted[name] = convert(value)
+        except (PortingError, TypeError, AttributeError, KeyError) as error:  # the last two: a dtype unknown to PyTorch
             wrong.append(f"{name} ({error})")
     if wrong:
         raise PortingError(
             f"these cannot be written: {', '.join(wrong)}; give arrays of numbers, of a key jax.random.key_data."
         )
-    return found
+    return converted
 
 
 def _path(path: Any) -> Path:
@@ -117,7 +117,7 @@ def _path(path: Any) -> Path:
 
 @contextlib.contextmanager
 def _writing(path: Path, refused: type[Exception]) -> Iterator[Path]:
-    """Where a library is to write the file; what it or the system refuses is an error that names the path."""
+    """The path to which a library writes the file; errors of the library or the system are raised with the path's name."""
     try:
         if path.is_dir() or not path.parent.is_dir():
             raise OSError("it is a folder" if path.is_dir() else "there is no such folder")
@@ -131,7 +131,7 @@ def _writing(path: Path, refused: type[Exception]) -> Iterator[Path]:
 
 def _one_file(path: Path) -> Path:
     path = _in_folder(path) if path.is_dir() else path
-    # A pipe or a device could go on for ever.
+    # Reading a pipe or a device might never end.
     if not _is_file(path):
         raise PortingError(f"path={str(path)[:400]!r}: no such file, or no regular one; give {_KINDS}.")
     if not path.name.endswith((".index.json", ".safetensors", *_TORCH)):
@@ -152,7 +152,7 @@ def _in_folder(folder: Path) -> Path:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a name of thousands of letters, or one with a null byte
+    except (OSError, ValueError):  # a name with thousands of letters, or with a null byte
         return False
 
 
@@ -171,7 +171,7 @@ def _load_shards(index: Path, key: str | None) -> dict[str, Any]:
         files = None
     if files is None or not all(isinstance(name, str) and name.isprintable() for name in files):
         raise PortingError(f"{index.name}: expected JSON with a weight_map, tensor → file.")
-    # An index or a folder could lead back here.
+    # Loading an index or a folder as a shard could recurse without end.
     strange = [name[:200] for name in files if not name.endswith((".safetensors", *_TORCH)) or (index.parent / name).is_dir()]
     if strange:
         raise PortingError(f"{index.name}: {', '.join(strange)}: expected names of shards, such as model-1.safetensors.")
@@ -199,17 +199,17 @@ def _load_safetensors(path: Path) -> dict[str, np.ndarray]:
     safetensors = _safetensors()
     try:
         with safetensors.safe_open(path, framework="np") as file:
-            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # it is no mapping
+            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # `file` is no mapping
             strange = [f"{name} ({kind})" for name, kind in kinds.items() if kind.startswith(("F8_", "F6_", "F4"))]
             if strange:
                 raise PortingError(
                     f"{path.name}: NumPy's reader has no such float: {', '.join(strange)}; cast them in PyTorch."
                 )
-            # Copies: what it returns may be a view of the file.
+            # Copied, because the reader may return a view of the file.
             return {name: np.array(file.get_tensor(name)) for name in kinds}
     except PortingError:
         raise
-    except (safetensors.SafetensorError, ValueError) as error:  # NumPy's, of a size that no array has
+    except (safetensors.SafetensorError, ValueError) as error:  # NumPy's ValueError: an impossible size
         raise PortingError(f"{path.name}: not a safetensors file ({error}).") from None
 
 
@@ -218,7 +218,7 @@ def _save_safetensors(path: Path, arrays: dict[str, np.ndarray], metadata: dict[
     if strange:
         raise PortingError(f"safetensors' writer for NumPy has no float8: {', '.join(strange)}; write a .pt file.")
     safetensors = _safetensors()
-    # It writes the memory as it lies: a transposed view would come back with its numbers in another order.
+    # The writer ignores strides: a transposed view would be read back with its numbers in a different order.
     laid_out = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
     with _writing(path, safetensors.SafetensorError) as new:
         safetensors.numpy.save_file(laid_out, new, metadata={"format": "pt", **metadata})
@@ -234,9 +234,9 @@ def _load_torch(path: Path) -> Any:
             f"{path.name}: refused, because reading it could run code, or it is no file of PyTorch's ({reason}). "
             "Where you trust it, load it with torch.load(…, weights_only=False) and give module.state_dict()."
         ) from None
-    except Exception as error:  # of a file that is cut off or changed: whatever its bytes lead the reader to
-        said = (str(error).splitlines() or [""])[0]
-        raise PortingError(f"{path.name}: not a file of PyTorch's ({type(error).__name__}: {said}).") from None
+    except Exception as error:  # a truncated or corrupt file can raise anything in the reader
+        reason = (str(error).splitlines() or [""])[0]
+        raise PortingError(f"{path.name}: not a file of PyTorch's ({type(error).__name__}: {reason}).") from None
 
 
 def _save_torch(path: Path, tensors: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Models in float64 from end to end, also those that cast to float32 inside: PyTorch's, and Flax's while they are traced."""
+"""Run PyTorch models and trace Flax models in float64 throughout, even if they cast to float32 inside."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from remat_jax import compat
 
 _MAKERS = ("arange", "array", "empty", "eye", "full", "geomspace", "linspace", "logspace", "ones", "tile", "zeros")
 _LIBRARIES = {"flax", "jax", "jaxlib", "ml_dtypes", "numpy", "optax", "orbax", "torch"}
-"""What these ask NumPy for is no table of a model's."""
+"""Calls of NumPy from these packages keep their dtype: they make no tables of a model."""
 _NARROW = (np.dtype("float32"), np.dtype("float16"))
 
 
 class WideArray(np.ndarray):
-    """An array that stays in float64 where float32 is asked for; so does all that NumPy makes of it."""
+    """An array that stays float64 when float32 is requested, and so do all arrays that NumPy computes from it."""
 
     def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
-        """As NumPy's, to float64 in place of a narrower floating-point dtype."""
+        """NumPy's `astype`, with float64 in place of a narrower floating-point dtype."""
         return super().astype(_widened(dtype), *args, **kwargs)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -40,9 +40,10 @@ class WideArray(np.ndarray):
 
 @contextmanager
 def keep_numpy_float64() -> Iterator[None]:
-    """Make NumPy give float64 wherever a model's own code asks for a table in float32 or float16.
+    """Make NumPy return float64 wherever a model's own code requests float32 or float16.
 
-    What a model makes by NumPy's functions, such as `arange`, is a `WideArray` meanwhile; JAX and Flax get what they always do.
+    Inside the context, NumPy's functions such as `arange` return a `WideArray` to the model's code; JAX and Flax get plain
+    arrays as usual.
 
     >>> with keep_numpy_float64():
     ...     angles = np.einsum("i,j->ij", np.arange(3), 1 / (10 ** (np.arange(0, 4, 2) / 4))).astype("float32")
@@ -68,7 +69,7 @@ def _maker(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _widened(value: Any) -> Any:
-    """Float64 for a narrower floating-point dtype; all else as it is."""
+    """Float64 for a narrower floating-point dtype; other values unchanged."""
     if isinstance(value, (str, type, np.dtype)):
         try:
             return np.dtype("float64") if np.dtype(value) in _NARROW else value
@@ -93,29 +94,29 @@ FLOAT32_REMEDY = (
     "where the model means it, give keep_float64=True, which widens it; to compare without float64, "
     "give dtypes=('float32',) and rules"
 )
-"""What to do with a Flax model that has float32 written into it."""
+"""The remedy for a Flax model with a hard-coded float32."""
 
-# A part of JAX's trace caches: what was traced while casts were widened is of no use outside.
+# Part of JAX's trace caches: traces with widened casts must not be reused outside.
 _widening = compat.trace_context(False)
 
 _FLOAT64 = jnp.dtype("float64")
 _ASKED = {"new_dtype", "preferred_element_type"}
-"""The parameters by which an operation is asked for a dtype."""
+"""The parameters that request an operation's dtype."""
 _WHOLE = {"jit", "pjit", "scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "checkpoint", "bitcast_convert_type"}
 
 
 @contextmanager
 def keep_float64() -> Iterator[None]:
-    """Make PyTorch give float64 wherever float32, float16 or bfloat16 is asked for, by dtype or by default.
+    """Make PyTorch use float64 wherever float32, float16 or bfloat16 is requested, by dtype or by default.
 
-    Many models cast to float32 for a norm, a softmax or a rotation, whatever their parameters are: after `.double()`
-    they are exact to 1e-7, which hides real faults of a port. Run the forward and the backward pass inside (a
-    checkpoint runs forward code in its backward pass). Build the model inside as well, and load its weights after:
-    tables that a constructor computes in float32, such as the frequencies of a rotation, keep its rounding through
-    `.double()`. What is no float64 to begin with, such as a float32 parameter of a model built outside, stays as it is.
+    Many models cast to float32 for a norm, a softmax or a rotation, whatever the dtype of their parameters: after
+    `.double()` they are exact only to 1e-7, which hides real faults of a port. Run the forward and the backward pass in the
+    context (a checkpoint runs forward code in the backward pass). Build the model in the context too, and load its weights
+    afterwards: tables that a constructor computes in float32, such as rotary frequencies, keep their rounding through
+    `.double()`. Existing float32 tensors, such as the parameters of a model built outside, stay float32.
 
-    A `torch.overrides.TorchFunctionMode`: what C++ casts by itself, inside one operator, it does not see. The default
-    dtype is float64 meanwhile, in all threads.
+    The context is a `torch.overrides.TorchFunctionMode`, so it does not see casts that C++ makes inside an operator. The
+    default dtype is float64 in all threads meanwhile.
 
     >>> import torch
     >>> x = torch.tensor(1 / 3, dtype=torch.float64)
@@ -130,7 +131,7 @@ def keep_float64() -> Iterator[None]:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        # A constructor of its own dtype, by which old code makes its tables.
+        # Old code makes its tables with this float32 constructor.
         with _mode()(), mock.patch.object(torch, "FloatTensor", torch.DoubleTensor):
             yield
     finally:
@@ -139,12 +140,12 @@ def keep_float64() -> Iterator[None]:
 
 @contextmanager
 def keep_jax_float64() -> Iterator[None]:
-    """Make what JAX traces give float64 wherever a cast or a product to float32, float16 or bfloat16 is asked for.
+    """Make traced JAX code use float64 wherever a cast or a product requests float32, float16 or bfloat16.
 
-    Flax modules have `astype(jnp.float32)` and `dtype=jnp.float32` written into them for a norm, a softmax or a position, which
-    hides real faults of a port below 1e-7. Trace both passes inside, with 64-bit types on. Tables that a model's own code makes
-    with NumPy stay in float64 as well; other arrays that are made in float32 without a cast keep its rounding, and a loop whose
-    carry begins as one is an error of JAX's.
+    Flax modules contain `astype(jnp.float32)` and `dtype=jnp.float32` for a norm, a softmax or a position, which hides real
+    faults of a port below 1e-7. Trace both passes in the context, with 64-bit types enabled. Tables that a model's own code
+    makes with NumPy stay float64 too. Other arrays made in float32 without a cast keep its rounding, and JAX raises an error
+    for a loop whose carry starts as such an array.
 
     >>> with jax.enable_x64(True):
     ...     x = jnp.ones(2, "float64")
@@ -157,7 +158,7 @@ def keep_jax_float64() -> Iterator[None]:
     bind = Primitive.bind
 
     def wide(primitive: Any, *args: Any, **params: Any) -> Any:
-        # What is called or looped over has been traced, and widened, already.
+        # The bodies of calls and loops are traced, and therefore widened, already.
         if primitive.name not in _WHOLE:
             params |= {name: _FLOAT64 for name in _ASKED & params.keys() if _is_narrow(params[name])}
             dtypes = [getattr(x, "dtype", None) for x in args]
@@ -195,9 +196,9 @@ def _mode() -> type:
                     return _backward(func, args, kwargs)
             if func in casts:
                 return args[0].double()
-            if func is tensor.view:  # as another dtype it reads the same bits
+            if func is tensor.view:  # view(dtype) reinterprets the bits
                 return func(*args, **kwargs)
-            # A cast to the dtype of another tensor, which also says on which device.
+            # A cast to another tensor's dtype, which also takes that tensor's device.
             like = func in (tensor.to, tensor.type_as) and args[0].dtype == torch.float64
             return func(*(_wide_like(x, like) for x in args), **{name: _wide_like(x, like) for name, x in kwargs.items()})
 
@@ -205,7 +206,7 @@ def _mode() -> type:
 
 
 def _wide_like(value: Any, like: bool) -> Any:
-    """Float64 for a narrower dtype; with `like` also a float64 tensor for a narrower one."""
+    """Float64 for a narrower dtype; with `like`, also the float64 copy of a narrower tensor."""
     import torch
 
     narrow = (torch.float32, torch.float16, torch.bfloat16)
@@ -215,10 +216,10 @@ def _wide_like(value: Any, like: bool) -> Any:
 
 
 def _backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call `func`, one of PyTorch's ways to run a backward pass, so that the mode is on in what it recomputes.
+    """Call `func`, a PyTorch function that runs a backward pass, with the mode enabled during recomputation.
 
-    While a mode handles a call it is off, and these functions call it whenever one of their tensors is a tensor: edges
-    of the graph mean the same and do not.
+    A mode is disabled while it handles a call, and these functions invoke the mode for every tensor argument. Graph edges
+    in place of tensors mean the same and do not invoke it.
     """
     import torch
     from torch.autograd.graph import get_gradient_edge

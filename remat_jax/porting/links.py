@@ -1,4 +1,4 @@
-"""Which tensors become which arrays: the rules applied to names and shapes, and every misfit found."""
+"""Apply the rules to names and shapes: which tensors become which arrays, and everything that does not fit."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Place:
 
     @property
     def key(self) -> tuple[int | slice, ...]:
-        """What NumPy takes to find the part."""
+        """The NumPy index of the part."""
         return tuple(slice(None) if entry is None else entry for entry in self.index)
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The axes that the index is of."""
+        """The axes that the index selects on."""
         return tuple(axis for axis, entry in enumerate(self.index) if entry is not None)
 
     def shape(self, whole: Shape) -> Shape:
@@ -39,14 +39,14 @@ class Place:
         return tuple(size for axis, size in enumerate(whole) if axis >= len(self.index) or self.index[axis] is None)
 
     def inside(self, whole: Shape) -> bool:
-        """Whether there is such a part."""
+        """Whether an array of shape `whole` has this part."""
         fits = (entry is None or entry < size for entry, size in zip(self.index, whole, strict=False))
         return len(self.index) <= len(whole) and all(fits)
 
 
 @dataclass(frozen=True)
 class Link:
-    """A rule for certain names: these tensors become these arrays."""
+    """A rule applied to concrete names: the tensors `torch` become the arrays `flax`."""
 
     rule: Rule
     torch: tuple[str, ...]
@@ -54,27 +54,27 @@ class Link:
 
 
 def links_of_tensors(rules: Rules, names: Iterable[str]) -> dict[str, Link]:
-    """For every tensor the link of the first rule that takes it; a tensor that none takes is left out."""
-    found = {}
+    """For every tensor, the link of the first rule that takes it; a tensor without a rule is left out."""
+    links = {}
     for name in names:
         link = next(filter(None, (_link_of_tensor(rule, name) for rule in rules.rules)), None)
         if link:
-            found[name] = link
-    return found
+            links[name] = link
+    return links
 
 
 def links_of_places(rules: Rules, shapes: Mapping[str, Shape]) -> dict[Place, Link]:
-    """For every array, or every part of a stacked one, the link of the first rule that fills it."""
-    found: dict[Place, Link] = {}
+    """For every array, or every part of a stacked array, the link of the first rule that fills it."""
+    links: dict[Place, Link] = {}
     for path, shape in shapes.items():
         here: dict[Place, Link] = {}
         for rule in rules.rules:
             for place, link in _links_of_path(rule, path, shape):
-                # Several rules may fill one stack, each a part; a rule for other axes of it comes too late.
+                # Several rules may fill parts of a stack; a later rule that indexes different axes is ignored.
                 if not here or place.axes == next(iter(here)).axes:
                     here.setdefault(place, link)
-        found |= here
-    return found
+        links |= here
+    return links
 
 
 def _link_of_tensor(rule: Rule, name: str) -> Link | None:
@@ -99,13 +99,13 @@ def _link(rule: Rule, captures: Captures) -> Link | None:
 
 
 def fit(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]) -> tuple[list[Link], list[str]]:
-    """The links that take every tensor to its place, each tensor once and each place once, and what does not fit.
+    """The links that map every tensor to its place, each used exactly once; and the problems, each starting with a name.
 
-    `tensors` and `arrays` are the shapes by name and by path. Each problem begins with the name that it is about.
+    `tensors` maps names to shapes, `arrays` paths to shapes.
     """
     by_tensor = links_of_tensors(rules, tensors)
     by_place = links_of_places(rules, arrays)
-    # A rule speaks of a place only where its tensors are not taken by an earlier rule, and the other way round.
+    # A rule applies only to tensors that no earlier rule takes, and to places that no earlier rule fills.
     links = list(dict.fromkeys([*by_tensor.values(), *by_place.values()]))
     problems = [
         f"{name}: extra, shape {_text(shape)}: no rule takes it; write one, or name it under 'extra:'"
@@ -125,9 +125,9 @@ def fit(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape])
         if absent and all(rules.allows_missing(place.path) for place in link.flax):
             if len(absent) == len(link.torch):
                 continue
-        found = _misfits(link, tensors, arrays, free)
-        problems += found
-        good += [] if found else [link]
+        misfits = _misfits(link, tensors, arrays, free)
+        problems += misfits
+        good += [] if misfits else [link]
     return good, problems + _used_twice(links, tensors, arrays) + _holes(links, arrays)
 
 
@@ -185,7 +185,7 @@ def _used_twice(links: list[Link], tensors: Mapping[str, Shape], arrays: Mapping
 
 
 def _holes(links: list[Link], arrays: Mapping[str, Shape]) -> list[str]:
-    """The parts of stacks that no rule speaks of, where one speaks of another part."""
+    """The unfilled parts of stacks that rules fill in part."""
     parts: dict[str, set[Place]] = {}
     for place in (place for link in links for place in link.flax):
         if place.path in arrays and place.inside(arrays[place.path]):

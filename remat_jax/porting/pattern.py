@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from remat_jax.errors import PortingError
 
 Captures = dict[str, str]
-# A place in a stacked array: one index per leading axis, None for an axis that stays whole.
+# A place in a stacked array: an index per leading axis, None for an axis that stays whole.
 Index = tuple[int | None, ...]
 
-# Of so many digits that every number is one that Python and NumPy count with.
+# At most nine digits, so that every number fits into Python's and NumPy's integers.
 _PLACEHOLDER = re.compile(r"\{(\w+)(?:\s*([+-])\s*(\d{1,9}))?\}")
 MOST_NAMES = 10_000
-"""That one text may stand for: braces in a row multiply."""
+"""The most names that a text may expand to: several braces multiply."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ class Pattern:
         return frozenset(match[1] for match in _PLACEHOLDER.finditer(self.text))
 
     def match(self, name: str) -> Captures | None:
-        """What each placeholder stands for in `name`, or None where `name` is another."""
+        """The text of each placeholder in `name`; None if `name` does not match."""
         parts, regex = _compiled(self.text)
-        found = regex.fullmatch(name)
-        if not found:
+        matched = regex.fullmatch(name)
+        if not matched:
             return None
         captures: Captures = {}
-        for part, text in zip(parts, found.groups(), strict=True):
+        for part, text in zip(parts, matched.groups(), strict=True):
             value = str(int(text) - _offset(part)) if part[2] else text
             if captures.setdefault(part[1], value) != value:
                 return None
         return captures
 
     def format(self, captures: Captures) -> str | None:
-        """The name for these captures; None where a number would be negative, or a text is no number."""
+        """The name for these captures; None if a number would be negative, or a text is no number."""
         pieces: list[str] = []
         end = 0
         for part in _PLACEHOLDER.finditer(self.text):
@@ -71,7 +71,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Target:
-    """A Flax path, and where in its array: `params/layers/q/kernel[{i}]` is the i-th of a stack.
+    """A Flax path and an index into its array: `params/layers/q/kernel[{i}]` is the i-th layer of a stack.
 
     >>> target = Target.parse("params/layers/q/kernel[{i}]")
     >>> target.format({"i": "3"})
@@ -85,7 +85,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """The target that `path` or `path[index, …]` names; `:` in the index leaves an axis whole."""
+        """The target written as `path` or `path[index, …]`; `:` in the index leaves an axis whole."""
         match = re.fullmatch(r"(.*?)(?:\[([^\[\]]*)\])?", text.strip())
         if not match or not match[1]:
             raise PortingError(f"{text!r} is no Flax path; write it as 'params/l_{{i}}/kernel' or 'params/l/kernel[{{i}}]'.")
@@ -105,11 +105,11 @@ class Target:
 
     @property
     def placeholders(self) -> frozenset[str]:
-        """The names of the placeholders, those of the index among them."""
+        """The names of the placeholders, including those of the index."""
         return self.path.placeholders.union(*(entry.placeholders for entry in self.index if entry is not None))
 
     def format(self, captures: Captures) -> tuple[str, Index] | None:
-        """The path and index for these captures; None where a number would be negative or is none."""
+        """The path and index for these captures; None if a number would be negative, or an index is no number."""
         path = self.path.format(captures)
         numbers = [None if entry is None else entry.format(captures) for entry in self.index]
         index = [None if number is None else _shifted(number, 0) for number in numbers]
@@ -117,7 +117,7 @@ class Target:
         return None if path is None or missing else (path, tuple(None if n is None else int(n) for n in index))
 
     def matches(self, path: str, shape: tuple[int, ...]) -> Iterator[tuple[Captures, Index]]:
-        """Every place in the array at `path` that this is a pattern of, with its captures."""
+        """The captures and the index of every place in the array at `path` that matches this target."""
         captures = self.path.match(path)
         if captures is None or len(shape) < len(self.index):
             return
@@ -126,25 +126,25 @@ class Target:
             [None] if entry is None else list(range(size)) for entry, size in zip(self.index, sizes, strict=True)
         ]
         for index in itertools.product(*ranges):
-            found = dict(captures)
+            merged = dict(captures)
             for entry, number in zip(self.index, index, strict=True):
                 inside = {} if entry is None else entry.match(str(number))
-                if inside is None or any(found.setdefault(name, value) != value for name, value in inside.items()):
+                if inside is None or any(merged.setdefault(name, value) != value for name, value in inside.items()):
                     break
             else:
-                yield found, index
+                yield merged, index
 
 
 def expand(text: str) -> list[str]:
     """A comma-separated list of names, with `{q,k,v}` written out.
 
     Raises:
-        PortingError: it stands for too many.
+        PortingError: the text expands to too many names.
 
     >>> expand("layers.{i}.{q,k}.weight, head.weight")
     ['layers.{i}.q.weight', 'layers.{i}.k.weight', 'head.weight']
     """
-    # A comma inside braces or brackets is no end of a name.
+    # A comma inside braces or brackets does not end a name.
     names = [name.strip() for name in re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,])+", text)]
     result: list[str] = []
     for name in names:
@@ -160,7 +160,7 @@ def expand(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _compiled(text: str) -> tuple[list[re.Match[str]], re.Pattern[str]]:
-    """The placeholders of a pattern, and what they are matched by; a map asks for each a great many times."""
+    """The placeholders of a pattern and its regular expression; cached because a map matches each pattern many times."""
     parts = list(_PLACEHOLDER.finditer(text))
     pieces, end = [], 0
     for part in parts:
@@ -174,5 +174,5 @@ def _offset(part: re.Match[str]) -> int:
 
 
 def _shifted(text: str, offset: int) -> str | None:
-    known = text.isdecimal() and len(text) <= 18
-    return str(int(text) + offset) if known and int(text) + offset >= 0 else None
+    is_number = text.isdecimal() and len(text) <= 18
+    return str(int(text) + offset) if is_number and int(text) + offset >= 0 else None

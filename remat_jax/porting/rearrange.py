@@ -16,13 +16,13 @@ Group = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Rearrange(Step):
-    """Each array's axes divided, permuted and joined: PyTorch's axes on the left, Flax's on the right.
+    """Split, permute and join the axes of each array: PyTorch's axes on the left, Flax's on the right.
 
-    A name is an axis, names in parentheses are one axis that is divided (the last varies fastest), `1` is an axis of size one.
-    Sizes are read from Flax's shape; where an axis there is made of several, all but one of them must be in `sizes`.
+    A name is an axis, names in parentheses split a single axis (the last varies fastest), and `1` is an axis of size one.
+    Sizes are read from Flax's shape; if an axis there joins several names, all but one of their sizes must be in `sizes`.
 
     Raises:
-        PortingError: the two sides have different names, or sizes are lacking.
+        PortingError: the two sides have different names, or sizes are missing.
 
     >>> heads = Rearrange("(h d) e -> e h d")
     >>> heads.before([(8, 2, 4)], 1)
@@ -58,7 +58,7 @@ class Rearrange(Step):
 
     @property
     def _sides(self) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
-        return self._left, self._right  # type: ignore[attr-defined]  # set by __post_init__, and no field of the data
+        return self._left, self._right  # type: ignore[attr-defined]  # set by __post_init__, not a dataclass field
 
     def __str__(self) -> str:
         return ", ".join([self.pattern, *(f"{name}={size}" for name, size in self.sizes)])
@@ -75,7 +75,7 @@ class Rearrange(Step):
         return [_move(x, right, left, self._measure(x.shape)) for x in arrays]
 
     def _measure(self, shape: Shape) -> dict[str, int]:
-        """The size of every named axis, from the shape of the right side."""
+        """The size of every named axis, read from the right side's shape."""
         right, known = self._sides[1], dict(self.sizes)
         if len(shape) != len(right):
             raise PortingError(f"{self.pattern!r} ends in {len(right)} axes, and the shape {tuple(shape)} has {len(shape)}")

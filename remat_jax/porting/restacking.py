@@ -1,4 +1,4 @@
-"""The same variables for layers that are unrolled and for layers that are stacked on an axis, as under `nn.scan`."""
+"""Convert variables between unrolled layers and layers stacked on an axis, as under `nn.scan`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from remat_jax.porting.variables import Variables
 
 
 def restack(variables: Any, like: Any, each: str, stack: str) -> Any:
-    """Return the values of `variables` in the form of `like`: one has layers by themselves, the other stacked on axis 0.
+    """Return the values of `variables` in the form of `like`: unrolled layers are stacked on axis 0, or the reverse.
 
-    `each` is what names one layer, such as `layers_{i}`; `stack` what names all of them. Linen and NNX, in either direction;
-    `like` may be shapes. Where both have the same form, the values are only put into it.
+    `each` is the name of a single layer, such as `layers_{i}`; `stack` is the name of the stacked layers. Both may be Linen
+    or NNX, in either direction; `like` may be shapes. If both have the same form, only the container changes.
 
     Raises:
-        PortingError: naming every array of either that the other does not have, or in another shape.
+        PortingError: lists every array that only one of the two has, or that differs in shape.
 
     >>> import numpy as np
     >>> zero, one = np.zeros(2, np.float32), np.ones(2, np.float32)
@@ -35,7 +35,7 @@ def restack(variables: Any, like: Any, each: str, stack: str) -> Any:
 
 
 def _rules(variables: Variables, each: str, stack: str) -> Rules:
-    """From unrolled paths, as the names of tensors, to the paths that there are."""
+    """The rules from unrolled paths, used as tensor names, to the variables' paths."""
     by_itself = _plain([path for path in variables.leaves if f"/{stack}/" not in f"/{path}/"])
     inside = [path for path in variables.leaves if f"/{stack}/" in f"/{path}/"]
     unrolled = [f"/{path}/".replace(f"/{stack}/", f"/{each}/").strip("/") for path in inside]

@@ -1,4 +1,4 @@
-"""The weight map as data: rules in order, tied tensors, and what is left out by name; as text and as JSON."""
+"""The weight map as data: ordered rules, tied tensors, and names to leave out; written as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _EXAMPLE = "'layers.{i}.q.weight -> params/layers_{i}/q/kernel | linear'"
 class Rule:
     """PyTorch's names, Flax's paths and the transform between them; all may be given as text.
 
-    A placeholder `{i}` stands for the same in every name. A Flax path starts with its collection, also in NNX, where the
-    index of a list joins the list's name as Linen has it (`layers[0]` is `layers_0`); `[{i}]` at its end is a place in a
-    stack of layers. `{q,k,v}` writes several names as one.
+    A placeholder `{i}` has the same value in every name. A Flax path starts with its collection, also in NNX, where the
+    index of a list is appended to the list's name as in Linen (`layers[0]` is `layers_0`). `[{i}]` at the end of a path
+    selects a layer of a stack. `{q,k,v}` abbreviates several names.
 
     Raises:
-        PortingError: a name, a path or a transform is malformed, or placeholders do not stand in all names.
+        PortingError: a name, a path or a transform is malformed, or a placeholder is missing from some of the names.
 
     >>> rule = Rule.parse("layers.{i}.in_proj_weight -> params/layers/{query,key,value}/kernel[{i}] | in_proj")
     >>> [str(target) for target in rule.flax]
@@ -56,7 +56,7 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """The rule that a line of text says: `torch[, torch] -> flax[, flax] [| step | step]`.
+        """The rule in a line of text: `torch[, torch] -> flax[, flax] [| step | step]`.
 
         Raises:
             PortingError: the text is malformed.
@@ -97,10 +97,10 @@ class Rules:
 
     Attributes:
         rules: tried in order; the first that matches a tensor takes it.
-        ties: pairs of PyTorch's names for one tensor, which Flax has once; the rules take the first name. Values must be
-            equal, and gradients add up. A placeholder may stand in both.
-        extra: globs on PyTorch's names: tensors that no rule takes and that need none.
-        missing: globs on Flax's paths: arrays that no tensor fills; they keep the value that they have.
+        ties: pairs of PyTorch names for a tensor that Flax has once; rules use the first name. Their values must be equal,
+            and their gradients are added. Both names may contain a placeholder.
+        extra: globs on PyTorch's names: tensors that need no rule.
+        missing: globs on Flax's paths: arrays that no tensor fills; they keep their value.
 
     >>> rules = Rules.parse('''
     ...     embed.weight -> params/embed/embedding
@@ -137,23 +137,23 @@ class Rules:
 
     @classmethod
     def parse(cls, text: str) -> Rules:
-        """The map that a text says, one entry a line.
+        """The map in a text with an entry per line.
 
         Raises:
-            PortingError: every line that is malformed, with its number.
+            PortingError: lists every malformed line with its number.
         """
-        found: dict[str, list[Any]] = {key: [] for key in _KEYS}
+        entries: dict[str, list[Any]] = {key: [] for key in _KEYS}
         problems = []
         for number, line in enumerate(text.splitlines(), 1):
             line = line.partition("#")[0].strip()
             if line:
                 try:
-                    _read(line, found)
+                    _read(line, entries)
                 except PortingError as error:
                     problems.append(f"line {number}: {error}")
         if problems:
             raise PortingError("the rules are malformed:\n  " + "\n  ".join(problems))
-        return cls(**{key: tuple(value) for key, value in found.items()})
+        return cls(**{key: tuple(value) for key, value in entries.items()})
 
     def __str__(self) -> str:
         lines = [str(rule) for rule in self.rules]
@@ -162,15 +162,15 @@ class Rules:
         return "\n".join(lines)
 
     def __or__(self, other: Rules | str) -> Rules:
-        """These rules, then those of `other`."""
+        """These rules, followed by the rules of `other`."""
         other = as_rules(other)
         return Rules(**{key: getattr(self, key) + getattr(other, key) for key in _KEYS})
 
     def stacked(self, each: str, stack: str) -> Rules:
-        """The same map for layers that are stacked, as `nn.scan` has them: `each` is what names one of them, `stack` all.
+        """The same map for stacked layers, as under `nn.scan`: `each` names a single layer, `stack` the stacked layers.
 
         Raises:
-            PortingError: no path has `each` in it.
+            PortingError: no path contains `each`.
 
         >>> rules = Rules.parse("layers.{i}.up.weight -> params/layers_{i}/up/kernel | linear")
         >>> print(rules.stacked("layers_{i}", "layers"))
@@ -195,7 +195,7 @@ class Rules:
         return replace(self, rules=tuple(replace(rule, flax=tuple(map(function, rule.flax))) for rule in self.rules))
 
     def allows_extra(self, name: str) -> bool:
-        """Whether a PyTorch tensor of this name may be left over."""
+        """Whether a PyTorch tensor of this name may stay unused."""
         return any(fnmatchcase(name, glob) for glob in self.extra)
 
     def allows_missing(self, path: str) -> bool:
@@ -210,10 +210,10 @@ class Rules:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Rules:
-        """The map that `to_dict` gave `data` for.
+        """The map in `data`, which `to_dict` returned.
 
         Raises:
-            PortingError: keys are missing or unknown, the version is another one, or a rule is malformed.
+            PortingError: keys are missing or unknown, the version differs, or a rule is malformed.
         """
         if not isinstance(data, dict) or set(data) != {"version", *_KEYS} or data["version"] != VERSION:
             raise PortingError(
@@ -242,10 +242,10 @@ class Rules:
 
     @classmethod
     def from_json(cls, text: str) -> Rules:
-        """The map that `to_json` gave `text` for.
+        """The map in `text`, which `to_json` returned.
 
         Raises:
-            PortingError: `text` is not JSON, or `from_dict` refuses what it says.
+            PortingError: `text` is not JSON, or `from_dict` refuses its content.
         """
         try:
             data = json.loads(text)
@@ -257,17 +257,17 @@ class Rules:
 
 
 def _are_texts(value: Any, *, pairs: bool = False) -> bool:
-    """Whether `value` is a list of texts, or of pairs of them."""
+    """Whether `value` is a list of texts, or of pairs of texts."""
     if not isinstance(value, list):
         return False
     return all(_are_texts(one) and len(one) == 2 if pairs else isinstance(one, str) for one in value)
 
 
 def as_rules(rules: Any) -> Rules:
-    """The map that is given as `Rules`, as its text, or as a sequence of rules.
+    """The map given as `Rules`, as text, or as a sequence of rules.
 
     Raises:
-        PortingError: it is none of these, or malformed.
+        PortingError: `rules` is none of these, or malformed.
 
     >>> as_rules("a.weight -> params/a/kernel | linear") == Rules.parse("a.weight -> params/a/kernel | linear")
     True
@@ -286,15 +286,15 @@ def as_rules(rules: Any) -> Rules:
     raise PortingError(f"rules={rules!r} is of type {type(rules).__name__}; give Rules, their text, or a sequence of rules.")
 
 
-def _read(line: str, found: dict[str, list[Any]]) -> None:
+def _read(line: str, entries: dict[str, list[Any]]) -> None:
     key, colon, rest = line.partition(":")
     if "->" in line or not colon:
-        found["rules"].append(Rule.parse(line))
+        entries["rules"].append(Rule.parse(line))
     elif key.strip() in ("extra", "missing"):
-        found[key.strip()] += expand(rest)
+        entries[key.strip()] += expand(rest)
     elif key.strip() == "tie" and rest.count("=") == 1:
         one, other = (Pattern(name.strip()) for name in rest.split("="))
-        found["ties"].append((one, other))
+        entries["ties"].append((one, other))
     else:
         raise PortingError(
             f"{line!r} is none of a rule 'torch -> flax | transform', 'tie: a = b', 'extra: globs', 'missing: globs'"

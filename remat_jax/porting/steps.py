@@ -1,8 +1,8 @@
-"""The elementary steps of a transform: how arrays travel between PyTorch and Flax, and how their gradients do.
+"""The elementary steps of a transform: how they convert arrays and gradients between PyTorch and Flax.
 
-With F a transform (PyTorch → Flax) and A its linear part, values travel by F and its inverse, gradients by Aᵀ (Flax →
-PyTorch) and the inverse of Aᵀ (PyTorch → Flax). For a permutation Aᵀ is the inverse of A, so gradients travel as values do; a
-scale, a shift and a sum are where the two differ.
+Let F be a transform (PyTorch → Flax) and A its linear part. Values are converted by F and its inverse, gradients by Aᵀ
+(Flax → PyTorch) and the inverse of Aᵀ (PyTorch → Flax). For a permutation, Aᵀ is the inverse of A, so gradients are converted
+like values; for a scale, a shift and a sum they are not.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Arrays = list[np.ndarray]
 
 
 class Step:
-    """One step, from some arrays to some arrays; by itself the identity.
+    """A step from arrays to arrays; the base class is the identity.
 
-    A step that joins or divides arrays changes their number. Gradients travel as values do unless a step says otherwise.
+    A step that joins or splits arrays changes their number. Gradients are converted like values unless a step overrides it.
     """
 
     def before(self, after: list[Shape], count: int) -> list[Shape]:
-        """The shapes that become `after`; `count` is how many arrays the whole transform begins with.
+        """The shapes that become `after`; `count` is the number of arrays at the start of the whole transform.
 
         Raises:
-            PortingError: no shapes do.
+            PortingError: no shapes become `after`.
         """
         return after
 
@@ -52,7 +52,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Scale(Step):
-    """Flax keeps `factor` times what PyTorch keeps, as where one of them scales an embedding and the other does not."""
+    """Flax's array is `factor` times PyTorch's, for instance if only one framework scales an embedding."""
 
     factor: float
 
@@ -78,7 +78,7 @@ class Scale(Step):
 
 @dataclass(frozen=True)
 class Shift(Step):
-    """Flax keeps what PyTorch keeps plus `offset`: Gemma's norm multiplies by 1 + weight."""
+    """Flax's array is PyTorch's plus `offset`: Gemma's norm multiplies by 1 + weight."""
 
     offset: float
 
@@ -99,13 +99,13 @@ class Shift(Step):
 
 
 def _exactly(x: np.ndarray, function) -> np.ndarray:  # type: ignore[no-untyped-def]
-    # In float64 and rounded once: neither the factor nor the result is rounded twice in bfloat16.
+    # Computed in float64, so that only the result is rounded, and only once.
     return function(x.astype(np.float64)).astype(x.dtype)
 
 
 @dataclass(frozen=True)
 class Flip(Step):
-    """The order along some axes is reversed, as in the kernel of a transposed convolution."""
+    """Reverse the order along some axes, as in the kernel of a transposed convolution."""
 
     axes: tuple[int, ...]
 
@@ -121,7 +121,7 @@ class Flip(Step):
 
 @dataclass(frozen=True)
 class Split(Step):
-    """One PyTorch tensor holds several of Flax's, one after the other along `axis`; the sizes are those of Flax's."""
+    """Split a PyTorch tensor along `axis` into several Flax arrays, whose shapes give the sizes."""
 
     axis: int
 
@@ -140,7 +140,7 @@ class Split(Step):
 
 @dataclass(frozen=True)
 class Concat(Step):
-    """Several PyTorch tensors make one of Flax's, one after the other along `axis`, of these `sizes`, or of equal ones."""
+    """Concatenate several PyTorch tensors along `axis` into a Flax array; without `sizes` they have equal sizes."""
 
     axis: int
     sizes: tuple[int, ...] = ()
@@ -170,10 +170,10 @@ class Concat(Step):
 
 @dataclass(frozen=True)
 class Sum(Step):
-    """Flax has one where PyTorch adds several, as the two biases of an LSTM.
+    """Flax has a single array where PyTorch adds several, such as the two biases of an LSTM.
 
-    Back, the first is the whole and the others are 0: the same function, though not the same tensors. In PyTorch the
-    gradients of all are one and the same.
+    The inverse gives the first tensor the whole value and the others 0: the same function with different tensors. The
+    gradients of all these PyTorch tensors are equal.
     """
 
     def __str__(self) -> str:
@@ -201,7 +201,7 @@ class Sum(Step):
 class GruBias(Step):
     """The two biases of PyTorch's GRU as the four of Flax's: r, z and n of the input, n of the state.
 
-    PyTorch adds two biases for r and for z, where Flax has one; those of the state's r and z come back as 0.
+    For r and for z PyTorch adds two biases and Flax has one; the inverse gives the state's r and z the value 0.
     """
 
     def __str__(self) -> str:
@@ -230,13 +230,13 @@ class GruBias(Step):
 
 
 def the_same(arrays: Sequence[np.ndarray], step: str) -> np.ndarray:
-    """The first of gradients that must all be one: those of tensors that PyTorch adds.
+    """The first of several gradients that must be equal, because PyTorch adds their tensors.
 
     Raises:
-        PortingError: they differ by more than rounding, so that they are not gradients of a sum.
+        PortingError: the gradients differ by more than rounding, so they are not gradients of a sum.
     """
     first = arrays[0].astype(np.float64)
-    # Half of the digits: far above rounding, far below any other gradient.
+    # Half of the digits: far above rounding, far below the difference of unrelated gradients.
     limit = np.sqrt(float(np.spacing(np.asarray(1, arrays[0].dtype)))) * np.linalg.norm(first)
     if any(not np.linalg.norm(x.astype(np.float64) - first) <= limit for x in arrays[1:]):
         raise PortingError(f"{step}: the tensors are added in PyTorch, so their gradients are equal; those given differ")
@@ -244,7 +244,7 @@ def the_same(arrays: Sequence[np.ndarray], step: str) -> np.ndarray:
 
 
 def joined(shapes: Sequence[Shape], axis: int, step: str) -> Shape:
-    """The shape of arrays put one after the other along `axis`.
+    """The shape of arrays concatenated along `axis`.
 
     >>> joined([(2, 3), (4, 3)], 0, "split(0)")
     (6, 3)

@@ -1,4 +1,4 @@
-"""Arrays between PyTorch, NumPy and JAX: always copies, their dtypes kept."""
+"""Copy arrays between PyTorch, NumPy and JAX without changing their dtypes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from remat_jax.errors import PortingError
 
 
 def is_torch(value: Any) -> bool:
-    """Whether `value` is a PyTorch tensor; PyTorch is not imported for it."""
+    """Whether `value` is a PyTorch tensor, tested without importing PyTorch."""
     return any(kind.__module__.partition(".")[0] == "torch" and kind.__name__ == "Tensor" for kind in type(value).__mro__)
 
 
 def as_numpy(value: Any) -> np.ndarray:
-    """A NumPy copy of a tensor or array, its dtype kept, bfloat16 and float8 too.
+    """A NumPy copy of a tensor or array with the same dtype, also for bfloat16 and float8.
 
-    A view would change with the next step of an optimizer, and PyTorch has no way to NumPy for bfloat16 but through integers.
+    A view would change with the next step of an optimizer. PyTorch converts bfloat16 to NumPy only through integers.
 
     Raises:
         PortingError: the tensor holds no data, or is not dense.
@@ -45,7 +45,7 @@ def as_numpy(value: Any) -> np.ndarray:
 
 
 def as_torch(array: Any) -> Any:
-    """A PyTorch tensor that is a copy of an array, its dtype kept, bfloat16 and float8 too."""
+    """A PyTorch copy of an array with the same dtype, also for bfloat16 and float8."""
     torch = _torch()
     array = np.ascontiguousarray(np.array(array)).reshape(np.shape(array))
     if array.dtype.kind == "V" or array.dtype.name.startswith(("bfloat16", "float8")):
@@ -55,10 +55,10 @@ def as_torch(array: Any) -> Any:
 
 
 def as_jax(array: np.ndarray, like: Any = None) -> jax.Array:
-    """A JAX array that is a copy of `array`, its dtype kept, placed as `like` is where that is spread over devices.
+    """A JAX copy of `array` with the same dtype, placed like `like` if that has a NamedSharding.
 
     Raises:
-        PortingError: JAX would lose digits, 64-bit types being off.
+        PortingError: JAX would lose digits, because 64-bit types are off.
     """
     kept = jax.dtypes.canonicalize_dtype(array.dtype)
     if kept != array.dtype:
@@ -73,7 +73,7 @@ def as_jax(array: np.ndarray, like: Any = None) -> jax.Array:
 
 
 def same_memory(one: Any, other: Any) -> bool:
-    """Whether two tensors or arrays are one and the same, so that a gradient in both is one gradient."""
+    """Whether two tensors or arrays share all their memory, so that they hold a single gradient."""
     if one is other:
         return True
     if is_torch(one) and is_torch(other):
@@ -86,7 +86,7 @@ def same_memory(one: Any, other: Any) -> bool:
 
 
 def address(value: Any) -> int:
-    """Where the numbers of a tensor or array are; for others, where the object is."""
+    """The memory address of a tensor's or array's data; for other values, the object's id."""
     if is_torch(value):
         return int(value.data_ptr())
     return int(value.__array_interface__["data"][0]) if isinstance(value, np.ndarray) else id(value)

@@ -1,4 +1,4 @@
-"""Tied tensors: two names of PyTorch's for what Flax has once."""
+"""Tied tensors: two PyTorch names for an array that Flax has once."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ Arrays = dict[str, np.ndarray]
 
 
 def pairs(rules: Rules, names: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The ties among these names: the one that the rules take, and the other; one of the two need not be there."""
+    """The ties of these names, as (the name that rules use, the second name); only one of the two need be in `names`."""
     seen = set()
     for name in names:
         for tie in rules.ties:
             for captures in (pattern.match(name) for pattern in tie):
-                found = tuple(pattern.format(captures) for pattern in tie) if captures is not None else (None, None)
-                if None not in found and found not in seen:
-                    seen.add(found)
-                    yield found  # type: ignore[misc]  # two texts
+                pair = tuple(pattern.format(captures) for pattern in tie) if captures is not None else (None, None)
+                if None not in pair and pair not in seen:
+                    seen.add(pair)
+                    yield pair  # type: ignore[misc]  # two texts
 
 
 def names_of(rules: Rules, name: str) -> set[str]:
-    """A name and those tied to it."""
+    """A name and the names tied to it."""
     return {name, *(each for pair in pairs(rules, {name: None}) for each in pair)}
 
 
 def join_tied(rules: Rules, arrays: Arrays, problems: list[str], gradients: Mapping[str, Any] | None = None) -> Arrays:
-    """The arrays with each tie under the name that the rules take: equal values once, and gradients added up."""
+    """The arrays with each tie under the name that rules use: equal values once, and gradients added."""
     result = dict(arrays)
     for one, other in list(pairs(rules, arrays)):
         if other not in result:
@@ -55,7 +55,7 @@ def join_tied(rules: Rules, arrays: Arrays, problems: list[str], gradients: Mapp
 
 
 def add_tied(rules: Rules, tensors: Arrays, like: Mapping[str, Any] | None) -> None:
-    """Add the second name of every tie, where `like` has it, or has no say."""
+    """Add the second name of every tie if `like` has it, or if there is no `like`."""
     for one, other in list(pairs(rules, tensors)):
         if like is None or other in like:
             tensors.setdefault(other, tensors[one])
@@ -64,7 +64,7 @@ def add_tied(rules: Rules, tensors: Arrays, like: Mapping[str, Any] | None) -> N
 
 
 def refuse_shared(rules: Rules, state_dict: Mapping[str, Any], arrays: Arrays, problems: list[str]) -> None:
-    """Refuse one tensor under two names that would fill two arrays: they would part in training."""
+    """Refuse a tensor with two names that would fill two arrays: the arrays would diverge in training."""
     tied = {frozenset(pair) for pair in pairs(rules, state_dict)}
     taken = links_of_tensors(rules, arrays)
     by_address: dict[Any, list[str]] = {}

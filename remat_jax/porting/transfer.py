@@ -1,4 +1,4 @@
-"""Weights and gradients between PyTorch and Flax, by a weight map: strict, and with every misfit in one error."""
+"""Convert weights and gradients between PyTorch and Flax by a weight map; a single error lists everything that misfits."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Arrays = dict[str, np.ndarray]
 
 
 def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dtype: Any = None) -> Any:
-    """Return `variables` filled with PyTorch's values, every tensor used exactly once and every array filled.
+    """Return `variables` filled with PyTorch's values; every tensor is used exactly once and every array is filled.
 
-    `state_dict` maps names to tensors or arrays. `variables` are those of the Flax model: what a Linen module's `init`
-    returns, an NNX State, or an NNX module; arrays or `jax.ShapeDtypeStruct`, so that nothing need be initialised. The result
-    is of the same kind, a new NNX module for a module. `rules` is a `Rules`, its text, or a sequence of rules. The arrays are
-    copies, and keep the tensors' dtypes; with `dtype` the floating-point ones are cast to it. They are placed as those of
-    `variables` are where these have a NamedSharding.
+    `state_dict` maps names to tensors or arrays. `variables` are the Flax model's: the result of a Linen module's `init`, an
+    NNX State, or an NNX module. They may be `jax.ShapeDtypeStruct`, so that nothing need be initialised. The result has the
+    same type; an NNX module gives a new module. `rules` is a `Rules`, its text, or a sequence of rules. The arrays are copies
+    with the tensors' dtypes; floating-point arrays are cast to `dtype` if it is given. An array is placed like the array in
+    `variables` if that has a NamedSharding.
 
     Raises:
-        PortingError: naming every tensor that is missing, extra, duplicated or of the wrong shape, and every array that is not
-            filled; and where 64-bit values would lose digits, JAX's 64-bit types being off.
+        PortingError: lists every tensor that is missing, extra, duplicated or of the wrong shape, and every array that is not
+            filled; or 64-bit values would lose digits because JAX's 64-bit types are off.
 
     >>> variables = {"params": {"head": {"kernel": np.zeros((2, 3), np.float32)}}}
     >>> weight = np.arange(6, dtype=np.float32).reshape(3, 2)
@@ -54,15 +54,16 @@ def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dty
 
 
 def to_torch(variables: Any, rules: Any, *, like: Mapping[str, Any] | None = None, numpy: bool = False) -> dict[str, Any]:
-    """Return the PyTorch state dict that `from_torch` would make `variables` of: the inverse of the map.
+    """Return the PyTorch state dict from which `from_torch` would make `variables`: the inverse of the map.
 
-    `like` is a state dict of the PyTorch model; its names and shapes are then held to, and tensors that the rules name as extra
-    come from it. The values are tensors, or with `numpy` arrays, and copies in any case.
+    `like` is a state dict of the PyTorch model: the result must have its names and shapes, and tensors that the rules name as
+    extra are copied from it. The values are copies: tensors, or arrays with `numpy`.
 
-    A permutation comes back bit-equal. `scale` and `shift` round, and `sum` gives one tensor the whole and the others 0.
+    A permutation is inverted bit for bit. `scale` and `shift` round, and `sum` gives one tensor the whole value and the
+    others 0.
 
     Raises:
-        PortingError: naming every array that no rule takes, and every tensor of `like` that none makes, or in another shape.
+        PortingError: lists every array that no rule takes, and every tensor of `like` that no rule makes in its shape.
 
     >>> variables = {"params": {"head": {"kernel": np.ones((2, 3))}}}
     >>> to_torch(variables, "head.weight -> params/head/kernel | linear", numpy=True)["head.weight"].shape
@@ -79,16 +80,17 @@ def to_torch(variables: Any, rules: Any, *, like: Mapping[str, Any] | None = Non
 
 
 def gradients_from_torch(gradients: Mapping[str, Any], variables: Any, rules: Any) -> Any:
-    """Return PyTorch's gradients as JAX would have them: the inverse of the adjoint of the map.
+    """Return PyTorch's gradients as JAX would compute them: the inverse of the adjoint of the map.
 
-    `gradients` maps the names of parameters to their gradients. Of `variables` only the parameters count: for Linen the
-    result is `{"params": …}`, for NNX a State of parameters, as `nnx.grad` gives. A parameter that the rules name as missing
-    has the gradient 0. Gradients of tied tensors add up, unless they are one and the same tensor, which is the whole already.
+    `gradients` maps the names of parameters to their gradients. Only the parameters in `variables` are used: the result is
+    `{"params": …}` for Linen, and a State of parameters for NNX, as from `nnx.grad`. A parameter that the rules name as
+    missing has the gradient 0. Gradients of tied tensors are added, unless both names hold the same tensor, which already is
+    the sum.
 
-    Weights travel forward and gradients back, so a scaled weight's gradient is divided where the weight is multiplied.
+    If a weight is multiplied by a factor, its gradient is divided by it.
 
     Raises:
-        PortingError: as `from_torch`; a gradient that is None counts as missing.
+        PortingError: in the cases of `from_torch`; a gradient that is None counts as missing.
 
     >>> variables = {"params": {"table": np.zeros(2, np.float32)}}
     >>> gradients_from_torch({"table": np.array([8, 4], np.float32)}, variables, "table -> params/table | scale(4)")
@@ -116,11 +118,11 @@ def gradients_from_torch(gradients: Mapping[str, Any], variables: Any, rules: An
 def gradients_to_torch(gradients: Any, rules: Any, *, numpy: bool = False) -> dict[str, Any]:
     """Return JAX's gradients under PyTorch's names and in its shapes: the adjoint of the map.
 
-    `gradients` is a tree like the variables (`{"params": …}`, an NNX State); of several collections only the parameters count.
-    Tied tensors have one gradient, under the name that the rules take. With `numpy` the values are arrays.
+    `gradients` is a tree like the variables (`{"params": …}`, an NNX State); only the parameters are used. Tied tensors have a
+    single gradient, under the name that rules use. With `numpy` the values are arrays.
 
     Raises:
-        PortingError: naming every array that no rule takes.
+        PortingError: lists every array that no rule takes.
 
     >>> gradients_to_torch({"params": {"table": np.array([2.0])}}, "table -> params/table | scale(4)", numpy=True)
     {'table': array([8.])}
@@ -148,10 +150,10 @@ def _read(tensors: Mapping[str, Any], problems: list[str]) -> Arrays:
 
 
 def fill(rules: Rules, arrays: Arrays, leaves: Leaves, problems: list[str], *, direction: str) -> Arrays:
-    """PyTorch's values or gradients as whole Flax arrays; parts of stacks are put together."""
+    """PyTorch's values or gradients as whole Flax arrays, with the parts of stacks assembled."""
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
-    links, found = fit(rules, {name: array.shape for name, array in arrays.items()}, shapes)
-    problems += found
+    links, misfits = fit(rules, {name: array.shape for name, array in arrays.items()}, shapes)
+    problems += misfits
     parts: dict[str, dict[Place, np.ndarray]] = {}
     for link in links:
         after = [place.shape(shapes[place.path]) for place in link.flax]
@@ -185,11 +187,11 @@ def take(rules: Rules, leaves: Leaves, problems: list[str], *, direction: str) -
     links = list(dict.fromkeys(links_of_places(rules, shapes).values()))
     wanted: dict[str, tuple[int, ...]] = {name: () for link in links for name in link.torch}
     problems += [f"{path}: has no value" for path in _abstract(leaves)]
-    # Every tensor that the arrays could make is taken for granted, and only the arrays are checked.
+    # Every tensor that the arrays could make is assumed to exist; only the arrays are checked.
     for link in links:
         wanted |= _shapes_before(link, shapes)
-    good, found = fit(rules, wanted, shapes)
-    problems += found
+    good, misfits = fit(rules, wanted, shapes)
+    problems += misfits
     if problems:
         return {}
     arrays = {path: np.asarray(leaf) for path, leaf in leaves.items()}
@@ -206,27 +208,27 @@ def _shapes_before(link: Link, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
         after = [place.shape(shapes[place.path]) for place in link.flax]
         return dict(zip(link.torch, link.rule.transform.before(after, len(link.torch)), strict=True))
     except (PortingError, KeyError):
-        return {}  # said by `fit`, with the names
+        return {}  # `fit` reports the problem with its names
 
 
 def _hold_to(like: Mapping[str, Any], rules: Rules, result: Arrays, problems: list[str]) -> None:
     for name, tensor in like.items():
         if name in result:
-            found, expected = result[name].shape, tuple(tensor.shape)
-            problems += [f"{name}: shape {found}, expected {expected}"] if found != expected else []
+            shape, expected = result[name].shape, tuple(tensor.shape)
+            problems += [f"{name}: shape {shape}, expected {expected}"] if shape != expected else []
         elif rules.allows_extra(name):
             result[name] = as_numpy(tensor)
         else:
             problems.append(f"{name}: no rule makes it; write one, or name it under 'extra:'")
-    known = {other for name in like for other in names_of(rules, name)}
-    problems += [f"{name}: not a tensor of the PyTorch model" for name in result if name not in known]
+    expected_names = {other for name in like for other in names_of(rules, name)}
+    problems += [f"{name}: not a tensor of the PyTorch model" for name in result if name not in expected_names]
 
 
 def _in_dtype(array: np.ndarray, dtype: Any, leaf: Any) -> np.ndarray:
     kind = "floating" if np.issubdtype(array.dtype, np.floating) or array.dtype.kind == "V" else array.dtype.kind
     if kind == "floating" or array.dtype.name.startswith(("bfloat16", "float8")):
         return array if dtype is None else array.astype(dtype)
-    # Counts and positions: PyTorch's are 64-bit always, JAX's as the model has them.
+    # PyTorch's counts and positions are always 64-bit; JAX's have the model's dtype.
     cast = array.astype(leaf.dtype) if array.dtype.kind in "iu" and np.issubdtype(leaf.dtype, np.integer) else array
     return cast if np.array_equal(cast, array) else array
 

@@ -1,4 +1,4 @@
-"""Transforms: steps one after the other, their names and their text, `split(0) | (h d) e -> e h d`."""
+"""Transforms: sequences of steps, their names, and their text such as `split(0) | (h d) e -> e h d`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remat_jax.errors import PortingError, nearest
 from remat_jax.porting.rearrange import Rearrange
 from remat_jax.porting.steps import Arrays, Concat, Flip, GruBias, Scale, Shape, Shift, Split, Step, Sum
 
-# Each verified in float64, values and gradients, against the PyTorch module it is for.
+# Values and gradients of each transform are tested in float64 against its PyTorch module.
 NAMED: dict[str, str] = {
     "identity": "",
     "linear": "o i -> i o",
@@ -44,10 +44,10 @@ _INTEGERS = r"-?\d{1,9}(?:\s*,\s*-?\d{1,9})*"
 
 @dataclass(frozen=True)
 class Transform:
-    """Steps from PyTorch to Flax, one after the other.
+    """A sequence of steps from PyTorch to Flax.
 
     Raises:
-        PortingError: while parsing, at a step that is none; while running, where shapes do not fit.
+        PortingError: an unknown step while parsing, or shapes that do not fit while running.
 
     >>> Transform.parse("in_proj").before([(8, 2, 4)] * 3, 1)
     [(24, 8)]
@@ -59,7 +59,7 @@ class Transform:
 
     @classmethod
     def parse(cls, text: str) -> Transform:
-        """The transform of a name, a step, or several with `|` between them."""
+        """The transform written as a name, a step, or several of them separated by `|`."""
         return cls(_parsed(text))
 
     def __str__(self) -> str:
@@ -83,11 +83,11 @@ class Transform:
         return self._run_back(arrays, count, lambda step: step.inverse)
 
     def adjoint(self, arrays: Arrays, count: int) -> Arrays:
-        """Flax's gradients as those of the `count` tensors of PyTorch: the transpose of the linear part."""
+        """Flax's gradients as the gradients of the `count` PyTorch tensors: the transpose of the linear part."""
         return self._run_back(arrays, count, lambda step: step.adjoint)
 
     def _chain(self, after: list[Shape], count: int) -> list[list[Shape]]:
-        """The shapes before every step, and after the last."""
+        """The shapes before every step, and after the last step."""
         chain = [after]
         for step in reversed(self.steps):
             chain.insert(0, step.before(chain[0], count))

@@ -1,4 +1,4 @@
-"""The variables of a Flax model, Linen or NNX, as path → array, and back."""
+"""The variables of a Linen or NNX model as path → array, and the inverse."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Leaves = dict[str, Any]
 
 
 class Variables:
-    """A tree of variables as `leaves`, path → array or shape, and the way back to a tree of the same kind.
+    """A tree of variables as `leaves`, path → array or shape; `rebuild` makes a tree of the same type.
 
-    Paths begin with the collection. Linen: nested dictionaries; NNX: a State or a module, whose collections are those that Flax
-    has for the types of its variables, and whose lists' indices join the list's name: `params/layers_0/up/kernel`. What holds
-    random keys in NNX is no variable of ours and stays as it is.
+    A path starts with the collection. A Linen tree is nested dictionaries. An NNX tree is a State or a module: the collection
+    is Flax's name for the variable's type, and the index of a list is appended to the list's name, such as
+    `params/layers_0/up/kernel`. Random keys in NNX are left out of `leaves` and stay the same.
 
-    With `trainable`, only parameters: what has a gradient.
+    With `trainable`, `leaves` has only the parameters, which have gradients.
 
     Raises:
-        PortingError: it is none of these, or two variables have one path.
+        PortingError: `tree` is none of these, or two variables have the same path.
     """
 
     def __init__(self, tree: Any, *, trainable: bool = False) -> None:
@@ -48,7 +48,7 @@ class Variables:
             )
 
     def rebuild(self, leaves: Leaves) -> Any:
-        """A tree of the kind that was given, with these leaves."""
+        """A tree of the same type as the given tree, with these leaves."""
         return self._rebuild(leaves)
 
     def _read_linen(self, tree: Any, trainable: bool) -> None:
@@ -87,7 +87,7 @@ class Variables:
 
 
 def _linen_path(keys: tuple[Any, ...]) -> str:
-    # A box with metadata, such as nn.Partitioned, adds the attribute that holds its array: no part of the path.
+    # A box with metadata, such as nn.Partitioned, adds the attribute of its array, which is no part of the path.
     names = [
         str(getattr(key, "key", getattr(key, "idx", None))) for key in keys if not isinstance(key, jax.tree_util.GetAttrKey)
     ]
@@ -101,10 +101,10 @@ def _nnx_path(keys: tuple[Any, ...], variable: Any) -> str | None:
 
 
 def _collection(kind: type) -> str:
-    """The name of the collection of a type of variables, or of the nearest of its bases that Flax knows."""
+    """The collection of a variable type, or of its nearest base class that Flax knows."""
     for each in kind.__mro__:
         try:
             return nnx.variable_name_from_type(each)
-        except ValueError:  # Flax does not know this one
+        except ValueError:  # Flax does not know this class
             continue
     return kind.__name__.lower()

@@ -1,6 +1,6 @@
-"""`doctor`: runs a model once, watches its checkpointed regions, and says what is wrong with them.
+"""`doctor`: run a model once, observe its checkpointed regions, and report their mistakes.
 
-`watch` sees what happens, `traps` judges it, one function for each known mistake.
+`watch` observes the regions, and `traps` judges them with a function for each known mistake.
 """
 
 from __future__ import annotations

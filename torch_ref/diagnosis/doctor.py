@@ -1,4 +1,4 @@
-"""The call that a user makes, and what comes back."""
+"""The public function `doctor`, and its result."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch_ref.errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `doctor` found.
+    """The result of `doctor`.
 
     Attributes:
-        findings: the mistakes, in the order in which they were met; empty if there is none.
-        regions: how many checkpointed regions were run.
+        findings: the mistakes, in the order of discovery.
+        regions: the number of checkpointed regions that ran.
 
     >>> Diagnosis((), 2).ok
     True
@@ -45,24 +45,24 @@ class Diagnosis:
 
 
 def doctor(module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Diagnosis:
-    """Run `module(*args, **kwargs)` once and name what is wrong with its gradient checkpointing, where, and the remedy.
+    """Run `module(*args, **kwargs)` once; name the mistakes in its gradient checkpointing, their place and their remedy.
 
     | trap | what it does |
     | --- | --- |
-    | `hidden_from_offload` | tensors given by keyword or in containers are not seen by `save_on_cpu`: they stay on the device |
-    | `flag_without_effect` | a flag that is set but that nothing reads, or that leads to no checkpoint |
-    | `rebound_variable` | a closure reads a loop variable that has moved on: backward recomputes with another layer |
-    | `nested_container` | a checkpoint inside a checkpoint holds tensors in a list: the outer one frees nothing |
-    | `mutated_input` | a tensor that a checkpoint keeps was changed in place: backward refuses or is wrong |
+    | `hidden_from_offload` | `save_on_cpu` misses tensors in keywords or containers: they stay on the device |
+    | `flag_without_effect` | a flag is set, but nothing reads it or no checkpoint follows from it |
+    | `rebound_variable` | a closure reads a loop variable that was rebound: backward recomputes with the wrong layer |
+    | `nested_container` | a checkpoint inside a checkpoint holds tensors in a list: the outer checkpoint frees nothing |
+    | `mutated_input` | a tensor that a checkpoint keeps was changed in place: backward raises an error or is wrong |
     | `reentrant_without_gradient` | no input of a reentrant checkpoint requires a gradient: its parameters get none |
-    | `random_state` | `preserve_rng_state=False` around dropout: backward is that of another mask |
+    | `random_state` | `preserve_rng_state=False` around dropout: backward uses a different mask |
 
-    The module runs as it is, in its training or evaluation mode, forward only, with gradients; buffers such as batch
-    statistics change as in any call, and the random state moves on. Everything that ends in
-    `torch.utils.checkpoint.checkpoint` is seen, under whatever name it was imported.
+    The module runs forward only, with gradients, in its current training or evaluation mode. Buffers such as batch
+    statistics and the random state change as in any call. All calls of `torch.utils.checkpoint.checkpoint` are seen,
+    whatever name it was imported under.
 
     Raises:
-        InvalidArgumentError: if `module` cannot be called, or a profiler written in C is on.
+        InvalidArgumentError: if `module` cannot be called, or a profiler written in C is active.
 
     >>> import torch, torch_ref
     >>> from torch.utils.checkpoint import checkpoint
@@ -79,7 +79,7 @@ def doctor(module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Diagnosi
         raise InvalidArgumentError(f"module is a {type(module).__name__}, expected a module or a function.")
     root = module if isinstance(module, nn.Module) else None
     with warnings.catch_warnings():
-        # What a reentrant checkpoint warns of is one of the findings.
+        # A finding reports what this warning of a reentrant checkpoint says.
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
         with torch.enable_grad(), watched_flags(root, kwargs) as flags, Watch(root) as watch:
             output = module(*args, **kwargs)

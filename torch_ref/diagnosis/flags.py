@@ -1,4 +1,4 @@
-"""Flags that ask for checkpointing, and whether anybody reads them."""
+"""Flags that request checkpointing, and whether the model reads them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Flag:
 
     Attributes:
         name: the attribute or the keyword.
-        owner: module path and class of the submodel that carries it; empty for a keyword of the call.
+        owner: module path and class of the submodel with the flag; empty for a keyword of the call.
         in_training: whether that submodel is in training mode.
-        is_read: whether the run asked for its value; a keyword counts as read.
+        is_read: whether the run read the flag; a keyword counts as read.
     """
 
     name: str
@@ -39,9 +39,9 @@ class Flags:
 
 @contextmanager
 def watched_flags(root: nn.Module | None, kwargs: Mapping[str, Any]) -> Iterator[Flags]:
-    """Find the flags of a model and of a call, and note which ones are read meanwhile.
+    """Find the flags of a model and of a call, and record which flags are read inside the context.
 
-    For the time, the class of a submodel with a flag sees attributes being read.
+    Inside the context, the classes of submodels with flags record attribute reads.
     """
     found = Flags([Flag(name, "", True, True) for name in KEYWORDS if kwargs.get(name) is True])
     watched: dict[int, dict[str, Flag]] = {}
@@ -64,14 +64,14 @@ def watched_flags(root: nn.Module | None, kwargs: Mapping[str, Any]) -> Iterator
 
 @contextmanager
 def _reading(cls: type, watched: Mapping[int, Mapping[str, Flag]]) -> Iterator[None]:
-    """Note attributes being read; the class itself is changed, so that `type(module)` stays what it is."""
+    """Record attribute reads by patching the class, so that `type(module)` stays the same."""
     own: Any = vars(cls).get("__getattribute__")
     original: Any = cls.__getattribute__
 
     def __getattribute__(self: Any, name: str) -> Any:
         if name in ATTRIBUTES and name in watched.get(id(self), ()):
             watched[id(self)][name].is_read = True
-        return original(self, name)  # what the class or one above it has; an AttributeError goes on to `__getattr__`
+        return original(self, name)  # an AttributeError makes Python call `__getattr__`
 
     cls.__getattribute__ = __getattribute__  # type: ignore[assignment,method-assign]
     try:

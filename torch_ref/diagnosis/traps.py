@@ -1,4 +1,4 @@
-"""The known mistakes, one function each: what was seen → what is wrong and what to do."""
+"""The known mistakes: each has a function from an observed region to findings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Finding:
     """One mistake.
 
     Attributes:
-        trap: its name, as in the table of `doctor`.
-        block: what is checkpointed, or which submodel carries the flag.
+        trap: the mistake's name in the table of `doctor`.
+        block: the checkpointed block, or the submodel with the flag.
         place: `file:line (function)` of the checkpoint; empty for a flag.
         problem: what happens.
         remedy: what to do.
@@ -37,7 +37,7 @@ class Finding:
 
 
 def findings(regions: Sequence[Region], flags: Flags) -> list[Finding]:
-    """All mistakes; the same one at the same place is named once."""
+    """All mistakes; a mistake that recurs at the same place is listed once."""
     found: dict[tuple[str, str], Finding] = {}
     for finding in flags_without_effect(flags, regions):
         found[finding.trap, finding.block + finding.problem] = finding
@@ -69,7 +69,7 @@ def flags_without_effect(flags: Flags, regions: Sequence[Region]) -> Iterator[Fi
 
 
 def hidden_from_offload(region: Region) -> Iterator[Finding]:
-    """Tensors that an offload around the checkpoint does not see."""
+    """Tensors that an offload around the checkpoint misses."""
     hidden = _hidden(region)
     if region.is_hooked and hidden and not region.is_nested:
         yield _finding(
@@ -82,7 +82,7 @@ def hidden_from_offload(region: Region) -> Iterator[Finding]:
 
 
 def rebound_variable(region: Region) -> Iterator[Finding]:
-    """A captured variable that has moved on before backward runs the function again."""
+    """A captured variable that is rebound before backward runs the function again."""
     for captures in region.captures:
         try:
             captures.check_unchanged()
@@ -96,7 +96,7 @@ def rebound_variable(region: Region) -> Iterator[Finding]:
 
 
 def nested_container(region: Region) -> Iterator[Finding]:
-    """Tensors that a nested checkpoint holds out of sight of the one around it."""
+    """Tensors that a nested checkpoint holds where the outer checkpoint does not see them."""
     hidden = _hidden(region)
     if region.is_nested and hidden:
         yield _finding(
@@ -109,7 +109,7 @@ def nested_container(region: Region) -> Iterator[Finding]:
 
 
 def mutated_input(region: Region) -> Iterator[Finding]:
-    """Tensors that are kept for the recomputation and changed in place."""
+    """Tensors that are saved for the recomputation and changed in place."""
     later = [argument for argument in region.arguments if argument.is_mutated]
     mutated = region.mutated_inside or later
     if mutated:
@@ -139,7 +139,7 @@ def reentrant_without_gradient(region: Region) -> Iterator[Finding]:
 
 
 def random_state(region: Region) -> Iterator[Finding]:
-    """Random operators that are run again with other random numbers."""
+    """Random operators that are recomputed with different random numbers."""
     if region.is_random and not region.keeps_random_state:
         yield _finding(
             region,

@@ -1,7 +1,6 @@
-"""What the checkpointed regions of a run are given, and what happens to it.
+"""The checkpointed regions of a run, their arguments, and later changes to these.
 
-`torch.utils.checkpoint.checkpoint` is imported by name wherever it is used, so it cannot be replaced; its frames can be
-seen by a profile function.
+Users import `torch.utils.checkpoint.checkpoint` by name, so it cannot be patched; a profile function sees its frames.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ _PLUMBING = (
 
 
 class Argument:
-    """A tensor that a region was given.
+    """A tensor argument of a region.
 
     Attributes:
-        where: how, such as `argument 0` or `keyword 'x'`.
-        is_hidden: whether it is in a container or a keyword, where saved-tensor hooks do not see it.
+        where: its position, such as `argument 0` or `keyword 'x'`.
+        is_hidden: whether the tensor is in a container or a keyword, where saved-tensor hooks miss it.
     """
 
     def __init__(self, tensor: torch.Tensor, where: str, is_hidden: bool) -> None:
@@ -59,25 +58,25 @@ class Argument:
 
     @property
     def is_mutated(self) -> bool:
-        """Whether the tensor still lives and has been changed in place since."""
+        """Whether the tensor is alive and was changed in place since."""
         tensor = self._tensor()
         return tensor is not None and version_of(tensor) != self._version
 
 
 @dataclass
 class Region:
-    """One call of `torch.utils.checkpoint.checkpoint`.
+    """A call of `torch.utils.checkpoint.checkpoint`.
 
     Attributes:
-        block: name of what is checkpointed.
-        place: `file:line (function)` of the call, and where that function was called from.
-        is_reentrant: which form.
-        keeps_random_state: whether the recomputation has the random state of forward.
-        is_nested: whether it is inside another region.
-        is_hooked: whether saved-tensor hooks, such as those of an offload, are around it.
-        is_trainable: whether what it runs has parameters, or captures tensors, that require a gradient.
-        arguments: the tensors that it was given.
-        is_random: whether an operator in it drew random numbers.
+        block: name of the checkpointed block.
+        place: `file:line (function)` of the call, and of the call of that function.
+        is_reentrant: whether the checkpoint is reentrant.
+        keeps_random_state: whether the recomputation uses forward's random state.
+        is_nested: whether the region is inside another region.
+        is_hooked: whether saved-tensor hooks, such as an offload's, are active around the region.
+        is_trainable: whether the block has parameters, or captures tensors, that require a gradient.
+        arguments: the region's tensor arguments.
+        is_random: whether an operator in the region drew random numbers.
     """
 
     block: str
@@ -94,7 +93,7 @@ class Region:
 
 
 class Watch(TorchDispatchMode):
-    """While it is entered, every region that this thread runs is noted."""
+    """Records every region that this thread runs inside the context."""
 
     def __init__(self, root: nn.Module | None) -> None:
         super().__init__()
@@ -146,7 +145,7 @@ class Watch(TorchDispatchMode):
         keywords = dict(given["kwargs"])
         keeps_random_state = keywords.pop("preserve_rng_state", True)
         if isinstance(function, Replay):
-            # It hands every tensor on by itself, whatever container the caller has it in.
+            # A Replay passes every tensor on by itself, whatever container the caller uses.
             function, arguments = function.block, _arguments(pytree.tree_leaves(function.arguments), {})
         else:
             arguments = _arguments(given["args"], keywords)
@@ -222,7 +221,7 @@ def _is_trainable(value: Any) -> bool:
 
 
 def _place(frame: types.FrameType) -> str:
-    """The line that made the checkpoint, and the one that called the function it is in: often a helper's."""
+    """The line that made the checkpoint, and its caller's line, because the first is often in a helper."""
     lines: list[str] = []
     at = frame.f_back
     while at is not None and len(lines) < 2:

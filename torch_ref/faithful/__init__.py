@@ -1,7 +1,7 @@
-"""What other projects' code does, quirks included: one module for each of them, to compare a port with.
+"""The behaviour of other projects' code, including its quirks, to compare a port with.
 
-`diffsynth`: DiffSynth-Studio's `gradient_checkpoint_forward`. `openpi`: OpenPI's switch, `pi0`: the whole of its π0
-under that switch. `offload_function`: the `OffloadFunction` of tutorials. `deep_mlp`: a tutorial's experiment on a deep
+`diffsynth`: DiffSynth-Studio's `gradient_checkpoint_forward`. `openpi`: OpenPI's switch. `pi0`: OpenPI's whole π0 under
+that switch. `offload_function`: the `OffloadFunction` of tutorials. `deep_mlp`: a tutorial's experiment on a deep
 perceptron. `accumulate`: a tutorial's accumulation loop.
 """
 
