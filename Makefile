@@ -91,6 +91,7 @@ bench: $(STAMP)  ## measure on this machine's processor
 	$(BIN)/python -m benchmarks $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.predict_memory)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.plan_cpu)
+	$(if $(ARGS),,$(BIN)/python -m benchmarks.steps_cpu)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.plan)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.true_shapes)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.published)

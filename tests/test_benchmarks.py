@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import cpu
+from benchmarks import cpu, steps_cpu
 from benchmarks.__main__ import main as cpu_main
 from benchmarks.gpu import __main__ as steps_command
 from benchmarks.gpu import child, judge, step_predict, step_run
@@ -26,6 +26,7 @@ from benchmarks.gpu.steps import ORDER as STEPS
 from benchmarks.gpu.steps import PLAN, TINY, StepJob
 from benchmarks.record import write_json
 from examples.models import linen, weights
+from remat_jax.hardware import target as target_named
 
 JOB = Job(SMALL, "unrolled", "off", "folder")
 
@@ -313,3 +314,14 @@ def test_a_plan_that_loses_or_needs_more_than_its_budget_is_told() -> None:
     assert lost["slower"] == ["mlp, plan: dots is faster"] and lost["over_budget"] == ["mlp, plan"]
     assert judge.judged([named | {"device_bytes": 13}, plan | {"step_seconds": 1.03}])["slower"] == [], "it does not fit"
     assert "| mlp, plan | 0.00 |" in judge.markdown([plan])
+
+
+def test_steps_on_this_processor_are_estimated_and_timed_in_turns() -> None:
+    rates = {"flops": {"float32": 1e10}, "hbm_bytes_per_s": 1e10, "launch_seconds": 1e-6}
+    target = dataclasses.replace(target_named("cpu"), measured=rates)
+    assert list(steps_cpu.models(small=True)) == ["scanned", "unrolled", "mlp", "conv"]
+    rows = steps_cpu.rows_of("conv", steps_cpu.conv_net(1, 4, 1, 4), target, 1)
+    assert [row["policy"] for row in rows] == ["off", "full", "kept"] and all(row["step_seconds"] > 0 for row in rows)
+    off, full, kept = (row["estimated_seconds"]["traced"] for row in rows)
+    assert 0 < off <= kept < full
+    assert judge.judged(rows)["rank_correlation"].keys() >= {"traced"} and "conv, kept" in steps_cpu.table(rows)

@@ -2,8 +2,8 @@
 
 Llama 3 8B and 70B, Llama 3.1 405B and Qwen 3 235B A22B: the memory of a device and of a host under each policy and under the
 plan for 90 % of a device, and what the devices send each other. The exit status is 1 where a plan does not fit, where a named
-policy that does is faster, or where recomputing gathers weights again. Without `--all` it is 8B on one host. With `--layer` only
-the time of a layer of experts is printed, and the exit status is 1 where it grows with the hosts.
+policy that does is faster, or where recomputing gathers weights again. Without `--all` it is 8B on one host. With `--layer`
+only the time of a layer of experts is printed, and the exit status is 1 where it grows with the hosts.
 """
 
 from __future__ import annotations

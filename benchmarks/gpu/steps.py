@@ -111,15 +111,15 @@ class StepJob:
         return whole.step({blocks[name]: policy for name, policy in self.policies.items()} or "off")
 
 
-def workload(model: str, shape: Shape) -> rj.Workload:
+def workload(model: str, shape: Shape, dtype: Any = jnp.bfloat16) -> rj.Workload:
     """One of the models, Adam included; nothing is allocated."""
-    return _mlp(shape) if model == "mlp" else _decoder(shape, scan=model == "scanned")
+    return _mlp(shape, dtype) if model == "mlp" else _decoder(shape, dtype, scan=model == "scanned")
 
 
-def _decoder(shape: Shape, *, scan: bool) -> rj.Workload:
+def _decoder(shape: Shape, dtype: Any, *, scan: bool) -> rj.Workload:
     heads = max(2, shape.width // 128)
     sizes: dict[str, Any] = {"d_model": shape.width, "nhead": heads, "num_layers": shape.layers, "max_len": shape.length}
-    model = linen.ByteDecoder(**sizes, scan=scan, param_dtype=jnp.bfloat16)
+    model = linen.ByteDecoder(**sizes, scan=scan, param_dtype=dtype)
     tokens = jax.ShapeDtypeStruct((shape.batch, shape.length), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
 
@@ -131,9 +131,9 @@ def _decoder(shape: Shape, *, scan: bool) -> rj.Workload:
     return rj.Workload(loss, params, (tokens, tokens), linen.DecoderLayer, optimizer=optax.adam(1e-4), name=name)
 
 
-def _mlp(shape: Shape) -> rj.Workload:
+def _mlp(shape: Shape, dtype: Any) -> rj.Workload:
     model = Perceptrons(shape.layers)
-    x = jax.ShapeDtypeStruct((shape.batch * shape.length, shape.width), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((shape.batch * shape.length, shape.width), dtype)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     loss: Callable[..., Any] = lambda params, x: jnp.mean(model.apply(params, x).astype(jnp.float32) ** 2)  # noqa: E731
     return rj.Workload(loss, params, (x,), Perceptron, optimizer=optax.adam(1e-3), name="deep MLP")

@@ -49,6 +49,7 @@ class Rival:
       policy: for all blocks, or by block.
       device_bytes, host_bytes: compiled.
       extra_seconds: over a step that keeps everything, estimated as plans are.
+      seconds: of the compiled step, estimated from its schedule.
       remark: why it is not considered.
     """
 
@@ -57,6 +58,7 @@ class Rival:
     device_bytes: int | None = None
     host_bytes: int | None = None
     extra_seconds: float | None = None
+    seconds: float | None = None
     remark: str = ""
 
     @property
@@ -111,7 +113,7 @@ def rivals(case: Case, described: Described, target: str) -> list[Rival]:
             found.append(Rival(names, policy, remark=remark))
             continue
         report, extra = next(reports), extra_seconds(described, "everything" if policy == "off" else policy)
-        found.append(Rival(names, policy, report.device_bytes, report.host_bytes, extra))
+        found.append(Rival(names, policy, report.device_bytes, report.host_bytes, extra, report.seconds))
     return found
 
 
