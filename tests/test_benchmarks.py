@@ -317,7 +317,7 @@ def test_a_plan_that_loses_or_needs_more_than_its_budget_is_told() -> None:
 
 
 def test_steps_on_this_processor_are_estimated_and_timed_in_turns() -> None:
-    rates = {"flops": {"float32": 1e10}, "hbm_bytes_per_s": 1e10, "launch_seconds": 1e-6}
+    rates = {"flops": {"float32": 1e10}, "hbm_bytes_per_s": 1e10, "launch_seconds": 1e-6, "source": "made up"}
     target = dataclasses.replace(target_named("cpu"), measured=rates)
     assert list(steps_cpu.models(small=True)) == ["scanned", "unrolled", "mlp", "conv"]
     rows = steps_cpu.rows_of("conv", steps_cpu.conv_net(1, 4, 1, 4), target, 1)
