@@ -91,14 +91,14 @@ bench: $(STAMP)  ## measure on this machine's processor
 	$(BIN)/python -m benchmarks $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.predict_memory)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.plan_cpu)
+	$(if $(ARGS),,$(BIN)/python -m benchmarks.steps_cpu)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.plan)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.true_shapes)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.published)
 
 .PHONY: bench-gpu
-bench-gpu: $(STAMP)  ## measure on this machine's GPU
+bench-gpu: $(STAMP)  ## measure twelve steps on this machine's GPU, in nine minutes
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
-	$(if $(ARGS),,$(BIN)/python -m benchmarks.gpu.plans)
 
 .PHONY: wheel
 wheel: $(STAMP)  ## build the wheel into dist; its version is the tag's

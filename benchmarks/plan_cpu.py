@@ -74,6 +74,11 @@ def calibrated(seconds: float) -> Target:
 
 def runner(work: rj.Workload, policy: Any) -> Callable[[], float]:
     """The step under `policy`, compiled as plans are: a function that runs it on random numbers and gives its seconds."""
+    return compiled_runner(work, policy)[1]
+
+
+def compiled_runner(work: rj.Workload, policy: Any) -> tuple[str, Callable[[], float]]:
+    """The text of the compiled step, too."""
     step = work.step(policy)
     keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(step.arguments))))
 
@@ -91,7 +96,7 @@ def runner(work: rj.Workload, policy: Any) -> Callable[[], float]:
         jax.block_until_ready(compiled(*arguments))
         return time.perf_counter() - begin
 
-    return run
+    return compiled.as_text() or "", run
 
 
 def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu import __main__ as driver
 from benchmarks.gpu import child, jax_run, torch_run
+from benchmarks.gpu import modes as driver
 from benchmarks.gpu.job import SMALL, Job, Size, load_arrays, make_weights, save_arrays
 from remat_jax.parity import TOLERANCES, float64_error, judge
 

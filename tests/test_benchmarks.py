@@ -14,16 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import cpu
+from benchmarks import cpu, steps_cpu
 from benchmarks.__main__ import main as cpu_main
-from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import child, plan_make, plan_run, plans
+from benchmarks.gpu import __main__ as steps_command
+from benchmarks.gpu import child, judge, step_predict, step_run
+from benchmarks.gpu import modes as gpu
 from benchmarks.gpu.gradients import compare, compare_and_keep
 from benchmarks.gpu.job import SMALL, Job, Size, load_arrays, make_weights, parameter_shapes, save_arrays
-from benchmarks.gpu.plan_jobs import TINY, PlanJob
 from benchmarks.gpu.rows import JAX_REFERENCE, ORDER, TORCH_REFERENCE, Case, Row, relate, table
+from benchmarks.gpu.steps import ORDER as STEPS
+from benchmarks.gpu.steps import PLAN, TINY, StepJob
 from benchmarks.record import write_json
 from examples.models import linen, weights
+from remat_jax.hardware import target as target_named
 
 JOB = Job(SMALL, "unrolled", "off", "folder")
 
@@ -198,29 +201,29 @@ def test_rows_without_time_are_skipped_and_the_rest_is_written(tmp_path: Path, m
     written = []
 
     def once(module: str, job: Job, seconds: float, env: dict[str, str]) -> dict[str, object]:
-        written.append(json.loads((tmp_path / "gpu.json").read_text())["rows"] if written else None)
+        written.append(json.loads((tmp_path / "modes.json").read_text())["rows"] if written else None)
         run.ends = 0.0
         return {"seconds": [1.0]}
 
     monkeypatch.setattr(child, "run_child", once)
     run.go()
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "modes.json").read_text())["rows"]
     assert len(written) == 1 and [row["status"] for row in rows] == ["done", "skipped"]
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    write_json(tmp_path / "new" / "gpu.json", {"rows": [1]})
+    write_json(tmp_path / "new" / "modes.json", {"rows": [1]})
     with pytest.raises(TypeError):
-        write_json(tmp_path / "new" / "gpu.json", {"rows": object()})
-    assert json.loads((tmp_path / "new" / "gpu.json").read_text()) == {"rows": [1]}
+        write_json(tmp_path / "new" / "modes.json", {"rows": object()})
+    assert json.loads((tmp_path / "new" / "modes.json").read_text()) == {"rows": [1]}
 
 
 def test_a_dry_run_measures_scan_and_offload_from_end_to_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--output", str(tmp_path), "--commit", "abc"]
+    command = [sys.executable, "-m", "benchmarks.gpu.modes", "--dry-run", "--output", str(tmp_path), "--commit", "abc"]
     command += ["--only", "jax/unrolled/off,jax/scan/offload"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((tmp_path / "gpu.json").read_text())
+    result = json.loads((tmp_path / "modes.json").read_text())
     assert result["provenance"]["commit"] == "abc" and result["provenance"]["versions"]["jax"] == jax.__version__
     off, offload = result["rows"]
     assert off["losses"] == pytest.approx(offload["losses"], rel=1e-5) and (len(off["losses"]), len(off["seconds"])) == (3, 2)
@@ -247,36 +250,78 @@ def test_unstacked_gradients_are_compared_layer_by_layer() -> None:
     assert weights.flatten(weights.unstack_layers(stacked)).keys() == {"layers_0/kernel", "layers_1/kernel"}
 
 
-# Plans on a GPU: estimated, run, judged.
+# Steps on a GPU: estimated, run, judged.
 
 
-def test_the_planner_tells_of_named_policies_and_of_plans_and_each_of_them_runs(children_as_here: None) -> None:
-    model = "scanned"
-    lines: list[dict[str, Any]] = []
-    plan_make.make(model, TINY[model], {"nominal": "h200", "calibrated": "cpu"}, [1.0], lines.append, ["off", "full"])
-    assert [line["policy"] for line in lines] == ["off", "full", "plan at 1"]
-    by_name = {line["policy"]: line for line in lines}
-    extra = {
-        key: by_name["full"]["estimated_seconds"][key] - by_name["off"]["estimated_seconds"][key]
-        for key in ("nominal", "calibrated")
-    }
-    assert 0 < extra["nominal"] < extra["calibrated"], "an H200 computes again faster than a CPU"
-    assert by_name["plan at 1"]["budget"] == by_name["off"]["device_bytes"] >= by_name["plan at 1"]["device_bytes"]
+def test_twelve_steps_are_two_models_in_two_forms_with_and_without_offload_and_plans() -> None:
+    assert len(set(STEPS)) == 12 and {model for model, _ in STEPS} == {"scanned", "unrolled", "mlp"}
+    for model in ("scanned", "unrolled", "mlp"):
+        assert {"off", "full", "offload_inputs"} <= {policy for name, policy in STEPS if name == model}
+    assert [policy for _, policy in STEPS].count(PLAN) == 2
 
-    ran = [
-        plan_run.run(PlanJob(model, TINY[model], line["policies"], 1, 2)) for line in (by_name["full"], by_name["plan at 1"])
-    ]
-    assert [len(one["seconds"]) for one in ran] == [2, 2] and ran[0]["loss"] == pytest.approx(ran[1]["loss"], rel=1e-2)
-    assert ran[0]["compiled_device_bytes"] == by_name["full"]["device_bytes"]
+
+def test_a_step_is_compiled_with_what_its_plan_needs() -> None:
+    job = StepJob("mlp", TINY["mlp"], {"Perceptron": "full"}, {"xla_no_such_option": 1}, 1, 2)
+    with pytest.raises(Exception, match="xla_no_such_option"):
+        step_run.run(StepJob.from_json(job.to_json()))
+
+
+def test_the_command_writes_one_file_of_what_was_estimated_and_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children_as_here: None
+) -> None:
+    """Rehearsed in this process on its processor: the rest is starting processes."""
+    options = steps_command.parse(["--dry-run", "--only", "mlp", "torch", "--output", str(tmp_path), "--commit", "abc"])
+    run = steps_command.Run(options, tmp_path)
+    told = [("mlp", "off"), ("mlp", "full"), ("mlp", PLAN)]
+    targets = {"calibrated": "cpu"}
+
+    def tell(line: dict[str, Any]) -> None:
+        with run.told.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    step_predict.predict(told, TINY, targets, tell)
+    ran: list[str] = []
+
+    def in_this_process(module: str, job: Any, seconds: float, env: dict[str, str]) -> dict[str, Any]:
+        ran.append(module)
+        done = {"seconds": [0.5, 0.5]} if module == "benchmarks.gpu.torch_run" else step_run.run(job)
+        if len(ran) == 5:
+            run.ends = 0.0
+        return done
+
+    monkeypatch.setattr(child, "run_child", in_this_process)
+    run.run_peers()
+    run.run_steps(subprocess.Popen(["true"]))
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    rows = {(row["model"], row["policy"]): row for row in found["rows"]}
+    assert [row for row in rows if row[0] == "torch"] == [("torch", mode) for mode in ("off", "checkpoint", "offload")]
+    off, full = rows["mlp", "off"], rows["mlp", "full"]
+    assert full["loss"] == pytest.approx(off["loss"], rel=1e-2) and full["compiled_device_bytes"] == full["device_bytes"]
+    assert full["estimated_seconds"]["calibrated"] > off["estimated_seconds"]["calibrated"] > 0
+    assert rows["mlp", PLAN]["error"] == rows["mlp", "offload_inputs"]["error"] == "not reached in time"
+    assert found["judged"]["ratio_error"].keys() == set(targets) and found["provenance"]["commit"] == "abc"
 
 
 def test_a_plan_that_loses_or_needs_more_than_its_budget_is_told() -> None:
-    named = {"kind": "named", "policy": "dots", "device_bytes": 10, "step_seconds": 1.0, "estimated_seconds": {"nominal": 1.0}}
-    plan = named | {"kind": "plan", "policy": "plan at 0.3", "budget": 12, "step_seconds": 1.01, "measured_peak_bytes": 12}
+    named = {"model": "mlp", "policy": "dots", "device_bytes": 10, "step_seconds": 1.0, "estimated_seconds": {"nominal": 1.0}}
+    plan = named | {"policy": "plan", "budget": 12, "step_seconds": 1.01, "measured_peak_bytes": 12}
     other = named | {"policy": "full", "step_seconds": 3.0, "estimated_seconds": {"nominal": 0.5}}
-    found = plans.judged([named, other, plan])
+    found = judge.judged([named, other, plan])
     assert found["slower"] == found["over_budget"] == [] and found["rank_correlation"]["nominal"] < 0
+    assert found["memory_error"] == pytest.approx(1 / 6) and judge.judged([])["rank_correlation"] == {}
 
-    lost = plans.judged([named, plan | {"step_seconds": 1.03, "measured_peak_bytes": 13}])
-    assert lost["slower"] == ["plan at 0.3: dots is faster"] and lost["over_budget"] == ["plan at 0.3"]
-    assert plans.judged([named | {"device_bytes": 13}, plan | {"step_seconds": 1.03}])["slower"] == [], "it does not fit"
+    lost = judge.judged([named, plan | {"step_seconds": 1.03, "measured_peak_bytes": 13}])
+    assert lost["slower"] == ["mlp, plan: dots is faster"] and lost["over_budget"] == ["mlp, plan"]
+    assert judge.judged([named | {"device_bytes": 13}, plan | {"step_seconds": 1.03}])["slower"] == [], "it does not fit"
+    assert "| mlp, plan | 0.00 |" in judge.markdown([plan])
+
+
+def test_steps_on_this_processor_are_estimated_and_timed_in_turns() -> None:
+    rates = {"flops": {"float32": 1e10}, "hbm_bytes_per_s": 1e10, "launch_seconds": 1e-6, "source": "made up"}
+    target = dataclasses.replace(target_named("cpu"), measured=rates)
+    assert list(steps_cpu.models(small=True)) == ["scanned", "unrolled", "mlp", "conv"]
+    rows = steps_cpu.rows_of("conv", steps_cpu.conv_net(1, 4, 1, 4), target, 1)
+    assert [row["policy"] for row in rows] == ["off", "full", "kept"] and all(row["step_seconds"] > 0 for row in rows)
+    off, full, kept = (row["estimated_seconds"]["traced"] for row in rows)
+    assert 0 < off <= kept < full
+    assert judge.judged(rows)["rank_correlation"].keys() >= {"traced"} and "conv, kept" in steps_cpu.table(rows)

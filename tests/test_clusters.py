@@ -8,9 +8,10 @@ import jax
 import pytest
 
 from benchmarks.clusters import __main__ as command
-from benchmarks.clusters import cases, table
+from benchmarks.clusters import cases, layer, table
 from benchmarks.clusters.rows import PLAN, STATE
 from benchmarks.record import ROOT
+from examples.models.moe import MoeConfig
 from remat_jax.hardware import target
 
 GB = 10**9
@@ -102,3 +103,10 @@ def test_every_recorded_result_holds_what_the_benchmark_claims(capsys):
     note = (ROOT / "docs" / "notes" / "clusters.md").read_text(encoding="utf-8")
     assert all(line.rstrip() in note for line in shown.splitlines()), "the note has the table that the command prints"
     assert {row["case"] for path in files for row in json.loads(path.read_text(encoding="utf-8"))["rows"]} >= {"8b", "70b"}
+
+
+def test_a_layer_of_experts_takes_as_long_on_more_hosts(capsys):
+    config = MoeConfig(64, 64, 32, num_heads=8, num_kv_heads=8, num_experts=8)
+    times = {hosts: layer.layer_seconds(hosts, "h200", config, 64) for hosts in (1, 2)}
+    assert layer.apart(times) < layer.APART and min(times[2]) > 0
+    assert layer.say({2: (1.0, 2.0), 64: (1.0, 2.2)}) == 1 and "6.7 % longer" in capsys.readouterr().out

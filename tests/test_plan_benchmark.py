@@ -135,12 +135,15 @@ def test_policies_that_are_equal_here_are_asked_once_and_keep_their_names(monkey
 
     def measured(workload: Any, policies: list[Any], *_: Any, **__: Any) -> list[Any]:
         asked.append(policies)
-        return [make_dataclass("Report", ["device_bytes", "host_bytes"])(1, 0)] * len(policies)
+        return [make_dataclass("Report", ["device_bytes", "host_bytes", "seconds"])(1, 0, 2.0)] * len(policies)
 
     monkeypatch.setattr(rivals, "measure_many", measured)
     found = {one.name: one for one in rivals.rivals(model, described, "h200")}
     assert "MaxText save_qkv_proj" in found["full"].names and len(asked[0]) == len(set(asked[0]))
-    assert found["off"].extra_seconds == 0 < found["dots"].extra_seconds < found["full"].extra_seconds
+    assert (
+        found["off"].seconds == 2.0
+        and found["off"].extra_seconds == 0 < found["dots"].extra_seconds < found["full"].extra_seconds
+    )
 
 
 def test_the_best_is_the_fastest_that_fits():

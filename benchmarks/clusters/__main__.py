@@ -2,7 +2,8 @@
 
 Llama 3 8B and 70B, Llama 3.1 405B and Qwen 3 235B A22B: the memory of a device and of a host under each policy and under the
 plan for 90 % of a device, and what the devices send each other. The exit status is 1 where a plan does not fit, where a named
-policy that does is faster, or where recomputing gathers weights again. Without `--all` it is 8B on one host.
+policy that does is faster, or where recomputing gathers weights again. Without `--all` it is 8B on one host. With `--layer`
+only the time of a layer of experts is printed, and the exit status is 1 where it grows with the hosts.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clusters import table
+from benchmarks.clusters import layer, table
 from benchmarks.clusters.cases import CASES, on_gpus
 from benchmarks.clusters.rows import PLAN, STATE, row
 from benchmarks.record import ROOT, provenance, write_json
+from examples.models.moe import MoeConfig
 from remat_jax import compat
 from remat_jax.hardware import target as target_named
 from remat_jax.planning.budget import budget_bytes
@@ -34,13 +36,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--budget", default="90%", help="of a device, for the plan")
     parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument(
+        "--layer", action="store_true", help="only the estimated time of a layer of experts, by the number of hosts"
+    )
     parser.add_argument("--resume", action="store_true", help="keep the rows of clusters.json, if of the same commit")
     parser.add_argument(
         "--show", type=Path, nargs="+", metavar="FILE", help="measure nothing: the rows of these files; the last of equal ones"
     )
     options = parser.parse_args(arguments)
     options.only = options.only or list(CASES if options.all else ("8b",))
-    if not options.all and not options.hosts:
+    if not (options.all or options.hosts or options.layer):
         options.hosts = [1]
     return options
 
@@ -73,6 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.show:
         rows = [one for path in options.show for one in json.loads(path.read_text(encoding="utf-8"))["rows"]]
         return say(table.ordered(rows, list(CASES), POLICIES))
+    if options.layer:
+        config, numbers = MoeConfig.qwen3_235b(), options.hosts or layer.HOSTS
+        return layer.say({hosts: layer.layer_seconds(hosts, options.gpu, config) for hosts in numbers})
     record, budget = (
         Record(options.output / "clusters.json", resume=options.resume),
         budget_bytes(options.budget, target_named(options.gpu)),

@@ -46,6 +46,7 @@ def _of_report(found: MemoryReport) -> Row:
         "device_bytes": found.device_bytes,
         "argument_bytes": found.argument_bytes,
         "temp_bytes": found.temp_bytes,
+        "seconds": found.seconds,
         "exchanged_bytes": found.exchanged_bytes,
         "host_bytes": found.host_bytes,
         "host_bytes_per_host": found.host_bytes_per_host,

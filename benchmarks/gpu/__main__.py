@@ -1,13 +1,17 @@
-"""`python -m benchmarks.gpu --output DIR`: every mode and policy on this machine's GPU, within a budget of time.
+"""`python -m benchmarks.gpu --output DIR`: twelve steps on this machine's GPU, estimated and measured, within nine minutes.
 
-The result, `DIR/gpu.json`, is written anew after every row, so that a run that is killed keeps what it had.
+The device is calibrated first. Then steps run: two models, the decoder unrolled and scanned, under policies with and without
+offload and under plans; and PyTorch's decoder, plain, with its checkpoint and with pinned offload. Time and the peak of the
+allocator stand beside what was estimated. `DIR/gpu.json` is written anew after every row: what was reached in time is kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,174 +20,200 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import child
-from benchmarks.gpu.job import SMALL, Job, Size, make_weights, save_arrays
-from benchmarks.gpu.rows import ORDER, Case, Row, relate, table
+from benchmarks.gpu import child, judge
+from benchmarks.gpu.job import Job, Size, make_weights, save_arrays
+from benchmarks.gpu.modes import JAX_ON_GPU, ON_CPU
 from benchmarks.record import ROOT, gpus, provenance, write_json
 
-MODULES = {"jax": "benchmarks.gpu.jax_run", "torch": "benchmarks.gpu.torch_run"}
-# `peak_bytes_in_use` counts what is in use, with or without preallocation; without it a second process can look at the
-# GPU, and the limit, by default three quarters of the memory, is raised so that `off` has room. Scanned offload is right on
-# GPUs from JAX 0.11.1 on, and wrong in 0.10.2 and 0.11.0 (openxla/xla#46231): the column of gradient errors tells.
-JAX_ON_GPU = {
-    "JAX_PLATFORMS": "cuda",
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
-    "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "96",
-    "TF_CPP_MIN_LOG_LEVEL": "1",
-}
-ON_CPU = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "1"}
-RESERVE_SECONDS = 8.0  # for the last row's file and table
+CALIBRATED = "calibrated.toml"
+SECONDS = 530.0
+RESERVE_SECONDS = 8.0
+"""For the last row's file and the table."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; the size's own options override those of the full or the small size."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "benchmarks", help="folder for gpu.json")
-    parser.add_argument("--seconds", type=float, default=540.0, help="budget of time; rows that do not fit are skipped")
-    parser.add_argument("--steps", type=int, default=None, help="timed steps per row (default 10)")
-    parser.add_argument("--only", type=cases, default=ORDER, metavar="CASE,…", help="cases such as jax/scan/offload")
-    parser.add_argument("--no-predict", action="store_true", help="leave out what rj.measure says beforehand")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="the one deadline; what does not fit is left out")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps per row")
+    parser.add_argument("--only", nargs="+", metavar="MODEL", help="of scanned, unrolled, mlp and torch")
     parser.add_argument("--dry-run", action="store_true", help="everything at a tiny size on the CPU")
     parser.add_argument("--commit", help="the commit of the sources, where there is no git history beside them")
-    for field in dataclasses.fields(Size):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), help=f"{field.default}")
     options = parser.parse_args(arguments)
-    if options.seconds <= 0 or (options.steps is not None and options.steps < 1):
+    if not options.seconds > 0 or options.steps < 1:
         parser.error("--seconds and --steps must be positive")
-    if options.dtype not in (None, "bfloat16", "float32", "float64"):
-        parser.error(f"--dtype {options.dtype}: expected bfloat16, float32 or float64")
-    base = SMALL if options.dry_run else Size()
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Size)}
-    options.size = dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
+    known = {"scanned", "unrolled", "mlp", "torch"}
+    if unknown := set(options.only or known) - known:
+        parser.error(f"--only {' '.join(sorted(unknown))}: choose from {', '.join(sorted(known))}")
+    options.only = options.only or sorted(known)
     return options
 
 
-def cases(text: str) -> tuple[Case, ...]:
-    """The cases of a comma-separated list, in the order in which they are run."""
-    try:
-        wanted = {Case.parse(each) for each in text.split(",")}
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return tuple(case for case in ORDER if case in wanted)
-
-
 class Run:
-    """One run of the benchmark: its options, its folder of exchanged files, its rows."""
+    """One run: its options, its folder of exchanged files, its rows."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        from benchmarks.gpu.steps import LARGE, ORDER, PEERS, TINY
+
         self.options, self.folder = options, folder
         self.ends = time.monotonic() + options.seconds
-        self.rows = [Row(case.framework, case.form, case.mode) for case in options.only]
+        self.shapes = TINY if options.dry_run else LARGE
+        self.steps = [step for step in ORDER if step[0] in options.only]
+        self.peers = PEERS if "torch" in options.only else ()
+        self.rows: list[dict[str, Any]] = []
         self.provenance = provenance(options.commit)
-        self.device = "cpu" if options.dry_run else "cuda"
-        self.predictor: subprocess.Popen[bytes] | None = None
-        self.predictions = folder / "predictions.jsonl"
-        self.predictions.touch()
+        self.on_device = ON_CPU if options.dry_run else JAX_ON_GPU | {"JAX_COMPILATION_CACHE_DIR": str(folder / "xla")}
+        self.calibration = ""
+        self.told = folder / "predicted.jsonl"
+        self.told.touch()
 
     @property
     def remaining(self) -> float:
         """Seconds that are left."""
         return self.ends - RESERVE_SECONDS - time.monotonic()
 
-    def job(self, case: Case) -> Job:
-        """The job of one row, compared with its reference if that has been run."""
-        there = case.reference is not None and (self.folder / gradients_file(case.reference)).exists()
-        return Job(
-            self.options.size,
-            case.form,
-            case.mode,
-            str(self.folder),
-            reference=gradients_file(case.reference) if there else None,
-            keep_gradients=gradients_file(case) if case.is_reference else None,
-            device=self.device,
-            warm_up=1 if self.options.dry_run else 3,
-            steps=self.options.steps or (2 if self.options.dry_run else 10),
-        )
+    def go(self) -> None:
+        """Calibrate, start predicting, run PyTorch meanwhile, then every step as soon as it is predicted."""
+        self.calibrate()
+        predictor = self.start_predictor()
+        try:
+            self.run_peers()
+            self.run_steps(predictor)
+        finally:
+            if predictor.poll() is None:
+                child.stop(predictor)
+            self.save()
 
-    def environment(self, framework: str) -> dict[str, str]:
-        """What a child gets beside this process's environment."""
-        if framework == "torch" or self.device == "cpu":
-            return ON_CPU  # the PyTorch child imports JAX for the weight map alone
-        # Autotuning results are shared between the rows: less time, and the same kernels in every mode.
-        return {**JAX_ON_GPU, "JAX_COMPILATION_CACHE_DIR": str(self.folder / "xla")}
-
-    def start_predictor(self) -> None:
-        """Start predicting, in the order of the rows, at low priority beside them."""
-        wanted = [f"{row.form}/{row.mode}" for row in self.rows if row.framework == "jax"]
-        if self.options.no_predict or not wanted:
-            return
-        command = [sys.executable, "-m", "benchmarks.gpu.predict", self.job(ORDER[0]).to_json(), str(self.predictions)]
-        self.predictor = subprocess.Popen(
-            ["nice", *command, *wanted],
+    def calibrate(self) -> None:
+        """Measure the device's rates, as a user does."""
+        seconds = "2" if self.options.dry_run else "20"
+        command = [sys.executable, "-m", "remat_jax.cli", "calibrate", "--output", str(self.folder / CALIBRATED)]
+        subprocess.run(
+            [*command, "--seconds", seconds],
             cwd=ROOT,
-            env=child.environment(ON_CPU),
+            env=child.environment(self.on_device),
+            check=True,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,
+            timeout=max(1.0, self.remaining),
         )
+        self.calibration = (self.folder / CALIBRATED).read_text(encoding="utf-8")
 
-    def measure(self, row: Row) -> None:
-        """Run one row, or leave it skipped where no time is left."""
-        if self.remaining <= 0:
+    def start_predictor(self) -> subprocess.Popen[bytes]:
+        """Start the process that says what the steps will take, at low priority beside the device."""
+        request = {
+            "steps": self.steps,
+            "shapes": {model: dataclasses.asdict(shape) for model, shape in self.shapes.items()},
+            "targets": {"nominal": self.nominal(), "calibrated": f"{self.folder / CALIBRATED}:measured"},
+        }
+        command = [sys.executable, "-m", "benchmarks.gpu.step_predict", json.dumps(request), str(self.told)]
+        return subprocess.Popen(["nice", *command], cwd=ROOT, env=child.environment(ON_CPU), start_new_session=True)
+
+    def nominal(self) -> str:
+        """The target by its own rates: what the driver calls the GPU, and an H200 where it is silent."""
+        from remat_jax.hardware import target
+
+        if self.options.dry_run:
+            return "cpu"
+        name = next((gpu["name"] for gpu in gpus()), None)
+        return "h200" if name is None else target(name).name
+
+    def run_peers(self) -> None:
+        """PyTorch's decoder, of the unrolled one's shape, in its modes."""
+        if not self.peers:
             return
-        started, job = time.monotonic(), self.job(row.case)
-        print(f"{row.case} … ({self.remaining:.0f} s left)", file=sys.stderr, flush=True)
-        row.gradient_reference = str(row.case.reference) if job.reference else None
-        answer = child.run_child(MODULES[row.framework], job, self.remaining, self.environment(row.framework))
-        row.take(answer, self.options.size.tokens)
-        row.wall_seconds = time.monotonic() - started
+        shape = self.shapes["unrolled"]
+        heads, dtype = max(2, shape.width // 128), "float32" if self.options.dry_run else "bfloat16"
+        size = Size(shape.layers, shape.width, heads, shape.batch, shape.length, dtype)
+        save_arrays(self.folder / "weights.npz", make_weights(size))
+        for mode in self.peers:
+            device = "cpu" if self.options.dry_run else "cuda"
+            job = Job(size, "eager", mode, str(self.folder), device=device, warm_up=self.warm_up, steps=self.timed)
+            self.measure({"model": "torch", "policy": mode}, "benchmarks.gpu.torch_run", job, ON_CPU)
+
+    def run_steps(self, predictor: subprocess.Popen[bytes]) -> None:
+        """Every step once its line is there; where the predictor ended without, only plans are left out."""
+        from benchmarks.gpu.steps import StepJob
+
+        waiting = list(self.steps)
+        while waiting and self.remaining > 0:
+            ended = predictor.poll() is not None
+            known = {(line["model"], line["policy"]): line for line in child.read_lines(self.told)}
+            ready = next((step for step in waiting if step in known), None)
+            if ready is None:
+                if ended:
+                    break
+                time.sleep(0.2)
+                continue
+            waiting.remove(ready)
+            line = known[ready]
+            if "refused" in line:
+                self.keep(line)
+                continue
+            shape, options = self.shapes[ready[0]], line.get("compiler_options", {})
+            job = StepJob(ready[0], shape, line["policies"], options, self.warm_up, self.timed)
+            self.measure(line, "benchmarks.gpu.step_run", job, self.on_device)
+        for model, policy in waiting:
+            self.keep({"model": model, "policy": policy, "error": "not reached in time"})
+
+    @property
+    def warm_up(self) -> int:
+        return 1 if self.options.dry_run else 3
+
+    @property
+    def timed(self) -> int:
+        return 2 if self.options.dry_run else int(self.options.steps)
+
+    def measure(self, line: dict[str, Any], module: str, job: Any, environment: dict[str, str]) -> None:
+        """Run one row in a process of its own, and keep what came out beside what was said before."""
+        if self.remaining <= 0:
+            self.keep(line | {"error": "not reached in time"})
+            return
+        print(f"{line['model']}, {line['policy']} … ({self.remaining:.0f} s left)", file=sys.stderr, flush=True)
+        answer = child.run_child(module, job, self.remaining, child.environment(environment))
+        if answer.get("seconds"):
+            answer["step_seconds"] = statistics.median(answer["seconds"])
+        self.keep(line | answer)
+
+    def keep(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        self.save()
 
     def save(self) -> dict[str, Any]:
         """Write everything known so far."""
-        predicted = {f"jax/{answer.pop('case')}": answer for answer in child.read_lines(self.predictions)}
-        for row in self.rows:
-            row.foretell(predicted.get(str(row.case), {}))
-        relate(self.rows)
         result = {
             "provenance": self.provenance,
-            "size": dataclasses.asdict(self.options.size),
-            "device": self.device,
-            "jax_environment": self.environment("jax"),
-            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "jax_environment": self.on_device,
+            "calibration": self.calibration,
+            "shapes": {model: dataclasses.asdict(shape) for model, shape in self.shapes.items()},
+            "judged": judge.judged(self.rows),
+            "rows": self.rows,
         }
         write_json(self.options.output / "gpu.json", result)
         return result
 
-    def go(self) -> None:
-        """Run every row, then wait for the predictions as long as there is time."""
-        try:
-            self.start_predictor()
-            save_arrays(self.folder / "weights.npz", make_weights(self.options.size))
-            for row in self.rows:
-                self.measure(row)
-                self.save()
-            if self.predictor is not None and self.remaining > 0:
-                self.predictor.wait(self.remaining)
-        except subprocess.TimeoutExpired:
-            print("some predictions are missing: no time was left", file=sys.stderr)
-        finally:
-            if self.predictor is not None and self.predictor.poll() is None:
-                child.stop(self.predictor)
-            self.save()
-
-
-def gradients_file(case: Case) -> str:
-    """Where the gradients of a reference case are."""
-    return f"gradients-{str(case).replace('/', '-')}.npz"
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 when every row that was run holds, 1 otherwise, 2 for bad usage."""
+    """Run the benchmark; 0 when every row ran and no plan lost or needed more than its budget, 1 otherwise, 2 for bad usage."""
     options = parse(arguments)
     if not options.dry_run and not gpus():
         print("nvidia-smi finds no NVIDIA GPU here: run with --dry-run to try everything on the CPU", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="remat_jax_bench_") as folder:
+    os.environ.update(ON_CPU)  # this process only looks on
+    with tempfile.TemporaryDirectory(prefix="remat_jax_gpu_") as folder:
         run = Run(options, Path(folder))
         run.go()
-    print(f"\n{dataclasses.asdict(options.size)}, {os.fspath(options.output / 'gpu.json')}")
-    print(table(run.rows))
-    return 0 if all(row.holds for row in run.rows) else 1
+        found = run.save()["judged"]
+    print(f"\n{os.fspath(options.output / 'gpu.json')}\n{judge.table(run.rows)}")
+    for name in ("rank_correlation", "ratio_error", "seconds_error"):
+        told = ", ".join(f"{key} {value:.3f}" for key, value in found[name].items())
+        print(f"{name.replace('_', ' ')}: {told or 'not known'}")
+    lost = [*found["slower"], *(f"{one}: peak over its budget" for one in found["over_budget"])]
+    failed = [
+        f"{row['model']}, {row['policy']}: {problem}" for row in run.rows if (problem := row.get("error") or row.get("refused"))
+    ]
+    print("\n".join([*lost, *failed]))
+    return 1 if failed or not run.rows or (lost and not options.dry_run) else 0
 
 
 if __name__ == "__main__":

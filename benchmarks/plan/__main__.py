@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plan import claims
+from benchmarks.plan import claims, compiled
 from benchmarks.plan.rivals import Rival, rivals
 from benchmarks.plan.rows import budgets, row
 from benchmarks.plan.workloads import CASES
@@ -141,6 +141,7 @@ def say(records: Sequence[dict[str, Any]]) -> int:
     print(f"Plans for {' and '.join(sorted(made))}; times are estimates:")
     print(claims.table(rows))
     print(claims.summary(rows))
+    print(compiled.summary(rows, {name: one["rivals"] for data in records for name, one in data["workloads"].items()}))
     found = claims.failures(rows)
     print("\n".join(["Does not hold:", *found]) if found else "All claims hold.")
     return 1 if found else 0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from benchmarks.plan.workloads import Case, Roles
 from remat_jax import compat
-from remat_jax.errors import RematError
+from remat_jax.errors import NoEffectError, RematError
 from remat_jax.memory.measure import measure_many
 from remat_jax.memory.residuals import residuals
 from remat_jax.planning.problem import Described, extra_seconds
@@ -49,8 +49,8 @@ class Rival:
       policy: for all blocks, or by block.
       device_bytes, host_bytes: compiled.
       extra_seconds: over a step that keeps everything, estimated as plans are.
+      seconds: of the compiled step, estimated from its schedule.
       remark: why it is not considered.
-      seconds: of the compiled schedule; None where it is not known.
     """
 
     names: tuple[str, ...]
@@ -58,8 +58,8 @@ class Rival:
     device_bytes: int | None = None
     host_bytes: int | None = None
     extra_seconds: float | None = None
-    remark: str = ""
     seconds: float | None = None
+    remark: str = ""
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ def policies(case: Case) -> dict[str, Any]:
 def rivals(case: Case, described: Described, target: str) -> list[Rival]:
     """Every policy compiled and priced, equal ones once; what offloads inside a scan that is miscompiled only with a remark."""
     known: dict[Any, list[str]] = {}
-    for name, policy in policies(case).items():
+    for name, policy in policies(replace(case, roles=_roles_that_keep(case))).items():
         known.setdefault(tuple(policy.items()) if isinstance(policy, Mapping) else policy, []).append(name)
     asked = [(tuple(names), dict(key) if isinstance(key, tuple) else key) for key, names in known.items()]
     remarks = [_remark(case, described, policy) for _, policy in asked]
@@ -113,8 +113,23 @@ def rivals(case: Case, described: Described, target: str) -> list[Rival]:
             found.append(Rival(names, policy, remark=remark))
             continue
         report, extra = next(reports), extra_seconds(described, "everything" if policy == "off" else policy)
-        found.append(Rival(names, policy, report.device_bytes, report.host_bytes, extra, seconds=report.seconds))
+        found.append(Rival(names, policy, report.device_bytes, report.host_bytes, extra, report.seconds))
     return found
+
+
+def _roles_that_keep(case: Case) -> dict[Any, Roles]:
+    """The roles of tensors that a backward pass reads; a selector of another tensor, such as a last product, is an error."""
+    return {
+        block: {name: glob for name, glob in roles.items() if _keeps(case, block, glob)} for block, roles in case.roles.items()
+    }
+
+
+def _keeps(case: Case, block: Any, glob: str) -> bool:
+    try:
+        residuals(case.workload, dict.fromkeys(case.roles, "full") | {block: f"save: {glob}"})
+    except NoEffectError:
+        return False
+    return True
 
 
 def _remark(case: Case, described: Described, policy: Any) -> str:

@@ -1,6 +1,6 @@
 """Compile published training steps for their GPUs, and hold the estimated time against the published one.
 
-    python -m benchmarks.published                    all of them; exits with 1 where one misses by more than its bound
+    python -m benchmarks.published                    all of them; exits with 1 where more than a sixth miss a bound
     python -m benchmarks.published 'GPT-2'            those whose name has this in it
     python -m benchmarks.published --note             write the table into docs/notes/published_steps.md, too
 
@@ -10,83 +10,114 @@ No GPU is needed and nothing is run. Rates are those of `remat_jax/hardware/targ
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 import remat_jax as rj
-from benchmarks.published.cases import ABSOLUTE, CASES, Case
+from benchmarks.published import tensor
+from benchmarks.published.cases import ABSOLUTE, CASES, MISSED_SHARE, RATIO, Case
 from benchmarks.published.model import workload
 from benchmarks.record import ROOT
+from benchmarks.true_shapes.cases import compiling
 from remat_jax.report.tables import format_seconds, table
 
 NOTE = ROOT / "docs" / "notes" / "published_steps.md"
-MOST_MISSED = 4
-"""So many of the steps may miss their bound: the note says of each why."""
+FEW = (2, 4)
+"""Layers of unrolled steps that are compiled: the others take what one of these takes more."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A case, the estimate of its step, and what of that is compute and waiting for exchanges."""
+    """A case, the estimate of its step, and what of that is compute and not waiting for exchanges and copies."""
 
     case: Case
     seconds: float
     compute: float
 
     @property
-    def off(self) -> float:
-        """By which share of the published time the estimate is longer."""
-        return self.seconds / self.case.seconds - 1
-
-    @property
-    def holds(self) -> bool:
-        return abs(self.off) <= ABSOLUTE
+    def off(self) -> float | None:
+        """By which share of the published time the estimate is longer; None where none is published."""
+        return None if self.case.seconds is None else self.seconds / self.case.seconds - 1
 
 
 def row(case: Case) -> Row:
-    """Compile the step and model its time."""
-    work = workload(
-        *(case.shape, case.batch, case.length),
-        mesh=dict(case.mesh) or None,
-        name=case.name,
-        bfloat16=case.bfloat16,
-        chunks=case.chunks,
-    )
-    report = rj.measure(work, case.policy, case.target, timeout=1200)
+    """Compile the step and model its time; of unrolled layers few are compiled, and a layer alone is what two differ by."""
+    if not case.shape.unrolled or case.shape.layers <= max(FEW) and not case.tensor:
+        return Row(case, *_times(case, case.shape.layers))
+    few, more = (_times(case, layers) for layers in FEW)
+    each = [(other - one) / (FEW[1] - FEW[0]) for one, other in zip(few, more, strict=True)]
+    if case.tensor:
+        return Row(case, *each)
+    rest = case.shape.layers - FEW[1]
+    return Row(case, *(known + rest * one for known, one in zip(more, each, strict=True)))
+
+
+def _times(case: Case, layers: int) -> tuple[float, float]:
+    """The seconds of a step with so many layers, and of its compute."""
+    shape, name = replace(case.shape, layers=layers), case.name
+    if case.tensor:
+        work = tensor.workload(shape, case.batch, case.length, gpus=case.tensor, name=name)
+    else:
+        kept = {"bfloat16": case.bfloat16, "chunks": case.chunks}
+        work = workload(shape, case.batch, case.length, mesh=dict(case.mesh) or None, name=name, **kept)
+    blocks = {block.__name__: block for block in work.blocks}
+    policy = case.policy if isinstance(case.policy, str) else {blocks[key]: one for key, one in case.policy.items()}
+    with compiling(case.flags):
+        report = rj.measure(work, policy, case.target, timeout=1200)
     assert report.seconds is not None and report.compute_seconds is not None
-    return Row(case, report.seconds, report.compute_seconds)
+    return report.seconds, report.compute_seconds
 
 
 def ratios(rows: list[Row]) -> list[tuple[Case, float, float]]:
-    """The published and the estimated ratio of a case to the same step without recomputation."""
-    by_name = {one.case.name: one for one in rows}
-    return [
-        (one.case, one.case.seconds / other.case.seconds, one.seconds / other.seconds)
-        for one in rows
-        if (other := by_name.get(one.case.beside)) is not None
-    ]
+    """The published and the estimated ratio of a case to the one that it is beside."""
+    by_name, found = {one.case.name: one for one in rows}, []
+    for one in rows:
+        other = by_name.get(one.case.beside)
+        if other is None:
+            continue
+        told = one.case.ratio
+        if told is None:
+            assert one.case.seconds is not None and other.case.seconds is not None
+            told = one.case.seconds / other.case.seconds
+        found.append((one.case, told, one.seconds / other.seconds))
+    return found
 
 
-def missed(rows: list[Row]) -> list[str]:
-    """What is off by more than its bound, in words; empty where all that must hold does."""
-    found = [f"{one.case.name}: {100 * one.off:+.0f} %" for one in rows if not one.holds]
-    found = found if len(found) > MOST_MISSED else []
-    return found + [
-        f"{case.name}: {seen:.3f} times the step without recomputation, published {told:.3f}"
-        for case, told, seen in ratios(rows)
-        if abs(seen - told) > case.ratio_bound
-    ]
+def missed(rows: list[Row]) -> dict[str, str]:
+    """What is off by more than its bound, by the case: its time, its ratio or both."""
+    found: dict[str, list[str]] = {}
+    for one in rows:
+        if one.off is not None and abs(one.off) > ABSOLUTE:
+            found.setdefault(one.case.name, []).append(f"time {100 * one.off:+.0f} %")
+    for case, told, seen in ratios(rows):
+        if abs(seen - told) > RATIO:
+            found.setdefault(case.name, []).append(f"ratio {seen:.3f}, published {told:.3f}")
+    return {name: "; ".join(texts) for name, texts in found.items()}
+
+
+def allowed(rows: list[Row]) -> int:
+    """How many of the rows with a published figure may miss."""
+    return math.floor(MISSED_SHARE * sum(one.case.seconds is not None or one.case.ratio is not None for one in rows))
 
 
 def cells(one: Row) -> tuple[str, ...]:
-    waits = one.seconds - one.compute
-    times = format_seconds(one.case.seconds), format_seconds(one.seconds), f"{100 * one.off:+.0f} %"
-    return one.case.name, one.case.policy, *times, format_seconds(waits)
+    times = "" if one.case.seconds is None else format_seconds(one.case.seconds), format_seconds(one.seconds)
+    off = "" if one.off is None else f"{100 * one.off:+.0f} %"
+    policy = one.case.policy if isinstance(one.case.policy, str) else "every second layer full"
+    return one.case.name, policy, *times, off, format_seconds(max(0.0, one.seconds - one.compute))
 
 
-COLUMNS = ("step", "policy", "published", "estimated", "off", "waits for exchanges")
+COLUMNS = ("step", "policy", "published", "estimated", "off", "waits for exchanges and copies")
+
+
+def said(rows: list[Row]) -> str:
+    """How many miss, and how many may."""
+    judged = sum(one.case.seconds is not None or one.case.ratio is not None for one in rows)
+    return f"{len(missed(rows))} of {judged} steps miss a bound; {allowed(rows)} may."
 
 
 def note(rows: list[Row], text: str) -> str:
@@ -94,9 +125,9 @@ def note(rows: list[Row], text: str) -> str:
     before, _, rest = text.partition("<!-- table -->\n")
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
     lines += ["| " + " | ".join(cells(one)) + " |" for one in rows]
-    lines += ["", "| ratio to the step without recomputation | published | estimated |", "| --- | --- | --- |"]
-    lines += [f"| {case.name} | {told:.3f} | {seen:.3f} |" for case, told, seen in ratios(rows)]
-    lines += ["", "Sources:", ""]
+    lines += ["", "| ratio | to | published | estimated |", "| --- | --- | --- | --- |"]
+    lines += [f"| {case.name} | {case.beside} | {told:.3f} | {seen:.3f} |" for case, told, seen in ratios(rows)]
+    lines += ["", said(rows), "", *(f"- {name}: {text}" for name, text in missed(rows).items()), "", "Sources:", ""]
     lines += [
         f"- {one.case.name}: {one.case.told}; {one.case.source}" + (f"; {one.case.differs}" if one.case.differs else "")
         for one in rows
@@ -118,11 +149,13 @@ def main() -> None:
         console.print(*cells(rows[-1]), sep="  ")
     console.print(table("Published steps, and their estimate", COLUMNS, [cells(one) for one in rows]))
     for case, told, seen in ratios(rows):
-        console.print(f"{case.name}: {seen:.3f} times the step without recomputation, published {told:.3f}")
+        console.print(f"{case.name}: {seen:.3f} times {case.beside!r}, published {told:.3f}")
+    for name, text in missed(rows).items():
+        console.print(f"misses: {name}: {text}")
+    console.print(said(rows))
     if options.note:
         NOTE.write_text(note(rows, Path(NOTE).read_text(encoding="utf-8")), encoding="utf-8")
-    if problems := missed(rows):
-        sys.exit("\n".join(problems))
+    sys.exit(len(missed(rows)) > allowed(rows))
 
 
 if __name__ == "__main__":

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from benchmarks.published.model import Shape
 
-ABSOLUTE = 0.20
-"""The share of the published time by which an estimate may miss."""
+ABSOLUTE, RATIO = 0.20, 0.04
+"""By which share of the published time an estimate may miss, and by how much the ratio to the step without recomputation."""
+MISSED_SHARE = 1 / 6
+"""Of the steps that may miss: two of twelve, whatever the model does today."""
 
 LLAMA2_7B = Shape(32, 4096, 11008, 32, 32000)
-LLAMA3_8B = Shape(32, 4096, 14336, 32, 128256, kv_heads=8)
+LLAMA2_13B = Shape(40, 5120, 13824, 40, 32000, unrolled=True)
+LLAMA3_8B = Shape(32, 4096, 14336, 32, 128256, kv_heads=8, unrolled=True)
 LLAMA3_70B = Shape(80, 8192, 28672, 64, 128256, kv_heads=8)
-LLAMA32_3B = Shape(28, 3072, 8192, 24, 128256, kv_heads=8, tied=True)
+LLAMA32_3B = Shape(28, 3072, 8192, 24, 128256, kv_heads=8, tied=True, unrolled=True)
 GPT_5B = Shape(24, 4096, 16384, 32, 50304, gated=False, tied=True)
+GPT_22B = Shape(48, 6144, 24576, 64, 51200, gated=False, unrolled=True)
+GPT_1T = Shape(128, 25600, 102400, 160, 51200, gated=False, unrolled=True)
 
 
 def gpt2(layers: int, width: int, heads: int) -> Shape:
     """GPT-2 as llm.c trains it, its vocabulary padded."""
-    return Shape(layers, width, 4 * width, heads, 50304, gated=False, tied=True)
+    return Shape(layers, width, 4 * width, heads, 50304, gated=False, tied=True, unrolled=True)
 
 
 # The products with parameters, and what attention gives. MaxText calls it `minimal_flash`; PyTorch's compiler and llm.c keep
@@ -28,6 +33,18 @@ WITH_ATTENTION = "save: @dots_with_no_batch_dims, *_attention*"
 PROJECTIONS = "save: *query:dot_general#0, *key:dot_general#0, *value:dot_general#0"
 DGXC = "NVIDIA/dgxc-benchmarking, {} (741c886)"
 TOOLBOX = "NVIDIA/JAX-Toolbox, {}"
+TUNE = "pytorch/torchtune, README.md, Optimization flags (bd2a0fc)"
+TITAN = "pytorch/torchtitan, docs/performance.md (3faaa1a), 64 A100"
+MEGATRON = "Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv:2205.05198), {}"
+EAGER = "not compiled: its element-wise operations are kernels of their own"
+SECOND = {"Block": "full", "Kept": WITH_ATTENTION}
+"""Every second layer recomputed."""
+OPERATIONS = "save: *query:dot_general#0, *value:dot_general#0, *gate:dot_general#0, *_attention*"
+"""torchtitan's selective `op`: attention and every second product, which are the first, third, fifth and last of a layer."""
+OVERLAPPED = "--xla_gpu_enable_latency_hiding_scheduler=true"
+"""Megatron sums a layer's gradient over the GPUs while it computes those of its matrices; so does XLA under this flag.
+
+torchtune copies beside compute, on streams of its own."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +55,17 @@ class Case:
       name: what ran, in a few words.
       shape, batch, length: the decoder, sequences on each GPU, and tokens in each.
       target: the GPUs that are asked about; `mesh` their axes, empty for one.
-      policy: for the layers.
-      seconds: of a step, as published, or made from what was: `told` says how.
+      policy: for the layers, or by the name of their class.
+      seconds: of a step, as published, or made from what was: `told` says how; None where only the ratio is published.
       told: the published figure in its own words.
       source: where it stands.
       bfloat16: whether parameters and Adam's state are bfloat16, too.
       chunks: into how many the head is cut.
+      tensor: over how many GPUs each layer is divided; then the batch is all of theirs, and the step is that of one layer.
+      flags: for XLA.
       differs: what the published step has and this one has not; empty where nothing is known.
-      beside: the name of the case without recomputation whose ratio is compared too.
-      ratio_bound: by how much that ratio may miss: 4 points, or more where `differs` says why.
+      beside: the name of the case whose time the ratio is to.
+      ratio: as published; without it that of the published seconds.
     """
 
     name: str
@@ -54,19 +73,54 @@ class Case:
     batch: int
     length: int
     target: str
-    policy: str
-    seconds: float
+    policy: str | Mapping[str, str]
+    seconds: float | None
     told: str
     source: str
     mesh: Mapping[str, int] = field(default_factory=dict)
     bfloat16: bool = False
     chunks: int = 0
+    tensor: int = 0
+    flags: str = ""
     differs: str = ""
     beside: str = ""
-    ratio_bound: float = 0.04
+    ratio: float | None = None
 
 
 ONE_HOST = {"data": 1, "fsdp": 8}
+EIGHT_HOSTS = {"data": 8, "fsdp": 8}
+
+
+def whole(shape: Shape) -> Shape:
+    """Recomputed as a whole: torchtune compiles each layer by itself, and Megatron's checkpoint knows no early end."""
+    return replace(shape, whole=True)
+
+
+def pairs(shape: Shape) -> Shape:
+    """Every second layer by itself."""
+    return replace(shape, pairs=True)
+
+
+def megatron(name: str, shape: Shape, batch: int, where: str, told: Mapping[str, float | None]) -> Iterator[Case]:
+    """The steps of one layer, by what is recomputed: published milliseconds, or where there are none the ratio."""
+    policies = {"": "off", "full": "full", "selective": "dots_with_no_batch_dims"}
+    for policy, figure in told.items():
+        ratio = figure if figure is not None and figure > 1 else None
+        seconds = None if ratio else figure
+        said = f"{1e3 * seconds:.1f} ms" if seconds else f"{ratio:.2f} times the layer without recomputation" if ratio else ""
+        yield Case(
+            f"{name}, {policy}".removesuffix(", "),
+            whole(shape) if policy == "full" else shape,
+            *(batch, 2048, "8xa100", policies[policy], seconds, said or "the layer that others are held against"),
+            MEGATRON.format(where),
+            tensor=8,
+            flags=OVERLAPPED,
+            differs="has dropout",
+            beside=name if policy else "",
+            ratio=ratio,
+        )
+
+
 CASES = (
     Case(
         "Llama 2 7B, 8 H100, MaxText, 2 sequences",
@@ -105,7 +159,7 @@ CASES = (
     ),
     Case(
         "Llama 2 7B, 128 A100, fms-fsdp",
-        *(LLAMA2_7B, 2, 4096, "8xa100", WITH_ATTENTION, 8192 / 4550),
+        *(replace(LLAMA2_7B, unrolled=True), 2, 4096, "8xa100", WITH_ATTENTION, 8192 / 4550),
         "4550 tokens/s a GPU, compiled",
         "foundation-model-stack/fms-fsdp, README.md (5a296af)",
         ONE_HOST,
@@ -113,7 +167,7 @@ CASES = (
     ),
     Case(
         "Llama 2 7B, 96 H100, fms-fsdp",
-        *(LLAMA2_7B, 2, 4096, "8xh100", WITH_ATTENTION, 8192 / 9600),
+        *(replace(LLAMA2_7B, unrolled=True), 2, 4096, "8xh100", WITH_ATTENTION, 8192 / 9600),
         "9600 tokens/s a GPU, compiled",
         "foundation-model-stack/fms-fsdp, README.md (5a296af)",
         ONE_HOST,
@@ -122,22 +176,67 @@ CASES = (
     Case(
         "Llama 3.2 3B, one A100, torchtune",
         *(LLAMA32_3B, 2, 4096, "a100", WITH_ATTENTION, 8192 / 9174),
-        "9174 tokens/s, compiled, chunked loss",
-        "pytorch/torchtune, README.md, Optimization flags (bd2a0fc)",
+        *("9174 tokens/s, compiled, chunked loss", TUNE),
         bfloat16=True,
-        chunks=8,
     ),
     Case(
         "Llama 3.2 3B, one A100, torchtune, full",
-        *(LLAMA32_3B, 2, 4096, "a100", "full", 8192 / 7210),
-        "7210 tokens/s with activation checkpointing",
-        "pytorch/torchtune, README.md, Optimization flags (bd2a0fc)",
+        *(whole(LLAMA32_3B), 2, 4096, "a100", "full", 8192 / 7210),
+        *("7210 tokens/s with activation checkpointing", TUNE),
         bfloat16=True,
-        chunks=8,
-        differs="recomputes whole layers, and no part of the head",
         beside="Llama 3.2 3B, one A100, torchtune",
-        ratio_bound=0.12,
     ),
+    Case(
+        "Llama 3.2 3B, one A100, torchtune, full, fused update",
+        *(whole(LLAMA32_3B), 2, 4096, "a100", "full", 8192 / 7309),
+        *("7309 tokens/s, the optimizer's step in the backward pass", TUNE),
+        bfloat16=True,
+    ),
+    Case(
+        "Llama 3.2 3B, one A100, torchtune, offload",
+        *(whole(LLAMA32_3B), 2, 4096, "a100", "offload_inputs", 8192 / 7301),
+        *("7301 tokens/s with activation offloading besides", TUNE),
+        bfloat16=True,
+        flags=OVERLAPPED,
+        beside="Llama 3.2 3B, one A100, torchtune, full, fused update",
+    ),
+    Case(
+        "Llama 2 13B, 64 A100, torchtitan",
+        *(LLAMA2_13B, 2, 4096, "8x8xa100", WITH_ATTENTION, 8192 / 2162),
+        *("2162 tokens/s a GPU", TITAN, EIGHT_HOSTS),
+        differs=EAGER,
+    ),
+    Case(
+        "Llama 2 13B, 64 A100, torchtitan, every second layer",
+        *(pairs(LLAMA2_13B), 2, 4096, "8x8xa100", SECOND, 8192 / 1914),
+        *("1914 tokens/s a GPU", TITAN, EIGHT_HOSTS),
+        differs=EAGER,
+        beside="Llama 2 13B, 64 A100, torchtitan",
+    ),
+    Case(
+        "Llama 2 13B, 64 A100, torchtitan, every second product",
+        *(LLAMA2_13B, 2, 4096, "8x8xa100", OPERATIONS, 8192 / 1904),
+        *("1904 tokens/s a GPU", TITAN, EIGHT_HOSTS),
+        differs=EAGER,
+        beside="Llama 2 13B, 64 A100, torchtitan",
+    ),
+    Case(
+        "Llama 3 8B, 64 A100, torchtitan, every second layer",
+        *(pairs(LLAMA3_8B), 1, 8192, "8x8xa100", SECOND, 8192 / 2904),
+        *("2904 tokens/s a GPU", TITAN, EIGHT_HOSTS),
+        differs=EAGER,
+    ),
+    Case(
+        "Llama 3 8B, 64 A100, torchtitan, every second product",
+        *(LLAMA3_8B, 1, 8192, "8x8xa100", OPERATIONS, 8192 / 2973),
+        *("2973 tokens/s a GPU", TITAN, EIGHT_HOSTS),
+        differs=EAGER,
+    ),
+    *megatron(
+        *("GPT 22B, a layer on 8 A100, Megatron", GPT_22B, 4, "Table 4"),
+        {"": 19.6e-3, "full": 27.2e-3, "selective": 20.9e-3},
+    ),
+    *megatron("GPT 1T, a layer on 8 A100, Megatron", GPT_1T, 1, "Figure 8 and its text", {"": None, "full": 1.36}),
     Case(
         "GPT-2 1558M, 8 H100, llm.c",
         *(gpt2(48, 1600, 25), 16, 1024, "8xh100", WITH_ATTENTION, 2.80 / 8),

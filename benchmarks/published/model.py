@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +30,10 @@ class Shape:
       kv_heads: of keys and values; as many as heads by default.
       gated: whether the feed-forward has a gate, as in Llama; else it is GELU between two layers, as in GPT.
       tied: whether the head is the table of tokens.
+      whole: whether recomputing a layer runs all of it, as a layer that PyTorch compiles and as Megatron's checkpoint do; else
+        the last product is left out, whose result no gradient reads.
+      pairs: whether every second layer is a `Kept`, for another policy.
+      unrolled: whether each layer is written out, as in PyTorch; else they are under a scan, which stacks what they keep.
     """
 
     layers: int
@@ -39,10 +44,23 @@ class Shape:
     kv_heads: int = 0
     gated: bool = True
     tied: bool = False
+    whole: bool = False
+    pairs: bool = False
+    unrolled: bool = False
 
 
-class Block(nn.Module):
-    """One layer, (batch, positions, width) → the same: the block of checkpointing."""
+@jax.custom_vjp
+def read_backward(y: jax.Array) -> jax.Array:
+    """The same; its gradient reads `y`, which is computed again if it was not kept."""
+    return y
+
+
+# Not a barrier: what no one reads behind it is taken away from it.
+read_backward.defvjp(lambda y: (y, y), lambda y, gradient: (gradient + 0 * y,))
+
+
+class DecoderLayer(nn.Module):
+    """One layer, (batch, positions, width) → the same."""
 
     shape: Shape
 
@@ -66,7 +84,8 @@ class Block(nn.Module):
         normed = norm("norm2")(x)
         up = dense(shape.hidden, "up")(normed)
         hidden = nn.silu(dense(shape.hidden, "gate")(normed)) * up if shape.gated else nn.gelu(up)
-        return x + dense(shape.width, "down")(hidden)
+        x = x + dense(shape.width, "down")(hidden)
+        return read_backward(x) if shape.whole else x
 
     def _attention(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         run = partial(pallas_attention(), segment_ids=None, sm_scale=q.shape[-1] ** -0.5, causal=True)
@@ -74,6 +93,43 @@ class Block(nn.Module):
             return run(q, k, v)
         spec = PartitionSpec(EVERYWHERE)
         return jax.shard_map(run, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)(q, k, v)
+
+
+class Block(DecoderLayer):
+    """The block of checkpointing."""
+
+
+class Kept(DecoderLayer):
+    """The block that has another policy, where every second one has."""
+
+
+class Pair(nn.Module):
+    """Two layers."""
+
+    shape: Shape
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return Kept(self.shape, name="second")(Block(self.shape, name="first")(x))
+
+
+class Layers(nn.Module):
+    """Layers of `kind` in a row, (batch, positions, width) → the same: under a scan, or written out."""
+
+    shape: Shape
+    kind: Callable[..., nn.Module]
+    count: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.shape.unrolled:
+            for index in range(self.count):
+                x = self.kind(self.shape, name=f"layer_{index}")(x)
+            return x
+        scan = nn.scan(
+            lambda layer, x, _: (layer(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=self.count
+        )
+        return scan(self.kind(self.shape, name="layer"), x, None)[0]
 
 
 def _by_sequence(x: jax.Array) -> jax.Array:
@@ -90,13 +146,14 @@ def _rotated(x: jax.Array) -> jax.Array:
 
 
 class Decoder(nn.Module):
-    """Tokens (batch, positions) → logits (batch, positions, vocab), its layers under a scan."""
+    """Tokens (batch, positions) → logits (batch, positions, vocab), its layers as the shape says."""
 
     shape: Shape
 
     def setup(self) -> None:
         self.embed = nn.Embed(self.shape.vocab, self.shape.width, dtype=DTYPE)
-        self.layers = Block(self.shape)
+        pairs = self.shape.pairs
+        self.layers = Layers(self.shape, Pair if pairs else Block, self.shape.layers // (2 if pairs else 1))
         self.norm = nn.RMSNorm(dtype=DTYPE)
         if not self.shape.tied:
             self.unembed = nn.Dense(self.shape.vocab, use_bias=False, dtype=DTYPE)
@@ -106,13 +163,7 @@ class Decoder(nn.Module):
 
     def hidden(self, tokens: jax.Array) -> jax.Array:
         """What the last layer gives, (batch, positions, width)."""
-        scan = nn.scan(
-            lambda block, x, _: (block(x), None),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=self.shape.layers,
-        )
-        return scan(self.layers, self.embed(tokens), None)[0]
+        return self.layers(self.embed(tokens))
 
     def head(self, x: jax.Array) -> jax.Array:
         """The logits of what the last layer gives."""
@@ -157,4 +208,5 @@ def workload(
     if mesh is not None:
         spec = PartitionSpec(EVERYWHERE)
         divided = {"mesh": mesh, "shardings": (dividing(gpus), spec, spec)}
-    return rj.Workload(loss, params, (tokens, tokens), Block, optimizer=optax.adam(1e-4), name=name or None, **divided)
+    blocks = (Block, Kept) if shape.pairs else Block
+    return rj.Workload(loss, params, (tokens, tokens), blocks, optimizer=optax.adam(1e-4), name=name or None, **divided)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from remat_jax import compat
@@ -103,23 +103,34 @@ def _divide(
     """Give every array its share.
 
     It is what is known; else that of what is made of it, of the same size or its parts or with it as a part; else that of the
-    largest that it is made from.
+    largest that it is made from; else that of any array of its shape, for a constant that only the backward pass reads. That a
+    small array is whole says nothing of a larger one that is made from it.
     """
     found, eqns = dict(known), list(eqns)
+    _from_results(eqns, found)
+    for one in eqns:
+        sources = [array for array in one.inputs if array in found and array not in whole and not array.literal]
+        for array in one.outputs:
+            alike = [source for source in sources if source.size == array.size] or sources
+            if array in found or not alike:
+                continue
+            largest = max(alike, key=lambda source: source.size)
+            if found[largest] < 1 or largest.size >= array.size:
+                found[array] = found[largest]
+    _from_results(eqns, found)
+    alike_in_shape = {getattr(array.aval, "shape", None): share for array, share in found.items()}
+    for array in (*inputs, *(array for one in eqns for array in one.outputs)):
+        array.share = found.get(array, alike_in_shape.get(getattr(array.aval, "shape", None), otherwise))
+
+
+def _from_results(eqns: Sequence[FlatEqn], found: dict[Array, float]) -> None:
+    """Divide arrays like what is made of them, as far as that is found."""
     for one in reversed(eqns):
         for array in one.inputs:
             in_parts = one.primitive in _PARTS
             like = next((out for out in one.outputs if out in found and (in_parts or out.size == array.size)), None)
             if array not in found and like is not None:
                 found[array] = found[like]
-    for one in eqns:
-        sources = [array for array in one.inputs if array in found and array not in whole and not array.literal]
-        for array in one.outputs:
-            alike = [source for source in sources if source.size == array.size] or sources
-            if array not in found and alike:
-                found[array] = found[max(alike, key=lambda source: source.size)]
-    for array in (*inputs, *(array for one in eqns for array in one.outputs)):
-        array.share = found.get(array, otherwise)
 
 
 def _ratios(after: Cost, before: Cost) -> dict[str, float]:

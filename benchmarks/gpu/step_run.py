@@ -1,4 +1,4 @@
-"""One policy on the device: `python -m benchmarks.gpu.plan_run JOB` runs training steps and prints one line of JSON."""
+"""One policy on the device: `python -m benchmarks.gpu.step_run JOB` runs training steps and prints one line of JSON."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import jax.numpy as jnp
 
 from benchmarks.gpu.child import answer_with
 from benchmarks.gpu.jax_run import compiled_bytes
-from benchmarks.gpu.plan_jobs import PlanJob
+from benchmarks.gpu.steps import StepJob
 
 
-def run(job: PlanJob) -> dict[str, Any]:
+def run(job: StepJob) -> dict[str, Any]:
     """Compile, run and measure; time and memory do not depend on what the numbers are, as long as they are finite."""
     step = job.step()
     # Compiled before anything is on the device: what autotuning allocates then stays below the step's own peak.
-    compiled = jax.jit(step.function, donate_argnums=step.donate_argnums).lower(*step.arguments).compile()
+    jitted = jax.jit(step.function, donate_argnums=step.donate_argnums, compiler_options=job.compiler_options)
+    compiled = jitted.lower(*step.arguments).compile()
     trained, state, frozen, *batch = filled(step.arguments)
     seconds = []
     jax.block_until_ready((trained, state, batch))
@@ -55,4 +56,4 @@ def _random(leaf: Any) -> jax.Array:
 
 
 if __name__ == "__main__":
-    answer_with(run, PlanJob.from_json)
+    answer_with(run, StepJob.from_json)

@@ -1,4 +1,4 @@
-"""The models that plans are measured on, and what one process of the measurement is told."""
+"""The steps that are measured: models, policies and their order, and what one process of the measurement is told."""
 
 from __future__ import annotations
 
@@ -28,6 +28,28 @@ class Shape:
 
 LARGE = {"scanned": Shape(16, 2048, 8, 1024), "unrolled": Shape(12, 1536, 8, 1024), "mlp": Shape(16, 4096, 32, 2048)}
 TINY = {name: Shape(3, 32, 2, 16) for name in LARGE}
+PLAN = "plan"
+SHARE = 0.5
+"""The budget of a plan, of what lies between `full` and `off`."""
+
+# The most telling first, for when time runs out; a plan is last of its model, because the planner works meanwhile.
+ORDER = (
+    ("unrolled", "off"),
+    ("unrolled", "full"),
+    ("unrolled", "offload_inputs"),
+    ("scanned", "off"),
+    ("scanned", "full"),
+    ("scanned", "offload_inputs"),
+    ("mlp", "off"),
+    ("mlp", "full"),
+    ("mlp", "offload_inputs"),
+    ("scanned", "dots_with_no_batch_dims"),
+    ("unrolled", PLAN),
+    ("mlp", PLAN),
+)
+"""Model and policy of the twelve steps."""
+PEERS = ("off", "checkpoint", "offload")
+"""The modes in which PyTorch runs the unrolled decoder; its offload is to pinned memory."""
 
 
 class Perceptron(nn.Module):
@@ -53,16 +75,18 @@ class Perceptrons(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanJob:
+class StepJob:
     """One model under one policy, to be run on the device.
 
     Attributes:
       policies: the policy of each block, by the name of its class; empty for no checkpointing at all.
+      compiler_options: what the step is compiled with: a plan's memory limit.
     """
 
     model: str
     shape: Shape
     policies: dict[str, str]
+    compiler_options: dict[str, int] = dataclasses.field(default_factory=dict)
     warm_up: int = 3
     steps: int = 10
 
@@ -70,11 +94,11 @@ class PlanJob:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, line: str) -> PlanJob:
+    def from_json(cls, line: str) -> StepJob:
         """The job that `to_json` wrote.
 
-        >>> job = PlanJob("mlp", TINY["mlp"], {"Perceptron": "full"})
-        >>> PlanJob.from_json(job.to_json()) == job
+        >>> job = StepJob("mlp", TINY["mlp"], {"Perceptron": "full"})
+        >>> StepJob.from_json(job.to_json()) == job
         True
         """
         fields = json.loads(line)
@@ -87,15 +111,15 @@ class PlanJob:
         return whole.step({blocks[name]: policy for name, policy in self.policies.items()} or "off")
 
 
-def workload(model: str, shape: Shape) -> rj.Workload:
+def workload(model: str, shape: Shape, dtype: Any = jnp.bfloat16) -> rj.Workload:
     """One of the models, Adam included; nothing is allocated."""
-    return _mlp(shape) if model == "mlp" else _decoder(shape, scan=model == "scanned")
+    return _mlp(shape, dtype) if model == "mlp" else _decoder(shape, dtype, scan=model == "scanned")
 
 
-def _decoder(shape: Shape, *, scan: bool) -> rj.Workload:
+def _decoder(shape: Shape, dtype: Any, *, scan: bool) -> rj.Workload:
     heads = max(2, shape.width // 128)
     sizes: dict[str, Any] = {"d_model": shape.width, "nhead": heads, "num_layers": shape.layers, "max_len": shape.length}
-    model = linen.ByteDecoder(**sizes, scan=scan, param_dtype=jnp.bfloat16)
+    model = linen.ByteDecoder(**sizes, scan=scan, param_dtype=dtype)
     tokens = jax.ShapeDtypeStruct((shape.batch, shape.length), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
 
@@ -107,9 +131,9 @@ def _decoder(shape: Shape, *, scan: bool) -> rj.Workload:
     return rj.Workload(loss, params, (tokens, tokens), linen.DecoderLayer, optimizer=optax.adam(1e-4), name=name)
 
 
-def _mlp(shape: Shape) -> rj.Workload:
+def _mlp(shape: Shape, dtype: Any) -> rj.Workload:
     model = Perceptrons(shape.layers)
-    x = jax.ShapeDtypeStruct((shape.batch * shape.length, shape.width), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((shape.batch * shape.length, shape.width), dtype)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     loss: Callable[..., Any] = lambda params, x: jnp.mean(model.apply(params, x).astype(jnp.float32) ** 2)  # noqa: E731
     return rj.Workload(loss, params, (x,), Perceptron, optimizer=optax.adam(1e-3), name="deep MLP")

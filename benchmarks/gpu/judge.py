@@ -1,0 +1,108 @@
+"""How near the model is to what a GPU did: rank correlation, ratios, memory; and the rows as a table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.record import text_table
+
+Row = dict[str, Any]
+SLOWER = 1.02
+"""How much slower than a named policy within its budget a plan may be."""
+
+
+def judged(rows: Sequence[Row]) -> dict[str, Any]:
+    """Of the rows that ran: how well time and memory were said beforehand, and whether a plan lost.
+
+    `rank_correlation` is Spearman's, of estimated and measured seconds; `ratio_error` the median by which the estimated ratio
+    to the same model without a checkpoint is off; `seconds_error` and `memory_error` medians of |estimated / measured − 1|.
+
+    >>> times = [("off", 1.0, 2.0), ("full", 2.0, 3.0), ("dots", 3.0, 5.0)]
+    >>> rows = [{"model": "mlp", "policy": a, "estimated_seconds": {"nominal": b}, "step_seconds": c} for a, b, c in times]
+    >>> found = judged(rows)
+    >>> found["rank_correlation"], {key: round(value, 3) for key, value in found["ratio_error"].items()}
+    ({'nominal': 1.0}, {'nominal': 0.267})
+    """
+    ran = [row for row in rows if "step_seconds" in row and "estimated_seconds" in row]
+    keys = list(ran[0]["estimated_seconds"]) if ran else []
+    memory = [
+        abs(row["device_bytes"] / row["measured_peak_bytes"] - 1) for row in ran if row.get("measured_peak_bytes") is not None
+    ]
+    return {
+        "rank_correlation": {key: _rank_correlation(ran, key) for key in keys if len(ran) > 2},
+        "ratio_error": {key: error for key in keys if (error := _ratio_error(ran, key)) is not None},
+        "seconds_error": {
+            key: statistics.median(abs(row["estimated_seconds"][key] / row["step_seconds"] - 1) for row in ran) for key in keys
+        },
+        "memory_error": statistics.median(memory) if memory else None,
+        "slower": _slower(ran),
+        "over_budget": [
+            f"{row['model']}, {row['policy']}"
+            for row in ran
+            if row.get("measured_peak_bytes") is not None and row["measured_peak_bytes"] > row.get("budget", math.inf)
+        ],
+    }
+
+
+def _rank_correlation(ran: Sequence[Row], key: str) -> float:
+    from scipy.stats import spearmanr
+
+    value = float(spearmanr([row["estimated_seconds"][key] for row in ran], [row["step_seconds"] for row in ran]).statistic)
+    return value if math.isfinite(value) else 0.0
+
+
+def _ratio_error(ran: Sequence[Row], key: str) -> float | None:
+    plain = {row["model"]: row for row in ran if row["policy"] == "off"}
+    found = []
+    for row in ran:
+        base = plain.get(row["model"])
+        if base is not None and row is not base:
+            estimated = row["estimated_seconds"][key] / base["estimated_seconds"][key]
+            found.append(abs(estimated / (row["step_seconds"] / base["step_seconds"]) - 1))
+    return statistics.median(found) if found else None
+
+
+def _slower(ran: Sequence[Row]) -> list[str]:
+    """The plans that a named policy within the same budget beats, as measured."""
+    lost = []
+    for plan in (row for row in ran if "budget" in row):
+        able = [row for row in ran if row["model"] == plan["model"] and row is not plan]
+        able = [row for row in able if row["device_bytes"] <= plan["budget"]]
+        best = min(able, key=lambda row: row["step_seconds"], default=None)
+        if best is not None and plan["step_seconds"] > SLOWER * best["step_seconds"]:
+            lost.append(f"{plan['model']}, {plan['policy']}: {best['policy']} is faster")
+    return lost
+
+
+COLUMNS = ("model, policy", "budget GB", "compiled GB", "peak GB", "nominal ms", "calibrated ms", "measured ms", "× off")
+
+
+def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """The rows in text, in units of 10⁹ bytes and of milliseconds; empty where there is no figure."""
+    plain = {row["model"]: row["step_seconds"] for row in rows if row["policy"] == "off" and "step_seconds" in row}
+    lines = []
+    for row in rows:
+        estimated, measured = row.get("estimated_seconds", {}), row.get("step_seconds")
+        memory = [_number(row.get(key), 1e-9) for key in ("budget", "device_bytes", "measured_peak_bytes")]
+        times = [_number(value, 1e3) for value in (estimated.get("nominal"), estimated.get("calibrated"), measured)]
+        ratio = measured / plain[row["model"]] if measured is not None and row["model"] in plain else None
+        lines.append((f"{row['model']}, {row['policy']}", *memory, *times, _number(ratio, 1)))
+    return lines
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows in plain text."""
+    return text_table(COLUMNS, cells(rows))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The rows as the note has them."""
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *cells(rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _number(value: float | None, scale: float) -> str:
+    return "" if value is None else f"{value * scale:.2f}"

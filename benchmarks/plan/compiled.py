@@ -1,0 +1,74 @@
+"""The traced estimate, by which plans are chosen, against the time of what was compiled."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+Rivals = Mapping[str, Sequence[Row]]
+SAME = 0.01
+"""By which share another policy must be faster as compiled for the choice to be another: nearer ones are not told apart."""
+
+
+def rank_correlations(rows: Sequence[Row], rivals: Rivals) -> dict[str, float]:
+    """Spearman's, by workload, of the traced and the compiled seconds of all plans and policies, where three have both."""
+    from scipy.stats import spearmanr
+
+    found = {}
+    for workload in rivals:
+        both = [
+            (one["extra_seconds"], one["seconds"])
+            for one in _candidates(rows, rivals, workload)
+            if one.get("extra_seconds") is not None and one.get("seconds") is not None
+        ]
+        if len(both) > 2:
+            value = float(spearmanr(*zip(*both, strict=True)).statistic)
+            found[workload] = value if math.isfinite(value) else 0.0
+    return found
+
+
+def changed(rows: Sequence[Row], rivals: Rivals) -> tuple[list[str], int]:
+    """The budgets at which another plan or policy that fits is faster as compiled, and at how many that is known."""
+    found, known = [], 0
+    for row in rows:
+        if row.get("seconds") is None:
+            continue
+        known += 1
+        able = [
+            one
+            for one in _candidates(rows, rivals, row["workload"])
+            if one.get("seconds") is not None and one["device_bytes"] <= row["budget"]
+        ]
+        best = min(able, key=lambda one: one["seconds"])
+        if best["seconds"] < (1 - SAME) * row["seconds"]:
+            name = best["names"][0] if "names" in best else f"the plan for {best['budget'] / 2**20:,.1f} MiB"
+            times = f"{1e3 * best['seconds']:.2f} ms, the plan {1e3 * row['seconds']:.2f}"
+            found.append(f"{row['workload']} in {row['budget'] / 2**20:,.1f} MiB: {name} takes {times}")
+    return found, known
+
+
+def _candidates(rows: Sequence[Row], rivals: Rivals, workload: str) -> list[Row]:
+    plans = [row for row in rows if row["workload"] == workload and "device_bytes" in row]
+    return [*plans, *(one for one in rivals.get(workload, ()) if not one["remark"])]
+
+
+def summary(rows: Sequence[Row], rivals: Rivals) -> str:
+    """How well the two times agree, in words.
+
+    >>> rival = {"names": ["dots"], "remark": "", "device_bytes": 1, "extra_seconds": 2.0, "seconds": 3.0}
+    >>> row = {"workload": "w", "budget": 2**20, "device_bytes": 1, "extra_seconds": 1.0, "seconds": 4.0}
+    >>> print(summary([row], {"w": [rival, rival | {"extra_seconds": 3.0, "seconds": 5.0}]}))
+    Traced against compiled time, rank correlation: w 0.50; the median is 0.50.
+    By the compiled time the choice would be another at 1 of 1 budgets:
+    w in 1.0 MiB: dots takes 3000.00 ms, the plan 4000.00
+    """
+    found, (others, known) = rank_correlations(rows, rivals), changed(rows, rivals)
+    if not found or not known:
+        return "Compiled times are not in these files; rows that are measured from now on have them."
+    told = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
+    lines = [f"Traced against compiled time, rank correlation: {told}; the median is {statistics.median(found.values()):.2f}."]
+    lines.append(f"By the compiled time the choice would be another at {len(others)} of {known} budgets:")
+    return "\n".join([*lines, *others])

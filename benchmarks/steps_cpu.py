@@ -1,0 +1,146 @@
+"""`python -m benchmarks.steps_cpu`: twelve steps in real time on this processor, beside the model of time calibrated for it.
+
+A decoder scanned and unrolled, a deep MLP and a convolutional net, each without a checkpoint, recomputed as a whole, and with
+its products kept. Steps of a model run in turns. The exit status is 1 where the rank correlation of estimated and measured
+seconds is below 0.9, or the ratio to no checkpoint is off by more than 10 % in the median. Let nothing else run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+import remat_jax as rj
+from benchmarks.gpu.judge import judged
+from benchmarks.gpu.steps import Shape, workload
+from benchmarks.plan_cpu import calibrated, compiled_runner, in_turns
+from benchmarks.record import ROOT, provenance, text_table, write_json
+from remat_jax.errors import RematError
+from remat_jax.hardware import Target
+from remat_jax.memory.hlo.schedule import step_time
+from remat_jax.planning.problem import describe, extra_seconds
+
+CORRELATION, RATIO_ERROR = 0.9, 0.1
+KEPT = {"conv": "save: @primitive:conv_general_dilated"}
+"""What is kept in the third step of a model; products, of the others."""
+
+
+class Convolutions(nn.Module):
+    """A residual block of two convolutions and a norm."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        made = nn.gelu(nn.Conv(2 * x.shape[-1], (3, 3), name="up")(nn.LayerNorm(name="norm")(x)))
+        return x + nn.Conv(x.shape[-1], (3, 3), name="down")(made)
+
+
+class ConvNet(nn.Module):
+    """A stack of them, unrolled."""
+
+    layers: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for index in range(self.layers):
+            x = Convolutions(name=f"layers_{index}")(x)
+        return x
+
+
+def conv_net(layers: int, width: int, batch: int, side: int) -> rj.Workload:
+    """A step of the gradient of a convolutional net on square images."""
+    model, x = ConvNet(layers), jax.ShapeDtypeStruct((batch, side, side, width), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return rj.Workload(lambda params, x: jnp.mean(model.apply(params, x) ** 2), params, (x,), Convolutions, name="conv net")
+
+
+def models(small: bool) -> dict[str, rj.Workload]:
+    """The four models; `small` ones take milliseconds."""
+    decoder = Shape(2, 32, 2, 16) if small else Shape(6, 256, 4, 256)
+    mlp = Shape(2, 32, 2, 16) if small else Shape(6, 384, 8, 128)
+    found = {name: workload(name, decoder, jnp.float32) for name in ("scanned", "unrolled")}
+    found["mlp"] = workload("mlp", mlp, jnp.float32)
+    found["conv"] = conv_net(2, 8, 2, 8) if small else conv_net(4, 48, 4, 32)
+    return found
+
+
+def rows_of(model: str, work: rj.Workload, target: Target, rounds: int) -> list[dict[str, Any]]:
+    """The three steps of one model: estimated by the traced and, where its text can be read, the compiled step; and timed."""
+    described = describe(work, target)
+    policies = {"off": "off", "full": "full", "kept": KEPT.get(model, "dots_with_no_batch_dims")}
+    made = {name: compiled_runner(work, policy) for name, policy in policies.items()}
+    seconds = in_turns({name: run for name, (_, run) in made.items()}, rounds)
+    rows = []
+    for name, policy in policies.items():
+        extra = 0.0 if policy == "off" else extra_seconds(described, policy)
+        estimated = {"traced": described.base_seconds + extra}
+        if (compiled := _compiled_seconds(made[name][0], target)) is not None:
+            estimated["compiled"] = compiled
+        measured = statistics.median(seconds[name])
+        rows.append(
+            {"model": model, "policy": name, "estimated_seconds": estimated, "step_seconds": measured, "device_bytes": 0}
+        )
+    return rows
+
+
+def _compiled_seconds(text: str, target: Target) -> float | None:
+    try:
+        return step_time(text, target).seconds
+    except RematError:
+        return None
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows in milliseconds, and as ratios to the model without a checkpoint."""
+    plain = {row["model"]: row for row in rows if row["policy"] == "off"}
+    lines = []
+    for row in rows:
+        base, keys = plain[row["model"]], ("traced", "compiled")
+        times = [row["step_seconds"], *(row["estimated_seconds"].get(key) for key in keys)]
+        bases = [base["step_seconds"], *(base["estimated_seconds"].get(key) for key in keys)]
+        shown = [f"{1e3 * value:.1f}" if value is not None else "" for value in times]
+        shown += [f"{value / other:.3f}" if value and other else "" for value, other in zip(times, bases, strict=True)]
+        lines.append((f"{row['model']}, {row['policy']}", *shown))
+    columns = ("model, policy", "measured ms", "traced ms", "compiled ms", "measured × off", "traced × off", "compiled × off")
+    return text_table(columns, lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Calibrate, run, print the table; 1 where the estimate of the traced step, by which plans are chosen, does not hold."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.steps_cpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "benchmarks", help="folder for steps_cpu.json")
+    parser.add_argument("--rounds", type=int, default=9, help="steps of each policy")
+    parser.add_argument("--calibrate", type=float, default=20.0, help="seconds for measuring the processor's rates")
+    parser.add_argument("--small", action="store_true", help="small models, for trying it out")
+    options = parser.parse_args(arguments)
+    if options.rounds < 1 or not options.calibrate > 0:
+        parser.error("--rounds must be 1 or more, --calibrate positive")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
+    target, rows = calibrated(options.calibrate), []
+    for model, work in models(options.small).items():
+        rows += rows_of(model, work, target, options.rounds)
+        print(f"{model}: {1e3 * rows[-3]['step_seconds']:.1f} ms without a checkpoint", file=sys.stderr, flush=True)
+    found = judged(rows)
+    data = {"provenance": provenance(), "measured": dict(target.measured), "judged": found, "rows": rows}
+    write_json(options.output / "steps_cpu.json", data)
+    print(table(rows))
+    for key, correlation in found["rank_correlation"].items():
+        print(
+            f"{key}: rank correlation {correlation:.3f}, ratio to no checkpoint off by {100 * found['ratio_error'][key]:.1f} %"
+        )
+    holds = found["rank_correlation"]["traced"] >= CORRELATION and found["ratio_error"]["traced"] <= RATIO_ERROR
+    print(f"{CORRELATION} and {100 * RATIO_ERROR:.0f} % {'hold' if holds else 'do not hold'} of the traced estimate.")
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
