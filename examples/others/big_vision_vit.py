@@ -47,5 +47,10 @@ def job(variant: str = "So400m/14", images: int = 512, side: int = 224, **settin
     return rj.Workload(loss, params, batch, vit.Encoder1DBlock, optimizer=optax.adamw(1e-3), name="big_vision ViT")
 
 
+def small() -> rj.Workload:
+    """Three layers of width 32."""
+    return job("mu/16", images=4, side=32, depth=3)
+
+
 if __name__ == "__main__":
-    show(job, lambda: job("mu/16", images=4, side=32), budget="50%")
+    show(job, small, "50%")

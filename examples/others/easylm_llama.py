@@ -109,5 +109,10 @@ def job(size: str = "llama_7b", rows: int = 4, length: int = 2048) -> rj.Workloa
     return rj.Workload(loss, params, (tokens, tokens), llama_model.FlaxLLaMABlock, optimizer=optax.adam(1e-4), name="EasyLM")
 
 
+def small() -> rj.Workload:
+    """EasyLM's own small size: two layers of width 128."""
+    return job("debug", rows=2, length=64)
+
+
 if __name__ == "__main__":
-    show(job, lambda: job("debug", rows=2, length=64), budget=None)
+    show(job, small, "75%")

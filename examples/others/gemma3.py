@@ -56,4 +56,4 @@ def small() -> rj.Workload:
 
 
 if __name__ == "__main__":
-    show(job, small, None)
+    show(job, small, "15%")
