@@ -28,7 +28,7 @@ import remat_jax as rj
 
 from .shared import show, without
 
-without("tensorflow", "clu", "tensorboard", "pandas", "IPython", "dialog", "sentencepiece")
+without("grain", "tensorflow", "clu", "tensorboard", "pandas", "IPython", "dialog", "sentencepiece")
 
 from gemma import gm  # noqa: E402
 from gemma.gm.nn._modules import Block  # noqa: E402

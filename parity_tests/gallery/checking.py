@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,7 +34,7 @@ class Row:
         `tensor` whose it is; infinite where the rule does not hold for another reason.
       again: matrix products that a step computes again; `expected` how many the policy must, as text.
       again_is_right: whether it does.
-      table: device and host bytes by the residual table; `kept` those of the arrays that were there between the passes.
+      table: device and host bytes by the residual table; `kept` those of the arrays that a run kept between the passes.
     """
 
     policy: str
@@ -83,16 +84,57 @@ class Step:
             found = jax.jit(widened(self.jaxpr))(*jax.tree.leaves(arguments))
         return {name: np.asarray(one) for name, one in zip(names, found, strict=True)}
 
-    def kept(self, arguments: Any) -> tuple[int, int]:
-        """Device and host bytes of the arrays that are there between the passes, but for the arguments."""
+    def kept(self, arguments: Any) -> list[Any]:
+        """The arrays that are there between the passes, but for the arguments."""
         trained, *rest = arguments
         _, pullback = jax.vjp(lambda trained: self.loss(trained, *rest), trained)
         given = {id(one) for one in jax.tree.leaves(arguments)}
-        arrays = {id(one): one for one in jax.tree.leaves(pullback) if id(one) not in given and hasattr(one, "sharding")}
-        total = [0, 0]
-        for one in arrays.values():
-            total[one.sharding.memory_kind == "pinned_host"] += one.nbytes
-        return total[0], total[1]
+        leaves = {id(one): one for one in jax.tree.leaves(pullback) if id(one) not in given}
+        return [one for one in leaves.values() if hasattr(one, "sharding")]
+
+
+def kept_bytes(table: rj.ResidualTable, step: Step, arguments: Any, others: Any) -> tuple[int, int]:
+    """Device and host bytes of what `step` keeps: of what is in the table, and of what is neither constant nor a copy.
+
+    To the table a transposed or cast parameter is an argument; where nothing is compiled it is an array of its own, as what
+    is computed of nothing is. A constant is the same with `others` in the place of `arguments`.
+    """
+    kept, given = step.kept(arguments), jax.tree.leaves(arguments)
+    told = Counter(dict.fromkeys(map(_kind, kept), 0))
+    for row in table:
+        if row.action != "recompute":
+            told[row.shape, row.dtype, row.action == "offload"] += row.count
+    total = [0, 0]
+    for one, again in zip(kept, step.kept(others), strict=True):
+        kind = _kind(one)
+        if told[kind] <= 0 and (np.array_equal(_numbers(one), _numbers(again)) or any(_is_copy(one, leaf) for leaf in given)):
+            continue
+        told[kind] -= 1
+        total[kind[2]] += one.nbytes
+    return total[0], total[1]
+
+
+def _numbers(array: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array)
+
+
+def _kind(array: Any) -> tuple[tuple[int, ...], str, bool]:
+    return array.shape, str(array.dtype), array.sharding.memory_kind == "pinned_host"
+
+
+def _is_copy(array: Any, argument: Any) -> bool:
+    """Whether `array` has the numbers of `argument`, or of some rows of it, in any order and dtype."""
+    keys = any(jnp.issubdtype(one.dtype, jax.dtypes.prng_key) for one in (array, argument))
+    if keys or not argument.size or not argument.ndim or not array.size:
+        return False
+    rows = np.asarray(argument.astype(array.dtype)).reshape(argument.shape[0], -1)
+    count = array.size // rows.shape[1]
+    if count * rows.shape[1] != array.size:
+        return False
+    numbers = np.sort(np.asarray(array), axis=None)
+    return any(
+        np.array_equal(np.sort(rows[start : start + count], axis=None), numbers) for start in range(len(rows) - count + 1)
+    )
 
 
 def _by_path(tree: Any) -> dict[str, np.ndarray]:
@@ -119,7 +161,7 @@ class Beside:
     def __init__(self, workload: rj.Workload) -> None:
         self.workload = workload
         written, self.everything = Step(workload, "off"), Step(workload, "everything")
-        self.arguments = randomised(written.arguments)
+        self.arguments, self.others = (randomised(written.arguments, seed) for seed in (0, 1))
         self.own, self.exact = written.gradients(self.arguments), written.gradients64(self.arguments)
 
     def row(self, policy: str, workload: rj.Workload, again: int, *, table: rj.ResidualTable | None = None) -> Row:
@@ -140,7 +182,8 @@ class Beside:
         error64, tensor64 = float64_error(self.exact, step.gradients64(self.arguments))
         ratio, tensor = self._worst_ratio(step.gradients(self.arguments))
         again = step.products - self.everything.products
-        sizes = (table.device_bytes, table.host_bytes), step.kept(self.arguments)
+        kept = kept_bytes(table, step, self.arguments, self.others)
+        sizes = (table.device_bytes, table.host_bytes), kept
         return Row(policy, error64, tensor64, ratio, tensor, again, expected, is_right, *sizes)
 
     def _worst_ratio(self, found: dict[str, Any]) -> tuple[float, str]:

@@ -50,7 +50,8 @@ EXAMPLES: Mapping[str, Example] = MappingProxyType(
         # Gemma's 4 layers: query, key-and-value and output of two experts, scores, context, three of each perceptron.
         # SigLIP's 2 layers, for each of three cameras: query, key, value, scores, context, output, two of the perceptron.
         "openpi": Example("openpi_pi0", "openpi", 4 * 12 + 3 * 2 * 7, 4 * 2 + 3 * 2 * 2),
-        "maxtext": Example("maxtext_llama", "maxtext", 3 * 8, 3 * 2),
+        # 3 layers: as EasyLM's, and two norms whose `einsum` with the scale is a product that has batch dimensions alone.
+        "maxtext": Example("maxtext_llama", "maxtext", 3 * 10, 3 * 4),
         # 2 layers: one product makes query, key and value.
         "transformers": Example("transformers_gpt2", "transformers", 2 * 5, 2 * 2),
         "bonsai": Example("bonsai_vit", "bonsai", 2 * 7, 2 * 2),
