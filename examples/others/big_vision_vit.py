@@ -14,6 +14,8 @@ that checkpoint's place. Printed by commit 0127fb6 (19 May 2025) with JAX 0.10.2
     plan within 50%: 70.0 GiB, in runs of 5, 21 and 1 layers
     a step of a small one under off: loss 3.614498, parameters changed by 0.260497
     a step of a small one under full: loss 3.614498, parameters changed by 0.260497
+
+An earlier version of this file printed these lines: the times come from an earlier estimate, which was shorter.
 """
 
 from __future__ import annotations
