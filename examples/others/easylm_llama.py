@@ -5,16 +5,16 @@
     PYTHONPATH=.:EasyLM python -m examples.others.easylm_llama
     PYTHONPATH=.:EasyLM remat-jax measure examples/others/easylm_llama.py:job --target h200
 
-EasyLM puts `nn.remat` around its blocks by its own `remat_block`; the policy given here takes that checkpoint's place. It was
-written for the transformers and the JAX of its day: the few names that its model needs of them stand below. Printed by commit
-fe5b2c3 (12 August 2024) with JAX 0.10.2:
+EasyLM puts `nn.remat` around its blocks by its own `remat_block`; the policy given here takes that checkpoint's place. It
+was written for the transformers and the JAX of its day: the few names that its model needs of them stand below. Printed by
+commit fe5b2c3 (12 August 2024) with JAX 0.10.2:
 
     as written: 90.9 GiB, 1062 ms
     full: 90.9 GiB, 1064 ms
     dots_with_no_batch_dims: 101.5 GiB, 927 ms
 
-This run was ended after 14 minutes, before its plan was there: some ten processes shared its two cores, and one compilation of the 32
-unrolled layers took more than three minutes.
+This run was ended after 14 minutes, before its plan was there: some ten processes shared its two cores, and one compilation
+of the 32 unrolled layers took more than three minutes.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ Printed by commit 7691fd4 (24 July 2026) with JAX 0.10.2, its first two lines:
     off: 32.8 GiB, 154 ms
     full: 12.2 GiB, 190 ms
 
-An earlier version of this file printed these lines: the times come from an earlier estimate, which was shorter. One compilation of the
-unrolled layers took 75 to 93 s on two cores.
+An earlier version of this file printed these lines: the times come from an earlier estimate, which was shorter. One
+compilation of the unrolled layers took 75 to 93 s on two cores.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     PYTHONPATH=.:maxtext/src remat-jax measure examples/others/maxtext_llama.py:job --target h200
 
 MaxText wraps its layers in `jax.checkpoint` by its own `remat_policy`; the policy given here takes that checkpoint's place.
-Printed by commit e591f30 (22 August 2026) with JAX 0.10.2:
+Printed by commit e591f30 (22 August 2026) with JAX 0.10.2, MaxText's own messages left out:
 
     as written: 83.0 GiB, 959 ms
     full: 83.0 GiB, 959 ms
@@ -15,14 +15,15 @@ Printed by commit e591f30 (22 August 2026) with JAX 0.10.2:
     a step of a small one under off: loss 5.541267, parameters changed by 0.025215
     a step of a small one under full: loss 5.541267, parameters changed by 0.025215
 
-`--own` prints device bytes and matrix products of a step under MaxText's own policies and under ours. An earlier run: its own `full` and
-our `full` need the same 89,074,109,312 bytes and compute the same 1382 products; its own `minimal` needs 110,574,087,856 bytes, our
-`dots_with_no_batch_dims` 768 more, with 1190 products each.
+`--own` prints device bytes and matrix products of a step under MaxText's own policies and under ours. An earlier run: its
+own `full` and our `full` need the same 89,074,109,312 bytes and compute the same 1382 products; its own `minimal` needs
+110,574,087,856 bytes, our `dots_with_no_batch_dims` 768 more, with 1190 products each.
 
-The 768 bytes are how XLA packs temporary buffers, in units of 256. With 2 layers of 1024 tokens it is one unit: 12,464,924,536 bytes under
-`minimal`, 256 more under ours, all of it in `temp_bytes`. Residual tables are equal array by array (2,376,173,572 bytes), products are
-(80), and so are the buffers at the peak, 3,476,409,088 bytes rounded up to units. But what is recomputed has other names, XLA fuses a few
-small operations otherwise, and the packed buffers end one unit later.
+The 768 bytes are how XLA packs temporary buffers, in units of 256. With 2 layers of 1024 tokens it is one unit:
+12,464,924,536 bytes under `minimal`, 256 more under ours, all of it in `temp_bytes`. Residual tables are equal array by
+array (2,376,173,572 bytes), products are (80), and so are the buffers at the peak, 3,476,409,088 bytes rounded up to units.
+The two programs differ in the layout of three of these buffers, and in one of 8 bytes in the place of 16; packed, they end
+one unit apart.
 """
 
 from __future__ import annotations

@@ -5,15 +5,15 @@
     PYTHONPATH=.:openpi/src python -m examples.others.openpi_pi0
     PYTHONPATH=.:openpi/src remat-jax measure examples/others/openpi_pi0.py:job --target h200
 
-OpenPI's model is NNX around Linen modules, with `nn.remat` around the layers of Gemma and SigLIP; the policy given here takes
-the place of these. Printed by commit 15a9616 (16 June 2026) with JAX 0.10.2:
+OpenPI's model is NNX around Linen modules, with `nn.remat` around the layers of Gemma and SigLIP; the policy given here
+takes the place of these. Printed by commit 15a9616 (16 June 2026) with JAX 0.10.2:
 
     as written: 55.0 GiB, 1053 ms
     full: 55.0 GiB, 1053 ms
     dots_with_no_batch_dims: 98.0 GiB, 990 ms
 
-This run was ended after 14 minutes, before its plan was there: some twenty processes shared its two cores. A plan within 50 % has been
-65.7 GiB, the vision tower's layers in runs of 60, 15 and 6, Gemma's in runs of 16, 1 and 1.
+This run was ended after 14 minutes, before its plan was there: some twenty processes shared its two cores. A plan within 50
+% has been 65.7 GiB, the vision tower's layers in runs of 60, 15 and 6, Gemma's in runs of 16, 1 and 1.
 """
 
 from __future__ import annotations
