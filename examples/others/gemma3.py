@@ -29,7 +29,7 @@ import remat_jax as rj
 
 from .shared import show, without
 
-without("grain", "tensorflow", "clu", "tensorboard", "pandas", "IPython", "dialog", "sentencepiece")
+without("tensorflow", "clu", "tensorboard", "pandas", "IPython", "dialog", "sentencepiece")
 
 from gemma import gm  # noqa: E402
 from gemma.gm.nn._modules import Block  # noqa: E402

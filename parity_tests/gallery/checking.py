@@ -94,8 +94,8 @@ class Step:
 def kept_bytes(table: rj.ResidualTable, step: Step, arguments: Any, others: Any) -> tuple[int, int]:
     """Device and host bytes of what `step` keeps: of what is in the table, and of what is neither constant nor a copy.
 
-    To the table a transposed or cast parameter is an argument; where nothing is compiled it is an array of its own, as what
-    is computed of nothing is. A constant is the same with `others` in the place of `arguments`.
+    To the table a transposed or cast parameter is an argument, and what goes into several inner `jit`s one array; where nothing
+    is compiled each is an array of its own. A constant is the same with `others` in the place of `arguments`.
     """
     kept, given = step.kept(arguments), jax.tree.leaves(arguments)
     told = Counter(dict.fromkeys(map(_kind, kept), 0))
@@ -109,6 +109,7 @@ def kept_bytes(table: rj.ResidualTable, step: Step, arguments: Any, others: Any)
             continue
         told[kind] -= 1
         total[kind[2]] += one.nbytes
+        given.append(one)
     return total[0], total[1]
 
 
