@@ -102,14 +102,17 @@ def kept_bytes(table: rj.ResidualTable, step: Step, arguments: Any, others: Any)
     for row in table:
         if row.action != "recompute":
             told[row.shape, row.dtype, row.action == "offload"] += row.count
+    pairs = list(zip(kept, step.kept(others), strict=True))
+    first = {(_kind(one), _numbers(one).tobytes()): at for at, (one, _) in reversed(list(enumerate(pairs)))}
     total = [0, 0]
-    for one, again in zip(kept, step.kept(others), strict=True):
-        kind = _kind(one)
-        if told[kind] <= 0 and (np.array_equal(_numbers(one), _numbers(again)) or any(_is_copy(one, leaf) for leaf in given)):
+    # What is there a second time comes last, and is a residual only where the table has as many.
+    for at in sorted(range(len(pairs)), key=lambda at: at not in first.values()):
+        one, again = pairs[at]
+        kind, is_constant = _kind(one), np.array_equal(_numbers(one), _numbers(again))
+        if told[kind] <= 0 and (at not in first.values() or is_constant or any(_is_copy(one, leaf) for leaf in given)):
             continue
         told[kind] -= 1
         total[kind[2]] += one.nbytes
-        given.append(one)
     return total[0], total[1]
 
 
