@@ -1,7 +1,7 @@
 """Google DeepMind's Gemma 3 4B with Adafactor, 2 × 2048 tokens, one H200.
 
     git clone https://github.com/google-deepmind/gemma && git -C gemma checkout 7691fd4
-    pip install kauldron einops  # and what their imports ask for; readers of data are left out below
+    pip install kauldron einops grain immutabledict lark mediapy portpicker toolz typeguard  # for imports alone
     PYTHONPATH=.:gemma python -m examples.others.gemma3
     PYTHONPATH=.:gemma remat-jax measure examples/others/gemma3.py:job --target h200
 
@@ -29,7 +29,7 @@ import remat_jax as rj
 
 from .shared import show, without
 
-without("tensorflow", "clu", "tensorboard", "pandas", "IPython", "dialog", "sentencepiece")
+without("tensorflow", "tensorflow_datasets", "clu", "tensorboard", "pandas", "IPython", "dialog", "sentencepiece")
 
 from gemma import gm  # noqa: E402
 from gemma.gm.nn._modules import Block  # noqa: E402
