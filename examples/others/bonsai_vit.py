@@ -14,6 +14,8 @@ Printed by commit 3628425 (27 March 2026) with JAX 0.10.2:
     plan within 15%: 21.0 GiB, in runs of 11 and 1 layers
     a step of a small one under off: loss 6.921469, parameters changed by 0.039804
     a step of a small one under full: loss 6.921469, parameters changed by 0.039804
+
+An earlier version of this file printed these lines: the times come from an earlier estimate, which was shorter.
 """
 
 from __future__ import annotations

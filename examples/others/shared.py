@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import argparse
 import importlib.abc
 import importlib.machinery
 import sys
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -64,23 +66,91 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Nothing to run."""
 
 
-def show(
-    job: Callable[[], rj.Workload], small: Callable[[], rj.Workload] | None, budget: str | None, target: str = "h200"
-) -> None:
-    """Print what policies take of `job`, the plan within `budget`, and one step of `small` without and with a policy."""
+def show(job: Callable[[], rj.Workload], small: Callable[[], rj.Workload], budget: str) -> rj.Plan:
+    """Print what policies take of `job`, the plan within `budget`, and a training step of `small` under some policies.
+
+    The command line takes another target (`--target cpu`), another budget, and `--small`: `small` in the place of `job`.
+
+    Returns:
+      The plan under which `small` ran, on this machine.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--target", default="h200")
+    parser.add_argument("--budget", default=budget, help="of the plan; default: %(default)s")
+    parser.add_argument("--small", action="store_true", help="the small model in the place of the published one")
+    options = parser.parse_args()
+    measured = small if options.small else job
     for policy in POLICIES:
-        report = rj.measure(job(), policy, target)
-        seconds = "" if report.seconds is None else f", {report.seconds * 1e3:.0f} ms"
-        print(f"{report.policy}: {report.device_bytes / 2**30:.1f} GiB{seconds}", flush=True)
-    if budget is not None:
-        _show_plan(rj.plan(job(), budget, target), budget)
-    for policy in ("off", "full") if small is not None else ():
-        print(f"a step of a small one under {policy}: {step(small(), policy)}", flush=True)
+        report = rj.measure(measured(), policy, options.target)
+        print(f"{report.policy}: {amounts(report.device_bytes, report.seconds)}", flush=True)
+    plan = show_plan(measured(), options.budget, options.target)
+    if not options.small or options.target != "cpu":
+        full, kept = (rj.measure(small(), policy, "cpu").device_bytes for policy in ("full", "everything"))
+        plan = rj.plan(small(), (full + kept) // 2, "cpu")
+    show_steps(small, plan)
+    return plan
 
 
-def _show_plan(plan: rj.Plan, budget: str) -> None:
-    runs = " and ".join(str(part.layers) for part in plan.parts)
-    print(f"plan within {budget}: {plan.device_bytes / 2**30:.1f} GiB, in runs of {runs} layers", flush=True)
+def amounts(size: int, seconds: float | None, how: str = "") -> str:
+    """Device memory, and the time of a step where it is known, with `how` it is."""
+    shown = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+    return shown if seconds is None else f"{shown}, {how}{seconds * 1e3:.{0 if seconds >= 0.01 else 2}f} ms"
+
+
+def show_plan(job: rj.Workload, budget: str, target: str) -> rj.Plan:
+    """Make and print the plan of `job`: how long it took to find, what it needs, and what stands beside it."""
+    begin, first_fit = time.perf_counter(), 0.0
+
+    def progress(what: str, _done: int, _of: int) -> None:
+        nonlocal first_fit
+        if "best so far" in what and not first_fit:
+            first_fit = time.perf_counter() - begin
+
+    plan = rj.plan(job, budget, target, progress=progress)
+    seconds = time.perf_counter() - begin
+    print(f"plan within {budget}: {amounts(plan.device_bytes, plan.seconds, 'estimated ')}, {runs(plan)}")
+    print(f"  found in {seconds:.0f} s, the first answer that fits after {first_fit or seconds:.0f} s")
+    best = plan.best_named
+    print(f"  best named policy that fits: {'none' if best is None else beside(best)}")
+    for point in plan.named:
+        if point.name == "as written":
+            print(f"  as written: {beside(point)}")
+    sys.stdout.flush()
+    return plan
+
+
+def beside(point: Any) -> str:
+    """A policy that stands beside a plan, its time by the plan's estimate."""
+    name = "" if point.name == "as written" else f"{point.name}, "
+    known = point.device_bytes is not None
+    return name + (amounts(point.device_bytes, point.seconds, "estimated ") if known else "not compiled")
+
+
+def runs(plan: rj.Plan) -> str:
+    """How many layers in a row do the same, block by block.
+
+    >>> part = lambda block, layers: types.SimpleNamespace(block=block, layers=layers)
+    >>> runs(types.SimpleNamespace(parts=(part("Layer", 24), part("Layer", 7), part("Layer", 1), part("Head", 1))))
+    'Layer in runs of 24, 7 and 1, Head in one run of 1'
+    """
+    counts: dict[str, list[str]] = {}
+    for part in plan.parts:
+        counts.setdefault(part.block, []).append(str(part.layers))
+    return ", ".join(f"{block} in {listed(layers)}" for block, layers in counts.items())
+
+
+def listed(layers: list[str]) -> str:
+    """The lengths of runs in words."""
+    return f"one run of {layers[0]}" if len(layers) == 1 else f"runs of {', '.join(layers[:-1])} and {layers[-1]}"
+
+
+def show_steps(small: Callable[[], rj.Workload], plan: rj.Plan) -> None:
+    """Run one training step of a small model on this machine: as written, under `full`, and under its plan."""
+    for name, policy in (("as written", "off"), ("under full", "full")):
+        print(f"a step of a small one {name}: {step(small(), policy)}", flush=True)
+    planned = small()
+    planned = planned.with_loss(plan.apply(planned.own_loss or planned.loss))
+    print(f"a step of a small one under its plan, {runs(plan)}: {step(planned, 'off')}", flush=True)
 
 
 def step(job: rj.Workload, policy: Any) -> str:

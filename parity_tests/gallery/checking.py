@@ -1,0 +1,212 @@
+"""One workload under the policies: its gradients, matrix products and residuals, beside the model as written."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import remat_jax as rj
+from parity_tests.gallery.models import POLICIES
+from parity_tests.gallery.widened import widened
+from remat_jax.core.products import MATMULS, eqn_flops
+from remat_jax.cost.count import count
+from remat_jax.parity.rule import float64_error, judge
+from remat_jax.parity.tolerances import TOLERANCES
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of one policy.
+
+    Attributes:
+      policy: its name, or `plan` with its text.
+      error64: the largest relative error of a gradient in float64, and `tensor64` whose it is.
+      ratio: the largest error in the model's own dtypes in times of that of the model as written, by the parity rule, and
+        `tensor` whose it is; infinite where the rule does not hold for another reason.
+      again: matrix products that a step computes again; `expected` how many the policy must, as text.
+      again_is_right: whether it does.
+      table: device and host bytes by the residual table; `kept` those of the arrays that a run kept between the passes.
+    """
+
+    policy: str
+    error64: float
+    tensor64: str
+    ratio: float
+    tensor: str
+    again: int
+    expected: str
+    again_is_right: bool
+    table: tuple[int, int]
+    kept: tuple[int, int]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all four hold."""
+        exact = self.error64 <= TOLERANCES["float64"].value and self.ratio <= TOLERANCES["error_ratio"].value
+        return exact and self.again_is_right and tuple(self.table) == tuple(self.kept)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+class Step:
+    """The loss of a workload under a policy, with its gradients traced."""
+
+    def __init__(self, workload: rj.Workload, policy: Any) -> None:
+        self.loss, *parameters = workload.split_loss(policy)
+        self.arguments = (*parameters, *workload.batch)
+        self.jaxpr = jax.make_jaxpr(self.gradient)(*self.arguments)
+        self.products = count(self.jaxpr, lambda eqn: eqn.primitive.name in MATMULS)
+        self.flops = count(self.jaxpr, eqn_flops)
+
+    def gradient(self, trained: Any, frozen: Any, *batch: Any) -> Any:
+        """The gradients by parameter."""
+        return jax.grad(self.loss)(trained, frozen, *batch)
+
+    def gradients(self, arguments: Any) -> dict[str, np.ndarray]:
+        """What one call computes, by the paths of the parameters."""
+        return _by_path(jax.jit(self.gradient)(*arguments))
+
+    def gradients64(self, arguments: Any) -> dict[str, np.ndarray]:
+        """The same in float64."""
+        names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(jax.eval_shape(self.gradient, *arguments))]
+        with jax.enable_x64(True):
+            found = jax.jit(widened(self.jaxpr))(*jax.tree.leaves(arguments))
+        return {name: np.asarray(one) for name, one in zip(names, found, strict=True)}
+
+    def kept(self, arguments: Any) -> list[Any]:
+        """The arrays that are there between the passes, but for the arguments."""
+        trained, *rest = arguments
+        _, pullback = jax.vjp(lambda trained: self.loss(trained, *rest), trained)
+        given = {id(one) for one in jax.tree.leaves(arguments)}
+        leaves = {id(one): one for one in jax.tree.leaves(pullback) if id(one) not in given}
+        return [one for one in leaves.values() if hasattr(one, "sharding")]
+
+
+def kept_bytes(table: rj.ResidualTable, step: Step, arguments: Any, others: Any) -> tuple[int, int]:
+    """Device and host bytes of what `step` keeps: of what is in the table, and of what is neither constant nor a copy.
+
+    To the table a transposed or cast parameter is an argument, and what goes into several inner `jit`s one array; where nothing
+    is compiled each is an array of its own. A constant is the same with `others` in the place of `arguments`.
+    """
+    kept, given = step.kept(arguments), jax.tree.leaves(arguments)
+    told = Counter(dict.fromkeys(map(_kind, kept), 0))
+    for row in table:
+        if row.action != "recompute":
+            told[row.shape, row.dtype, row.action == "offload"] += row.count
+    pairs = list(zip(kept, step.kept(others), strict=True))
+    first = {(_kind(one), _numbers(one).tobytes()): at for at, (one, _) in reversed(list(enumerate(pairs)))}
+    total = [0, 0]
+    # What is there a second time comes last, and is a residual only where the table has as many.
+    for at in sorted(range(len(pairs)), key=lambda at: at not in first.values()):
+        one, again = pairs[at]
+        kind, is_constant = _kind(one), np.array_equal(_numbers(one), _numbers(again))
+        if told[kind] <= 0 and (at not in first.values() or is_constant or any(_is_copy(one, leaf) for leaf in given)):
+            continue
+        told[kind] -= 1
+        total[kind[2]] += one.nbytes
+    return total[0], total[1]
+
+
+def _numbers(array: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array)
+
+
+def _kind(array: Any) -> tuple[tuple[int, ...], str, bool]:
+    return array.shape, str(array.dtype), array.sharding.memory_kind == "pinned_host"
+
+
+def _is_copy(array: Any, argument: Any) -> bool:
+    """Whether `array` has the numbers of `argument`, or of some rows of it, in any order and dtype."""
+    keys = any(jnp.issubdtype(one.dtype, jax.dtypes.prng_key) for one in (array, argument))
+    if keys or not argument.size or not argument.ndim or not array.size:
+        return False
+    rows = np.asarray(argument.astype(array.dtype)).reshape(argument.shape[0], -1)
+    count = array.size // rows.shape[1]
+    if count * rows.shape[1] != array.size:
+        return False
+    numbers = np.sort(np.asarray(array), axis=None)
+    return any(
+        np.array_equal(np.sort(rows[start : start + count], axis=None), numbers) for start in range(len(rows) - count + 1)
+    )
+
+
+def _by_path(tree: Any) -> dict[str, np.ndarray]:
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def randomised(arguments: Any, seed: int = 0) -> Any:
+    """Arrays for shapes: every number random, so that no gradient is 0 because a parameter is."""
+    random = np.random.default_rng(seed)
+
+    def array(leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jnp.broadcast_to(jax.random.key(seed), leaf.shape)
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.asarray(0.2 * random.normal(size=leaf.shape), leaf.dtype)
+        return jnp.asarray(np.ones(leaf.shape) if leaf.dtype == bool else random.integers(0, 16, leaf.shape), leaf.dtype)
+
+    return jax.tree.map(array, arguments)
+
+
+class Beside:
+    """A workload as written, and the step that keeps everything: what rows are compared with."""
+
+    def __init__(self, workload: rj.Workload) -> None:
+        self.workload = workload
+        written, self.everything = Step(workload, "off"), Step(workload, "everything")
+        self.arguments, self.others = (randomised(written.arguments, seed) for seed in (0, 1))
+        self.own, self.exact = written.gradients(self.arguments), written.gradients64(self.arguments)
+
+    def row(self, policy: str, workload: rj.Workload, again: int, *, table: rj.ResidualTable | None = None) -> Row:
+        """A named policy, which must compute `again` products again."""
+        step = Step(workload, policy)
+        found = step.products - self.everything.products
+        return self._row(policy, step, str(again), found == again, table or rj.residuals(workload, policy))
+
+    def planned(self, plan: rj.Plan, most: int) -> Row:
+        """A plan, which computes at most as much again as `full`, and as much as it says."""
+        step = Step(self.workload.with_loss(plan.apply(self.workload.own_loss or self.workload.loss)), "off")
+        found, flops = step.products - self.everything.products, step.flops - self.everything.flops
+        text = f"plan: {' and '.join(dict.fromkeys(plan.texts.values()))}"
+        table = rj.residuals(self.workload, "off" if plan.is_off else dict(plan.policies))
+        return self._row(text, step, f"0 to {most}", 0 <= found <= most and flops == plan.recompute_flops, table)
+
+    def _row(self, policy: str, step: Step, expected: str, is_right: bool, table: rj.ResidualTable) -> Row:
+        error64, tensor64 = float64_error(self.exact, step.gradients64(self.arguments))
+        ratio, tensor = self._worst_ratio(step.gradients(self.arguments))
+        again = step.products - self.everything.products
+        kept = kept_bytes(table, step, self.arguments, self.others)
+        sizes = (table.device_bytes, table.host_bytes), kept
+        return Row(policy, error64, tensor64, ratio, tensor, again, expected, is_right, *sizes)
+
+    def _worst_ratio(self, found: dict[str, Any]) -> tuple[float, str]:
+        """The largest ratio of the parity rule, dtype by dtype, and the tensor that has it."""
+        worst = (0.0, "")
+        for dtype in {one.dtype.name for one in found.values()}:
+            names = [name for name, one in found.items() if one.dtype.name == dtype]
+            sides = ({name: side[name] for name in names} for side in (self.exact, found, self.own))
+            for one in judge(*sides, dtype):
+                worst = max(worst, (math.inf if one.problem else one.ratio, f"{one.name} {one.problem}".strip()))
+        return worst
+
+
+def check(workload: rj.Workload, again: Mapping[str, int]) -> list[Row]:
+    """A row for each policy and one for a plan; `again` has the products that each policy must compute again."""
+    beside = Beside(workload)
+    rows = [beside.row(policy, workload, again[policy]) for policy in POLICIES]
+    return [*rows, beside.planned(plan_of(workload), again["full"])]
+
+
+def plan_of(workload: rj.Workload) -> rj.Plan:
+    """A plan between what `full` and keeping everything need on a processor."""
+    full, kept = (rj.measure(workload, policy, "cpu").device_bytes for policy in ("full", "everything"))
+    return rj.plan(workload, (full + kept) // 2, "cpu")

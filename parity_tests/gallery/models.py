@@ -1,0 +1,62 @@
+"""The models of `examples/others`, and what each policy must compute again of their small forms, counted by hand.
+
+A layer computes its products in one pass; under `full` all of them again but the last ones, whose results are only added to the
+stream. Under `dots…` policies the scores and the context of attention are computed again: both have batch dimensions.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+FULL, DOTS, OFFLOAD = POLICIES = ("full", "dots_with_no_batch_dims", "offload_dot_with_no_batch_dims")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One file of `examples/others`.
+
+    Attributes:
+      module: its name there; it has `small()`.
+      package: what it is a model of, as a package that is imported.
+      full: the products that `full` computes again, of all layers together.
+      dots: those that the two `dots` policies compute again.
+    """
+
+    module: str
+    package: str
+    full: int
+    dots: int
+
+    @property
+    def again(self) -> dict[str, int]:
+        """The products that each policy computes again."""
+        return {FULL: self.full, DOTS: self.dots, OFFLOAD: self.dots}
+
+    def workload(self) -> Any:
+        """The small form."""
+        return importlib.import_module(f"examples.others.{self.module}").small()
+
+
+EXAMPLES: Mapping[str, Example] = MappingProxyType(
+    {
+        # 4 layers: query, key, value, scores, context, output, two of the perceptron.
+        "equinox": Example("equinox_decoder", "equinox", 4 * 7, 4 * 2),
+        # 2 layers: as above, with three in the gated perceptron.
+        "easylm": Example("easylm_llama", "EasyLM", 2 * 8, 2 * 2),
+        # Gemma's 4 layers: query, key-and-value and output of two experts, scores, context, three of each perceptron.
+        # SigLIP's 2 layers, for each of three cameras: query, key, value, scores, context, output, two of the perceptron.
+        "openpi": Example("openpi_pi0", "openpi", 4 * 12 + 3 * 2 * 7, 4 * 2 + 3 * 2 * 2),
+        # 3 layers: as EasyLM's, and two norms whose `einsum` with the scale is a product that has batch dimensions alone.
+        "maxtext": Example("maxtext_llama", "maxtext", 3 * 10, 3 * 4),
+        # 2 layers: one product makes query, key and value.
+        "transformers": Example("transformers_gpt2", "transformers", 2 * 5, 2 * 2),
+        "bonsai": Example("bonsai_vit", "bonsai", 2 * 7, 2 * 2),
+        "big_vision": Example("big_vision_vit", "big_vision", 3 * 7, 3 * 2),
+        # 6 layers: query, key-and-value, scores, context, output, gate-and-up, down.
+        "gemma": Example("gemma3", "gemma", 6 * 6, 6 * 2),
+    }
+)

@@ -1,0 +1,123 @@
+"""The machinery of the gallery on a toy: right policies pass, planted faults do not, float64 is float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat_jax as rj
+from parity_tests.gallery import __main__ as command
+from parity_tests.gallery.checking import Beside, randomised
+from parity_tests.gallery.models import POLICIES
+from parity_tests.gallery.widened import widened
+
+LAYERS, ROWS, WIDTH = 2, 64, 8
+AGAIN = {"full": LAYERS, "dots_with_no_batch_dims": 0, "offload_dot_with_no_batch_dims": 0}
+
+
+class Layer(nn.Module):
+    """A perceptron in bfloat16, its last kernel zero at the beginning."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        hidden = nn.Dense(4 * WIDTH, dtype=jnp.bfloat16)(x)
+        return x + nn.Dense(WIDTH, dtype=jnp.bfloat16, kernel_init=nn.initializers.zeros)(jnp.tanh(hidden))
+
+
+class Toy(nn.Module):
+    """Scanned layers under a checkpoint of their own."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        scan = nn.scan(
+            nn.remat(lambda layer, x, _: (layer(x), None), prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=LAYERS,
+        )
+        return scan(Layer(), x, None)[0]
+
+
+def toy() -> rj.Workload:
+    model, x = Toy(), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(model.apply(params, x) ** 2)
+
+    return rj.Workload(loss, jax.eval_shape(model.init, jax.random.key(0), x), (x,), Layer)
+
+
+@pytest.fixture(scope="module")
+def beside() -> Beside:
+    return Beside(toy())
+
+
+def test_right_policies_pass(beside: Beside) -> None:
+    rows = [beside.row(policy, beside.workload, AGAIN[policy]) for policy in POLICIES]
+    assert all(row.passed for row in rows), [row for row in rows if not row.passed]
+    assert [row.again for row in rows] == list(AGAIN.values())
+    # Of each layer the product in bfloat16, 4 times as wide as the stream; the second product's result nobody reads.
+    full, dots, offload = rows
+    product = LAYERS * ROWS * 4 * WIDTH * 2
+    assert dots.kept[0] - full.kept[0] == product
+    assert offload.kept == (full.kept[0], product)
+
+
+def test_a_plan_passes_where_it_computes_again_what_it_says(beside: Beside) -> None:
+    plan = rj.plan(beside.workload, "1 MiB", "cpu")
+    right = beside.planned(plan, AGAIN["full"])
+    wrong = beside.planned(dataclasses.replace(plan, recompute_flops=plan.recompute_flops + 1), AGAIN["full"])
+    assert right.passed and right.policy.startswith("plan: ")
+    assert not wrong.passed and wrong.error64 == right.error64
+
+
+class TestFaults:
+    """Each planted in one policy."""
+
+    def test_a_wrong_gradient(self, beside: Beside) -> None:
+        wrong = beside.workload.with_loss(lambda params, x: toy().loss(params, x) * (1 + 2**-20))
+        row = beside.row("full", wrong, AGAIN["full"])
+        assert not row.passed and row.error64 == pytest.approx(2**-20, rel=1e-6), "which bfloat16 could not show"
+        assert row.again_is_right and row.ratio <= 1.0
+
+    def test_a_wrong_count(self, beside: Beside) -> None:
+        row = beside.row("full", beside.workload, AGAIN["full"] + 1)
+        assert not row.passed and row.error64 == 0.0 and row.again == AGAIN["full"]
+
+    def test_another_policys_residuals(self, beside: Beside) -> None:
+        row = beside.row("full", beside.workload, AGAIN["full"], table=rj.residuals(beside.workload, "dots"))
+        assert not row.passed and row.table[0] > row.kept[0]
+
+
+def test_every_parameter_is_random() -> None:
+    job = toy()
+    leaves = jax.tree.leaves(randomised(job.params))
+    assert len(leaves) == 4 and all(np.std(leaf) > 0.1 for leaf in leaves)
+
+
+def test_a_widened_program_is_the_program_in_float64() -> None:
+    def program(x: Any) -> Any:
+        wave = jnp.real(jax.lax.complex(x, x) * jnp.exp(1j * x))
+        total, rows = jax.lax.scan(lambda carry, row: (carry * row + 0.125, carry), x, jnp.arange(1, 4, dtype=x.dtype))
+        grown = jax.lax.while_loop(lambda carry: carry < 5, lambda carry: carry * 1.75, x)
+        chosen = jax.lax.cond(x > 0, jnp.sin, jnp.cos, x)
+        return wave + total + rows.sum() + grown + chosen + jnp.zeros(4, x.dtype).at[jnp.array([1, 1])].add(x / 3).sum()
+
+    narrow = jax.make_jaxpr(lambda x: jax.jit(program)(x))(jnp.float32(1.5))
+    with jax.enable_x64(True):
+        (found,) = widened(narrow)(jnp.float32(1.5))
+        # Of constants that float32 holds exactly.
+        np.testing.assert_allclose(found, program(jnp.float64(1.5)), rtol=1e-15)
+        assert found.dtype == jnp.float64 and float(found) != float(jnp.float32(found))
+
+
+@pytest.mark.parametrize("arguments", [[], ["bert"], ["equinox", "gemmma=gemma"]])
+def test_a_name_that_is_none_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(arguments) == 2
+    assert "choose among equinox, easylm" in capsys.readouterr().err
