@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from remat_jax.solver import Block, Residual, Solver, Stack
+from remat_jax.solver import Block, ResidualCosts, Solver, Stack
 
 LAYER = Path(__file__).parents[1] / "tests" / "vectors" / "llama8b_layer.json"
 BUDGETS = (112e9, 375e9, 18)
@@ -24,7 +24,7 @@ BUDGETS = (112e9, 375e9, 18)
 
 def main() -> None:
     data = json.loads(LAYER.read_text())
-    residuals = tuple(Residual(**{**one, "parents": tuple(one["parents"])}) for one in data["residuals"])
+    residuals = tuple(ResidualCosts(**{**one, "parents": tuple(one["parents"])}) for one in data["residuals"])
     stack = Stack((Block("layer", residuals, repeats=data["repeats"], **data["block"]),), None, data["fixed_bytes"])
     known = {one["budget_bytes"]: one for one in data["known"]}
     begin = time.perf_counter()

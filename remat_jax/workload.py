@@ -41,7 +41,7 @@ Blocks = tuple[Block, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """A finished training step: the argument of `Workload.from_step`, or the step made from a loss.
 
     Attributes:
@@ -140,7 +140,7 @@ class Workload:
         self.has_aux, self.donate = has_aux, donate
         check_trained(split(self.params, self.trainable)[0])
         self.name = name or str(getattr(loss, "__name__", "workload"))
-        self._finished: Step | None = None
+        self._finished: TrainingStep | None = None
         self._check_loss()
 
     @classmethod
@@ -169,7 +169,7 @@ class Workload:
             raise ArgumentError(
                 f"donate_argnums={donate_argnums!r}: expected positions among the {len(args)} arguments of step"
             )
-        self._finished = Step(step, structs(args, "args"), donated)
+        self._finished = TrainingStep(step, structs(args, "args"), donated)
         return self
 
     @classmethod
@@ -296,7 +296,7 @@ class Workload:
         loss = self.with_policy(self.loss, policy)
         return (lambda trained, frozen, *batch: loss(join(trained, frozen), *batch)), trained, frozen
 
-    def step(self, policy: Any, *, micro_batches: int = 1) -> Step:
+    def step(self, policy: Any, *, micro_batches: int = 1) -> TrainingStep:
         """One training step under `policy`: the gradient, of several micro-batches if given, and the optimizer's update."""
         if self._finished is not None:
             return dataclasses.replace(self._finished, function=self.with_policy(self._finished.function, policy))
@@ -305,7 +305,7 @@ class Workload:
         batch_names = tuple(f"batch[{index}]" for index in range(len(self.batch)))
         if self.optimizer is None:
             names = ("parameters", "frozen parameters", *batch_names)
-            return self._placed(Step(gradient, (trained, frozen, *self.batch), (), names), (None, 0))
+            return self._placed(TrainingStep(gradient, (trained, frozen, *self.batch), (), names), (None, 0))
         state = result_structs(self.optimizer.init, trained)
 
         def update(trained: Any, state: Any, frozen: Any, *batch: Any) -> Any:
@@ -317,9 +317,9 @@ class Workload:
 
         names = ("parameters", "optimizer state", "frozen parameters", *batch_names)
         donated = (0, 1) if self.donate else ()
-        return self._placed(Step(update, (trained, state, frozen, *self.batch), donated, names), (0, 1, None))
+        return self._placed(TrainingStep(update, (trained, state, frozen, *self.batch), donated, names), (0, 1, None))
 
-    def step_with_residuals(self, policy: Any) -> tuple[Step, Callable[..., Any]]:
+    def step_with_residuals(self, policy: Any) -> tuple[TrainingStep, Callable[..., Any]]:
         """A step on the mesh that returns (residuals, gradients), and a function that returns the residuals alone.
 
         Both take the same arguments.
@@ -340,10 +340,10 @@ class Workload:
             return jax.tree.leaves(back), pinned(gradients, of_trained)
 
         places = (of_trained, of_frozen, *self.shardings[1:])
-        step = Step(under(self.mesh, function), (trained, frozen, *self.batch), (), (), self.mesh, places)
+        step = TrainingStep(under(self.mesh, function), (trained, frozen, *self.batch), (), (), self.mesh, places)
         return step, under(self.mesh, kept)
 
-    def _placed(self, step: Step, like: tuple[int | None, ...]) -> Step:
+    def _placed(self, step: TrainingStep, like: tuple[int | None, ...]) -> TrainingStep:
         """`step` on the mesh; result i has the shardings of argument `like[i]`, and is unconstrained if that is None."""
         if self.mesh is None:
             return step

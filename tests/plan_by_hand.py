@@ -7,7 +7,7 @@ import flax.linen as nn
 from remat_jax.memory.compile.limit import OPTION
 from remat_jax.planning.model import Model
 from remat_jax.planning.plan import Plan
-from remat_jax.planning.point import Part, Point, Row
+from remat_jax.planning.point import LayerRow, Part, Point
 from remat_jax.policy import LayerPolicies, Policy
 
 MIB = 2**20
@@ -22,9 +22,9 @@ class PlannedLayer(nn.Module):
 
 
 ROWS = (
-    Row("input#0", "save", 2 * MIB, None),
-    Row("up:add#0", "offload", 8 * MIB, 3e-4),
-    Row("tanh#0", "recompute", 8 * MIB, 2e-5),
+    LayerRow("input#0", "save", 2 * MIB, None),
+    LayerRow("up:add#0", "offload", 8 * MIB, 3e-4),
+    LayerRow("tanh#0", "recompute", 8 * MIB, 2e-5),
 )
 
 

@@ -18,7 +18,7 @@ from remat_jax.errors import CompileError, TargetError, UnsupportedError
 from remat_jax.hardware import find_attached_with, target, targets
 from remat_jax.memory.compile import attached
 from remat_jax.memory.compile.compiler import export_step
-from remat_jax.workload import Step
+from remat_jax.workload import TrainingStep
 
 WIDTH, ROWS = 32, 16
 FINDER = importlib.import_module("remat_jax.hardware.target")
@@ -44,7 +44,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathl
 
 
 def program(step: Any, *structs: Any, donated: tuple[int, ...] = ()) -> Any:
-    return export_step("full", Step(step, structs, donated), target("cpu"))
+    return export_step("full", TrainingStep(step, structs, donated), target("cpu"))
 
 
 # --- what it is -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from remat_jax.memory.compile import cache, compiler
 from remat_jax.memory.compile import tuned_kernels as of_kernels
 from remat_jax.memory.compile.compiler import compile_programs, export_step
 from remat_jax.memory.compile.tuned_kernels import Kernels
-from remat_jax.workload import Step
+from remat_jax.workload import TrainingStep
 from tests.small_models import Attention, make_loss
 
 needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
@@ -68,7 +68,7 @@ def test_an_option_that_this_compiler_does_not_know_is_left_out_from_then_on(mon
         return real(question, *rest)
 
     monkeypatch.setattr(compiler, "ask", noted)
-    step = Step(lambda x: x * 2, (jax.ShapeDtypeStruct((4,), jnp.float32),), ())
+    step = TrainingStep(lambda x: x * 2, (jax.ShapeDtypeStruct((4,), jnp.float32),), ())
     program = export_step("one", step, target("h200"))
     for _ in range(2):
         cache.forget()
@@ -89,7 +89,7 @@ def test_sizes_are_the_same_with_the_kernels_of_another_step_and_with_a_file_tha
                 x = jnp.sin(x @ x) + x
             return x
 
-        return export_step(str(times), Step(step, (jax.ShapeDtypeStruct((256, 256), jnp.float32),), ()), h200)
+        return export_step(str(times), TrainingStep(step, (jax.ShapeDtypeStruct((256, 256), jnp.float32),), ()), h200)
 
     def sizes(times, kernels):
         cache.forget()

@@ -28,7 +28,7 @@ from remat_jax.memory.compile.compiler import Program, Sizes, compile_programs, 
 from remat_jax.memory.hlo.copies import Copies, Overlap
 from remat_jax.memory.hlo.live import LiveBuffer
 from remat_jax.memory.hlo.schedule import StepTime
-from remat_jax.workload import Step
+from remat_jax.workload import TrainingStep
 
 OVERLAP = Overlap(Copies(1, 2, 0.1, 0.2, 0.3), Copies(3, 4, 0.4, 0.5, 0.6), 1 / 3, 2e-9, 0.7)
 SIZES = Sizes(
@@ -41,7 +41,7 @@ H200 = target("h200")
 
 
 def program(key: str = "full", scale: float = 2.0) -> Program:
-    return export_step(key, Step(lambda x: x * scale, (jax.ShapeDtypeStruct((8,), jnp.float32),), (0,)), target("cpu"))
+    return export_step(key, TrainingStep(lambda x: x * scale, (jax.ShapeDtypeStruct((8,), jnp.float32),), (0,)), target("cpu"))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from remat_jax.planning.candidate import Candidate, Compiled, Tried
+from remat_jax.planning.candidate import Compiled, StepCandidate, Tried
 from remat_jax.planning.fit import Fit
 from remat_jax.planning.fitting import Load
 from remat_jax.planning.last_word import TELLS, Times, last_word
@@ -17,7 +17,9 @@ from tests.test_plan_search import STACK
 
 def tried(name: str, traced: float, seconds: float | None, away: int = 0) -> Tried:
     sizes = SimpleNamespace(seconds=seconds)
-    return Tried(Candidate(name, (Load(round(100 * traced), 0, away),) * 6, traced), Compiled(1000, 6 * away, sizes=sizes), 0)
+    return Tried(
+        StepCandidate(name, (Load(round(100 * traced), 0, away),) * 6, traced), Compiled(1000, 6 * away, sizes=sizes), 0
+    )
 
 
 def test_what_is_compiled_fastest_is_the_plan_whatever_was_traced() -> None:

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.planning.candidate import FAILED, Candidate, Compiled
+from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate
 from remat_jax.planning.choices import block_policies, one_residual_more, runs
 from remat_jax.planning.fit import Fit
 from remat_jax.planning.fitting import Load, Seen, fitted, predicted
 from remat_jax.planning.proposals import WORTH_COMPILING, Proposals
 from remat_jax.planning.search import MORE_COMPILED, MOST_COMPILED, Search
-from remat_jax.solver import Block, Choice, HostLink, Residual, Stack, stack_plan
+from remat_jax.solver import Block, Choice, HostLink, ResidualCosts, Stack, stack_plan
 
 SAVE, OFFLOAD, AGAIN = Choice.SAVE, Choice.OFFLOAD, Choice.RECOMPUTE
-X, UP, ACT = Residual("x", 100.0), Residual("up", 400.0, 0.5, ("x",)), Residual("act", 300.0, 0.05, ("up",))
+X, UP, ACT = ResidualCosts("x", 100.0), ResidualCosts("up", 400.0, 0.5, ("x",)), ResidualCosts("act", 300.0, 0.05, ("up",))
 LAYER = Block("layer", (X, UP, ACT), 1.0, 2.0, working_bytes=500.0, repeats=6)
 STACK = Stack((LAYER,), fixed_bytes=1000.0)
 WORTH = WORTH_COMPILING * STACK.base_seconds
@@ -30,7 +30,7 @@ def own(choices, stack=STACK, name=""):
         [sum(r.bytes for r, c in zip(p.block.residuals, p.choices, strict=True) if c is a) for a in Choice] for p in policies
     ]
     loads = tuple(Load(round(saved), round(again), round(away)) for saved, away, again, _ in sums)
-    return Candidate(name, loads, stack_plan(stack, policies).extra_seconds, None if name else choices)
+    return StepCandidate(name, loads, stack_plan(stack, policies).extra_seconds, None if name else choices)
 
 
 class Searched:

@@ -11,7 +11,7 @@ from remat_jax.errors import InfeasibleBudget
 from remat_jax.planning.candidate import Compiled
 from remat_jax.planning.choices import block_policies, one_residual_more, together
 from remat_jax.planning.fitting import Load, Seen, fitted, predicted
-from remat_jax.solver import HostLink, Residual, stack_plan
+from remat_jax.solver import HostLink, ResidualCosts, stack_plan
 from tests.test_plan_search import AGAIN, LAYER, NAMED, OFFLOAD, SAVE, STACK, TRUTH, WORTH, Searched, X, own, searched
 
 
@@ -133,7 +133,7 @@ def test_a_residual_that_is_offloaded_may_be_saved_as_well():
 @pytest.mark.parametrize(("share", "budget"), [(0.5, 4000), (0.7, 3000)])
 def test_a_step_that_needed_less_than_was_predicted_lets_the_next_one_dare_more(share, budget):
     """XLA needs so much less of all that is kept. Filled only by what is predicted, the room left is halved each time."""
-    many = tuple(Residual(f"r{index}", 60.0 + 7 * index, 0.02 + 0.003 * index, ("x",)) for index in range(16))
+    many = tuple(ResidualCosts(f"r{index}", 60.0 + 7 * index, 0.02 + 0.003 * index, ("x",)) for index in range(16))
     stack = replace(STACK, blocks=(replace(LAYER, residuals=(X, *many), repeats=3, working_bytes=100.0),))
 
     def compile_them(candidates):

@@ -17,7 +17,7 @@ from hypothesis import given
 
 import remat_jax.policy
 from remat_jax.errors import PolicyError, UnknownPolicyError
-from remat_jax.policy import ALIASES, NAMED, Action, Candidate, Policy, Rule, as_policy
+from remat_jax.policy import ALIASES, NAMED, Action, Candidate, Policy, PolicyRule, as_policy
 
 AT_SELECTORS = ["@inputs", "@dots", "@dots_with_no_batch_dims", "@primitive:exp", "@primitive:cum*"]
 PRIMITIVES = ["dot_general", "conv_general_dilated", "scaled_matmul_wrapper", "exp", "cumsum", "name", "input"]
@@ -46,7 +46,7 @@ def policies(draw: st.DrawFn, selectors: st.SearchStrategy[str] = selectors) -> 
     rules = []
     while chosen:
         size = draw(st.integers(1, len(chosen)))
-        rules.append(Rule(draw(st.sampled_from(Action)), tuple(chosen[:size])))
+        rules.append(PolicyRule(draw(st.sampled_from(Action)), tuple(chosen[:size])))
         chosen = chosen[size:]
     return Policy(tuple(rules), default=draw(st.sampled_from(Action)))
 
@@ -95,13 +95,13 @@ def test_whitespace_and_a_closing_semicolon_do_not_count(policy: Policy, space: 
 def test_only_the_first_colon_of_a_rule_ends_its_action() -> None:
     policy = Policy.parse("save: Block_0/attn/q:dot_general#0, @primitive:exp; recompute: *:add#*")
     assert policy.rules == (
-        Rule(Action.SAVE, ("Block_0/attn/q:dot_general#0", "@primitive:exp")),
-        Rule(Action.RECOMPUTE, ("*:add#*",)),
+        PolicyRule(Action.SAVE, ("Block_0/attn/q:dot_general#0", "@primitive:exp")),
+        PolicyRule(Action.RECOMPUTE, ("*:add#*",)),
     )
 
 
 def test_policies_are_frozen_hashable_and_equal_by_value() -> None:
-    policy = Policy((Rule("save", ["@dots"]),))
+    policy = Policy((PolicyRule("save", ["@dots"]),))
     assert {policy, Policy.parse("dots"), NAMED["dots"]} == {policy}
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.rules = ()  # type: ignore[misc]
@@ -286,7 +286,7 @@ def test_off_is_the_only_policy_without_checkpointing() -> None:
     off = NAMED["off"]
     assert [name for name, policy in NAMED.items() if not policy.checkpoint] == ["off"]
     assert off == Policy(checkpoint=False) and (off.rules, off.default) == ((), Action.SAVE)
-    for rules, default in (((Rule("save", ["*"]),), "recompute"), ((), "offload")):
+    for rules, default in (((PolicyRule("save", ["*"]),), "recompute"), ((), "offload")):
         with pytest.raises(PolicyError, match="'off', which has no rules"):
             Policy(rules, default, checkpoint=False)
 
@@ -311,7 +311,7 @@ def test_automatic_globs_are_what_only_automatic_names_can_satisfy() -> None:
 
 
 def test_a_default_becomes_a_last_rule() -> None:
-    rule = Rule("offload", ["@dots"])
+    rule = PolicyRule("offload", ["@dots"])
     assert str(Policy((rule,), default="save")) == "offload: @dots; save: *"
     assert Policy((rule,), default="save") == Policy.parse("offload: @dots; save: *")
     assert Policy.parse("offload: @dots; save: *").default is Action.SAVE
@@ -321,7 +321,7 @@ def test_a_default_becomes_a_last_rule() -> None:
 
 def test_a_default_that_contradicts_the_last_rule_is_refused() -> None:
     with pytest.raises(PolicyError, match=re.escape("default='offload' can never apply after the rule 'save: *'")):
-        Policy((Rule("save", ["*"]),), default="offload")
+        Policy((PolicyRule("save", ["*"]),), default="offload")
 
 
 # Composition

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from remat_jax.errors import PolicyError, UnknownPolicyError
-from remat_jax.policy import ALIASES, NAMED, Action, Policy, Rule, as_policy
+from remat_jax.policy import ALIASES, NAMED, Action, Policy, PolicyRule, as_policy
 
 
 @pytest.mark.parametrize(
@@ -115,15 +115,15 @@ def test_a_jax_function_that_makes_policies_is_not_one() -> None:
 )
 def test_rules_refuse_what_no_text_could_say(selectors: object, message: str) -> None:
     with pytest.raises(PolicyError, match=re.escape(message)):
-        Rule(Action.SAVE, selectors)  # type: ignore[arg-type]
+        PolicyRule(Action.SAVE, selectors)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rules", ["save: @dots", ["save: @dots"], (("save", "@dots"),), None, 3])
 def test_rules_of_another_kind_are_refused(rules: object) -> None:
-    with pytest.raises(PolicyError, match=r"is not a sequence of Rule; for a text, use Policy.parse"):
+    with pytest.raises(PolicyError, match=r"is not a sequence of PolicyRule; for a text, use Policy.parse"):
         Policy(rules)  # type: ignore[arg-type]
 
 
 def test_unreachable_rules_are_refused_without_a_text_too() -> None:
     with pytest.raises(PolicyError, match="the selector 'a' is never reached"):
-        Policy((Rule("save", ["*"]), Rule("offload", ["a"])))
+        Policy((PolicyRule("save", ["*"]), PolicyRule("offload", ["a"])))

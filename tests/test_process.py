@@ -28,7 +28,7 @@ from remat_jax.hardware.target import read_table
 from remat_jax.memory.compile import cache, compiler, process
 from remat_jax.memory.compile.compiler import Program, Sizes, compile_programs, export_step
 from remat_jax.memory.measure import measure_many
-from remat_jax.workload import Step
+from remat_jax.workload import TrainingStep
 
 needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 
@@ -51,7 +51,7 @@ def program(layers: int = 1, name: str = "cpu") -> Program:
             x = jnp.sin(x @ x.T @ x) * (layer + 1.0) + x
         return x
 
-    return export_step("full", Step(step, (struct(64, 32),), ()), target(name))
+    return export_step("full", TrainingStep(step, (struct(64, 32),), ()), target(name))
 
 
 def compiled(one: Program, name: str = "cpu", timeout: float = 120) -> Sizes:
@@ -371,7 +371,7 @@ def test_other_errors_of_a_trace_are_left_alone() -> None:
         raise RuntimeError("of the user's own")
 
     with pytest.raises(RuntimeError, match="of the user's own") as caught:
-        export_step("full", Step(step, (struct(2),), ()), target("h200"))
+        export_step("full", TrainingStep(step, (struct(2),), ()), target("h200"))
     assert not isinstance(caught.value, CompileError)
 
 

@@ -19,7 +19,7 @@ import pytest
 from remat_jax.hardware import target
 from remat_jax.memory.compile import attached, compiler
 from remat_jax.memory.compile.compiler import export_step
-from remat_jax.workload import Step
+from remat_jax.workload import TrainingStep
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -38,7 +38,9 @@ def slow_to_compile(x: Any) -> Any:
 def test_a_caller_that_is_gone_when_the_child_has_started_is_seen(tmp_path: pathlib.Path, child: pathlib.Path) -> None:
     step = endless if child == attached.CHILD else slow_to_compile
     path = tmp_path / "program"
-    path.write_bytes(export_step("k", Step(step, (jax.ShapeDtypeStruct((64, 32), jnp.float32),), ()), target("cpu")).blob)
+    path.write_bytes(
+        export_step("k", TrainingStep(step, (jax.ShapeDtypeStruct((64, 32), jnp.float32),), ()), target("cpu")).blob
+    )
     program = {"key": "k", "path": str(path), "donated": [], "mesh": None, "compiler_options": {}}
     request = {"key": "k", "platform": "cpu", "program": program, "programs": [program], "compiler_description": None}
     request["folder"] = str(tmp_path)
@@ -58,10 +60,10 @@ def test_a_caller_that_is_gone_when_the_child_has_started_is_seen(tmp_path: path
 CALLER = """
 import jax, jax.numpy as jnp
 from remat_jax.memory.compile import attached
-from tests.test_process_left import endless, export_step, Step, target
+from tests.test_process_left import endless, export_step, TrainingStep, target
 
 attached.PLATFORM = "cpu"
-program = export_step("k", Step(endless, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
+program = export_step("k", TrainingStep(endless, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
 attached.measured_peak(program, 600.0)
 """
 

@@ -20,7 +20,7 @@ from remat_jax.hardware import target
 from remat_jax.memory.compile import cache, scratch
 from remat_jax.memory.compile.compiler import compile_programs, export_step
 from remat_jax.memory.compile.process import _remedy
-from remat_jax.workload import Step
+from remat_jax.workload import TrainingStep
 
 HOLD = """
 import sys, time
@@ -34,8 +34,8 @@ WRITE = """
 import jax, jax.numpy as jnp
 from remat_jax.hardware import target
 from remat_jax.memory.compile.compiler import compile_programs, export_step
-from remat_jax.workload import Step
-step = Step(lambda x: x * 2, (jax.ShapeDtypeStruct((8,), jnp.float32),), ())
+from remat_jax.workload import TrainingStep
+step = TrainingStep(lambda x: x * 2, (jax.ShapeDtypeStruct((8,), jnp.float32),), ())
 compile_programs([export_step("full", step, target("cpu"))], target("cpu"), timeout=60)
 """
 
@@ -78,7 +78,7 @@ def test_a_limit_of_a_files_length_is_named(parent: Path) -> None:
 
 
 def test_a_full_disk_is_named_as_that_and_not_as_too_little_memory(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = export_step("full", Step(lambda x: x * 2, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
+    program = export_step("full", TrainingStep(lambda x: x * 2, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
     cache.forget()
 
     def full(path: Path, content: bytes) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from remat_jax.errors import InfeasibleBudget, PlanningError
-from remat_jax.solver import Block, BlockPolicy, HostLink, Prices, Residual, Solver, Stack, cheapest_policy, solve
+from remat_jax.solver import Block, BlockPolicy, HostLink, Prices, ResidualCosts, Solver, Stack, cheapest_policy, solve
 from remat_jax.solver.table import BlockTable
 from tests.solver_oracles import executable, solve_counts, verify
 
@@ -21,7 +21,7 @@ LLAMA = json.loads((Path(__file__).parent / "vectors" / "llama8b_layer.json").re
 
 def llama(**changed):
     """32 layers of 25 residuals, as they were traced."""
-    residuals = tuple(Residual(**{**one, "parents": tuple(one["parents"])}) for one in LLAMA["residuals"])
+    residuals = tuple(ResidualCosts(**{**one, "parents": tuple(one["parents"])}) for one in LLAMA["residuals"])
     layer = Block("layer", residuals, repeats=LLAMA["repeats"], **LLAMA["block"])
     return Stack((replace(layer, **changed),), None, LLAMA["fixed_bytes"])
 
@@ -36,7 +36,7 @@ def drawn(draw):
             seconds = draw.choice([0.1, 0.5, 1.0, 3.0]) * draw.uniform(0.5, 1.5) if index else None
             size = draw.choice([1.0, 2.0, 8.0, 30.0]) * draw.uniform(0.5, 1.5)
             needed = index == 0 or draw.random() < 0.8
-            residuals.append(Residual(f"r{index}", size, seconds, parents, True, draw.random() < 0.7, needed))
+            residuals.append(ResidualCosts(f"r{index}", size, seconds, parents, True, draw.random() < 0.7, needed))
         shares = {"recomputed_share": draw.choice([0.0, 0.5, 1.0]), "fetched_share": draw.choice([0.0, 1.0, 2.0])}
         times = draw.uniform(0.1, 2), draw.uniform(0.1, 3)
         repeats = draw.choice([1, 2, 4, 8, 12])
@@ -137,7 +137,7 @@ def test_ten_kinds_of_blocks_share_the_memory():
 
 def test_a_policy_that_is_made_known_is_not_beaten_by_the_plan():
     """What the solver would not find by itself at any price."""
-    block = Block("b", tuple(Residual(f"r{at}", 10.0 + at, 1.0 + at / 7) for at in range(14)), 1.0, 1.0, repeats=3)
+    block = Block("b", tuple(ResidualCosts(f"r{at}", 10.0 + at, 1.0 + at / 7) for at in range(14)), 1.0, 1.0, repeats=3)
     stack = Stack((block,))
     policy = BlockPolicy(block, tuple("save" if at % 2 else "recompute" for at in range(14)))
     solver = Solver(stack)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.solver import Block, HostLink, Residual, Stack
+from remat_jax.solver import Block, HostLink, ResidualCosts, Stack
 from tests.solver_oracles import candidates, solve_blocks, solve_counts, verify
 
 SAVE, OFFLOAD, RECOMPUTE, UNUSED = range(4)
@@ -25,7 +25,7 @@ def random_block(draw, most, name="layer", **fixed):
         seconds = draw.choice([None, *(draw.randint(0, 9) / 2 for _ in range(4))])
         may_save = draw.random() < 0.8
         residuals.append(
-            Residual(
+            ResidualCosts(
                 names[index],
                 draw.randint(0, 20),
                 seconds,
@@ -163,7 +163,7 @@ def test_the_candidates_are_all_that_can_be_best(case):
 @pytest.mark.parametrize("solve", [solve_blocks, solve_counts])
 def test_what_is_computed_again_hides_what_comes_back(solve):
     """10 seconds of copies come back beside 3 of recomputing: 10 in all. Offloading the other residual too takes 11."""
-    residuals = (Residual("a", 10, may_save=False), Residual("b", 1, 3, may_save=False))
+    residuals = (ResidualCosts("a", 10, may_save=False), ResidualCosts("b", 1, 3, may_save=False))
     block = Block("layer", residuals, 100, 0, fetched_share=0, recomputed_share=0)
     plan = solve(Stack((block,), HostLink(1, 1), offload_last=True))
     verify(plan)

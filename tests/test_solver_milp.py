@@ -11,7 +11,7 @@ import pytest
 import scipy.optimize
 
 from remat_jax.errors import SolverError
-from remat_jax.solver import Block, Residual, Stack
+from remat_jax.solver import Block, ResidualCosts, Stack
 from tests.solver_oracles import solve_counts
 from tests.solver_oracles.milp import Model
 
@@ -132,7 +132,7 @@ def test_a_search_that_the_clock_ended_says_so(monkeypatch):
         found.message = "Time limit reached. (HiGHS Status 13: model_status is Time limit reached)"
         return found
 
-    residuals = (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",)))
+    residuals = (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",)))
     stack = Stack((Block("layer", residuals, 1.0, 2.0, repeats=30),))
     assert not solve_counts(stack, 700.0).timed_out
     monkeypatch.setattr(scipy.optimize, "milp", late)

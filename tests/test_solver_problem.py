@@ -7,7 +7,7 @@ import math
 import pytest
 
 from remat_jax.errors import InfeasibleBudget, PlanningError
-from remat_jax.solver import Block, BlockPolicy, HostLink, Residual, Stack
+from remat_jax.solver import Block, BlockPolicy, HostLink, ResidualCosts, Stack
 from tests.solver_oracles import (
     Chain,
     Operation,
@@ -26,8 +26,8 @@ from tests.solver_oracles import (
     uniform_segments,
 )
 
-X = Residual("x", 8)
-LAYER = Block("layer", (X, Residual("up", 32, 0.5, ("x",))), 1, 2, repeats=3)
+X = ResidualCosts("x", 8)
+LAYER = Block("layer", (X, ResidualCosts("up", 32, 0.5, ("x",))), 1, 2, repeats=3)
 STAGE = Stage("s", 1, 1, (Option("all", 3, 1, 2),))
 NAN, INF = float("nan"), math.inf
 
@@ -35,17 +35,20 @@ NAN, INF = float("nan"), math.inf
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Residual("x", NAN), r"Residual 'x': bytes=nan; expected a finite number, at least 0"),
-        (lambda: Residual("x", -1), r"bytes=-1; expected a finite number, at least 0"),
-        (lambda: Residual("x", "8"), r"bytes='8'; expected a finite number"),
-        (lambda: Residual("x", True), r"bytes=True; expected a finite number"),
-        (lambda: Residual("x", 8, INF), r"Residual 'x': seconds=inf; expected a finite number"),
-        (lambda: Residual("x", 8, parents="up"), r"parents='up'; expected a sequence of str"),
-        (lambda: Residual("x", 8, parents=(3,)), r"parents: 3 is a int; expected str"),
-        (lambda: Residual("x", 8, may_save=False, may_offload=False), r"neither saved, offloaded nor recomputed; allow one"),
+        (lambda: ResidualCosts("x", NAN), r"ResidualCosts 'x': bytes=nan; expected a finite number, at least 0"),
+        (lambda: ResidualCosts("x", -1), r"bytes=-1; expected a finite number, at least 0"),
+        (lambda: ResidualCosts("x", "8"), r"bytes='8'; expected a finite number"),
+        (lambda: ResidualCosts("x", True), r"bytes=True; expected a finite number"),
+        (lambda: ResidualCosts("x", 8, INF), r"ResidualCosts 'x': seconds=inf; expected a finite number"),
+        (lambda: ResidualCosts("x", 8, parents="up"), r"parents='up'; expected a sequence of str"),
+        (lambda: ResidualCosts("x", 8, parents=(3,)), r"parents: 3 is a int; expected str"),
+        (
+            lambda: ResidualCosts("x", 8, may_save=False, may_offload=False),
+            r"neither saved, offloaded nor recomputed; allow one",
+        ),
         (lambda: Block("b", (X, X), 1, 2), r"Block 'b': residuals: names \['x'\] are used twice"),
-        (lambda: Block("b", (Residual("", 1),), 1, 2), r"names \[''\] are no text"),
-        (lambda: Block("b", ("x",), 1, 2), r"residuals: 'x' is a str; expected Residual"),
+        (lambda: Block("b", (ResidualCosts("", 1),), 1, 2), r"names \[''\] are no text"),
+        (lambda: Block("b", ("x",), 1, 2), r"residuals: 'x' is a str; expected ResidualCosts"),
         (lambda: Block("b", (X,), NAN, 2), r"Block 'b': forward_seconds=nan"),
         (lambda: Block("b", (X,), 1, -2), r"Block 'b': backward_seconds=-2"),
         (lambda: Block("b", (X,), 1, 2, working_bytes=INF), r"working_bytes=inf"),
@@ -53,22 +56,22 @@ NAN, INF = float("nan"), math.inf
         (lambda: Block("b", (X,), 1, 2, repeats=0), r"Block 'b': repeats=0; expected an integer, at least 1"),
         (lambda: Block("b", (X,), 1, 2, repeats=2.0), r"repeats=2.0; expected an integer"),
         (lambda: Block("b", (X,), 1, 2, fetched_share=-1), r"fetched_share=-1"),
-        (lambda: Block("b", (X, Residual("y", 1, 1, ("xx",))), 1, 2), r"'y' has the parent 'xx', .* Did you mean 'x'"),
+        (lambda: Block("b", (X, ResidualCosts("y", 1, 1, ("xx",))), 1, 2), r"'y' has the parent 'xx', .* Did you mean 'x'"),
         (
-            lambda: Block("b", (Residual("y", 1, 1, ("z",)), Residual("z", 1, 1, ("y",))), 1, 2),
+            lambda: Block("b", (ResidualCosts("y", 1, 1, ("z",)), ResidualCosts("z", 1, 1, ("y",))), 1, 2),
             r"in a circle: (y → z → y|z → y → z); remove one parent",
         ),
-        (lambda: Block("b", (Residual("y", 1, 1, ("y",)),), 1, 2), r"in a circle: y → y"),
+        (lambda: Block("b", (ResidualCosts("y", 1, 1, ("y",)),), 1, 2), r"in a circle: y → y"),
         (lambda: Stack(()), r"Stack: blocks is empty"),
         (lambda: Stack((LAYER, LAYER)), r"names \['layer'\] are used twice"),
         (lambda: Stack((LAYER,), fixed_bytes=NAN), r"Stack: fixed_bytes=nan"),
         (lambda: Stack((LAYER,), link=50e9), r"link=50000000000.0; expected a HostLink, or None"),
         (
-            lambda: Stack((Block("b", (Residual("y", 1, may_save=False),), 1, 2),), HostLink(1, 1)),
+            lambda: Stack((Block("b", (ResidualCosts("y", 1, may_save=False),), 1, 2),), HostLink(1, 1)),
             r"residuals \['y'\] of 'b' can only be offloaded, and the last block may not; .* offload_last=True",
         ),
         (
-            lambda: Stack((Block("b", (Residual("y", 1, may_save=False),), 1, 2), LAYER)),
+            lambda: Stack((Block("b", (ResidualCosts("y", 1, may_save=False),), 1, 2), LAYER)),
             r"can only be offloaded, and there is no link",
         ),
         (lambda: HostLink(0, 1), r"out_bytes_per_s=0; expected a finite number, greater than 0"),
@@ -93,7 +96,7 @@ def test_what_is_refused(make, message):
 
 
 def test_a_policy_recomputes_only_from_what_is_there():
-    block = Block("b", (Residual("x", 8, needed=False), Residual("up", 32, 0.5, ("x",))), 1, 2)
+    block = Block("b", (ResidualCosts("x", 8, needed=False), ResidualCosts("up", 32, 0.5, ("x",))), 1, 2)
     with pytest.raises(PlanningError, match=r"recomputing 'up' needs \['x'\], which are not there"):
         BlockPolicy(block, ("unused", "recompute"))
     assert BlockPolicy(block, ("unused", "save")).saved_bytes == 32
@@ -144,7 +147,7 @@ def test_the_least_memory_is_named_with_the_host_budget_that_it_is_for():
         solve_counts(stack, 1000, 8)
     # One x is on the host; two are on the device, and everything of the last block, or of that whose x comes back.
     assert caught.value.least_bytes == 1048
-    only = Stack((Block("b", (Residual("x", 8, may_save=False),), 1, 1),), HostLink(1, 1), offload_last=True)
+    only = Stack((Block("b", (ResidualCosts("x", 8, may_save=False),), 1, 1),), HostLink(1, 1), offload_last=True)
     for solve in (solve_blocks, solve_counts):
         with pytest.raises(InfeasibleBudget, match="host_budget=5: what can only be offloaded does not fit") as caught:
             solve(only, 100, 5)
@@ -158,7 +161,11 @@ def test_the_least_memory_is_named_with_the_host_budget_that_it_is_for():
 @pytest.mark.parametrize("unit", [1, 2**30, 2**40])
 def test_arrays_of_any_size_are_planned_alike(solve, unit):
     """HiGHS drops coefficients below 1e-9, such as that of a byte beside a gibibyte."""
-    residuals = Residual("x", 8 * unit), Residual("up", 32 * unit, 0.5, ("x",)), Residual("act", 32 * unit, 0.25, ("up",))
+    residuals = (
+        ResidualCosts("x", 8 * unit),
+        ResidualCosts("up", 32 * unit, 0.5, ("x",)),
+        ResidualCosts("act", 32 * unit, 0.25, ("up",)),
+    )
     stack = Stack((Block("layer", residuals, 1, 2, working_bytes=16 * unit, repeats=6),), fixed_bytes=100 * unit)
     with pytest.raises(InfeasibleBudget) as caught:
         solve(stack, 100 * unit)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.solver import Block, HostLink, Residual, Stack
+from remat_jax.solver import Block, HostLink, ResidualCosts, Stack
 from tests.solver_oracles import (
     Chain,
     ChainSolver,
@@ -42,7 +42,7 @@ def residuals(draw, most=4):
         parents = draw(st.sets(st.sampled_from(range(index)), max_size=2)) if index else ()
         seconds = draw(st.none() | SECONDS)
         found.append(
-            Residual(
+            ResidualCosts(
                 f"r{index}",
                 draw(SIZES),
                 seconds,
@@ -109,7 +109,7 @@ def no_slower(more, less):
 @given(stack=stacks(), share=st.floats(0, 1), more=st.floats(0, 1))
 # Residuals of no bytes beside an input of some: the oracle scaled its programme by the residuals alone, and HiGHS gave up.
 @example(
-    stack=Stack((Block("kind0", (Residual("r0", 0.0, needed=False),), 0.0, 0.0, 0.0, 10.5),), None, 5), share=0.0, more=0.0
+    stack=Stack((Block("kind0", (ResidualCosts("r0", 0.0, needed=False),), 0.0, 0.0, 0.0, 10.5),), None, 5), share=0.0, more=0.0
 )
 def test_a_stack_and_its_budget(solve, stack, share, more):
     everything = solve(stack)

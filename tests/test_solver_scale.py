@@ -9,7 +9,7 @@ import random
 import pytest
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.solver import Block, HostLink, Residual, Stack
+from remat_jax.solver import Block, HostLink, ResidualCosts, Stack
 from remat_jax.solver.candidates import MOST
 from tests.solver_oracles import Chain, Option, Stage, candidates, counts, solve_blocks, solve_chain, solve_counts, verify
 from tests.solver_oracles.columns import Programme, Run
@@ -22,10 +22,10 @@ LAYERS = 80
 def decoder(seed=0, residuals=12, layers=LAYERS, link=HostLink(2, 2), **more):  # noqa: B008  # frozen
     """A block in which sizes come in a few multiples of one, as they do in a decoder."""
     draw = random.Random(seed)
-    found = [Residual("r0", 4)]
+    found = [ResidualCosts("r0", 4)]
     for index in range(1, residuals):
         parents = tuple(f"r{parent}" for parent in sorted(draw.sample(range(index), min(index, 2))))
-        found.append(Residual(f"r{index}", draw.choice([1, 4, 4, 8, 16]), draw.choice([0.05, 0.1, 0.8, 1.5]), parents))
+        found.append(ResidualCosts(f"r{index}", draw.choice([1, 4, 4, 8, 16]), draw.choice([0.05, 0.1, 0.8, 1.5]), parents))
     return Stack((Block("layer", tuple(found), 4, 8, 10, repeats=layers, **more),), link)
 
 
@@ -78,7 +78,7 @@ def test_the_least_memory_of_many_columns():
 def test_columns_that_are_left_out_are_not_missed(seed, monkeypatch):
     """With a first look at hardly any columns, what its bound leaves in has the same optimum as all of them."""
     draw = random.Random(seed)
-    residuals = tuple(Residual(f"r{at}", draw.uniform(1, 20), draw.uniform(0, 3)) for at in range(6))
+    residuals = tuple(ResidualCosts(f"r{at}", draw.uniform(1, 20), draw.uniform(0, 3)) for at in range(6))
     stack = Stack((Block("layer", residuals, 1, 2, repeats=3),), HostLink(draw.uniform(1, 5), draw.uniform(1, 5)))
     budget = draw.uniform(0.3, 0.7) * everything(stack)
     known = solve_counts(stack, budget, gap=1e-6)
@@ -92,7 +92,9 @@ def test_more_residuals_than_can_be_tried():
     """Where candidates are left out, prices find what is missing, and the plan says how far from the best it may be."""
     draw = random.Random(24)
     residuals = tuple(
-        Residual(f"r{at}", draw.randint(1, 40), draw.random(), tuple(f"r{one}" for one in draw.sample(range(at), min(at, 2))))
+        ResidualCosts(
+            f"r{at}", draw.randint(1, 40), draw.random(), tuple(f"r{one}" for one in draw.sample(range(at), min(at, 2)))
+        )
         for at in range(24)
     )
     stack = Stack((Block("layer", residuals, 2, 4, repeats=LAYERS),), HostLink(20, 20, 0.5))
@@ -112,7 +114,7 @@ def test_prices_find_what_is_missing(seed):
     draw = random.Random(seed)
 
     def block(name, **more):
-        residuals = tuple(Residual(f"r{at}", draw.uniform(1, 20), draw.uniform(0, 3)) for at in range(4))
+        residuals = tuple(ResidualCosts(f"r{at}", draw.uniform(1, 20), draw.uniform(0, 3)) for at in range(4))
         return Block(name, residuals, 1, 2, draw.uniform(0, 5), **more)
 
     blocks = (block("tower", repeats=3), block("layer", repeats=4, recomputed_share=0.5), block("head"))
@@ -132,7 +134,7 @@ def test_a_few_blocks_with_many_residuals_are_solved_as_they_are():
     stack = decoder(seed=3, residuals=16, layers=3)
     draw = random.Random(3)
     plain = stack.blocks[0].residuals
-    blurred = tuple(Residual(one.name, one.bytes + draw.random(), one.seconds, one.parents) for one in plain)
+    blurred = tuple(ResidualCosts(one.name, one.bytes + draw.random(), one.seconds, one.parents) for one in plain)
     stack = Stack((Block("layer", blurred, 2, 4, repeats=3),), HostLink(5, 5))
     budget = 0.35 * everything(stack)
     plan, single = solve_counts(stack, budget), solve_blocks(stack, budget)
@@ -176,7 +178,7 @@ def test_towers_share_one_budget():
     """Vision tower, language model and head: the head's logits are there when both others have kept what they keep."""
 
     def block(name, size, seconds, **more):
-        return Block(name, (Residual("x", size), Residual("up", 4 * size, seconds, ("x",))), 1, 2, **more)
+        return Block(name, (ResidualCosts("x", size), ResidualCosts("up", 4 * size, seconds, ("x",))), 1, 2, **more)
 
     language = block("language", 4, 2.0, repeats=18)
     stack = Stack((block("vision", 2, 0.5, repeats=27), language, block("head", 1, 0.1, working_bytes=200)))
@@ -230,7 +232,7 @@ ATTENTION = (
 
 
 def test_fewer_rounds_of_the_solver_give_a_plan_that_fits_and_a_bound_that_holds(monkeypatch):
-    residuals = tuple(Residual(name, float(size), seconds, parents) for name, size, seconds, parents in ATTENTION)
+    residuals = tuple(ResidualCosts(name, float(size), seconds, parents) for name, size, seconds, parents in ATTENTION)
     stack = Stack((Block("layer", residuals, 11.4, 23.0, 5553, repeats=4, recomputed_share=1.22),))
     asked = []
     monkeypatch.setattr(Model, "solve", lambda *given, real=Model.solve: asked.append(given) or real(*given))
@@ -248,9 +250,9 @@ def test_fewer_rounds_of_the_solver_give_a_plan_that_fits_and_a_bound_that_holds
 
 @pytest.mark.parametrize("rounds", [0, 2, 8])
 def test_a_working_set_larger_than_the_budget_loses_no_plan_that_fits(rounds):
-    residuals = (Residual("x", 1.0), *(Residual(f"a{i}", 100.0 + 3 * i, 0.1 + 0.013 * i, ("x",)) for i in range(3)))
+    residuals = (ResidualCosts("x", 1.0), *(ResidualCosts(f"a{i}", 100.0 + 3 * i, 0.1 + 0.013 * i, ("x",)) for i in range(3)))
     layer = Block("layer", residuals, 1.0, 2.0, 0.0, repeats=6, recomputed_share=1.5, fetched_share=0.1)
-    stack = Stack((layer, Block("head", (Residual("x", 1.0),), 1.0, 2.0, 0.0)), link=HostLink(20.0, 20.0, 0.5))
+    stack = Stack((layer, Block("head", (ResidualCosts("x", 1.0),), 1.0, 2.0, 0.0)), link=HostLink(20.0, 20.0, 0.5))
     plan = solve_counts(stack, 62.0, most_policies=3, gap=1e-2, node_limit=200, most_rounds=rounds, say_least=False)
     assert verify(plan).peak_bytes <= 62.0
     assert plan.extra_seconds == pytest.approx(solve_counts(stack, 62.0, most_policies=3).extra_seconds, rel=1e-2)

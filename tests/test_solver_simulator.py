@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from remat_jax.errors import PlanningError
-from remat_jax.solver import Block, BlockPolicy, HostLink, Residual, Stack
+from remat_jax.solver import Block, BlockPolicy, HostLink, ResidualCosts, Stack
 from tests.solver_oracles import (
     Chain,
     Compute,
@@ -116,7 +116,7 @@ def test_what_is_computed_again_may_be_smaller():
     assert small.peak_bytes == 1 + 1000
 
 
-LAYER = Block("layer", (Residual("x", 8), Residual("up", 32, 0.5, ("x",))), 1, 2, 5, 3, repeats=2)
+LAYER = Block("layer", (ResidualCosts("x", 8), ResidualCosts("up", 32, 0.5, ("x",))), 1, 2, 5, 3, repeats=2)
 STACK = Stack((LAYER,), HostLink(8, 4), 100, offload_last=True)
 
 

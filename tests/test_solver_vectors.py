@@ -11,7 +11,7 @@ from checkpoint_schedules.hrevolve_sequences.revolve import get_opt_0_table
 from checkpoint_schedules.multistage import optimal_steps_binomial
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.solver import Block, HostLink, Residual, Stack
+from remat_jax.solver import Block, HostLink, ResidualCosts, Stack
 from tests.solver_oracles import (
     Chain,
     ChainSolver,
@@ -179,7 +179,7 @@ def test_the_unit_graph_does_not_fit_into_two():
 def test_the_knapsack(case, solve):
     """Residuals that depend on nothing: what is saved is not computed again."""
     sizes, seconds, capacity, value, _ = VECTORS["knapsack"]["cases"][case]
-    residuals = tuple(Residual(f"r{at}", size, time) for at, (size, time) in enumerate(zip(sizes, seconds, strict=True)))
+    residuals = tuple(ResidualCosts(f"r{at}", size, time) for at, (size, time) in enumerate(zip(sizes, seconds, strict=True)))
     block = Block("block", residuals, 0, 0, recomputed_share=0)
     plan = solve(Stack((block,)), capacity)
     verify(plan)
@@ -189,10 +189,10 @@ def test_the_knapsack(case, solve):
 
 def three_blocks(link):
     residuals = (
-        Residual("a", 2),
-        Residual("b", 4, 1, ("a",)),
-        Residual("c", 2, 6, ("b",)),
-        Residual("d", 4, 3, ("c",)),
+        ResidualCosts("a", 2),
+        ResidualCosts("b", 4, 1, ("a",)),
+        ResidualCosts("c", 2, 6, ("b",)),
+        ResidualCosts("d", 4, 3, ("c",)),
     )
     block = Block("layer", residuals, 10, 20, repeats=3, recomputed_share=0, fetched_share=0)
     return Stack((block,), link, offload_last=True)

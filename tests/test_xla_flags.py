@@ -18,7 +18,7 @@ from remat_jax.hardware import target
 from remat_jax.memory.compile import attached, cache, compiler
 from remat_jax.memory.compile.compiler import compile_programs, export_step
 from remat_jax.memory.compile.process import Question, compiler_environment
-from remat_jax.workload import Step
+from remat_jax.workload import TrainingStep
 
 GPU = compat.GPU_COMPILER_FLAGS
 
@@ -71,7 +71,7 @@ def test_flags_of_a_file_are_read_before_others_are_joined(monkeypatch: pytest.M
 def test_a_step_is_compiled_with_the_flags_of_a_file(monkeypatch: pytest.MonkeyPatch, file: pathlib.Path) -> None:
     cache.forget()
     file.write_text("--xla_cpu_enable_fast_math=false\n")
-    program = export_step("full", Step(jnp.sin, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
+    program = export_step("full", TrainingStep(jnp.sin, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
     assert compile_programs([program], target("2xcpu"), timeout=60)["full"].argument == 32
     file.write_text("--xla_no_such_flag=1\n")
     cache.forget()
@@ -82,7 +82,7 @@ def test_a_step_is_compiled_with_the_flags_of_a_file(monkeypatch: pytest.MonkeyP
 def test_what_was_compiled_with_other_flags_of_the_same_file_is_no_answer(
     monkeypatch: pytest.MonkeyPatch, file: pathlib.Path
 ) -> None:
-    program = export_step("full", Step(jnp.sin, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
+    program = export_step("full", TrainingStep(jnp.sin, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
     before = cache.digest(program, target("h200"), {}, compiler.CHILD)
     job = rj.Workload(lambda w, x: (x * w).sum(), jnp.ones(4), (jnp.ones(4),), blocks="*")
     file.write_text("--xla_cpu_enable_fast_math=false\n")

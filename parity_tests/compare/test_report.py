@@ -18,7 +18,7 @@ from parity_tests.mutants.planting import FLIPPED, at, skipped
 from remat_jax.cli.app import app
 from remat_jax.parity import MemoryRow, ParityReport, assert_parity, plugin
 from remat_jax.parity.page import module_tree, page
-from remat_jax.report.page import Node
+from remat_jax.report.page import TreeNode
 
 parity = plugin.parity
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +93,7 @@ def test_the_tree_marks_where_it_goes_wrong(wrong: ParityReport) -> None:
     report = ParityReport(**{**vars(wrong), "divergences": {"forward": None, "backward": found}})
     tree = module_tree(report)
 
-    def node(*path: str) -> Node:
+    def node(*path: str) -> TreeNode:
         here = tree
         for part in path:
             here = here.children[part]

@@ -14,7 +14,7 @@ import torch
 from parity_tests.compare.cases import run
 from remat_jax.errors import ArgumentError
 from remat_jax.parity.localise import first_divergences
-from remat_jax.parity.match import Module, match
+from remat_jax.parity.match import MatchedModule, match
 from remat_jax.parity.semantics import differences
 from remat_jax.parity.trees import default_loss
 
@@ -193,8 +193,8 @@ def test_a_shared_table_is_not_blamed_for_a_gradient_that_another_call_lost(deta
 # Which module is which.
 
 
-def modules(*entries: tuple[str, str, bool, bool]) -> list[Module]:
-    return [Module(path, kind, 4, is_leaf, has_weights) for path, kind, is_leaf, has_weights in entries]
+def modules(*entries: tuple[str, str, bool, bool]) -> list[MatchedModule]:
+    return [MatchedModule(path, kind, 4, is_leaf, has_weights) for path, kind, is_leaf, has_weights in entries]
 
 
 def test_a_rotation_elsewhere_hides_no_layer() -> None:

@@ -17,7 +17,7 @@ from remat_jax.policy import (
     Candidate,
     JaxPolicy,
     Policy,
-    Rule,
+    PolicyRule,
     matches,
 )
 from remat_jax.warning import warn
@@ -62,7 +62,7 @@ def _has_effect(selector: str, block: PlannedBlock, chosen: Sequence[Candidate],
     if any(one.is_input and block.policy.action(one) is not Action.OFFLOAD for one in chosen):
         return True
     # What nobody reads because what is computed from it is kept, too, would be read without that.
-    alone = replace(block, policy=Policy((Rule(Action.SAVE, (selector,)),)))
+    alone = replace(block, policy=Policy((PolicyRule(Action.SAVE, (selector,)),)))
     for one in (block, alone) if chosen else ():
         kept = one.kept if along is None else one.kept_along(along)
         if kept is None or any(candidate.name in kept for candidate in chosen):

@@ -12,7 +12,7 @@ import jax
 from remat_jax import compat
 from remat_jax.apply import own_checkpoints as _own_checkpoints  # noqa: F401 - a model's own checkpoints give way
 from remat_jax.apply.audit import Audit
-from remat_jax.core import PlannedBlock, Row, plan_block
+from remat_jax.core import PlannedBlock, StackRow, plan_block
 from remat_jax.core.marks import Mark, Marked, bind_mark
 from remat_jax.core.parked import Offer
 from remat_jax.core.shared import readings, staying
@@ -88,7 +88,7 @@ def bind_block(
     *,
     looped: bool | None = None,
     apart: bool | None = None,
-    rows: Mapping[int, Row] | None = None,
+    rows: Mapping[int, StackRow] | None = None,
 ) -> list[Any]:
     """Evaluate a planned block on `values`: under `jax.checkpoint`, and tied where it offloads outside every loop.
 

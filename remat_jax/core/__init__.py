@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from remat_jax.core.block import PlannedBlock, is_live, is_smooth, noting_differentiated, plan_block, zero_tangent
-from remat_jax.core.stack_rows import Row
+from remat_jax.core.stack_rows import StackRow
 
-__all__ = ["PlannedBlock", "Row", "is_live", "is_smooth", "noting_differentiated", "plan_block", "zero_tangent"]
+__all__ = ["PlannedBlock", "StackRow", "is_live", "is_smooth", "noting_differentiated", "plan_block", "zero_tangent"]

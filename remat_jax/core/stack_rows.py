@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 @dataclass(frozen=True)
-class Row:
+class StackRow:
     """Where a value that is a row of a stack can be read again.
 
     Attributes:

@@ -12,7 +12,7 @@ from remat_jax.memory import MemoryReport
 from remat_jax.memory.advice import DONATION, LEAST, MICRO, MICRO_BATCHES, STATE, Advice, undonated_arguments
 from remat_jax.memory.compile.compiler import compile_programs, export_step
 from remat_jax.train import offload_optimizer
-from remat_jax.workload import Step, Workload
+from remat_jax.workload import TrainingStep, Workload
 
 
 def compiled_advice(
@@ -35,7 +35,7 @@ def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryRep
     return replace(advice, bytes=report.device_bytes - sizes.device, compiled=True)
 
 
-def _changed(workload: Workload, policy: Any, advice: Advice) -> Step | None:
+def _changed(workload: Workload, policy: Any, advice: Advice) -> TrainingStep | None:
     """The step with the advised change; None if only the user can make it."""
     if advice.what == MICRO:
         return workload.step(policy, micro_batches=MICRO_BATCHES)

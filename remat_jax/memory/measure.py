@@ -24,9 +24,9 @@ from remat_jax.memory.compile.limit import limit_bytes
 from remat_jax.memory.compile.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, kept_residuals, residuals
-from remat_jax.policy import Action, LayerPolicies, Policy, Rule, as_block_policy, is_off
+from remat_jax.policy import Action, LayerPolicies, Policy, PolicyRule, as_block_policy, is_off
 from remat_jax.warning import silenced, warn
-from remat_jax.workload import Step, Workload
+from remat_jax.workload import TrainingStep, Workload
 
 DEFAULT_TIMEOUT = 300.0
 
@@ -181,7 +181,7 @@ class _Asked:
         return cls(entries, saving if saving != entries else None)
 
 
-def _step(workload: Workload, policy: Any) -> Step:
+def _step(workload: Workload, policy: Any) -> TrainingStep:
     if isinstance(policy, _NothingOffloaded):
         loss = _without_replanned_offload(workload)
         assert loss is not None
@@ -230,14 +230,14 @@ def _saving(policy: Any) -> Policy | LayerPolicies:
     """`policy` with its offloaded residuals saved; an offloaded input is kept, as `recompute` keeps it."""
     if isinstance(policy, LayerPolicies):
         return policy.map(lambda one: _saving(one) if one.offloads else one)  # type: ignore[arg-type,return-value]
-    rules: list[Rule] = []
+    rules: list[PolicyRule] = []
     for rule in policy.rules:
         if rule.action is not Action.OFFLOAD:
             rules.append(rule)
             continue
         saved = tuple(selector for selector in rule.selectors if selector != "@inputs")
         if saved:
-            rules.append(Rule(Action.SAVE, saved))
+            rules.append(PolicyRule(Action.SAVE, saved))
     return Policy(tuple(rules))
 
 

@@ -54,7 +54,7 @@ class Compared:
 
 
 @dataclass
-class Comparison:
+class PolicyComparison:
     """The compared policies, `notes` on missing figures, and the reasons why default policies are `left_out`."""
 
     policies: list[Compared] = field(default_factory=list)
@@ -66,9 +66,9 @@ class Comparison:
 @silenced()  # the page shows the warnings
 def compare(
     workload: Workload, policies: Sequence[Any] | None, target: Target, plan: Plan | None, timeout: float, tell: Progress
-) -> Comparison:
+) -> PolicyComparison:
     """Compare the policies and the plan; `policies=None` means the default policies that are possible here."""
-    found, ends = Comparison(), time.monotonic() + timeout
+    found, ends = PolicyComparison(), time.monotonic() + timeout
     asked = _usual(workload, target, found, tell) if policies is None else list(policies)
     if policies is not None and not any(one == "off" or is_off(one) for one in asked) and workload.replaced_checkpoints:
         asked.append("off")
@@ -98,13 +98,13 @@ class _Asked:
     plan: Plan | None = None
 
 
-def _new_name(name: str, found: Comparison) -> str:
+def _new_name(name: str, found: PolicyComparison) -> str:
     """`name`, numbered if another policy has the same name: two of JAX's policy objects may print alike."""
     alike = sum(one.name == name or one.name.startswith(f"{name} (") for one in found.policies)
     return f"{name} ({alike + 1})" if alike else name
 
 
-def _usual(workload: Workload, target: Target, found: Comparison, tell: Progress) -> list[Any]:
+def _usual(workload: Workload, target: Target, found: PolicyComparison, tell: Progress) -> list[Any]:
     """The default policies that have an effect on this workload; the reasons against the others are recorded."""
     able = []
     for name in USUAL:
@@ -123,7 +123,7 @@ def _usual(workload: Workload, target: Target, found: Comparison, tell: Progress
 
 
 def _measured(
-    workload: Workload, asked: Sequence[_Asked], target: Target, ends: float, tell: Progress, found: Comparison
+    workload: Workload, asked: Sequence[_Asked], target: Target, ends: float, tell: Progress, found: PolicyComparison
 ) -> list[tuple[_Asked, MemoryReport]]:
     """Each policy with its memory; a policy that is not required is left out if it fails to compile."""
     done: list[str] = []
@@ -164,7 +164,7 @@ def _left(ends: float) -> float:
     return max(1.0, ends - time.monotonic())
 
 
-def _described(workload: Workload, target: Target, ends: float, found: Comparison) -> Described | None:
+def _described(workload: Workload, target: Target, ends: float, found: PolicyComparison) -> Described | None:
     """The workload as a planning problem, for estimating times; None with a note if it cannot be described."""
     try:
         return describe(workload, target, timeout=_left(ends))

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from remat_jax.hardware import Target
-from remat_jax.overview.compared import Comparison
+from remat_jax.overview.compared import PolicyComparison
 from remat_jax.parity.report import ParityReport
 from remat_jax.planning import Plan
 from remat_jax.workload import Workload
@@ -26,7 +26,7 @@ class Gathered:
 
     workload: Workload
     target: Target
-    comparison: Comparison
+    comparison: PolicyComparison
     plan: Plan | None = None
     parity: ParityReport | None = None
 

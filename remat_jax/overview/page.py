@@ -14,7 +14,7 @@ from remat_jax.planning.explain import explanation
 from remat_jax.planning.explain import summary as plan_summary
 from remat_jax.planning.page import page_data
 from remat_jax.policy import Action
-from remat_jax.report.html_bars import Stack
+from remat_jax.report.html_bars import StackedBar
 from remat_jax.report.html_tables import Cell, Column
 from remat_jax.report.overview_page import Modules, Overview, Trouble, overview_page
 from remat_jax.report.stacked import KEPT, MOST_MODULES, WORKING, Memory, grouped
@@ -50,7 +50,7 @@ def overview(gathered: Gathered) -> Overview:
         columns=columns,
         rows=rows,
         device=[_device(one) for one in found],
-        host=[Stack(one.name, {(ON_HOST, "of one step"): n}) for one in found if (n := one.memory.host_bytes)],
+        host=[StackedBar(one.name, {(ON_HOST, "of one step"): n}) for one in found if (n := one.memory.host_bytes)],
         limit=limit,
         notes=_notes(gathered, limit),
         offload=[_offload(one) for one in found if one.memory.receipt is not None],
@@ -130,10 +130,10 @@ def _table(gathered: Gathered, limit: tuple[str, int] | None) -> tuple[list[Colu
     return columns, rows
 
 
-def _device(one: Compared) -> Stack:
+def _device(one: Compared) -> StackedBar:
     memory = one.memory
     given = memory.device_bytes - memory.temp_bytes
-    return Stack(
+    return StackedBar(
         one.name, {("arguments and results", "there anyway"): given, ("temp", "kept and worked with"): memory.temp_bytes}
     )
 
@@ -190,7 +190,7 @@ def _modules(found: list[Compared]) -> Modules | None:
         return None
     # Everything that is not KEPT is striped, under the label of this chart.
     bars = [
-        Stack(name, {(module, kind if kind == KEPT else striped): size for (module, kind), size in parts.items()})
+        StackedBar(name, {(module, kind if kind == KEPT else striped): size for (module, kind), size in parts.items()})
         for name, parts in grouped(memory, MOST_MODULES).items()
     ]
     return Modules(bars, label, striped, hint)

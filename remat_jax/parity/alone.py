@@ -10,14 +10,14 @@ import numpy as np
 from remat_jax.parity.align import best_layout, visible
 from remat_jax.parity.assemble import Slots
 from remat_jax.parity.capture import Trace
-from remat_jax.parity.capture_flax import Step, read
-from remat_jax.parity.compared import Pair, compared, pairs_of
+from remat_jax.parity.capture_flax import TracedPass, read
+from remat_jax.parity.compared import TensorPair, compared, pairs_of
 from remat_jax.parity.divergence import Divergence, divergence_of
-from remat_jax.parity.tapped import Place
+from remat_jax.parity.tapped import TapPlace
 
 
 def each_alone(
-    step: Step, slots: Slots, theirs: Trace, ours: Trace, matched: dict[str, str], plain: Sequence[Pair]
+    step: TracedPass, slots: Slots, theirs: Trace, ours: Trace, matched: dict[str, str], plain: Sequence[TensorPair]
 ) -> tuple[Divergence, ...]:
     """Every module that is wrong by itself, in the order of execution; listed once, for its forward pass before backward."""
     modules = [pair for pair in plain if pair.flax is not ours.loss]
@@ -28,7 +28,7 @@ def each_alone(
     before = {pair.torch.name: pair for pair in trusted}
     listed: dict[str, Divergence] = {}
 
-    def add(pair: Pair | None, wrong: Any, note: str = "") -> None:
+    def add(pair: TensorPair | None, wrong: Any, note: str = "") -> None:
         if pair is not None and wrong:
             what, error = wrong
             listed.setdefault(pair.torch.name, divergence_of(pair, what, error, note))
@@ -45,7 +45,9 @@ def each_alone(
     return tuple(sorted(listed.values(), key=lambda one: order[one.torch_path]))
 
 
-def substitutes(places: Sequence[Place], slots: Slots, found: Sequence[Pair], calls: Mapping[int, int]) -> dict[int, Any]:
+def substitutes(
+    places: Sequence[TapPlace], slots: Slots, found: Sequence[TensorPair], calls: Mapping[int, int]
+) -> dict[int, Any]:
     """The argument `given` of `read`: PyTorch's activations and cotangents in place of Flax's, for the calls of a pair.
 
     `calls` maps a Flax call's position in its trace to the position of its pair. Masks, integers and arrays without a
@@ -60,7 +62,7 @@ def substitutes(places: Sequence[Place], slots: Slots, found: Sequence[Pair], ca
     return given
 
 
-def _reference(pair: Pair, role: str, number: int, what: str) -> np.ndarray | None:
+def _reference(pair: TensorPair, role: str, number: int, what: str) -> np.ndarray | None:
     theirs, ours = (pair.torch.inputs, pair.flax.inputs) if role == "input" else (pair.torch.outputs, pair.flax.outputs)
     other = next((i for i, j in pairs_of(role, pair.torch, pair.flax) if j == number), None)
     if other is None or ours[number].dtype.kind != "f" or visible(ours[number]) is not None:

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remat_jax.parity.capture import Call, Recomputed, Trace
-from remat_jax.parity.recorder import Recorder, Traced
-from remat_jax.parity.tapped import Label, Place
+from remat_jax.parity.capture import ModuleCall, Recomputed, Trace
+from remat_jax.parity.recorder import RecordedTrace, Recorder
+from remat_jax.parity.tapped import Label, TapPlace
 
 Instance = tuple[int, tuple[int, ...]]
 Key = tuple[int, ...]
 
 
-class Slot(NamedTuple):
+class ParameterSlot(NamedTuple):
     """The owner of an array at a tap: a position in the trace's calls, the array's role, and its number in that role."""
 
     call: int
@@ -25,12 +25,12 @@ class Slot(NamedTuple):
     number: int
 
 
-Slots = list[dict[tuple[int, ...], Slot]]
+Slots = list[dict[tuple[int, ...], ParameterSlot]]
 """For every tap, and every iteration of its enclosing loops, the owner of the array."""
 
 
 def assemble(
-    places: Sequence[Place],
+    places: Sequence[TapPlace],
     recorder: Recorder,
     hidden: frozenset[int],
     arrived: Sequence[np.ndarray],
@@ -47,7 +47,7 @@ def assemble(
         counts[kept[key].path] += 1
     place_of = {key: place for place, key in enumerate(ordered)}
     calls = tuple(
-        Call(
+        ModuleCall(
             path=kept[key].path,
             kind=type(traced[key[0]].module).__name__,
             number=numbers[key],
@@ -74,7 +74,7 @@ def assemble(
     return trace, _slots(places, kept, place_of)
 
 
-def _slots(places: Sequence[Place], kept: Mapping[Instance, _Seen], place_of: Mapping[Instance, int]) -> Slots:
+def _slots(places: Sequence[TapPlace], kept: Mapping[Instance, _Seen], place_of: Mapping[Instance, int]) -> Slots:
     slots: Slots = []
     for place in places:
         call, role, number = place.label
@@ -82,7 +82,7 @@ def _slots(places: Sequence[Place], kept: Mapping[Instance, _Seen], place_of: Ma
         for index, _, _ in place.instances():
             if (call, index) in kept:
                 numbers = sorted(which[1] for which in kept[call, index].values if which[0] == role)
-                slots[-1][index] = Slot(place_of[call, index], role, numbers.index(number))
+                slots[-1][index] = ParameterSlot(place_of[call, index], role, numbers.index(number))
     return slots
 
 
@@ -103,7 +103,7 @@ class _Seen:
     def times(self) -> list[Key]:
         return [self.started, max(self.keys["output"])]
 
-    def add(self, place: Place, key: Key, value: np.ndarray) -> None:
+    def add(self, place: TapPlace, key: Key, value: np.ndarray) -> None:
         which = (place.label.role, place.label.number)
         if place.what == "cotangent":
             self.cotangents[which] = self.cotangents[which] + value if which in self.cotangents else value
@@ -116,7 +116,7 @@ class _Seen:
     def arrays(self, role: str) -> tuple[np.ndarray, ...]:
         return tuple(self.values[which] for which in sorted(self.values) if which[0] == role)
 
-    def names_of(self, role: str, call: Traced) -> tuple[str, ...]:
+    def names_of(self, role: str, call: RecordedTrace) -> tuple[str, ...]:
         return tuple(call.names.get(which, "") for which in sorted(self.values) if which[0] == role)
 
     def cotangents_of(self, role: str, call: int, differentiated: Set[Label]) -> tuple[np.ndarray | None, ...]:
@@ -128,7 +128,7 @@ class _Seen:
         )
 
 
-def _collected(places: Sequence[Place], arrived: Sequence[np.ndarray]) -> dict[Instance, _Seen]:
+def _collected(places: Sequence[TapPlace], arrived: Sequence[np.ndarray]) -> dict[Instance, _Seen]:
     seen: dict[Instance, _Seen] = {}
     for place, values in zip(places, arrived, strict=True):
         for index, path, key in place.instances():
@@ -137,13 +137,13 @@ def _collected(places: Sequence[Place], arrived: Sequence[np.ndarray]) -> dict[I
     return seen
 
 
-def _is_wrapped(key: Instance, seen: Mapping[Instance, _Seen], traced: Sequence[Traced]) -> bool:
+def _is_wrapped(key: Instance, seen: Mapping[Instance, _Seen], traced: Sequence[RecordedTrace]) -> bool:
     """Whether a wrapper with the same path makes this call: `nn.remat` calls a module inside a module."""
     around = _parent(key, seen, traced)
     return around is not None and seen[around].path == seen[key].path and bool(seen[around].keys["output"])
 
 
-def _parent(key: Instance, kept: Mapping[Instance, _Seen], traced: Sequence[Traced]) -> Instance | None:
+def _parent(key: Instance, kept: Mapping[Instance, _Seen], traced: Sequence[RecordedTrace]) -> Instance | None:
     """The nearest enclosing call, in the same iteration of the loops that both calls are in."""
     number, index = key
     parent = traced[number].parent
@@ -155,7 +155,7 @@ def _parent(key: Instance, kept: Mapping[Instance, _Seen], traced: Sequence[Trac
     return None
 
 
-def _own(call: Traced, index: tuple[int, ...], gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _own(call: RecordedTrace, index: tuple[int, ...], gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The gradients of the module's own parameters; stacked gradients of a loop are indexed by the iteration."""
     selected = {}
     for name, parameter in call.parameters.items():

@@ -19,7 +19,7 @@ LOSS = "loss"
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ModuleCall:
     """One call of a module.
 
     Attributes:
@@ -74,10 +74,10 @@ class Trace:
         ties: PyTorch's name of a tied parameter → its other names.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[ModuleCall, ...]
     outputs: tuple[tuple[int, ...], ...] = ()
     hidden: tuple[str, ...] = ()
-    loss: Call | None = None
+    loss: ModuleCall | None = None
     gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -86,7 +86,7 @@ class Trace:
         """The names of the calls whose recomputation gave a different output from equal inputs."""
         return tuple(call.name for call in self.calls if call.stale)
 
-    def __getitem__(self, name: str) -> Call:
+    def __getitem__(self, name: str) -> ModuleCall:
         """The call of that name: a path, followed by `#1` for the second call."""
         for call in self.calls:
             if call.name == name:

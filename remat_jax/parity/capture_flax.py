@@ -15,13 +15,13 @@ from remat_jax import compat
 from remat_jax.parity.assemble import Slots, assemble
 from remat_jax.parity.capture import Trace, probe
 from remat_jax.parity.recorder import Recorder, tag
-from remat_jax.parity.tapped import Place, evaluate, places
+from remat_jax.parity.tapped import TapPlace, evaluate, places
 from remat_jax.parity.trees import in_order
 from remat_jax.porting.variables import Variables
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class TracedPass:
     """A traced training step of a Flax model, with taps.
 
     Attributes:
@@ -35,7 +35,7 @@ class Step:
 
     jaxpr: Any
     arguments: list[Any]
-    places: list[Place]
+    places: list[TapPlace]
     recorder: Recorder
     numbers: Any
     hidden: frozenset[int]
@@ -80,7 +80,7 @@ def trace_step(
     call: Any = None,
     transform: Any = None,
     backward: bool = True,
-) -> Step:
+) -> TracedPass:
     """Trace the training step that `capture_flax` runs; `backward=False` traces the loss alone. Arguments may be shapes."""
     recorder = Recorder()
     apply = _function(module, call)
@@ -114,7 +114,7 @@ def trace_step(
     found, hidden = places(jaxpr, recorder.paths)
     numbers = {index: place for place, index in enumerate(floating)}
     tree = jax.tree.unflatten(treedef, [numbers.get(index) for index in range(len(leaves))])
-    return Step(
+    return TracedPass(
         jaxpr, [*arguments[0], *arguments[1]], found, recorder, tree, frozenset(hidden - {place.label.call for place in found})
     )
 
@@ -144,7 +144,7 @@ def _is_floating(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def read(step: Step, given: Mapping[int, Any] | None = None) -> tuple[Trace, Slots]:
+def read(step: TracedPass, given: Mapping[int, Any] | None = None) -> tuple[Trace, Slots]:
     """Run a traced step; return its calls, and the owner of the array at each tap.
 
     `given` maps a tap's position to the array that replaces its value. In a loop it is a list with an array per iteration;

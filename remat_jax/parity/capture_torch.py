@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from remat_jax.parity.capture import LOSS, Call, Recomputed, Trace, argument_names, probe
+from remat_jax.parity.capture import LOSS, ModuleCall, Recomputed, Trace, argument_names, probe
 from remat_jax.parity.trees import fields, in_order
 from remat_jax.porting import as_numpy
 
@@ -175,13 +175,13 @@ class _Recorder:
         calls = tuple(self._call(seen, number_of[id(seen)], places) for seen in self.calls)
         return Trace(calls, loss=None if self.loss is None else self._call(self.loss, 0, {}))
 
-    def _call(self, seen: _Seen, number: int, places: Mapping[int, int]) -> Call:
+    def _call(self, seen: _Seen, number: int, places: Mapping[int, int]) -> ModuleCall:
         def cotangents(role: str) -> tuple[np.ndarray | None, ...]:
             return tuple(seen.cotangents.get((role, place)) for place in range(len(seen.values[role])))
 
         _forget_padding(seen)
         parameters = () if seen is self.loss else seen.module.named_parameters(recurse=False)
-        return Call(
+        return ModuleCall(
             path=LOSS if seen is self.loss else self.paths[seen.module],
             kind=type(seen.module).__name__,
             number=number,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from remat_jax.parity.align import Distance, distance, norm, pairs
-from remat_jax.parity.capture import Call, Cotangents, Trace
-from remat_jax.parity.match import Module
+from remat_jax.parity.capture import Cotangents, ModuleCall, Trace
+from remat_jax.parity.match import MatchedModule
 from remat_jax.parity.tolerances import TOLERANCES
 
 GRADIENT_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
@@ -18,7 +18,7 @@ STATE_NAMES = {"mean": "running_mean", "var": "running_var"}
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
+class TensorPair:
     """A call of either model that are to do the same.
 
     Attributes:
@@ -29,9 +29,9 @@ class Pair:
         floors: the same, without what → the size below which a reference is no measure of an error.
     """
 
-    torch: Call
-    flax: Call
-    around: Pair | None
+    torch: ModuleCall
+    flax: ModuleCall
+    around: TensorPair | None
     distances: Mapping[str, Mapping[str, Distance]]
     floors: Mapping[str, float]
 
@@ -46,7 +46,7 @@ class Pair:
         made = {**self.distances["input cotangent"], **self.distances["gradient"]}
         return bool(made and self.bad("output cotangent")) and not (self.bad("input cotangent") or self.bad("gradient"))
 
-    def all_around(self) -> Iterator[Pair]:
+    def all_around(self) -> Iterator[TensorPair]:
         """The pairs around this one, the innermost first."""
         pair = self.around
         while pair is not None:
@@ -54,20 +54,22 @@ class Pair:
             pair = pair.around
 
 
-def modules(trace: Trace) -> list[Module]:
+def modules(trace: Trace) -> list[MatchedModule]:
     """The modules of a trace, each once, in the order of their first calls."""
     leaves = trace.leaves()
     first = {call.path: (place, call) for place, call in reversed(list(enumerate(trace.calls))) if not call.number}
     ordered = sorted(first.values(), key=lambda entry: entry[1].started)
     return [
-        Module(call.path, call.kind, call.outputs[0].size if call.outputs else None, place in leaves, bool(call.gradients))
+        MatchedModule(
+            call.path, call.kind, call.outputs[0].size if call.outputs else None, place in leaves, bool(call.gradients)
+        )
         for place, call in ordered
     ]
 
 
 def compared(
     torch: Trace, flax: Trace, matched: Mapping[str, str], gradients: Mapping[str, np.ndarray] | None = None
-) -> list[Pair]:
+) -> list[TensorPair]:
     """The pairs of calls, call by call of matched modules, in the order in which PyTorch's ended; the loss is the last.
 
     `gradients` are Flax's by the names of PyTorch's parameters, where a weight map tells them; without one, parameters of one
@@ -76,7 +78,7 @@ def compared(
     floors = _floors(torch)
     flax_places = {call.name: place for place, call in enumerate(flax.calls)}
     owned = None if gradients is None else _by_owner(torch, matched, gradients)
-    found: dict[int, Pair] = {}
+    found: dict[int, TensorPair] = {}
     # Calls end after those inside them: from the last on, what is around a call is there already.
     for place, call in reversed(list(enumerate(torch.calls))):
         if call.path not in matched:
@@ -90,12 +92,16 @@ def compared(
         nearest = next((pair for pair in around if id(pair.flax) in outside), None)
         # The gradient of a parameter is the sum over all calls: the first call is the last to add to it.
         known = {} if call.number else None if owned is None else owned.get(call.path, {})
-        found[place] = Pair(call, other, nearest, distances(call, other, known), floors)
-    losses = [Pair(torch.loss, flax.loss, None, distances(torch.loss, flax.loss), floors)] if torch.loss and flax.loss else []
+        found[place] = TensorPair(call, other, nearest, distances(call, other, known), floors)
+    losses = (
+        [TensorPair(torch.loss, flax.loss, None, distances(torch.loss, flax.loss), floors)] if torch.loss and flax.loss else []
+    )
     return [*(found[place] for place in sorted(found)), *losses]
 
 
-def distances(torch: Call, flax: Call, gradients: Mapping[str, Distance] | None = None) -> dict[str, dict[str, Distance]]:
+def distances(
+    torch: ModuleCall, flax: ModuleCall, gradients: Mapping[str, Distance] | None = None
+) -> dict[str, dict[str, Distance]]:
     """How far apart what two calls got and gave is, kind by kind; `gradients` are those of the parameters, where known."""
     inputs, outputs = pairs_of("input", torch, flax), pairs_of("output", torch, flax)
     names = {"input": _labels("input", inputs, torch, flax), "output": _labels("output", outputs, torch, flax)}
@@ -109,14 +115,14 @@ def distances(torch: Call, flax: Call, gradients: Mapping[str, Distance] | None 
     }
 
 
-def pairs_of(role: str, torch: Call, flax: Call) -> list[tuple[int, int]]:
+def pairs_of(role: str, torch: ModuleCall, flax: ModuleCall) -> list[tuple[int, int]]:
     """Which of the inputs or outputs of two calls to compare, by their places."""
     names = (f"{role}s", f"{role}_names")
     theirs, ours = ([getattr(call, name) for name in names] for call in (torch, flax))
     return pairs(theirs[0], ours[0], (theirs[1], ours[1]))
 
 
-def _labels(role: str, which: Sequence[tuple[int, int]], torch: Call, flax: Call) -> dict[int, str]:
+def _labels(role: str, which: Sequence[tuple[int, int]], torch: ModuleCall, flax: ModuleCall) -> dict[int, str]:
     """What Flax's arrays are called: by a name that both sides and no other array have, else by number."""
     theirs, ours = (getattr(call, f"{role}_names") for call in (torch, flax))
     named = {j: ours[j] for i, j in which if i < len(theirs) and j < len(ours) and theirs[i] == ours[j]}
@@ -124,7 +130,7 @@ def _labels(role: str, which: Sequence[tuple[int, int]], torch: Call, flax: Call
     return {j: f"{role} {named[j] if j in once else j}" for _, j in which}
 
 
-def _state(torch: Call, flax: Call) -> Iterator[tuple[str, Distance]]:
+def _state(torch: ModuleCall, flax: ModuleCall) -> Iterator[tuple[str, Distance]]:
     for name, value in flax.state.items():
         other = torch.state.get(STATE_NAMES.get(name, name))
         if other is not None and other.size == value.size and value.dtype.kind == "f":
@@ -140,7 +146,7 @@ def _cotangents(
             yield f"gradient of {labels[j]}", distance(one, other)
 
 
-def _gradients(torch: Call, flax: Call) -> Iterator[tuple[str, Distance]]:
+def _gradients(torch: ModuleCall, flax: ModuleCall) -> Iterator[tuple[str, Distance]]:
     for name, gradient in flax.gradients.items():
         other = torch.gradients.get(name, torch.gradients.get(GRADIENT_NAMES.get(name, name)))
         if other is not None and other.size == gradient.size:

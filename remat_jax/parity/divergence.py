@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from remat_jax.parity.align import Distance
 from remat_jax.parity.capture import LOSS
-from remat_jax.parity.compared import Pair
+from remat_jax.parity.compared import TensorPair
 
 _OTHER_INPUTS = "the models are given other inputs"
 
@@ -40,12 +40,12 @@ class Divergence:
         return f"{line} ({self.note})" if self.note else line
 
 
-def divergence_of(pair: Pair, what: str, found: Distance, note: str = "") -> Divergence:
+def divergence_of(pair: TensorPair, what: str, found: Distance, note: str = "") -> Divergence:
     """The divergence of a pair's modules."""
     return Divergence(pair.torch.name, pair.flax.name, what, found.error, found.reference, note)
 
 
-def first_forward(pairs: Sequence[Pair]) -> Divergence | None:
+def first_forward(pairs: Sequence[TensorPair]) -> Divergence | None:
     """The first pair to end whose inputs agree and whose outputs, or written state, differ.
 
     A real divergence also reaches the outputs of all enclosing modules. A mere difference in structure, such as a residual
@@ -67,13 +67,13 @@ def first_forward(pairs: Sequence[Pair]) -> Divergence | None:
     return _around_the_model(pairs)
 
 
-def _given_otherwise(pair: Pair, pairs: Sequence[Pair]) -> Pair | None:
+def _given_otherwise(pair: TensorPair, pairs: Sequence[TensorPair]) -> TensorPair | None:
     """The first module inside a pair's modules whose inputs differ, such as in their mask."""
     inside = (inner for inner in sorted(pairs, key=lambda inner: inner.torch.started) if pair in inner.all_around())
     return next((inner for inner in inside if inner.bad("input")), None)
 
 
-def _around_the_model(pairs: Sequence[Pair]) -> Divergence | None:
+def _around_the_model(pairs: Sequence[TensorPair]) -> Divergence | None:
     """A difference in the whole model's inputs, or in the processing of its outputs before the loss."""
     whole = next((pair for pair in pairs if pair.torch.name == ""), None)
     if whole and (given := whole.bad("input")) and whole.bad("output"):
@@ -84,7 +84,7 @@ def _around_the_model(pairs: Sequence[Pair]) -> Divergence | None:
     return None
 
 
-def first_backward(pairs: Sequence[Pair], *, forward_agrees: bool) -> Divergence | None:
+def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Divergence | None:
     """The first pair in backward order that is sound in the forward pass and makes wrong cotangents from correct ones.
 
     A module whose recomputation is stale is named too: later modules of its block recompute from wrong inputs, and their

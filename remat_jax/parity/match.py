@@ -42,7 +42,7 @@ MOST_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Module:
+class MatchedModule:
     """The facts by which a module's counterpart is found.
 
     Attributes:
@@ -59,7 +59,7 @@ class Module:
     has_weights: bool = True
 
 
-def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) -> dict[str, str]:
+def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping: Any = None) -> dict[str, str]:
     """PyTorch path → Flax path, one to one; both sequences are in the order of execution.
 
     Leaves are matched first, by sort, size, name and order; then the modules that call the same leaves. `mapping` is a dict
@@ -69,8 +69,12 @@ def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) 
     Raises:
         ArgumentError: `mapping` contains a path without a module.
 
-     torch = [Module("h/0/fc", "Linear", 4, True), Module("h/0", "Block", 4, False), Module("", "Model", 4, False)]
-    >>> flax = [Module("layers_0/up", "Dense", 4, True), Module("layers_0", "Layer", 4, False), Module("", "Net", 4, False)]
+    >>> torch = [MatchedModule("h/0/fc", "Linear", 4, True),
+    ...     MatchedModule("h/0", "Block", 4, False),
+    ...     MatchedModule("", "Model", 4, False)]
+    >>> flax = [MatchedModule("layers_0/up", "Dense", 4, True),
+    ...     MatchedModule("layers_0", "Layer", 4, False),
+    ...     MatchedModule("", "Net", 4, False)]
     >>> match(torch, flax)
     {'': '', 'h/0/fc': 'layers_0/up', 'h/0': 'layers_0'}
     """
@@ -87,12 +91,12 @@ def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) 
     leaves_found = [module for module in torch if module.is_leaf and module.path in found]
     weighted = [module for module in leaves_found if module.has_weights]
 
-    def within(some: Sequence[Module], one: Module, other: Module) -> tuple[set[str], set[str]]:
+    def within(some: Sequence[MatchedModule], one: MatchedModule, other: MatchedModule) -> tuple[set[str], set[str]]:
         """The Flax paths of the leaves inside each of the two modules."""
         theirs = {found[leaf.path] for leaf in some if _is_in(leaf.path, one.path)}
         return theirs, {found[leaf.path] for leaf in some if _is_in(found[leaf.path], other.path)}
 
-    def same(one: Module, other: Module) -> float | None:
+    def same(one: MatchedModule, other: MatchedModule) -> float | None:
         theirs, ours = within(leaves_found, one, other)
         if theirs == ours:
             return 1.0 if theirs else 0.0
@@ -100,7 +104,7 @@ def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) 
         theirs, ours = within(weighted, one, other)
         return _MOVED if theirs and theirs == ours else None
 
-    def nearly_same(one: Module, other: Module) -> float | None:
+    def nearly_same(one: MatchedModule, other: MatchedModule) -> float | None:
         """Equal names, and most leaves inside are common: a table shared by two modules is inside only one of them."""
         theirs, ours = within(weighted, one, other)
         alike = words(one.path) == words(other.path) and 2 * len(theirs & ours) > len(theirs | ours)
@@ -112,7 +116,7 @@ def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) 
     return found | _assigned(mine, others, nearly_same)
 
 
-def _same_sort(one: Module, other: Module) -> float | None:
+def _same_sort(one: MatchedModule, other: MatchedModule) -> float | None:
     sorts = {sort_of(one.kind), sort_of(other.kind)}
     if len(sorts) == 1:
         return 1.0
@@ -120,7 +124,7 @@ def _same_sort(one: Module, other: Module) -> float | None:
     return _MOVED if sorts == {"linear", "convolution"} else None
 
 
-def read_mapping(mapping: Any, torch: Sequence[Module], flax: Sequence[Module]) -> dict[str, str | None]:
+def read_mapping(mapping: Any, torch: Sequence[MatchedModule], flax: Sequence[MatchedModule]) -> dict[str, str | None]:
     """The user's mapping, checked.
 
     Raises:
@@ -154,7 +158,7 @@ def read_mapping(mapping: Any, torch: Sequence[Module], flax: Sequence[Module]) 
 
 
 def _assigned(
-    torch: Sequence[Module], flax: Sequence[Module], base: Callable[[Module, Module], float | None]
+    torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], base: Callable[[MatchedModule, MatchedModule], float | None]
 ) -> dict[str, str]:
     """The assignment with the largest sum of scores, without its pairs whose score is too small."""
     from scipy.optimize import linear_sum_assignment

@@ -7,7 +7,7 @@ from typing import Any
 
 from remat_jax.parity.report_data import ParityData, TensorRow, differs, relative, shape_text, unseen
 from remat_jax.report.html_tables import Column
-from remat_jax.report.page import Bar, Node, html_page
+from remat_jax.report.page import Bar, TreeNode, html_page
 from remat_jax.report.tables import format_bytes, format_error
 
 
@@ -40,9 +40,9 @@ def evidence(report: ParityData) -> dict[str, Any]:
     }
 
 
-def module_tree(report: ParityData) -> Node:
+def module_tree(report: ParityData) -> TreeNode:
     """The PyTorch modules as a tree, each parameter with its figures, and the first difference of each pass marked."""
-    root = Node(report.torch, "the whole model")
+    root = TreeNode(report.torch, "the whole model")
     for row in report.rows:
         if row.kind == "gradient" and not row.name.startswith("input:"):
             nodes = _path(root, row.name.split("."))
@@ -58,10 +58,10 @@ def module_tree(report: ParityData) -> Node:
     return root
 
 
-def _path(root: Node, parts: Iterable[str]) -> list[Node]:
+def _path(root: TreeNode, parts: Iterable[str]) -> list[TreeNode]:
     nodes = [root]
     for part in parts:
-        nodes.append(nodes[-1].children.setdefault(part, Node(part)))
+        nodes.append(nodes[-1].children.setdefault(part, TreeNode(part)))
     return nodes
 
 

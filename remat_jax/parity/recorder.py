@@ -24,7 +24,7 @@ _steps = itertools.count(1)
 
 
 @dataclass
-class Traced:
+class RecordedTrace:
     """A traced call of a module; in a loop it stands for all iterations.
 
     Attributes:
@@ -48,7 +48,7 @@ class Traced:
 class Recorder:
     """The calls that were traced inside `recording`, in the order in which they began."""
 
-    calls: list[Traced] = field(default_factory=list)
+    calls: list[RecordedTrace] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
     differentiated: set[Label] = field(default_factory=set)
     outputs: tuple[tuple[int, ...], ...] = ()
@@ -57,7 +57,7 @@ class Recorder:
     def run(self, module: Any, path: tuple[str, ...], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`call(*args, **kwargs)` with taps on its input and output arrays."""
         number = len(self.calls)
-        self.calls.append(Traced(path, module, self.running[-1] if self.running else None))
+        self.calls.append(RecordedTrace(path, module, self.running[-1] if self.running else None))
         self.running.append(number)
         try:
             named = dict(argument_names(type(module).__call__, (module, *args), kwargs)[1:])
@@ -76,7 +76,7 @@ class Recorder:
     def run_loss(self, loss: Callable[[Any], Any], outputs: Any) -> Any:
         """The loss of a model's outputs, tapped like a module that follows the model."""
         self.loss = len(self.calls)
-        self.calls.append(Traced((LOSS,), loss, None))
+        self.calls.append(RecordedTrace((LOSS,), loss, None))
         return _tapped(loss(_tapped(outputs, self.loss, "input")), self.loss, "output")
 
     def _tap_state(self, number: int, module: Any, before: Mapping[str, Variable]) -> None:

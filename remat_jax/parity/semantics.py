@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from remat_jax.core.walk import bodies
-from remat_jax.parity.capture_flax import Step, trace_step
-from remat_jax.parity.match import Module, match, sort_of
-from remat_jax.parity.recorder import Traced
+from remat_jax.parity.capture_flax import TracedPass, trace_step
+from remat_jax.parity.match import MatchedModule, match, sort_of
+from remat_jax.parity.recorder import RecordedTrace
 from remat_jax.parity.tapped import Running, is_tap
 from remat_jax.porting.float64 import keep_float64
 
@@ -66,16 +66,16 @@ def differences(
     return step_differences(torch_module, trace_step(flax_module, variables, inputs, call=flax_call, backward=False), mapping)
 
 
-def step_differences(torch_module: Any, step: Step, mapping: Any = None) -> list[Difference]:
+def step_differences(torch_module: Any, step: TracedPass, mapping: Any = None) -> list[Difference]:
     """`differences` for a Flax model that is already traced."""
     theirs = {path.replace(".", "/"): module for path, module in torch_module.named_modules()}
     ours = _expanded(step)
     listed = [
-        Module(path, type(m).__name__, None, not list(m.children()), any(True for _ in m.parameters()))
+        MatchedModule(path, type(m).__name__, None, not list(m.children()), any(True for _ in m.parameters()))
         for path, m in theirs.items()
     ]
     outer = {path.rpartition("/")[0] for path in ours} | {""}
-    others = [Module(path, type(ours[path].module).__name__, None, path not in outer) for path in ours]
+    others = [MatchedModule(path, type(ours[path].module).__name__, None, path not in outer) for path in ours]
     matched = match(listed, others, mapping)
     # A ConvNet is no convolution: a class name tells the sort only of a module without submodules.
     leaves = {module.path for module in listed if module.is_leaf}, {module.path for module in others if module.is_leaf}
@@ -123,7 +123,7 @@ def torch_facts(module: Any) -> Facts:
     return facts
 
 
-def flax_facts(call: Traced) -> Facts:
+def flax_facts(call: RecordedTrace) -> Facts:
     """The settings of a Linen or NNX module."""
     module, sort = call.module, sort_of(type(call.module).__name__)
     facts: Facts = {}
@@ -184,7 +184,7 @@ def _padding(padding: Any, size: Any, strides: Any, dilation: Any) -> Any:
     return tuple((pad, pad) if isinstance(pad, int) else tuple(pad) for pad in pads)
 
 
-def _rates(torch: Mapping[str, Any], flax: Mapping[str, Traced]) -> list[Difference]:
+def _rates(torch: Mapping[str, Any], flax: Mapping[str, RecordedTrace]) -> list[Difference]:
     """Dropout rates of the whole models: the frameworks often differ in whether several places share a dropout module."""
     theirs = {getattr(m, "p", None) for m in torch.values() if sort_of(type(m).__name__) == "dropout"} - {None, 0}
     dropouts = [call.module for call in flax.values() if sort_of(type(call.module).__name__) == "dropout"]
@@ -193,9 +193,9 @@ def _rates(torch: Mapping[str, Any], flax: Mapping[str, Traced]) -> list[Differe
     return [] if theirs == rates or not theirs else [Difference("", "dropout rates", sorted(theirs), sorted(rates))]
 
 
-def _expanded(step: Step) -> dict[str, Traced]:
+def _expanded(step: TracedPass) -> dict[str, RecordedTrace]:
     """The calls by path in the order of execution, with a loop's layers listed one by one."""
-    calls: dict[str, Traced] = {}
+    calls: dict[str, RecordedTrace] = {}
     entries = [(key, path, place) for place in step.places for _, path, key in place.instances()]
     for _, path, place in sorted(entries, key=lambda entry: entry[0]):
         calls.setdefault(path, step.recorder.calls[place.label.call])
@@ -209,7 +209,7 @@ _QUICK = 1.702
 """The factor of quick GELU, x · sigmoid(1.702 · x)."""
 
 
-def _gelus(torch: Mapping[str, Any], step: Step, matched: Mapping[str, str]) -> list[Difference]:
+def _gelus(torch: Mapping[str, Any], step: TracedPass, matched: Mapping[str, str]) -> list[Difference]:
     forms: dict[str, set[str]] = {}
     _find_forms(step.jaxpr, step, Running(), forms)
     found = []
@@ -254,7 +254,7 @@ def _torch_gelu(module: Any) -> str:
     return next((name for name, right in forms.items() if torch.allclose(made, right, 0, 1e-6)), "")
 
 
-def _find_forms(jaxpr: Any, step: Step, running: Running, forms: dict[str, set[str]]) -> None:
+def _find_forms(jaxpr: Any, step: TracedPass, running: Running, forms: dict[str, set[str]]) -> None:
     for eqn in jaxpr.jaxpr.eqns:
         if is_tap(eqn):
             running.passes(eqn.params["label"])

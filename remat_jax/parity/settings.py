@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from remat_jax.errors import RematError
-from remat_jax.parity.capture_flax import Step, trace_step
+from remat_jax.parity.capture_flax import TracedPass, trace_step
 from remat_jax.parity.case import Case, is_floating, running
 from remat_jax.parity.explain import call_of
 from remat_jax.parity.flax_side import arrays_in
@@ -60,7 +60,7 @@ def _precision() -> list[Difference]:
     return [] if all(exact) else [Difference("", "precision of float32 products", theirs, ours or "highest")]
 
 
-def _masks(case: Case, torch_model: Any, dtype: str, step: Step) -> Iterator[Difference]:
+def _masks(case: Case, torch_model: Any, dtype: str, step: TracedPass) -> Iterator[Difference]:
     """The masks among the inputs that show a position in one framework and hide it in the other.
 
     A mask consists of 0 and 1, or is additive: 0, and numbers far below.
@@ -98,7 +98,7 @@ def _shows(array: Any) -> int | None:
     return 0 if all(value == 0 or value <= FAR for value in values) else None
 
 
-def _places(case: Case, step: Step) -> dict[int, str]:
+def _places(case: Case, step: TracedPass) -> dict[int, str]:
     """The step's argument positions of the model's inputs → their names, in the order of JAX's trees, floats first."""
     floating, numbers = case.inputs.floating, jax.tree.leaves(step.numbers[1])
     ordered = sorted(case.inputs.arrays, key=_order(case))

@@ -68,7 +68,7 @@ _CLOSED = frozenset({"while", "cond", "shard_map", "pallas_call", "run_state"})
 
 
 @dataclass(frozen=True)
-class Place:
+class TapPlace:
     """Where a tap is in a program.
 
     Attributes:
@@ -93,7 +93,7 @@ class Place:
             yield index, path, tuple(next(turns) if part is None else part for part in self.key)
 
 
-def places(jaxpr: Any, paths: Mapping[int, tuple[str, ...]]) -> tuple[list[Place], set[int]]:
+def places(jaxpr: Any, paths: Mapping[int, tuple[str, ...]]) -> tuple[list[TapPlace], set[int]]:
     """The taps of the closed `jaxpr` in order, and the calls whose taps cannot be read.
 
     `paths` has the module path of every call. A loop's index follows the common prefix of its modules' paths, which is the
@@ -106,12 +106,12 @@ def places(jaxpr: Any, paths: Mapping[int, tuple[str, ...]]) -> tuple[list[Place
 
 def _places(
     jaxpr: Any, paths: Mapping[int, tuple[str, ...]], depths: dict[tuple[int, int], int], hidden: set[int]
-) -> list[Place]:
-    taps: list[Place] = []
+) -> list[TapPlace]:
+    taps: list[TapPlace] = []
     for position, eqn in enumerate(jaxpr.jaxpr.eqns):
         if is_tap(eqn):
             label = eqn.params["label"]
-            taps.append(Place(label, eqn.params["what"], paths[label.call], (position,)))
+            taps.append(TapPlace(label, eqn.params["what"], paths[label.call], (position,)))
             continue
         body = _body(eqn)
         if body is None:
@@ -120,11 +120,11 @@ def _places(
         inner = _places(body, paths, depths, hidden)
         if eqn.primitive.name == "scan":
             inner = _looped(eqn, inner, depths)
-        taps += [Place(p.label, p.what, p.path, (position, *p.key), p.loops) for p in inner]
+        taps += [TapPlace(p.label, p.what, p.path, (position, *p.key), p.loops) for p in inner]
     return taps
 
 
-def _looped(eqn: Any, inner: list[Place], depths: Depths) -> list[Place]:
+def _looped(eqn: Any, inner: list[TapPlace], depths: Depths) -> list[TapPlace]:
     """The taps of a scan's body, seen from outside; a backward loop has its index at the forward loop's position."""
     common = len(_common([place.path for place in inner]))
     length = -eqn.params["length"] if eqn.params["reverse"] else eqn.params["length"]
@@ -132,7 +132,7 @@ def _looped(eqn: Any, inner: list[Place], depths: Depths) -> list[Place]:
     for place in inner:
         depth = depths.setdefault((place.label.call, len(place.loops)), common)
         path = (*place.path[:depth], None, *place.path[depth:])
-        found.append(Place(place.label, place.what, path, (None, *place.key), (length, *place.loops)))
+        found.append(TapPlace(place.label, place.what, path, (None, *place.key), (length, *place.loops)))
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from remat_jax.apply.replaced import AS_WRITTEN
 from remat_jax.cost.count import flops
 from remat_jax.errors import UnsupportedError
-from remat_jax.planning.candidate import FAILED, Candidate, Compiled
+from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate
 from remat_jax.planning.last_word import Times
 from remat_jax.planning.point import Point
 from remat_jax.workload import Workload
@@ -39,13 +39,13 @@ def counted_flops(workload: Workload, policy: Any) -> int | None:
 
 
 def as_written(
-    workload: Workload, times: Times, full: Candidate | None, compile_: Callable[..., list[Compiled]], best: Any
+    workload: Workload, times: Times, full: StepCandidate | None, compile_: Callable[..., list[Compiled]], best: Any
 ) -> Point:
     """What the step of a model with checkpoints of its own around the blocks takes as written.
 
     Its time is that of its compiled schedule; else that of `full`, in proportion to the operations that are computed again.
     """
-    answer = compile_([Candidate(AS_WRITTEN, (), 0.0)], best)
+    answer = compile_([StepCandidate(AS_WRITTEN, (), 0.0)], best)
     compiled = answer[0] if answer and answer[0].device_bytes != FAILED else None
     again, of_full = (counted_flops(workload, policy) for policy in ("off", dict.fromkeys(workload.blocks, "full")))
     seconds = compiled.seconds if compiled is not None and times.compiled else None

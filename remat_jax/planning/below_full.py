@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from remat_jax import compat
-from remat_jax.planning.candidate import FAILED, Candidate
+from remat_jax.planning.candidate import FAILED, StepCandidate
 from remat_jax.planning.problem import Described
 from remat_jax.policy import LayerPolicies, Policy
 from remat_jax.solver.groups import GroupedLayer, Grouping, groupings
@@ -19,8 +19,8 @@ MOST_GROUPED = 2
 
 
 def grouped_candidates(
-    workload: Workload, described: Described, full: Candidate, full_bytes: int, budget: int
-) -> list[Candidate]:
+    workload: Workload, described: Described, full: StepCandidate, full_bytes: int, budget: int
+) -> list[StepCandidate]:
     """Ways to group the layers that are predicted to fit, the fastest and the leanest; the leanest where none is.
 
     Empty where the blocks are of several kinds or in nested loops.
@@ -41,12 +41,12 @@ def grouped_candidates(
     return [_candidate(full, one) for one in dict.fromkeys(chosen)][:MOST_GROUPED]
 
 
-def _candidate(full: Candidate, grouping: Grouping) -> Candidate:
+def _candidate(full: StepCandidate, grouping: Grouping) -> StepCandidate:
     policies = LayerPolicies.of([Policy.parse(_INSIDE)] * grouping.layers, groups=grouping.groups)
     # A group keeps one input: each of its layers counts with its part of that.
     kept = round(full.loads[0].saved * len(grouping.groups) / grouping.grouped)
     grouped = tuple(replace(load, saved=kept) for load in full.loads[: grouping.grouped])
-    return Candidate(
+    return StepCandidate(
         name=str(policies),
         loads=grouped + full.loads[grouping.grouped :],
         seconds=grouping.extra_seconds,

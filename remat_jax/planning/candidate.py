@@ -12,7 +12,7 @@ from remat_jax.planning.fitting import Loads
 
 
 @dataclass(frozen=True)
-class Candidate:
+class StepCandidate:
     """A way to run the step.
 
     Attributes:
@@ -52,7 +52,7 @@ class Candidate:
         """In host memory, estimated."""
         return sum(load.away for load in self.loads)
 
-    def is_same(self, other: Candidate) -> bool:
+    def is_same(self, other: StepCandidate) -> bool:
         """Whether the two are one and the same program, as far as can be told."""
         alike = (self.name == "off") == (other.name == "off") and (self.loads, self.cuts, self.inside) == (
             other.loads,
@@ -85,11 +85,11 @@ class Compiled:
 class Tried:
     """A candidate that was compiled, and what had been expected of it."""
 
-    candidate: Candidate
+    candidate: StepCandidate
     compiled: Compiled
     predicted_bytes: int
 
 
-Own = Callable[[Choices], Candidate]
-Recut = Callable[[Candidate, Cuts], Candidate]
+Own = Callable[[Choices], StepCandidate]
+Recut = Callable[[StepCandidate, Cuts], StepCandidate]
 """The same candidate with its scans cut at these places, as far as there is a scan, and nowhere else between equal blocks."""

@@ -13,11 +13,11 @@ from remat_jax.apply.replaced import AS_WRITTEN
 from remat_jax.errors import BlockError, CompileError, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.compiler import Sizes, compile_programs
-from remat_jax.memory.compile.exporting import Program, export_step
+from remat_jax.memory.compile.exporting import ExportedProgram, export_step
 from remat_jax.memory.compile.process import Children
 from remat_jax.memory.compile.tuned_kernels import Kernels
 from remat_jax.memory.measure import is_miscompiled
-from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Tried
+from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate, Tried
 from remat_jax.planning.problem import Described
 from remat_jax.planning.search import MOST_COMPILED, SIDE_BY_SIDE
 from remat_jax.planning.translate import policies_of
@@ -63,7 +63,7 @@ class Compiler:
         return time.monotonic() + 2 * self._tracing > self.deadline
 
     def compile(
-        self, candidates: Sequence[Candidate], best: Tried | None, *, memory_limit: int | None = None
+        self, candidates: Sequence[StepCandidate], best: Tried | None, *, memory_limit: int | None = None
     ) -> list[Compiled]:
         """What the compiler says of candidates; nothing where the time is up and something fits already.
 
@@ -105,7 +105,7 @@ class Compiler:
             raise fatal[0]
 
     def _asked(
-        self, pool: ThreadPoolExecutor, children: Children, key: str, candidate: Candidate, memory_limit: int | None
+        self, pool: ThreadPoolExecutor, children: Children, key: str, candidate: StepCandidate, memory_limit: int | None
     ) -> Future[Sizes]:
         """The sizes of a candidate's step, once it is compiled; it is traced here."""
         begin = time.monotonic()
@@ -118,16 +118,16 @@ class Compiler:
         self._tracing = max(self._tracing, time.monotonic() - begin)
         return pool.submit(self._sizes, program, children, memory_limit)
 
-    def _sizes(self, program: Program, children: Children, memory_limit: int | None) -> Sizes:
+    def _sizes(self, program: ExportedProgram, children: Children, memory_limit: int | None) -> Sizes:
         left = max(1.0, self.deadline - time.monotonic())
         given: dict[str, Any] = {"memory_limit": memory_limit, "kernels": self.kernels, "children": children}
         return compile_programs([program], self.target, timeout=left, **given)[program.key]
 
-    def _step(self, candidate: Candidate) -> Any:
+    def _step(self, candidate: StepCandidate) -> Any:
         return self.workload.step("off" if candidate.name in ("off", AS_WRITTEN) else policies_of(self.described, candidate))
 
     @staticmethod
-    def _seen(candidate: Candidate, sizes: Sizes) -> Compiled:
+    def _seen(candidate: StepCandidate, sizes: Sizes) -> Compiled:
         wrong = candidate.host_bytes > 0 and is_miscompiled(sizes)
         return Compiled(sizes.device, sizes.host, sound=not wrong, sizes=sizes)
 

@@ -12,10 +12,10 @@ from remat_jax.cost.cost import Cost, flat_cost
 from remat_jax.cost.flat import Array, FlatEqn
 from remat_jax.cost.kernels import Work
 from remat_jax.memory.shares import Shares
-from remat_jax.planning.program import Program
+from remat_jax.planning.program import BlockProgram
 
 
-def divided(program: Program, shares: Shares) -> Program:
+def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
     """A program like `program` with the bytes and the work of one device; `program` itself stays as it is.
 
     The compiler's shares of residuals hold for them. Arrays between them are divided like what is made from them or what they
@@ -46,7 +46,7 @@ def divided(program: Program, shares: Shares) -> Program:
     return replace(program, forward=forward, backward=_backward(program, _ratios(after, before)))
 
 
-def _backward(program: Program, work: Mapping[str, float]) -> Cost:
+def _backward(program: BlockProgram, work: Mapping[str, float]) -> Cost:
     """The backward pass by the arrays of its kernels; of the operations as much is left, `work` by dtype, as of the forward's.
 
     How a gradient between two residuals is divided is not known; each product of the forward pass has two in the backward pass.
@@ -58,7 +58,7 @@ def _backward(program: Program, work: Mapping[str, float]) -> Cost:
     return _scaled(found, rest, 1.0)
 
 
-def _copied(program: Program) -> Program:
+def _copied(program: BlockProgram) -> BlockProgram:
     """The same program with arrays of its own, whose shares may be set."""
     copies: dict[Array, Array] = {}
     flat, backward = (one.copied(copies) for one in (program.flat, program.backward_program))
@@ -83,7 +83,7 @@ def _constants(eqns: Iterable[FlatEqn]) -> set[Array]:
     return found
 
 
-def gathered_bytes(program: Program) -> int:
+def gathered_bytes(program: BlockProgram) -> int:
     """The parameters that one block reads, whole."""
     parameters = set(program.flat.inputs) - set(program.inputs.values())
     return sum(math.prod(one.aval.shape) * compat.itemsize(one.aval.dtype) for one in parameters if hasattr(one.aval, "dtype"))

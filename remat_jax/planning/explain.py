@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat_jax.planning.plan_data import CUT_SHORT, PlanData
-from remat_jax.planning.point import Part, Point, Row
+from remat_jax.planning.point import LayerRow, Part, Point
 from remat_jax.report.tables import format_bytes, format_estimate, table
 
 GIB = 2**30
@@ -126,7 +126,7 @@ def next_gib(plan: PlanData) -> str:
     return f"The next {more} would buy {said_time(plan, plan.next_gib_seconds)} a step ({share:.2g} %), by the estimate."
 
 
-def ranked(rows: Sequence[Row]) -> list[Row]:
+def ranked(rows: Sequence[LayerRow]) -> list[LayerRow]:
     """Rows as people want to read them: what is kept, then what is not, the largest first."""
     order = ("save", "offload", "recompute")
     return sorted(rows, key=lambda row: (order.index(row.action), -row.bytes, row.residual))
@@ -139,7 +139,7 @@ def _compiled(plan: PlanData) -> str:
 def _lines(part: Part, plan: PlanData) -> list[str]:
     """A line for each residual that matters, and one for all others of the same action."""
     least = _SMALL * max((row.bytes for row in part.rows), default=0)
-    lines, small = [], dict[str, list[Row]]()
+    lines, small = [], dict[str, list[LayerRow]]()
     for row in ranked(part.rows):
         if row.bytes < least:
             small.setdefault(row.action, []).append(row)
@@ -161,7 +161,7 @@ def _what(part: Part) -> str:
     return "; ".join(said) or part.policy
 
 
-def _why(row: Row, part: Part, plan: PlanData) -> str:
+def _why(row: LayerRow, part: Part, plan: PlanData) -> str:
     price = "it cannot be computed again" if row.seconds is None else f"computing it again takes {_price(row, plan)}"
     if row.action == "offload":
         compute = f"the layer's compute ({said_time(plan, part.forward_seconds)} forward)"
@@ -171,7 +171,7 @@ def _why(row: Row, part: Part, plan: PlanData) -> str:
     return price
 
 
-def _price(row: Row, plan: PlanData) -> str:
+def _price(row: LayerRow, plan: PlanData) -> str:
     if not row.seconds:
         return "no time of its own"
     per_gib = f", {said_time(plan, row.seconds * GIB / row.bytes)} for each GiB" if row.bytes else ""

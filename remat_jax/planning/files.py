@@ -15,7 +15,7 @@ from remat_jax.errors import ArgumentError, PlanningError, RematError
 from remat_jax.memory.compile.limit import OPTION
 from remat_jax.planning.model import Model, block_key, find_block
 from remat_jax.planning.plan_data import PlanData
-from remat_jax.planning.point import Part, Point, Row
+from remat_jax.planning.point import LayerRow, Part, Point
 from remat_jax.policy import LayerPolicies, Policy
 from remat_jax.reading import read_limited
 from remat_jax.report.document import write_whole
@@ -206,7 +206,7 @@ def _parts(data: list[Any]) -> tuple[Part, ...]:
     for one in data:
         # Plans of before did not say how far apart the layers are: 1.
         values = _fields({"every": 1, **one} if isinstance(one, dict) else one, _PART, "a part")
-        found.append(Part(**values | {"rows": tuple(Row(**_fields(row, _ROW, "a residual")) for row in values["rows"])}))
+        found.append(Part(**values | {"rows": tuple(LayerRow(**_fields(row, _ROW, "a residual")) for row in values["rows"])}))
     return tuple(found)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import islice
 
-from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Tried
+from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate, Tried
 from remat_jax.planning.fitting import Seen, fitted, predicted
 from remat_jax.solver import Stack
 
@@ -33,7 +33,7 @@ class Fit:
         self.tried: list[Tried] = []
         self._fitted: dict[tuple[int, float, bool], Stack] = {}
 
-    def learn(self, candidates: Sequence[Candidate], compiled: Sequence[Compiled]) -> None:
+    def learn(self, candidates: Sequence[StepCandidate], compiled: Sequence[Compiled]) -> None:
         """Enter what the compiler said of candidates."""
         expected = [self.expected(one) for one in candidates]
         self.tried += map(Tried, candidates, compiled, expected)
@@ -62,7 +62,7 @@ class Fit:
         found = tried.compiled
         return found.sound and found.device_bytes <= self.budget and found.host_bytes <= self.host_budget
 
-    def known(self, candidate: Candidate) -> Tried | None:
+    def known(self, candidate: StepCandidate) -> Tried | None:
         """What the compiler said of a candidate, if it was asked."""
         return next((one for one in self.tried if one.candidate.is_same(candidate)), None)
 
@@ -92,12 +92,12 @@ class Fit:
             self._fitted[key] = fitted(self.guess, seen, size)
         return self._fitted[key]
 
-    def is_cut(self, candidate: Candidate) -> bool:
+    def is_cut(self, candidate: StepCandidate) -> bool:
         """Whether layers of one kind follow different policies, or a scan is cut between them."""
         loads = iter(candidate.loads)
         return bool(candidate.cuts) or any(len(set(islice(loads, block.repeats))) > 1 for block in self.guess.blocks)
 
-    def expected(self, candidate: Candidate, stack: Stack | None = None) -> int:
+    def expected(self, candidate: StepCandidate, stack: Stack | None = None) -> int:
         """The device bytes of a candidate: compiled where it was, else predicted."""
         known = self.known(candidate)
         if known is not None:
@@ -106,7 +106,7 @@ class Fit:
             return candidate.expected_bytes
         return round(predicted(stack or self.stack, candidate.loads))
 
-    def least_expected(self, candidate: Candidate, stack: Stack | None = None) -> float:
+    def least_expected(self, candidate: StepCandidate, stack: Stack | None = None) -> float:
         """The same, less what XLA may recompute by itself under `off`, where there are no checkpoints."""
         expected = float(self.expected(candidate, stack))
         if candidate.name == "off" and self.known(candidate) is None:
@@ -119,18 +119,18 @@ class Fit:
         seen = [one for one in self.tried[_FITTED:] if not one.candidate.name and one.compiled.device_bytes < FAILED]
         return abs(seen[-1].predicted_bytes - seen[-1].compiled.device_bytes) if seen else math.inf
 
-    def is_surely_over(self, candidate: Candidate, stack: Stack) -> bool:
+    def is_surely_over(self, candidate: StepCandidate, stack: Stack) -> bool:
         """Whether a candidate that was not compiled needs more than the budget, by twice what predictions have missed."""
         return self.expected(candidate, stack) - self.budget > max(2 * self.missed, _OVER * self.budget)
 
-    def shown(self, candidate: Candidate, stack: Stack | None = None) -> int:
+    def shown(self, candidate: StepCandidate, stack: Stack | None = None) -> int:
         """The same, predicted as exactly as the compiled step of the nearest size allows; `stack` is `self.stack`."""
         known = self.known(candidate)
         if known is not None:
             return known.compiled.device_bytes
         return round(predicted(self.around(predicted(stack or self.stack, candidate.loads)), candidate.loads))
 
-    def may_fit(self, one: Candidate) -> bool:
+    def may_fit(self, one: StepCandidate) -> bool:
         """Whether its arguments and what it keeps do not exceed the budget; of `off` half, much of which XLA recomputes."""
         share = _OFF_SHARE if one.name == "off" else 1
         return self.arguments + sum(load.saved for load in one.loads) * share <= self.budget

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from remat_jax.planning.candidate import FAILED, Candidate, Tried
+from remat_jax.planning.candidate import FAILED, StepCandidate, Tried
 from remat_jax.planning.fit import Fit
 
 TELLS = 0.04
@@ -45,11 +45,11 @@ class Times:
         found = [seconds / traced for seconds, traced in pairs if traced > 0]
         return statistics.median(found) if found else 1.0
 
-    def traced(self, candidate: Candidate) -> float:
+    def traced(self, candidate: StepCandidate) -> float:
         """By the traced program."""
         return self.traced_base + candidate.seconds
 
-    def of(self, candidate: Candidate) -> tuple[float, bool]:
+    def of(self, candidate: StepCandidate) -> tuple[float, bool]:
         """The seconds of a step, and whether they are of its compiled schedule."""
         known = self.fit.known(candidate)
         if known is not None and self.compiled and known.compiled.seconds:
@@ -109,5 +109,5 @@ def _name(tried: Tried) -> str:
     return tried.candidate.name or "a mix of policies"
 
 
-def _complexity(candidate: Candidate) -> tuple[bool, bool]:
+def _complexity(candidate: StepCandidate) -> tuple[bool, bool]:
     return not candidate.name or bool(candidate.inside), candidate.host_bytes > 0

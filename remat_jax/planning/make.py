@@ -23,7 +23,7 @@ from remat_jax.memory.measure import DEFAULT_TIMEOUT, UNTILED, check_timeout
 from remat_jax.planning.as_written import as_written, counted_flops
 from remat_jax.planning.below_full import grouped_candidates
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
-from remat_jax.planning.candidate import Candidate, Tried
+from remat_jax.planning.candidate import StepCandidate, Tried
 from remat_jax.planning.compiling import Compiler, Progress, first_sentence, one_line
 from remat_jax.planning.fit import Fit
 from remat_jax.planning.holders import argument_bytes, check_arguments_fit, infeasible
@@ -282,13 +282,13 @@ class _Making:
         """The best, or the named policy that would be faster, was not compiled yet, and is predicted to need least of these."""
         return self._one_more(best, self.proposals.unknown(best))
 
-    def _one_more(self, best: Tried, asked: Sequence[Candidate]) -> Tried:
+    def _one_more(self, best: Tried, asked: Sequence[StepCandidate]) -> Tried:
         """The best after one compilation more, of the first that is asked for, while time is left."""
         if asked and not self.compiler.is_over:
             self.fit.learn(asked[:1], self.compiler.compile(asked[:1], best))
         return self.fit.best or best
 
-    def _grouped(self, *, compiled: bool) -> list[Candidate]:
+    def _grouped(self, *, compiled: bool) -> list[StepCandidate]:
         """Ways to group the layers, judged by the step under `full`, compiled or else as predicted."""
         full = next((one for one in self.proposals.named if one.name == "full"), None)
         if full is None or (compiled and self.fit.known(full) is None):
@@ -299,7 +299,7 @@ class _Making:
         return time.monotonic() > self.deadline
 
     @staticmethod
-    def _is_best(candidate: Candidate, best: Tried | None) -> bool:
+    def _is_best(candidate: StepCandidate, best: Tried | None) -> bool:
         return best is not None and best.candidate.is_same(candidate)
 
     def _note(self, searched: Tried, best: Tried) -> None:
@@ -345,7 +345,7 @@ class _Making:
         )
         return replace(found, stack=replace(stack, blocks=blocks, link=None if all(scanned) else stack.link))
 
-    def _named(self) -> tuple[list[Candidate], list[Point]]:
+    def _named(self) -> tuple[list[StepCandidate], list[Point]]:
         """The named policies as candidates; those that are not legal here as points with a remark."""
         able, remarks = [], []
         for name, meant in NAMED.items():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from remat_jax import solver
 from remat_jax.cost.cost import HasSeconds, is_pass
 from remat_jax.cost.flat import Array, FlatEqn, region
-from remat_jax.planning.program import Program
+from remat_jax.planning.program import BlockProgram
 
 SMALL = 0.01
 """Residuals below this share of the largest are decided on together."""
@@ -66,7 +66,7 @@ class Node:
         return f"{self.names[0]} ({self.others + 1})" if self.others else self.names[0]
 
 
-def nodes(program: Program) -> list[Node]:
+def nodes(program: BlockProgram) -> list[Node]:
     """The residuals of `program` that a policy may choose among, in the order of execution.
 
     What backward does not read stands between others, and is not worth keeping where another choice is as good:
@@ -90,7 +90,7 @@ def nodes(program: Program) -> list[Node]:
     return found
 
 
-def _all_nodes(program: Program) -> list[Node]:
+def _all_nodes(program: BlockProgram) -> list[Node]:
     free = program.free
     needed = set(program.needed)
     of: dict[Array, Node] = {}
@@ -138,7 +138,7 @@ def _children(found: Sequence[Node]) -> dict[Node, list[Node]]:
     return result
 
 
-def _leave_out(program: Program, found: list[Node]) -> None:
+def _leave_out(program: BlockProgram, found: list[Node]) -> None:
     changed = True
     while changed:
         changed = False
@@ -169,20 +169,20 @@ def _is_beaten(node: Node, children: Sequence[Node]) -> bool:
     return not node.is_input and sum(child.bytes for child in children) <= node.bytes
 
 
-def _between(program: Program, node: Node, found: Sequence[Node]) -> list[FlatEqn]:
+def _between(program: BlockProgram, node: Node, found: Sequence[Node]) -> list[FlatEqn]:
     """The equations that compute `node` from the other nodes."""
     given = {array for other in found if other is not node for array in other.members}
     return region(program.flat.eqns, node.members, given | program.free | set(program.flat.inputs))
 
 
-def _is_one_pass(program: Program, node: Node, found: Sequence[Node]) -> bool:
+def _is_one_pass(program: BlockProgram, node: Node, found: Sequence[Node]) -> bool:
     large = [parent for parent in node.parents if parent.bytes > SMALL * node.bytes]
     if node.is_input or len(large) != 1 or large[0].bytes > node.bytes:
         return False
     return all(is_pass(one) for one in _between(program, node, found))
 
 
-def _is_view_of_parent(program: Program, node: Node, found: Sequence[Node]) -> bool:
+def _is_view_of_parent(program: BlockProgram, node: Node, found: Sequence[Node]) -> bool:
     """Whether it is another view of one parent that is as large or smaller, so that it never pays to keep both."""
     if node.is_input or len(node.parents) != 1:
         return False
@@ -190,7 +190,7 @@ def _is_view_of_parent(program: Program, node: Node, found: Sequence[Node]) -> b
     return parent.bytes <= node.bytes and all(one.primitive in _MOVES for one in _between(program, node, found))
 
 
-def _together(program: Program, found: list[Node]) -> None:
+def _together(program: BlockProgram, found: list[Node]) -> None:
     """Join what is decided on together, as far as no other lies on the way from one to the other."""
     least = _small(program, found)
     small = {node for node in found if node.bytes < least and not node.is_input}
@@ -216,7 +216,7 @@ def _together(program: Program, found: list[Node]) -> None:
         next((into for into in waiting[:place] if into in found and _join(node, into, found)), None)
 
 
-def _small(program: Program, found: Sequence[Node]) -> float:
+def _small(program: BlockProgram, found: Sequence[Node]) -> float:
     """The bytes below which a residual is small.
 
     What a checkpoint inside the block is there to compute again is no measure: beside the scores of a long attention, which
@@ -233,7 +233,7 @@ def _hosts(node: Node, found: Sequence[Node], small: set[Node], sources: dict[No
     return [one for one in (*beside, *near) if one.needed and one not in small and not one.is_input]
 
 
-def _is_pass_from(program: Program, node: Node, large: Sequence[Node]) -> bool:
+def _is_pass_from(program: BlockProgram, node: Node, large: Sequence[Node]) -> bool:
     return all(is_pass(one) for one in _between(program, node, large))
 
 
@@ -266,7 +266,7 @@ def _leads_by_way(start: Node, end: Node, found: Sequence[Node]) -> bool:
     return False
 
 
-def residual(program: Program, node: Node, found: Sequence[Node], rates: HasSeconds) -> solver.Residual:
+def residual(program: BlockProgram, node: Node, found: Sequence[Node], rates: HasSeconds) -> solver.ResidualCosts:
     """`node` as a solver sees it: what computing it again takes once its parents are there."""
     seconds = None
     if not node.is_input:
@@ -275,7 +275,7 @@ def residual(program: Program, node: Node, found: Sequence[Node], rates: HasSeco
     # and where the layers are scanned XLA refuses to compile its copies: "Expected instruction to have shape equal to".
     movable = any(getattr(array.aval, "shape", ()) and array.bytes for array in node.members)
     movable &= program.own.isdisjoint(node.members)
-    return solver.Residual(
+    return solver.ResidualCosts(
         node.name,
         float(node.bytes),
         seconds,

@@ -7,7 +7,7 @@ from typing import Any
 
 from remat_jax.hardware import Target
 from remat_jax.hardware.rates import Rates
-from remat_jax.planning.candidate import FAILED, Candidate, Tried
+from remat_jax.planning.candidate import FAILED, StepCandidate, Tried
 from remat_jax.planning.choices import runs
 from remat_jax.planning.fitting import singles
 from remat_jax.planning.last_word import Times
@@ -37,7 +37,7 @@ def outcome(
     fit = times.fit
     stack = fit.stack
 
-    def point(candidate: Candidate) -> Point:
+    def point(candidate: StepCandidate) -> Point:
         known, (seconds, timed) = fit.known(candidate), times.of(candidate)
         return Point(
             candidate.name,
@@ -76,7 +76,7 @@ def outcome(
     }
 
 
-def parts_of(described: Described, stack: Stack, candidate: Candidate) -> tuple[Part, ...]:
+def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tuple[Part, ...]:
     """What the layers do, a part for each run of equal ones."""
     kinds = {block.name: kind for block, kind in zip(stack.blocks, described.kinds, strict=True)}
     blocks = singles(stack)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerRow:
     """What happens to one residual in a run of equal layers.
 
     Attributes:
@@ -46,7 +46,7 @@ class Part:
     saved_bytes: int
     offloaded_bytes: int
     recomputed_bytes: int
-    rows: tuple[Row, ...]
+    rows: tuple[LayerRow, ...]
     forward_seconds: float
     backward_seconds: float
     recompute_seconds: float

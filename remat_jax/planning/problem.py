@@ -21,12 +21,12 @@ from remat_jax.memory.shares import DEFAULT_TIMEOUT, Shares, residual_shares
 from remat_jax.planning.blocks import Call, calls
 from remat_jax.planning.division import divided, gathered_bytes
 from remat_jax.planning.nodes import Node, nodes, residual
-from remat_jax.planning.program import Price, Program, block_program
+from remat_jax.planning.program import BlockProgram, Price, block_program
 from remat_jax.planning.selectors import selectors
 from remat_jax.planning.working_set import working_bytes
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy
 from remat_jax.train.traced import device_bytes
-from remat_jax.workload import Step, Workload
+from remat_jax.workload import TrainingStep, Workload
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Kind:
     paths: tuple[str, ...]
     residuals: tuple[str, ...]
     members: tuple[tuple[str, ...], ...]
-    program: Program = field(repr=False, compare=False)
+    program: BlockProgram = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def describe(
     return Described(stack, tuple(kinds), outside, rates)
 
 
-def _kind(number: int, same: Sequence[Call], program: Program, chosen: Sequence[Node]) -> Kind:
+def _kind(number: int, same: Sequence[Call], program: BlockProgram, chosen: Sequence[Node]) -> Kind:
     first, key = same[0].layers(), same[0].key
     path = {layer: call.path for call in same for layer in call.layers()}
     # Equal calls that take turns in one scan fill each other's gaps.
@@ -163,7 +163,7 @@ def _kind(number: int, same: Sequence[Call], program: Program, chosen: Sequence[
 
 
 def _block(
-    kind: Kind, program: Program, chosen: Sequence[Node], rates: Rates, working: Working | None, gathered: int
+    kind: Kind, program: BlockProgram, chosen: Sequence[Node], rates: Rates, working: Working | None, gathered: int
 ) -> solver.Block:
     needs = working_bytes(program) + gathered if working is None else working
     if callable(needs):
@@ -180,7 +180,7 @@ def _block(
     )
 
 
-def _fixed_bytes(workload: Workload, step: Step, kinds: Sequence[Kind], shares: Shares | None, target: Target) -> float:
+def _fixed_bytes(workload: Workload, step: TrainingStep, kinds: Sequence[Kind], shares: Shares | None, target: Target) -> float:
     """Arguments, gradients, and what is kept outside of the blocks: all that is kept, less what the blocks keep."""
     inside = 0
     for kind in kinds:

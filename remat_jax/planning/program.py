@@ -39,7 +39,7 @@ class Price:
 
 
 @dataclass(eq=False)
-class Program:
+class BlockProgram:
     """One block's forward computation of what its backward pass reads, with everything saved.
 
     Attributes:
@@ -177,7 +177,7 @@ def _moved(name: str, path: str, to: str) -> str:
     return to + name[len(path) :] if name.startswith((path + ":", path + "/")) else name
 
 
-def _all_names(program: Program) -> frozenset[str]:
+def _all_names(program: BlockProgram) -> frozenset[str]:
     return frozenset(name for array in program.arrays for name in array.names) - frozenset(program.inputs)
 
 
@@ -201,14 +201,14 @@ def _inside(jaxpr: Any) -> int:
 _EVERYTHING = Policy.parse("everything")
 
 
-def block_program(call: Call) -> Program:
+def block_program(call: Call) -> BlockProgram:
     """The program of the block that `call` calls.
 
     A block that no trained parameter reaches has no backward pass, and needs nothing for it.
     """
     if not any(call.live):
         only_inputs = Flat(tuple(Array(aval) for aval in call.in_avals), (), ())
-        return Program(call, only_inputs, _cost(call), Cost(), {}, Flat((), (), ()))
+        return BlockProgram(call, only_inputs, _cost(call), Cost(), {}, Flat((), (), ()))
     block = replace(call.block, policy=_EVERYTHING)
     with contextlib.ExitStack() as stack:
         for around in call.within:
@@ -229,7 +229,7 @@ def block_program(call: Call) -> Program:
         if name in block.named.candidates and block.named.candidates[name].is_input
     }
     costs = _cost(call), jaxpr_cost(backward)
-    return Program(call, flat, *costs, inputs, flatten(compat.dce(backward)), own, dropped)
+    return BlockProgram(call, flat, *costs, inputs, flatten(compat.dce(backward)), own, dropped)
 
 
 def _cost(call: Call) -> Cost:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.planning.candidate import FAILED, Candidate, Own, Recut, Tried
+from remat_jax.planning.candidate import FAILED, Own, Recut, StepCandidate, Tried
 from remat_jax.planning.choices import Cuts, block_policies, borders, one_residual_more, together
 from remat_jax.planning.fit import Fit
 from remat_jax.planning.fitting import predicted, singles
@@ -30,7 +30,7 @@ class Proposals:
     """
 
     def __init__(
-        self, fit: Fit, named: Sequence[Candidate], own: Own, recut: Recut | None = None, most_runs: int | None = None
+        self, fit: Fit, named: Sequence[StepCandidate], own: Own, recut: Recut | None = None, most_runs: int | None = None
     ) -> None:
         self.fit, self.named, self.own = fit, tuple(named), own
         self._recut = recut if most_runs != 1 else None
@@ -38,7 +38,7 @@ class Proposals:
         self.worth = WORTH_COMPILING * fit.guess.base_seconds
         self._solvers: dict[tuple[Stack, int], StackSolver] = {}
 
-    def solve(self, stack: Stack, budget: float, *, most_runs: int | None = None) -> Candidate | None:
+    def solve(self, stack: Stack, budget: float, *, most_runs: int | None = None) -> StepCandidate | None:
         """The planner's fastest within `budget`, of as many runs as the search may have or fewer; None where nothing fits.
 
         Where it offloads, the fastest without the host is asked for too: the solver adds up what residuals cost one by one,
@@ -50,7 +50,7 @@ class Proposals:
         here = self._solved_within(stack, budget, 0.0, most_runs)
         return found if here is None or found.seconds <= here.seconds else here
 
-    def _solved_within(self, stack: Stack, budget: float, host_budget: float, most_runs: int | None) -> Candidate | None:
+    def _solved_within(self, stack: Stack, budget: float, host_budget: float, most_runs: int | None) -> StepCandidate | None:
         try:
             plan = self._solver(stack, most_runs or self._most_runs).plan(budget, host_budget)
         except InfeasibleBudget:
@@ -72,7 +72,7 @@ class Proposals:
         """Seconds over keeping everything that no plan within both budgets is below, by the stack as it is fitted now."""
         return self._solver(self.fit.stack, self._most_runs).bound(self.fit.budget, self.fit.host_left)
 
-    def frontier(self, stack: Stack, points: int, is_over: Callable[[], bool]) -> list[Candidate]:
+    def frontier(self, stack: Stack, points: int, is_over: Callable[[], bool]) -> list[StepCandidate]:
         """The planner's plans at so many budgets, from the least to that of keeping everything; fewer once `is_over`."""
         if is_over():
             return []
@@ -82,7 +82,7 @@ class Proposals:
         budgets = [low + (high - low) * step / points for step in range(1, points + 1)]
         return [least, *filter(None, (self.solve(stack, budget) for budget in budgets if not is_over()))]
 
-    def least(self, stack: Stack) -> Candidate:
+    def least(self, stack: Stack) -> StepCandidate:
         """A plan that needs as little as can be told: what is kept counts in every block behind, the rest where it runs."""
         count = len(singles(stack))
         # A byte that is kept is there with the working sets of all blocks behind; how much that weighs depends on the shares.
@@ -92,7 +92,7 @@ class Proposals:
         able = [one for one in plans if one.host_bytes <= self.fit.host_left] or plans
         return min(able, key=lambda one: (predicted(stack, one.loads), one.seconds))
 
-    def _lean(self, stack: Stack, weight: float, *, offload: bool) -> Candidate:
+    def _lean(self, stack: Stack, weight: float, *, offload: bool) -> StepCandidate:
         choices: list[tuple[Choice, ...]] = []
         for block in stack.blocks:
             able = block if offload else block.without_offload()
@@ -105,7 +105,7 @@ class Proposals:
 
     # --- variants of what is known --------------------------------------------------------------------------------------
 
-    def unknown(self, best: Tried) -> list[Candidate]:
+    def unknown(self, best: Tried) -> list[StepCandidate]:
         """Named policies that were not compiled, would be faster than `best`, and might fit.
 
         What keeps too much by itself is not among them.
@@ -133,28 +133,28 @@ class Proposals:
         known = [self.fit.known(one) for one in self.least_more(best)]
         return all(one is not None and one.compiled.device_bytes < FAILED and not self.fit.fits(one) for one in known)
 
-    def least_more(self, best: Tried) -> list[Candidate]:
+    def least_more(self, best: Tried) -> list[StepCandidate]:
         """With one residual more that is worth it: the one that keeps fewest bytes, and the one predicted to need least.
 
         Those that are surely over the budget are left out.
         """
         stack, worth = self.fit.around(best.compiled.device_bytes), best.candidate.seconds - self.worth
         faster = [one for one in self.one_more(best.candidate) if one.seconds <= worth]
-        found: list[Candidate] = []
+        found: list[StepCandidate] = []
         for key in (lambda one: sum(load.saved for load in one.loads), lambda one: predicted(stack, one.loads)):
             least = min(faster, key=key, default=None)
             if least is not None and not any(least.is_same(one) for one in found):
                 found.append(least)
         return [one for one in found if self.fit.known(one) is not None or not self.fit.is_surely_over(one, stack)]
 
-    def one_more(self, found: Candidate) -> list[Candidate]:
+    def one_more(self, found: StepCandidate) -> list[StepCandidate]:
         """With one residual more in one of its runs, which stay cut as they are."""
         assert found.done is not None, "choices say what it does"
         kept = borders(self.fit.guess, found.done, found.cuts)
         options = [self.cut(self.own(one), kept) for one in one_residual_more(self.fit.guess, found.done, found.cuts)]
         return [one for one in options if one.seconds < found.seconds]
 
-    def without_host(self, found: Candidate) -> Candidate | None:
+    def without_host(self, found: StepCandidate) -> StepCandidate | None:
         """The candidate with what it offloads saved on the device; None where it offloads nothing, or what may not be saved."""
         if not found.host_bytes or found.done is None:
             return None
@@ -169,6 +169,6 @@ class Proposals:
         saved = tuple(tuple(Choice.SAVE if one is Choice.OFFLOAD else one for one in done) for done in found.done)
         return self.cut(self.own(saved), found.cuts)
 
-    def cut(self, candidate: Candidate, cuts: Cuts) -> Candidate:
+    def cut(self, candidate: StepCandidate, cuts: Cuts) -> StepCandidate:
         """The candidate with its scans cut at `cuts`, where there are any."""
         return candidate if self._recut is None else self._recut(candidate, cuts)

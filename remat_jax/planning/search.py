@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.planning.candidate import FAILED, Candidate, Compiled, Tried
+from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate, Tried
 from remat_jax.planning.fit import Fit
 from remat_jax.planning.fitting import predicted
 from remat_jax.planning.proposals import Proposals
 from remat_jax.solver import Stack
 
-Compile = Callable[[Sequence[Candidate], Tried | None], list[Compiled]]
+Compile = Callable[[Sequence[StepCandidate], Tried | None], list[Compiled]]
 """Compiles candidates side by side, told the best so far; an empty list ends the search."""
 
 MOST_COMPILED = 6
@@ -83,7 +83,7 @@ class Search:
                 self.fit.learn(new, compile_them(new, None))
         return self.fit.best is not None
 
-    def _named(self, name: str) -> list[Candidate]:
+    def _named(self, name: str) -> list[StepCandidate]:
         return [one for one in self.proposals.named if one.name == name]
 
     @property
@@ -108,7 +108,7 @@ class Search:
     def _much_is_left(self, best: Tried) -> bool:
         return self.fit.budget - best.compiled.device_bytes > _MUCH_LEFT * self.fit.budget
 
-    def unmoved(self, best: Tried | None) -> list[Candidate]:
+    def unmoved(self, best: Tried | None) -> list[StepCandidate]:
         """The best with what it offloads left on the device, where that may fit and was not compiled.
 
         What the compiler needs for copies can be more than they spare, and no step that makes them all shows it.
@@ -118,7 +118,7 @@ class Search:
             return []
         return [found]
 
-    def _wanted(self) -> list[Candidate]:
+    def _wanted(self) -> list[StepCandidate]:
         """What to compile next, side by side; empty where no better plan is to be expected."""
         stack, best = self.fit.stack, self.fit.best
         if best is not None and best.candidate.seconds <= 0:
@@ -130,13 +130,13 @@ class Search:
             found = self._with_leanest(stack, found)
         elif best is not None and not found:
             found = self._last(best)
-        new: list[Candidate] = []
+        new: list[StepCandidate] = []
         for one in found:
             if self.fit.known(one) is None and not any(one.is_same(other) for other in new):
                 new.append(one)
         return new[:SIDE_BY_SIDE]
 
-    def _better(self, stack: Stack, best: Tried | None) -> list[Candidate]:
+    def _better(self, stack: Stack, best: Tried | None) -> list[StepCandidate]:
         """What would be faster than the best and is expected to fit."""
         named = self._faster_named(best)
         fits = [one for one in named if self.fit.expected(one, stack) <= self.fit.budget]
@@ -147,7 +147,7 @@ class Search:
         much = best is not None and self._much_is_left(best) and self._most <= count < self._most + MORE_COMPILED - 1
         return found + (self._own(stack, best) if not kept or count < self._most or much else [])
 
-    def _last(self, best: Tried) -> list[Candidate]:
+    def _last(self, best: Tried) -> list[StepCandidate]:
         """What is left to be shown of the best.
 
         No plan for all layers alike is faster and fits, no residual more fits, no named policy is faster and fits.
@@ -155,7 +155,7 @@ class Search:
         found = self._uniform(best) or self._one_more(best)
         return [*found, *self.proposals.unknown(best)] if not found or len(self.fit.tried) < self._most - 1 else found
 
-    def _first(self, stack: Stack) -> list[Candidate]:
+    def _first(self, stack: Stack) -> list[StepCandidate]:
         """`off` where it may fit; else the fastest named policy that is predicted to fit, or the leanest, and a plan."""
         off = self._named("off")
         needs = predicted(stack, off[0].loads) if off else math.inf
@@ -166,12 +166,12 @@ class Search:
         named = sorted(fits, key=lambda one: one.seconds)[:1] or self._named("full")
         return [*named, *self._own(stack, None)] or [self.proposals.least(stack)]
 
-    def _with_leanest(self, stack: Stack, found: list[Candidate]) -> list[Candidate]:
+    def _with_leanest(self, stack: Stack, found: list[StepCandidate]) -> list[StepCandidate]:
         """The leanest too, while nothing fits: behind the others, and before them where no more can be compiled after these."""
         lean = [one for one in (self.proposals.least(stack), *self._named("full")) if self.fit.known(one) is None]
         return [*lean, *found] if len(self.fit.tried) >= self._most - SIDE_BY_SIDE else [*found, *lean]
 
-    def _faster_named(self, best: Tried | None) -> list[Candidate]:
+    def _faster_named(self, best: Tried | None) -> list[StepCandidate]:
         """Named policies that would be faster than the best and may fit, the fastest first."""
         stack, bound = self.fit.stack, best.candidate.seconds if best else math.inf
         able = [
@@ -183,14 +183,14 @@ class Search:
         ]
         return sorted(able, key=lambda one: one.seconds)
 
-    def _uniform(self, best: Tried) -> list[Candidate]:
+    def _uniform(self, best: Tried) -> list[StepCandidate]:
         """The fastest plan under which all layers of a kind do the same, where it is faster and may fit."""
         if not self._scanned:
             return []
         found = self._solved(self.fit.around(self.fit.budget, uncut=True), self.fit.budget, best, most_runs=1, worth=0.0)
         return [found] if found else []
 
-    def _own(self, stack: Stack, best: Tried | None) -> list[Candidate]:
+    def _own(self, stack: Stack, best: Tried | None) -> list[StepCandidate]:
         """The planner's plan at the budget; beside it one without a cut, or while predictions miss one half way to the best."""
         bold = self._solved(stack, self._within(self._share) if self.fit.tried else self.fit.budget, best)
         if bold is None and self._share < 1:
@@ -221,7 +221,7 @@ class Search:
 
     def _solved(
         self, stack: Stack, budget: float, best: Tried | None, *, most_runs: int | None = None, worth: float | None = None
-    ) -> Candidate | None:
+    ) -> StepCandidate | None:
         """The fastest within `budget` that was not compiled yet, and would be faster than the best by what that is worth."""
         least = math.inf if best is None else best.candidate.seconds - (self._worth if worth is None else worth)
         for _ in range(4):
@@ -243,7 +243,7 @@ class Search:
             )
         return None
 
-    def _one_more(self, best: Tried) -> list[Candidate]:
+    def _one_more(self, best: Tried) -> list[StepCandidate]:
         """The best with what still seems to fit saved as well; at least with one residual more.
 
         That one keeps fewest bytes of those that save time, or is taken to need least.
@@ -261,7 +261,7 @@ class Search:
                 return [found]
         return [one for one in self.proposals.least_more(best) if self.fit.known(one) is None][:1]
 
-    def _filled(self, best: Tried, room: float) -> Candidate:
+    def _filled(self, best: Tried, room: float) -> StepCandidate:
         """The best with one residual more after another, the best bargain first."""
         stack, found = self.fit.around(best.compiled.device_bytes), best.candidate
         while True:
@@ -270,5 +270,5 @@ class Search:
                 return found
             found = min(able, key=lambda one: one.seconds)
 
-    def _is_uncut_plan(self, candidate: Candidate) -> bool:
+    def _is_uncut_plan(self, candidate: StepCandidate) -> bool:
         return not candidate.name and not self.fit.is_cut(candidate)

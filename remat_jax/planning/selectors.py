@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from remat_jax.policy import Action, Policy, Rule
+from remat_jax.policy import Action, Policy, PolicyRule
 
 
 def selectors(chosen: Mapping[str, Sequence[str]], paths: Sequence[str], names: Sequence[str]) -> Policy:
@@ -43,7 +43,7 @@ def _policy(wanted: Sequence[tuple[str, str]]) -> Policy:
         if not rules or rules[-1][0] != word:
             rules.append((word, []))
         rules[-1][1].append(selector)
-    return Policy(tuple(Rule(Action(word), tuple(listed)) for word, listed in rules))
+    return Policy(tuple(PolicyRule(Action(word), tuple(listed)) for word, listed in rules))
 
 
 def _selector(name: str, path: str) -> str:

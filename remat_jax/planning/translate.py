@@ -10,11 +10,11 @@ from typing import Any
 from remat_jax.apply.audit import Audit
 from remat_jax.core import marks as marking
 from remat_jax.errors import PlanningError
-from remat_jax.planning.candidate import Candidate
+from remat_jax.planning.candidate import StepCandidate
 from remat_jax.planning.choices import Choices, Cuts, block_policies
 from remat_jax.planning.fitting import Load
 from remat_jax.planning.model import block_name
-from remat_jax.planning.point import Row
+from remat_jax.planning.point import LayerRow
 from remat_jax.planning.problem import Described, Kind, copy_seconds, extra_seconds, policy_of
 from remat_jax.policy import LayerPolicies, Policy, as_block_policy
 from remat_jax.solver import Block, BlockPolicy, Choice
@@ -22,7 +22,7 @@ from remat_jax.solver import Block, BlockPolicy, Choice
 Policies = dict[marking.Block, Any]
 
 
-def own_candidate(described: Described, choices: Choices) -> Candidate:
+def own_candidate(described: Described, choices: Choices) -> StepCandidate:
     """What a solver chose, priced like any policy. Layers of a kind with the same choices are priced once."""
     stack, loads, seconds, first = described.stack, list[Load](), 0.0, 0
     for kind, block in zip(described.kinds, stack.blocks, strict=True):
@@ -39,7 +39,7 @@ def own_candidate(described: Described, choices: Choices) -> Candidate:
             seconds += count * (price.seconds + copies)
             seconds += last - copies if first == len(choices) and one == chosen[-1] else 0.0
         loads += [load_of[one] for one in chosen]
-    return Candidate("", tuple(loads), seconds, choices)
+    return StepCandidate("", tuple(loads), seconds, choices)
 
 
 def _load(policy: BlockPolicy) -> Load:
@@ -47,7 +47,7 @@ def _load(policy: BlockPolicy) -> Load:
     return Load(round(policy.saved_bytes - policy.block.input_bytes), again, round(policy.host_bytes))
 
 
-def recut(described: Described, candidate: Candidate, cuts: Cuts) -> Candidate:
+def recut(described: Described, candidate: StepCandidate, cuts: Cuts) -> StepCandidate:
     """The same choices with scans cut at `cuts`: where there is a scan, between blocks that do the same."""
     choices = candidate.choices
     assert choices is not None, "a named policy is one for all layers"
@@ -60,7 +60,7 @@ def recut(described: Described, candidate: Candidate, cuts: Cuts) -> Candidate:
     return replace(candidate, cuts=tuple(kept))
 
 
-def named_candidate(described: Described, name: str) -> Candidate:
+def named_candidate(described: Described, name: str) -> StepCandidate:
     """A named policy, `off` included.
 
     Raises:
@@ -78,13 +78,13 @@ def named_candidate(described: Described, name: str) -> Candidate:
         price = kind.program.price(meant, described.rates)
         again = max(0, round(sum(one.bytes for one in block.residuals if one.needed)) - price.saved_bytes - price.host_bytes)
         loads += [Load(price.saved_bytes, again, price.host_bytes)] * block.repeats
-    found = Candidate(name, tuple(loads), extra_seconds(described, meant))
+    found = StepCandidate(name, tuple(loads), extra_seconds(described, meant))
     like = None if name == "off" else _like(described, found)
     # What is only made on the way to others is computed again under a named policy, too: the same program has the same loads.
     return found if like is None else replace(found, like=like, loads=own_candidate(described, like).loads)
 
 
-def _like(described: Described, named: Candidate) -> Choices | None:
+def _like(described: Described, named: StepCandidate) -> Choices | None:
     chosen: list[tuple[Choice, ...]] = []
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
         names = [one.name for one in block.residuals]
@@ -103,7 +103,7 @@ def _like(described: Described, named: Candidate) -> Choices | None:
     return tuple(chosen) if alike else None
 
 
-def policies_of(described: Described, candidate: Candidate) -> Policies:
+def policies_of(described: Described, candidate: StepCandidate) -> Policies:
     """Block → policy, or a policy for each layer where they differ."""
     choices, cuts = candidate.choices, candidate.cuts
     if choices is None:
@@ -131,7 +131,7 @@ def _one_or_many(key: marking.Block, layers: dict[int, Policy], cuts: list[int])
     return LayerPolicies.of([layers[position] for position in range(len(layers))], cuts)
 
 
-def text_of(kind: Kind, block: Block, candidate: Candidate, at: int) -> str:
+def text_of(kind: Kind, block: Block, candidate: StepCandidate, at: int) -> str:
     """What the block at a position does, as text."""
     if candidate.choices is None:
         return candidate.name
@@ -139,7 +139,7 @@ def text_of(kind: Kind, block: Block, candidate: Candidate, at: int) -> str:
     return found.name or str(found)
 
 
-def recompute_seconds(described: Described, kind: Kind, block: Block, candidate: Candidate, at: int) -> float:
+def recompute_seconds(described: Described, kind: Kind, block: Block, candidate: StepCandidate, at: int) -> float:
     """What the block at a position computes again, priced as the whole policy is: a named one may keep other arrays, too."""
     if candidate.choices is not None:
         policy = policy_of(kind, BlockPolicy(block, candidate.choices[at]))
@@ -150,14 +150,14 @@ def recompute_seconds(described: Described, kind: Kind, block: Block, candidate:
     return kind.program.price(policy, described.rates).seconds + group
 
 
-def rows_of(kind: Kind, block: Block, candidate: Candidate, at: int) -> tuple[Row, ...]:
+def rows_of(kind: Kind, block: Block, candidate: StepCandidate, at: int) -> tuple[LayerRow, ...]:
     """What the block at a position does with its residuals; those that are neither kept nor made again are left out."""
     if candidate.choices is not None:
         actions = [choice.value for choice in candidate.choices[at]]
     else:
         actions = _actions(kind, block, candidate.of_a_layer)
     return tuple(
-        Row(_short(kind, one.name), action, round(one.bytes), one.seconds)
+        LayerRow(_short(kind, one.name), action, round(one.bytes), one.seconds)
         for one, action in zip(block.residuals, actions, strict=True)
         if action != Choice.UNUSED.value
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from remat_jax.cost.cost import materialised
 from remat_jax.cost.flat import Array
-from remat_jax.planning.program import Program
+from remat_jax.planning.program import BlockProgram
 
 
-def working_bytes(program: Program) -> int:
+def working_bytes(program: BlockProgram) -> int:
     """The most that is alive at once in the backward pass, run in the order in which JAX writes it down.
 
     Counted are the arrays that are in memory between two kernels, cotangents and gradients too; what the backward pass is

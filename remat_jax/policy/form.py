@@ -11,7 +11,7 @@ from remat_jax.errors import PolicyError
 from remat_jax.policy.rule import (
     Action,
     Candidate,
-    Rule,
+    PolicyRule,
     first_unreachable,
     is_automatic_glob,
     is_catch_all,
@@ -56,7 +56,7 @@ class Policy:
     ('dots', 'save: @dots')
     """
 
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[PolicyRule, ...] = ()
     default: Action = Action.RECOMPUTE
     checkpoint: bool = True
 
@@ -79,7 +79,7 @@ class Policy:
                 )
             default = rules[-1].action
         elif not rules or default is not Action.RECOMPUTE:
-            rules += (Rule(default, ("*",)),)
+            rules += (PolicyRule(default, ("*",)),)
         object.__setattr__(self, "rules", rules)
         object.__setattr__(self, "default", default)
 
@@ -208,7 +208,7 @@ class Policy:
             )
         for rule in data["rules"]:
             _check_keys(rule, ("action", "selectors"), "a rule of a policy")
-        return cls(tuple(Rule(**rule) for rule in data["rules"]), checkpoint=data["checkpoint"])
+        return cls(tuple(PolicyRule(**rule) for rule in data["rules"]), checkpoint=data["checkpoint"])
 
     def to_json(self) -> str:
         """``to_dict`` as one line of JSON."""
@@ -231,9 +231,9 @@ class Policy:
         return cls.from_dict(data)
 
 
-def _checked_rules(rules: object) -> tuple[Rule, ...]:
-    if not isinstance(rules, Sequence) or not all(isinstance(rule, Rule) for rule in rules):
-        raise PolicyError(f"Policy: rules={rules!r} is not a sequence of Rule; for a text, use Policy.parse.")
+def _checked_rules(rules: object) -> tuple[PolicyRule, ...]:
+    if not isinstance(rules, Sequence) or not all(isinstance(rule, PolicyRule) for rule in rules):
+        raise PolicyError(f"Policy: rules={rules!r} is not a sequence of PolicyRule; for a text, use Policy.parse.")
     unreachable = first_unreachable([selector for rule in rules for selector in rule.selectors])
     if unreachable:
         raise PolicyError(f"Policy: the selector {unreachable[1]}")
@@ -245,7 +245,7 @@ def _join(first: Policy, second: Policy) -> Policy:
         raise PolicyError(f"'{first} | {second}': 'off' means no checkpointing and cannot be joined; leave it out.")
     taken = set(first.selectors)
     kept = [(rule.action, [selector for selector in rule.selectors if selector not in taken]) for rule in second.rules]
-    rest = tuple(Rule(action, tuple(selectors)) for action, selectors in kept if selectors)
+    rest = tuple(PolicyRule(action, tuple(selectors)) for action, selectors in kept if selectors)
     if rest and is_catch_all(first.selectors[-1]):
         raise PolicyError(
             f"'{first} | {second}': {first.selectors[-1]!r} on the left takes every residual, so that "

@@ -53,7 +53,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Rule:
+class PolicyRule:
     """An action, and the selectors of the residuals that it applies to.
 
     ``action`` may be a word, and ``selectors`` any sequence of texts.
@@ -61,7 +61,7 @@ class Rule:
     Raises:
         PolicyError: an unknown action, no selectors, or a selector that cannot be written in a policy's text.
 
-    >>> str(Rule("save", ["@dots", "*attn/out*"]))
+    >>> str(PolicyRule("save", ["@dots", "*attn/out*"]))
     'save: @dots, *attn/out*'
     """
 
@@ -72,14 +72,14 @@ class Rule:
         object.__setattr__(self, "action", to_action(self.action))
         if isinstance(self.selectors, str) or not isinstance(self.selectors, Iterable):
             example = f"({self.selectors!r},)" if isinstance(self.selectors, str) else "('@dots',)"
-            raise PolicyError(f"Rule: selectors={self.selectors!r} is not a sequence of texts; write {example}.")
+            raise PolicyError(f"PolicyRule: selectors={self.selectors!r} is not a sequence of texts; write {example}.")
         object.__setattr__(self, "selectors", tuple(self.selectors))
         if not self.selectors:
-            raise PolicyError(f"Rule: selectors=() for {self.action.value!r}; give one or more, such as '@dots'.")
+            raise PolicyError(f"PolicyRule: selectors=() for {self.action.value!r}; give one or more, such as '@dots'.")
         for selector in self.selectors:
             wrong = what_is_wrong(selector)
             if wrong:
-                raise PolicyError(f"Rule: selector {selector!r} {wrong}")
+                raise PolicyError(f"PolicyRule: selector {selector!r} {wrong}")
 
     def __str__(self) -> str:
         return f"{self.action.value}: {', '.join(self.selectors)}"

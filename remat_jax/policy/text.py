@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from remat_jax.errors import PolicyError, UnknownPolicyError, nearest
-from remat_jax.policy.rule import Action, Rule, first_unreachable, to_action, what_is_wrong
+from remat_jax.policy.rule import Action, PolicyRule, first_unreachable, to_action, what_is_wrong
 
 OFF = "off"
 
@@ -74,7 +74,7 @@ def unknown_name(word: str, argument: str) -> UnknownPolicyError:
     return UnknownPolicyError(f"{argument}={word!r} is not the name of a policy.{hint} {choices()}")
 
 
-def parse_rules(text: str, argument: str = "policy") -> tuple[Rule, ...]:
+def parse_rules(text: str, argument: str = "policy") -> tuple[PolicyRule, ...]:
     """The rules in ``text``; a closing semicolon and whitespace around the parts are allowed.
 
     Raises:
@@ -83,11 +83,11 @@ def parse_rules(text: str, argument: str = "policy") -> tuple[Rule, ...]:
     >>> [str(rule) for rule in parse_rules("save: @dots ;recompute:*;")]
     ['save: @dots', 'recompute: *']
     """
-    rules: list[Rule] = []
+    rules: list[PolicyRule] = []
     placed: list[tuple[str, int]] = []
     for part, at in _split(text.rstrip().removesuffix(";"), ";", 0):
         action, selectors = _parse_rule(part, at, text, argument)
-        rules.append(Rule(action, tuple(selector for selector, _ in selectors)))
+        rules.append(PolicyRule(action, tuple(selector for selector, _ in selectors)))
         placed += selectors
     unreachable = first_unreachable([selector for selector, _ in placed])
     if unreachable:

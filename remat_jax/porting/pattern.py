@@ -70,10 +70,10 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class Target:
+class FlaxPattern:
     """A Flax path and an index into its array: `params/layers/q/kernel[{i}]` is the i-th layer of a stack.
 
-    >>> target = Target.parse("params/layers/q/kernel[{i}]")
+    >>> target = FlaxPattern.parse("params/layers/q/kernel[{i}]")
     >>> target.format({"i": "3"})
     ('params/layers/q/kernel', (3,))
     >>> [captures for captures, _ in target.matches("params/layers/q/kernel", (2, 8, 8))]
@@ -84,7 +84,7 @@ class Target:
     index: tuple[Pattern | None, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> Target:
+    def parse(cls, text: str) -> FlaxPattern:
         """The target written as `path` or `path[index, …]`; `:` in the index leaves an axis whole."""
         match = re.fullmatch(r"(.*?)(?:\[([^\[\]]*)\])?", text.strip())
         if not match or not match[1]:

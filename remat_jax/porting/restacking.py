@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from remat_jax.errors import PortingError
-from remat_jax.porting.pattern import Pattern, Target
+from remat_jax.porting.pattern import FlaxPattern, Pattern
 from remat_jax.porting.rules import Rule, Rules
 from remat_jax.porting.transfer import from_torch, to_torch
 from remat_jax.porting.variables import Variables
@@ -41,11 +41,13 @@ def _rules(variables: Variables, each: str, stack: str) -> Rules:
     unrolled = [f"/{path}/".replace(f"/{stack}/", f"/{each}/").strip("/") for path in inside]
     placeholder = next(iter(Pattern(each).placeholders))
     index = (Pattern(f"{{{placeholder}}}"),)
-    stacked = [Rule((Pattern(name),), (Target(Pattern(path), index),)) for name, path in zip(unrolled, inside, strict=True)]
+    stacked = [
+        Rule((Pattern(name),), (FlaxPattern(Pattern(path), index),)) for name, path in zip(unrolled, inside, strict=True)
+    ]
     return Rules((*by_itself, *stacked))
 
 
 def _plain(paths: list[str]) -> list[Rule]:
     if any("{" in path or "}" in path for path in paths):
         raise PortingError("restack: a path of the variables has braces in it, which name a placeholder; rename the module.")
-    return [Rule((Pattern(path),), (Target(Pattern(path)),)) for path in paths]
+    return [Rule((Pattern(path),), (FlaxPattern(Pattern(path)),)) for path in paths]

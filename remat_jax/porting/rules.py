@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from remat_jax.errors import PortingError
-from remat_jax.porting.pattern import Pattern, Target, expand
+from remat_jax.porting.pattern import FlaxPattern, Pattern, expand
 from remat_jax.porting.transform import Transform
 
 _EXAMPLE = "'layers.{i}.q.weight -> params/layers_{i}/q/kernel | linear'"
@@ -32,12 +32,12 @@ class Rule:
     """
 
     torch: tuple[Pattern, ...]
-    flax: tuple[Target, ...]
+    flax: tuple[FlaxPattern, ...]
     transform: Transform = Transform()
 
     def __post_init__(self) -> None:
         torch = [Pattern(name) if isinstance(name, str) else name for name in _several(self.torch)]
-        flax = [Target.parse(path) if isinstance(path, str) else path for path in _several(self.flax)]
+        flax = [FlaxPattern.parse(path) if isinstance(path, str) else path for path in _several(self.flax)]
         if isinstance(self.transform, str):
             object.__setattr__(self, "transform", Transform.parse(self.transform))
         object.__setattr__(self, "torch", tuple(torch))
@@ -179,19 +179,19 @@ class Rules:
         placeholder = "{" + each.partition("{")[2].partition("}")[0] + "}"
         Pattern(placeholder)
 
-        def restack(target: Target) -> Target:
+        def restack(target: FlaxPattern) -> FlaxPattern:
             whole = f"/{target.path.text}/"
             if f"/{each}/" not in whole:
                 return target
             path = whole.replace(f"/{each}/", f"/{stack}/").strip("/")
-            return Target(Pattern(path), (Pattern(placeholder), *target.index))
+            return FlaxPattern(Pattern(path), (Pattern(placeholder), *target.index))
 
         changed = self._with_targets(restack)
         if changed == self:
             raise PortingError(f"stacked(each={each!r}): no Flax path of the rules has it; give what is between slashes.")
         return changed
 
-    def _with_targets(self, function: Callable[[Target], Target]) -> Rules:
+    def _with_targets(self, function: Callable[[FlaxPattern], FlaxPattern]) -> Rules:
         return replace(self, rules=tuple(replace(rule, flax=tuple(map(function, rule.flax))) for rule in self.rules))
 
     def allows_extra(self, name: str) -> bool:

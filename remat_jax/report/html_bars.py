@@ -18,7 +18,7 @@ _LEAST = 4.5
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackedBar:
     """A bar: its label, and its parts in bytes."""
 
     label: str
@@ -31,7 +31,7 @@ class Stack:
 
 
 def stacked_bars(
-    stacks: Sequence[Stack],
+    stacks: Sequence[StackedBar],
     *,
     label: str,
     striped: str = "",
@@ -46,7 +46,7 @@ def stacked_bars(
       limit: a name and bytes, drawn as a line across all bars unless it is far beyond them.
       colours: CSS classes by name; other names get classes in order of appearance.
 
-    >>> text = stacked_bars([Stack("full", {("ffn", "kept"): 1024, ("head", "kept"): 512})], label="memory")
+    >>> text = stacked_bars([StackedBar("full", {("ffn", "kept"): 1024, ("head", "kept"): 512})], label="memory")
     >>> 'aria-label="full: 1.5 KiB: A ffn, kept 1.0 KiB; B head, kept 512 B"' in text
     True
     """
@@ -69,12 +69,12 @@ def stacked_bars(
 _SHARES = '<label class="scale"><input type="checkbox" autocomplete="off"> each bar in shares of itself</label>'
 
 
-def _has(stacks: Sequence[Stack], kind: str) -> bool:
+def _has(stacks: Sequence[StackedBar], kind: str) -> bool:
     return bool(kind) and any(part[1] == kind for stack in stacks for part in stack.parts)
 
 
 def _bar(
-    stack: Stack,
+    stack: StackedBar,
     letters: Mapping[str, str],
     classes: Mapping[str, str],
     striped: str,
@@ -111,7 +111,7 @@ def _legend(letters: Mapping[str, str], classes: Mapping[str, str], striped: str
     return f'<ul class="letters">{"".join(entries)}</ul>'
 
 
-def _table(stacks: Sequence[Stack], letters: Mapping[str, str], label: str) -> str:
+def _table(stacks: Sequence[StackedBar], letters: Mapping[str, str], label: str) -> str:
     parts = dict.fromkeys(part for stack in stacks for part in stack.parts)
     columns = [Column(""), Column("what", "name"), Column("kind"), *(Column(stack.label, "bytes") for stack in stacks)]
     rows: list[tuple[bool, list[Cell]]] = [

@@ -8,7 +8,7 @@ from typing import Any
 
 from remat_jax.report import plan_page
 from remat_jax.report.document import document, escaped
-from remat_jax.report.html_bars import Stack, stacked_bars
+from remat_jax.report.html_bars import StackedBar, stacked_bars
 from remat_jax.report.html_tables import Cell, Column, html_table
 from remat_jax.report.page import page_body
 
@@ -37,7 +37,7 @@ _COLOURS = {
 class Modules:
     """Memory by module: the bars, a description of them, the striped kind, and a hint how to read them."""
 
-    stacks: Sequence[Stack]
+    stacks: Sequence[StackedBar]
     label: str
     striped: str
     hint: str
@@ -78,8 +78,8 @@ class Overview:
     facts: Sequence[tuple[str, str]]
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
-    device: Sequence[Stack]
-    host: Sequence[Stack]
+    device: Sequence[StackedBar]
+    host: Sequence[StackedBar]
     limit: tuple[str, int] | None = None
     notes: Sequence[str] = ()
     offload: Sequence[Sequence[Cell]] = ()
@@ -95,7 +95,7 @@ class Overview:
 def overview_page(page: Overview) -> str:
     """The page as text.
 
-    >>> stack = Stack("full", {("temp", "on the device"): 1024})
+    >>> stack = StackedBar("full", {("temp", "on the device"): 1024})
     >>> rows = [["full", 1024]]
     >>> text = overview_page(Overview("t", ["s"], [], [Column("policy", "name"), Column("device", "bytes")], rows, [stack], []))
     >>> "http" in text, "</th><td" in text, '<section id="policies"' in text, "<section id=" + '"plan"' in text

@@ -12,14 +12,14 @@ from remat_jax.report.tables import format_bytes
 
 
 @dataclass
-class Node:
+class TreeNode:
     """A node of the tree: its name, the text beside it, whether it passed, a mark, and its children."""
 
     name: str
     text: str = ""
     passed: bool = True
     mark: str = ""
-    children: dict[str, Node] = field(default_factory=dict)
+    children: dict[str, TreeNode] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Bar:
 def html_page(title: str, verdict: str, passed: bool, **evidence: Any) -> str:
     """The page as text; `evidence` are the keyword arguments of `page_body`.
 
-    >>> text = html_page("t", "v", True, checks=[("one", True, "")], tree=Node("m"), columns=[], rows=[], bars=[], details={})
+    >>> text = html_page("t", "v", True, checks=[("one", True, "")], tree=TreeNode("m"), columns=[], rows=[],
+    ...                  bars=[], details={})
     >>> "http" in text, '<th scope="row">one</th>' in text
     (False, True)
     """
@@ -46,7 +47,7 @@ def page_body(
     passed: bool,
     *,
     checks: Sequence[tuple[str, bool, str]],
-    tree: Node,
+    tree: TreeNode,
     columns: Sequence[Column],
     rows: Sequence[tuple[bool, Sequence[Cell]]],
     bars: Sequence[Bar],
@@ -89,7 +90,7 @@ def _tensors(columns: Sequence[Column], rows: Sequence[tuple[bool, Sequence[Cell
     )
 
 
-def _node(node: Node) -> str:
+def _node(node: TreeNode) -> str:
     mark = f' <strong class="mark">{escaped(node.mark)}</strong>' if node.mark else ""
     label = f'<span class="{state(node.passed)}">{escaped(node.name)}</span> <small>{escaped(node.text)}</small>{mark}'
     if not node.children:
@@ -99,7 +100,7 @@ def _node(node: Node) -> str:
     return f"<li><details{opened}><summary>{label}</summary><ul>{inside}</ul></details></li>"
 
 
-def _marked(node: Node) -> bool:
+def _marked(node: TreeNode) -> bool:
     return bool(node.mark) or any(map(_marked, node.children.values()))
 
 

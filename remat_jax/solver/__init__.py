@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from remat_jax.solver.policies import BlockPolicy, Choice, Range, StackPlan, peak_bytes, stack_plan
-from remat_jax.solver.problem import Block, HostLink, Residual, Stack
+from remat_jax.solver.problem import Block, HostLink, ResidualCosts, Stack
 from remat_jax.solver.solve import Solver, solve
 from remat_jax.solver.table import Prices, cheapest_policy
 
@@ -14,7 +14,7 @@ __all__ = [
     "HostLink",
     "Prices",
     "Range",
-    "Residual",
+    "ResidualCosts",
     "Solver",
     "Stack",
     "StackPlan",

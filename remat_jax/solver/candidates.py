@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from remat_jax.solver.policies import Choice
-from remat_jax.solver.problem import Block, Residual
+from remat_jax.solver.problem import Block, ResidualCosts
 
 MOST = 3000
 """The most partial policies that the enumeration keeps."""
@@ -40,7 +40,7 @@ def grow(block: Block, offloads: bool, most: int = MOST) -> list[tuple[int, ...]
     recomputed. A partial policy can therefore be pruned if another one dominates its sums and leaves the undecided children
     the same parents.
 
-    >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
+    >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
     >>> sorted(grow(block, offloads=False))  # of x and up: 0 saved, 2 recomputed
     [(0, 0), (0, 2)]
     """
@@ -61,7 +61,7 @@ def grow(block: Block, offloads: bool, most: int = MOST) -> list[tuple[int, ...]
     return [tuple(int(code) for code in row) for row in codes]
 
 
-def _open_choices(residual: Residual, offloads: bool) -> list[Choice]:
+def _open_choices(residual: ResidualCosts, offloads: bool) -> list[Choice]:
     allowed = {
         Choice.SAVE: residual.may_save,
         Choice.OFFLOAD: residual.may_offload and offloads,

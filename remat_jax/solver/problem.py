@@ -49,7 +49,7 @@ class HostLink:
 
 
 @dataclass(frozen=True)
-class Residual:
+class ResidualCosts:
     """An array that a block's backward pass reads, or that another residual is computed from.
 
     Attributes:
@@ -73,13 +73,13 @@ class Residual:
     needed: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parents", all_of(f"Residual {self.name!r}: parents", self.parents, str))
-        check_number(f"Residual {self.name!r}: bytes", self.bytes)
+        object.__setattr__(self, "parents", all_of(f"ResidualCosts {self.name!r}: parents", self.parents, str))
+        check_number(f"ResidualCosts {self.name!r}: bytes", self.bytes)
         if self.seconds is not None:
-            check_number(f"Residual {self.name!r}: seconds", self.seconds)
+            check_number(f"ResidualCosts {self.name!r}: seconds", self.seconds)
         if self.needed and self.seconds is None and not self.may_save and not self.may_offload:
             raise PlanningError(
-                f"Residual {self.name!r}: backward needs it, and it may be neither saved, offloaded nor recomputed; "
+                f"ResidualCosts {self.name!r}: backward needs it, and it may be neither saved, offloaded nor recomputed; "
                 "allow one of them, or give seconds."
             )
 
@@ -104,12 +104,12 @@ class Block:
     Raises:
         PlanningError: a number is wrong, a name occurs twice, a parent is unknown, or the parents form a cycle.
 
-    >>> Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0, repeats=24).order
+    >>> Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0, repeats=24).order
     (0, 1)
     """
 
     name: str
-    residuals: tuple[Residual, ...]
+    residuals: tuple[ResidualCosts, ...]
     forward_seconds: float
     backward_seconds: float
     working_bytes: float = 0.0
@@ -120,7 +120,7 @@ class Block:
 
     def __post_init__(self) -> None:
         where = f"Block {self.name!r}"
-        object.__setattr__(self, "residuals", all_of(f"{where}: residuals", self.residuals, Residual))
+        object.__setattr__(self, "residuals", all_of(f"{where}: residuals", self.residuals, ResidualCosts))
         for name in ("forward_seconds", "backward_seconds", "working_bytes", "input_bytes"):
             check_number(f"{where}: {name}", getattr(self, name))
         for name in ("recomputed_share", "fetched_share"):
@@ -143,7 +143,7 @@ class Block:
         return replace(self, residuals=tuple(replace(residual, may_offload=False) for residual in self.residuals))
 
 
-def _order(where: str, residuals: Sequence[Residual]) -> tuple[int, ...]:
+def _order(where: str, residuals: Sequence[ResidualCosts]) -> tuple[int, ...]:
     index = {each.name: number for number, each in enumerate(residuals)}
     for each in residuals:
         for parent in each.parents:

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from remat_jax import compat
 from remat_jax.errors import ArgumentError, NoEffectError
-from remat_jax.train.streaming import Plan, stream
-from remat_jax.train.traced import Path, Traced, trace
+from remat_jax.train.streaming import StreamPlan, stream
+from remat_jax.train.traced import FlatTrace, Path, trace
 
 # The first key of a path, in an update's arguments (gradients, state, …) and in its results (updates, state).
 _PARAMETERS, _STATE = jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(1)
@@ -186,7 +186,7 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
     """
     inner = _checked(tx, fraction)
 
-    def traced_init(params: Any) -> tuple[Traced, set[Path]]:
+    def traced_init(params: Any) -> tuple[FlatTrace, set[Path]]:
         traced = trace(inner.init, params)
         return traced, _moved(traced.out_paths, traced.jaxpr.out_avals, fraction)
 
@@ -196,7 +196,7 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
             return inner.init(params)
         traced, moved = traced_init(params)
         inputs, to_host = len(traced.values), [path in moved for path in traced.out_paths]
-        plan = Plan([False] * inputs, [None] * inputs, to_host, range(len(to_host)))
+        plan = StreamPlan([False] * inputs, [None] * inputs, to_host, range(len(to_host)))
 
         def made(*values: Any) -> list[Any]:
             return stream(traced.jaxpr, values, plan)
@@ -209,7 +209,7 @@ def offload_optimizer(tx: Any, fraction: float = 1.0) -> OffloadedOptimizer:
         inputs = list(zip(traced.in_paths, traced.jaxpr.in_avals, strict=True))
         of_state = [(path[1:], aval) for path, aval in inputs if path[0] == _STATE]
         moved = _moved([path for path, _ in of_state], [aval for _, aval in of_state], fraction)
-        plan = Plan(
+        plan = StreamPlan(
             from_host=[path[0] == _STATE and path[1:] in moved for path in traced.in_paths],
             not_before=owners(traced.in_paths),
             to_host=[path[0] == _STATE and path[1:] in moved for path in traced.out_paths],

@@ -19,7 +19,7 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class StreamPlan:
     """Which inputs and outputs of a jaxpr live in host memory, and the order of the outputs.
 
     Attributes:
@@ -35,7 +35,7 @@ class Plan:
     order: Sequence[int]
 
 
-def stream(jaxpr: Any, args: Sequence[Any], plan: Plan) -> list[Any]:
+def stream(jaxpr: Any, args: Sequence[Any], plan: StreamPlan) -> list[Any]:
     """Evaluate the closed `jaxpr` on `args`: fetch host inputs one by one, and send outputs to the host once computed.
 
     An equation runs when the next output of `order` needs it, not in the jaxpr's order: `tree.map` interleaves the equations of
@@ -46,7 +46,7 @@ def stream(jaxpr: Any, args: Sequence[Any], plan: Plan) -> list[Any]:
 
 
 class _Stream:
-    def __init__(self, jaxpr: Any, args: Sequence[Any], plan: Plan) -> None:
+    def __init__(self, jaxpr: Any, args: Sequence[Any], plan: StreamPlan) -> None:
         inner = jaxpr.jaxpr
         self.plan = plan
         self.outvars = inner.outvars

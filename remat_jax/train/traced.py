@@ -53,7 +53,7 @@ Path = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
+class FlatTrace:
     """A traced function.
 
     Attributes:
@@ -70,7 +70,7 @@ class Traced:
     finish: Callable[[Sequence[Any]], Any]
 
 
-def trace(function: Callable[..., Any], *args: Any) -> Traced:
+def trace(function: Callable[..., Any], *args: Any) -> FlatTrace:
     """`function(*args)` traced with every array in device memory; other leaves (strings, functions) stay as they are."""
     leaves, treedef = jax.tree.flatten_with_path(args)
     places = [index for index, (_, leaf) in enumerate(leaves) if compat.is_array(leaf)]
@@ -95,4 +95,4 @@ def trace(function: Callable[..., Any], *args: Any) -> Traced:
         return jax.tree.unflatten(structure, [next(arrays) if out is None else out for _, out in outputs])
 
     in_paths = tuple(leaves[index][0] for index in places)
-    return Traced(jaxpr, values, in_paths, tuple(path for path, out in outputs if out is None), finish)
+    return FlatTrace(jaxpr, values, in_paths, tuple(path for path, out in outputs if out is None), finish)

@@ -21,7 +21,7 @@ from remat_jax.core import PlannedBlock, plan_block
 from remat_jax.errors import NoEffectError
 from remat_jax.parity.rule import float64_errors, global_norm
 from remat_jax.parity.tolerances import TOLERANCES, epsilon
-from remat_jax.policy import Action, Rule, matches
+from remat_jax.policy import Action, PolicyRule, matches
 from tests.fault import ops
 from tests.fault.evaluate import traced
 from tests.fault.ops import LOW, low_precision
@@ -194,7 +194,7 @@ def _residual_policy(case: Case, seed: int) -> str | None:
 
 
 def _keeps(block: PlannedBlock, selector: str) -> bool:
-    kept = replace(block, policy=rj.Policy((Rule(Action.SAVE, (selector,)),))).kept
+    kept = replace(block, policy=rj.Policy((PolicyRule(Action.SAVE, (selector,)),))).kept
     chosen = [one for one in block.candidates if matches(selector, one)]
     return kept is None or any(one.is_input or one.name in kept for one in chosen)
 

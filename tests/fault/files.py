@@ -17,7 +17,7 @@ import numpy as np
 import remat_jax as rj
 from remat_jax import porting
 from remat_jax.hardware import target
-from remat_jax.parity.match import Module, read_mapping
+from remat_jax.parity.match import MatchedModule, read_mapping
 from remat_jax.policy import LayerPolicies, Policy
 from tests.fault.texts import _RULES, _TABLE, fault_of
 from tests.plan_by_hand import plan
@@ -161,7 +161,7 @@ def _weights(path: Path) -> None:
         assert isinstance(name, str) and one.shape is not None
 
 
-_MODULES = [Module(path, "Block", 4, bool(path)) for path in ("h/0", "h/1", "h/2", "")]
+_MODULES = [MatchedModule(path, "Block", 4, bool(path)) for path in ("h/0", "h/1", "h/2", "")]
 
 
 def _mapping(path: Path) -> None:

@@ -20,7 +20,7 @@ from remat_jax.cost.count import matmuls
 from remat_jax.hardware import target
 from remat_jax.memory.compile import cache, compiler
 from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
-from remat_jax.workload import Step
+from remat_jax.workload import TrainingStep
 from tests.small_models import Mlp, make_loss, to_host
 
 POLICIES = ("full", "dots", "everything", "offload_inputs", "save: *tanh*", "1 x full | 1 x dots")
@@ -135,7 +135,9 @@ def test_residuals_of_different_workloads_at_once_are_those_of_each() -> None:
 def test_what_is_compiled_at_once_is_kept_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.forget()
     programs = [
-        export_step(str(scale), Step(lambda x, s=scale: x * s, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
+        export_step(
+            str(scale), TrainingStep(lambda x, s=scale: x * s, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu")
+        )
         for scale in range(6)
     ]
 

@@ -19,7 +19,7 @@ from remat_jax import porting
 from remat_jax.errors import ArgumentError, PortingError, RematError
 from remat_jax.hardware import target
 from remat_jax.parity import match
-from remat_jax.parity.match import Module, read_mapping
+from remat_jax.parity.match import MatchedModule, read_mapping
 from tests.plan_by_hand import plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def test_what_is_no_path_in_a_mapping_is_named(tmp_path: Path, content: str) -> 
     (tmp_path / "m.json").write_text(content)
     given = json.loads(content)["a"]
     with pytest.raises(ArgumentError, match=re.escape(f"mapping: {given!r} is no module of the Flax model that was called.")):
-        read_mapping(tmp_path / "m.json", [Module("a", "", None, True)], [Module("b", "", None, True)])
+        read_mapping(tmp_path / "m.json", [MatchedModule("a", "", None, True)], [MatchedModule("b", "", None, True)])
 
 
 def test_a_mapping_has_a_size_that_it_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

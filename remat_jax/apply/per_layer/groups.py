@@ -17,7 +17,7 @@ from remat_jax import compat
 from remat_jax.apply.audit import layers_text
 from remat_jax.apply.per_layer.positions import Positions
 from remat_jax.apply.region import bind_block
-from remat_jax.core import Row, plan_block
+from remat_jax.core import StackRow, plan_block
 from remat_jax.core.marks import Block, mark_of, name_of
 from remat_jax.core.tied_chain import unlinked
 from remat_jax.errors import UnsupportedError
@@ -90,7 +90,7 @@ def run_group(
     *,
     looped: bool | None,
     apart: bool,
-    rows: Mapping[int, Row] | None = None,
+    rows: Mapping[int, StackRow] | None = None,
 ) -> list[Any]:
     """`function(*values)`, the layers of a group, under a checkpoint that keeps its inputs; the rest is as for `bind_block`."""
     with unlinked():

@@ -17,7 +17,7 @@ from remat_jax.apply.per_layer.groups import FULL, EquationGroup, Groups, in_par
 from remat_jax.apply.per_layer.positions import Positions, checked_counts, count, count_in, marks, move
 from remat_jax.apply.per_layer.runs import Cut, Segment, Spans, is_opened
 from remat_jax.apply.region import bind_block
-from remat_jax.core import Row, plan_block
+from remat_jax.core import StackRow, plan_block
 from remat_jax.core.marks import Block, Mark, bind_mark, mark_of, vmapped
 from remat_jax.core.shared import note_loop_inputs
 from remat_jax.core.tied_chain import unlinked
@@ -60,7 +60,7 @@ class _Surroundings:
         *,
         looped: bool = False,
         apart: bool = False,
-        rows: Mapping[int, Row] | None = None,
+        rows: Mapping[int, StackRow] | None = None,
         spans: Spans | None = None,
         idle: bool = False,
         groups: Groups = frozenset(),
@@ -160,7 +160,7 @@ class _Resolver:
         return _batched(run_mark, mark, inputs)
 
     def _block(
-        self, mark: Mark, body: Any, values: Sequence[Any], place: int, around: _Surroundings, rows: Mapping[int, Row]
+        self, mark: Mark, body: Any, values: Sequence[Any], place: int, around: _Surroundings, rows: Mapping[int, StackRow]
     ) -> list[Any]:
         policy, run, span, alone = mark.marked.policy, None, None, False
         if around.idle:
@@ -186,7 +186,7 @@ class _Resolver:
         if len(cut.segments) > 1 or any(segment.group for segment in cut.segments):
             with compat.eqn_context(eqn):
 
-                def run_round(values: list[Any], segment: Segment, rows: Mapping[int, Row], spans: Spans) -> list[Any]:
+                def run_round(values: list[Any], segment: Segment, rows: Mapping[int, StackRow], spans: Spans) -> list[Any]:
                     apart = segment.is_loop or (around.apart and not segment.group)
                     groups = around.groups | segment.groups
                     inside = _Surroundings(looped=True, apart=apart, rows=rows, spans=spans, groups=groups)
@@ -220,7 +220,7 @@ class _Resolver:
         return compat.bind(eqn, inputs, **changed)
 
 
-def _rows(values: Sequence[Any], around: _Surroundings) -> dict[int, Row]:
+def _rows(values: Sequence[Any], around: _Surroundings) -> dict[int, StackRow]:
     """By their place, the values that are rows of a stack."""
     return {nth: around.rows[id(value)] for nth, value in enumerate(values) if id(value) in around.rows}
 

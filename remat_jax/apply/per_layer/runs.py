@@ -23,7 +23,7 @@ from remat_jax import compat
 from remat_jax.apply.per_layer.groups import Groups
 from remat_jax.apply.per_layer.positions import Positions, count, count_in, marks
 from remat_jax.apply.per_layer.scanned_groups import RoundGroups, scan_of_groups
-from remat_jax.core import Row
+from remat_jax.core import StackRow
 from remat_jax.core.marks import Block, mark_of
 from remat_jax.core.walk import bodies
 from remat_jax.policy import LayerPolicies, Policy, is_off
@@ -52,7 +52,7 @@ class Segment:
     groups: Groups = frozenset()
 
 
-RunRound = Callable[[list[Any], Segment, Mapping[int, Row], Spans], list[Any]]
+RunRound = Callable[[list[Any], Segment, Mapping[int, StackRow], Spans], list[Any]]
 """`run(inputs, segment, rows, spans)`: one round of a scan that stands for all of a segment."""
 
 
@@ -120,7 +120,9 @@ class Cut:
             read = whole if self._keeps_no_rows(segment) else [None] * len(stacks)
             spans = self.spans(segment, around)
 
-            def step(carry: list[Any], slices: list[Any], rows: Mapping[int, Row], one: Any = segment, s: Any = spans) -> Any:
+            def step(
+                carry: list[Any], slices: list[Any], rows: Mapping[int, StackRow], one: Any = segment, s: Any = spans
+            ) -> Any:
                 outputs = run_round([*fixed, *carry, *slices], one, rows, s)
                 return outputs[: len(carry)], outputs[len(carry) :]
 
@@ -142,7 +144,9 @@ class Cut:
 
         def one_round(carry: list[Any], row: Any) -> tuple[list[Any], list[Any]]:
             index, slices = row
-            rows = {id(one): Row(stack, index) for one, (_, stack) in zip(slices, stacks, strict=True) if stack is not None}
+            rows = {
+                id(one): StackRow(stack, index) for one, (_, stack) in zip(slices, stacks, strict=True) if stack is not None
+            }
             result: tuple[list[Any], list[Any]] = step(carry, slices, rows)
             return result
 

@@ -10,7 +10,7 @@ from typing import Any
 from remat_jax import compat
 from remat_jax.errors import CompileError, TargetError
 from remat_jax.hardware import find_attached_with
-from remat_jax.memory.compile.exporting import Program
+from remat_jax.memory.compile.exporting import ExportedProgram
 from remat_jax.memory.compile.process import Question, ask
 from remat_jax.memory.compile.scratch import scratch
 
@@ -39,7 +39,7 @@ def device_kind() -> str:
     return str(kind)
 
 
-def measured_peak(program: Program, timeout: float, compiler_options: Mapping[str, Any] | None = None) -> int:
+def measured_peak(program: ExportedProgram, timeout: float, compiler_options: Mapping[str, Any] | None = None) -> int:
     """The peak of the device's allocator in bytes while `program` runs once there, on random numbers, in a process of its own.
 
     What the step allocates, no more: nothing is preallocated, and kernels are chosen as for the compiled figures. It is

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from remat_jax import compat
 from remat_jax.hardware import Target
-from remat_jax.memory.compile.exporting import Program
+from remat_jax.memory.compile.exporting import ExportedProgram
 from remat_jax.memory.compile.process import ENVIRONMENT
 from remat_jax.reading import read_limited
 from remat_jax.warning import warn
@@ -49,7 +49,7 @@ class Plain(Protocol):
 Kept = TypeVar("Kept", bound=Plain)
 
 
-def digest(program: Program, target: Target, options: dict[str, Any], child: Path) -> str:
+def digest(program: ExportedProgram, target: Target, options: dict[str, Any], child: Path) -> str:
     """A name for all that the compiler's answer depends on: another answer is never found under it."""
     content = {
         "donated": program.donated,

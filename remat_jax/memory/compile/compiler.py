@@ -14,7 +14,7 @@ from remat_jax import compat
 from remat_jax.errors import ArgumentError, CompileError, TargetError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile import cache
-from remat_jax.memory.compile.exporting import Program as Program
+from remat_jax.memory.compile.exporting import ExportedProgram as ExportedProgram
 from remat_jax.memory.compile.exporting import export_step as export_step
 from remat_jax.memory.compile.limit import limit_options
 from remat_jax.memory.compile.process import Children, Question, ask, compiler_environment
@@ -25,7 +25,7 @@ from remat_jax.memory.hlo.copies import Overlap
 from remat_jax.memory.hlo.live import LiveBuffer, Schedule, named_arguments
 from remat_jax.memory.hlo.schedule import StepTime, step_time
 from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled
-from remat_jax.memory.hlo.text import Module, parse
+from remat_jax.memory.hlo.text import HloModule, parse
 from remat_jax.memory.hlo.timeline import Timeline
 from remat_jax.reading import from_plain
 
@@ -105,7 +105,7 @@ class Sizes:
 
 
 def compile_programs(
-    programs: Sequence[Program],
+    programs: Sequence[ExportedProgram],
     target: Target,
     *,
     timeout: float,
@@ -146,7 +146,7 @@ def compile_programs(
     digests = {one.key: cache.digest(one, target, options[one.key], CHILD) for one in programs}
     found = {digest: sizes for digest in set(digests.values()) if (sizes := cache.read(digest, target, Sizes.from_dict))}
     # Of programs that are equal, one is compiled.
-    new: dict[str, Program] = {}
+    new: dict[str, ExportedProgram] = {}
     for one in programs:
         if digests[one.key] not in found:
             new.setdefault(digests[one.key], one)
@@ -164,7 +164,7 @@ def compile_programs(
     return {key: found[digest] for key, digest in digests.items()}
 
 
-def result_shapes(program: Program, target: Target, *, timeout: float) -> list[tuple[int, ...]]:
+def result_shapes(program: ExportedProgram, target: Target, *, timeout: float) -> list[tuple[int, ...]]:
     """The shapes of what each device of a mesh has of the results of `program`, as the compiler divides them.
 
     Raises:
@@ -197,7 +197,7 @@ class _Shapes:
 
 
 def _compiled(
-    programs: Sequence[Program],
+    programs: Sequence[ExportedProgram],
     target: Target,
     timeout: float,
     options: Mapping[str, dict[str, Any]],
@@ -211,7 +211,7 @@ def _compiled(
         return {one.key: _sizes(answers[one.key], folder / str(index), one, target) for index, one in enumerate(programs)}
 
 
-def _entry(folder: Path, program: Program, target: Target, options: dict[str, Any]) -> dict[str, Any]:
+def _entry(folder: Path, program: ExportedProgram, target: Target, options: dict[str, Any]) -> dict[str, Any]:
     """What the compiling process is told of one program; what it writes goes to the folder."""
     folder.mkdir()
     path = folder / "program.jaxexport"
@@ -282,7 +282,7 @@ def _with(entry: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     return entry | {"compiler_options": options | entry["compiler_options"]}
 
 
-def _sizes(answer: dict[str, Any], folder: Path, program: Program, target: Target) -> Sizes:
+def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
     dump = folder / "dump"
     copied = folder / "compiled.hlo"  # the child writes it where something is copied to or from the host
     miscompiled: bool | None = False
@@ -315,7 +315,7 @@ def _last(dump: Path, ending: str) -> str | None:
     return paths[-1].read_text(encoding="utf-8", errors="replace") if paths else None
 
 
-def _module(text: str | None) -> Module | None:
+def _module(text: str | None) -> HloModule | None:
     """The compiled module; None where its text is missing or has a form that is not known: the sizes hold all the same."""
     try:
         return None if text is None else parse(text)
@@ -323,7 +323,7 @@ def _module(text: str | None) -> Module | None:
         return None
 
 
-def _step_time(module: Module | None, target: Target, program: Program) -> tuple[StepTime | None, str]:
+def _step_time(module: HloModule | None, target: Target, program: ExportedProgram) -> tuple[StepTime | None, str]:
     """The modelled time of a step; or None, and why: a rate that the target does not say. The sizes hold all the same."""
     if module is None:
         return None, "not modelled for a CPU" if target.kind == "cpu" else "the compiled module could not be read"
@@ -333,7 +333,7 @@ def _step_time(module: Module | None, target: Target, program: Program) -> tuple
         return None, str(error)
 
 
-def _live(module: Module, dump: Path, program: Program) -> tuple[tuple[LiveBuffer, ...], Timeline | None]:
+def _live(module: HloModule, dump: Path, program: ExportedProgram) -> tuple[tuple[LiveBuffer, ...], Timeline | None]:
     """What is on the device at the peak and over the schedule, arguments by their names; nothing where none is written down."""
     assignment, ranges = _last(dump, "-buffer-assignment.txt"), _last(dump, "-live-range.txt")
     if assignment is None or ranges is None:
@@ -344,7 +344,7 @@ def _live(module: Module, dump: Path, program: Program) -> tuple[tuple[LiveBuffe
     return tuple(named_arguments(schedule.at_peak(), program.arguments)), timeline
 
 
-def _miscompiled(module: Module | None) -> bool | None:
+def _miscompiled(module: HloModule | None) -> bool | None:
     """Whether a host copy takes the wrong slot; None where the text does not tell, and it is up to the receipt."""
     try:
         return None if module is None else scanned_offload_is_miscompiled(module)

@@ -20,7 +20,7 @@ from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.mesh import check_context
 from remat_jax.train.traced import device_bytes
-from remat_jax.workload import Step
+from remat_jax.workload import TrainingStep
 
 # "ALL" is understood from JAX 0.11 on; before, each target that is refused is named in the error, and is let pass then.
 _CUSTOM_CALLS = ("annotate_device_placement", "ALL")
@@ -38,7 +38,7 @@ def _check_process() -> None:
 
 
 @dataclass(frozen=True)
-class Program:
+class ExportedProgram:
     """A training step, exported for a platform.
 
     Attributes:
@@ -60,7 +60,7 @@ class Program:
     kernels: tuple[tuple[str, float], ...] = ()
 
 
-def export_step(key: str, step: Step, target: Target) -> Program:
+def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram:
     """`step` lowered for the platform of `target`; nothing is compiled or allocated here.
 
     Raises:
@@ -95,10 +95,10 @@ def export_step(key: str, step: Step, target: Target) -> Program:
         raise _of_another_mesh(devices, f"it is a program for {_counted(exported.nr_devices)}")
     mesh = tuple(zip(step.mesh.axis_names, step.mesh.axis_sizes, strict=True)) if step.mesh is not None else ()
     held = _held_bytes(step, exported.out_avals, donated)
-    return Program(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)), mesh, held, kernels)
+    return ExportedProgram(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)), mesh, held, kernels)
 
 
-def _held_bytes(step: Step, results: Sequence[Any], donated: Sequence[int]) -> int:
+def _held_bytes(step: TrainingStep, results: Sequence[Any], donated: Sequence[int]) -> int:
     """What one device holds for the whole step; a result of an argument's type is taken to lie on the mesh as that does."""
     local = jax.tree.leaves(step.local_arguments)
     reusable: Counter[Any] = Counter()
@@ -163,7 +163,7 @@ def _counted(devices: int) -> str:
     return f"{devices} device{'s' * (devices > 1)}"
 
 
-def _argument_names(step: Step) -> list[str]:
+def _argument_names(step: TrainingStep) -> list[str]:
     found = []
     for index, argument in enumerate(step.arguments):
         name = step.names[index] if step.names else f"argument {index}"

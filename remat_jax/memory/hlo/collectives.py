@@ -17,7 +17,7 @@ import numpy as np
 from remat_jax.hardware import Target
 from remat_jax.hardware.links import Links
 from remat_jax.memory.hlo.live import module_path
-from remat_jax.memory.hlo.text import COLLECTIVES, Computation, Instruction, Module, parse
+from remat_jax.memory.hlo.text import COLLECTIVES, Computation, HloModule, Instruction, parse
 
 _WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
 _BODIES = {"while": ("body",), "call": ("to_apply", "calls"), "async-start": ("calls",), "fusion": ("calls",)}
@@ -42,7 +42,7 @@ class Collective:
     bytes: int
 
 
-def read_collectives(text: str | Module) -> tuple[Collective, ...]:
+def read_collectives(text: str | HloModule) -> tuple[Collective, ...]:
     """The collectives that one execution of the compiled module `text` runs, by kind and phase.
 
     A loop runs as often as the compiler knows it does (once where it does not), and of a `conditional` every branch is counted.
@@ -82,7 +82,7 @@ def _order(key: tuple[str, str]) -> tuple[int, str]:
     return COLLECTIVES.index(key[0]), key[1]
 
 
-def _within(module: Module, computation: Computation, times: int, phase: str) -> Iterator[tuple[str, str, int, int]]:
+def _within(module: HloModule, computation: Computation, times: int, phase: str) -> Iterator[tuple[str, str, int, int]]:
     for one in computation:
         own = _phase(one) or phase
         kind = one.opcode.removesuffix("-start")
@@ -127,7 +127,7 @@ def _bytes(computation: Computation, one: Instruction) -> int:
 # --- what an exchange takes --------------------------------------------------------------------------------------------
 
 
-def exchange_of(module: Module, computation: Computation, one: Instruction) -> tuple[Computation, Instruction] | None:
+def exchange_of(module: HloModule, computation: Computation, one: Instruction) -> tuple[Computation, Instruction] | None:
     """The collective that an instruction is, starts, or wraps as an asynchronous call; None for any other instruction."""
     if one.opcode.removesuffix("-start") in COLLECTIVES:
         return computation, one

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from remat_jax.memory.hlo.text import FREE, Computation, Instruction, Module, elements
+from remat_jax.memory.hlo.text import FREE, Computation, HloModule, Instruction, elements
 from remat_jax.memory.hlo.text import arrays_of as _arrays_of
 
 Direction = Literal["out", "back"]
@@ -93,7 +93,7 @@ class Overlap:
 # --- finding the copies -----------------------------------------------------------------------------------------------
 
 
-def host_copy(module: Module, computation: Computation, one: Instruction) -> tuple[Direction, int] | None:
+def host_copy(module: HloModule, computation: Computation, one: Instruction) -> tuple[Direction, int] | None:
     """The direction and bytes of the host copy that `one` starts or makes; None for other instructions."""
     if one.opcode in FREE or one.opcode.endswith("-done") or one.opcode in ("while", "call", "conditional", "custom-call"):
         return None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from remat_jax.hardware.products import Product
 from remat_jax.hardware.rates import Rates
-from remat_jax.memory.hlo.text import FREE, Computation, Instruction, Module, called_target, product_of, traffic, units_of
+from remat_jax.memory.hlo.text import FREE, Computation, HloModule, Instruction, called_target, product_of, traffic, units_of
 
 KNOWN = frozenset(
     """abs add all-gather all-reduce all-to-all and atan2 bitcast-convert broadcast cbrt ceil cholesky clamp clz
@@ -41,7 +41,7 @@ class KernelTimes:
       unknown: what custom calls and instructions are counted by their bytes alone, because nobody knows their operations.
     """
 
-    def __init__(self, module: Module, rates: Rates, kernels: Mapping[str, float] | None = None) -> None:
+    def __init__(self, module: HloModule, rates: Rates, kernels: Mapping[str, float] | None = None) -> None:
         self.module, self.rates, self.kernels = module, rates, kernels or {}
         self.unknown: set[str] = set()
         self.dtypes: set[str] = set()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from remat_jax.memory.hlo.text import COLLECTIVES, Instruction, Module, elements, parse
+from remat_jax.memory.hlo.text import COLLECTIVES, HloModule, Instruction, elements, parse
 
 DEVICE_SPACE = 0
 _RANGE = re.compile(r"^    (?P<name>[^\s{]+)\{(?P<index>[\d,]*)\}:(?P<start>\d+)-(?P<end>\d+)$")
@@ -62,7 +62,7 @@ _Value = tuple[str, str]
 class _Program:
     """The instructions of all computations by name, and the loop that runs each computation."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: HloModule) -> None:
         self.instructions: dict[str, Instruction] = {}
         self.roots: dict[str, str] = {}
         self._home: dict[str, str] = {}
@@ -118,7 +118,7 @@ class Schedule:
       live_ranges: `…-live-range.txt`.
     """
 
-    def __init__(self, program: str | Module, assignment: str, live_ranges: str) -> None:
+    def __init__(self, program: str | HloModule, assignment: str, live_ranges: str) -> None:
         self.places = _device_places(assignment)
         matches = [match for match in map(_RANGE.match, live_ranges.splitlines()) if match is not None]
         ranges = {(match["name"], match["index"]): (int(match["start"]), int(match["end"])) for match in matches}
@@ -146,12 +146,12 @@ class Schedule:
 
     def totals(self, least: int = 0, most: float = math.inf) -> dict[int, int]:
         """The total bytes of buffers of `least` to `most` bytes at each moment at which a buffer begins."""
-        events: dict[int, list[tuple[Place, int]]] = {}
+        events: dict[int, list[tuple[BufferPlace, int]]] = {}
         for value, (start, end) in self.ranges.items():
             for moment, change in ((start, 1), (end + 1, -1)):
                 events.setdefault(moment, []).append((self.places[value], change))
         begins = {start for start, _ in self.ranges.values()}
-        alive: Counter[Place] = Counter()
+        alive: Counter[BufferPlace] = Counter()
         total, totals = 0, {}
         for moment in sorted(events):
             for place, change in events[moment]:
@@ -163,7 +163,7 @@ class Schedule:
         return totals
 
 
-def live_at_peak(program: str | Module, assignment: str, live_ranges: str) -> list[LiveBuffer]:
+def live_at_peak(program: str | HloModule, assignment: str, live_ranges: str) -> list[LiveBuffer]:
     """The device buffers that are alive at the peak, the largest first; the arguments are those of `Schedule`."""
     return Schedule(program, assignment, live_ranges).at_peak()
 
@@ -183,7 +183,7 @@ def named_arguments(buffers: Iterable[LiveBuffer], names: Sequence[str]) -> list
     return renamed
 
 
-class Place(NamedTuple):
+class BufferPlace(NamedTuple):
     """A buffer's place in memory. Several values may have one place, one after the other or as names of one array."""
 
     allocation: int
@@ -191,13 +191,13 @@ class Place(NamedTuple):
     nbytes: int
 
 
-def _device_places(assignment: str) -> dict[_Value, Place]:
+def _device_places(assignment: str) -> dict[_Value, BufferPlace]:
     places, allocation = {}, 0
     for line in assignment.splitlines():
         if (header := _ALLOCATION.match(line)) is not None:
             allocation = int(header["number"])
         elif (value := _VALUE.match(line)) is not None and int(value["space"]) == DEVICE_SPACE:
-            places[value["name"], value["index"] or ""] = Place(allocation, int(value["offset"]), int(value["bytes"]))
+            places[value["name"], value["index"] or ""] = BufferPlace(allocation, int(value["offset"]), int(value["bytes"]))
     return places
 
 

@@ -20,7 +20,7 @@ from remat_jax.memory.hlo.collectives import exchange_of, exchange_seconds
 from remat_jax.memory.hlo.copies import Copies, Direction, Overlap, host_copy, round_trips
 from remat_jax.memory.hlo.kernel_times import KernelTimes
 from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled as scanned_offload_is_miscompiled
-from remat_jax.memory.hlo.text import Computation, Instruction, Module, parse
+from remat_jax.memory.hlo.text import Computation, HloModule, Instruction, parse
 
 Lane = Literal["out", "back", "exchange"]
 """Where something runs beside compute: copies to the host, copies back, collectives."""
@@ -52,7 +52,7 @@ class StepTime:
 
 
 def step_time(
-    text: str | Module, target: Target, rates: Rates | None = None, *, kernels: Mapping[str, float] | None = None
+    text: str | HloModule, target: Target, rates: Rates | None = None, *, kernels: Mapping[str, float] | None = None
 ) -> StepTime:
     """The modelled time of the compiled module `text` on one device of `target`.
 
@@ -95,7 +95,7 @@ _MATTERS = 0.05
 """The share of a step from which an assumed latency makes its time a range."""
 
 
-def _played(module: Module, target: Target, rates: Rates, kernels: Mapping[str, float] | None) -> StepTime:
+def _played(module: HloModule, target: Target, rates: Rates, kernels: Mapping[str, float] | None) -> StepTime:
     player = _Player(module, target, rates, kernels)
     player.run(module.computations[module.entry])
     return player.result()
@@ -112,7 +112,7 @@ def _at_once(rates: Rates, late: Collection[str]) -> Rates:
 
 
 def read_overlap(
-    text: str | Module,
+    text: str | HloModule,
     target: Target,
     *,
     flops_per_s: float | None = None,
@@ -181,7 +181,7 @@ class _Stream:
 
 
 class _Player:
-    def __init__(self, module: Module, target: Target, rates: Rates, kernels: Mapping[str, float] | None) -> None:
+    def __init__(self, module: HloModule, target: Target, rates: Rates, kernels: Mapping[str, float] | None) -> None:
         self.module, self.target, self.rates = module, target, rates
         self.kernels = KernelTimes(module, rates, kernels)
         self.now = self.compute = 0.0
@@ -350,7 +350,7 @@ def _raise_to(found: dict[str, float], name: str, seconds: float) -> None:
     found[name] = max(seconds, found.get(name, 0.0))
 
 
-def _branches(module: Module, one: Instruction) -> Iterator[Computation]:
+def _branches(module: HloModule, one: Instruction) -> Iterator[Computation]:
     listed = one.rest.split("branch_computations={")[-1].split("}")[0] if "branch_computations={" in one.rest else ""
     names = [name.strip().lstrip("%") for name in listed.split(",") if name.strip()]
     names += [name for key in ("true_computation", "false_computation") if (name := one.attribute(key))]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from remat_jax.errors import UnsupportedError
-from remat_jax.memory.hlo.text import Array, Computation, Instruction, Module, parse
+from remat_jax.memory.hlo.text import Computation, HloArray, HloModule, Instruction, parse
 
 _ARITHMETIC: dict[str, Callable[..., int]] = {
     "add": lambda a, b: a + b,
@@ -39,7 +39,7 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
 }
 
 
-def scanned_offload_is_miscompiled(text: str | Module) -> bool:
+def scanned_offload_is_miscompiled(text: str | HloModule) -> bool:
     """Whether a loop of the compiled module `text` copies a different slot of a host buffer than the program asks for.
 
     Compares every iteration of every loop with a known trip count. False if no loop copies to or from host memory, or if the
@@ -71,7 +71,7 @@ def scanned_offload_is_miscompiled(text: str | Module) -> bool:
         ) from error
 
 
-def _is_wrong(module: Module, body: Computation, loop: Instruction, instruction: Instruction) -> bool:
+def _is_wrong(module: HloModule, body: Computation, loop: Instruction, instruction: Instruction) -> bool:
     called = module.computations.get(instruction.attribute("calls") or "")
     for inner in [] if called is None else called:
         baked = _baked(inner)
@@ -100,13 +100,13 @@ def _baked(inner: Instruction) -> tuple[int, int] | None:
 
 
 def _address(
-    module: Module,
+    module: HloModule,
     body: Computation,
     loop: Instruction,
     instruction: Instruction,
     called: Computation,
     inner: Instruction,
-    whole: Array,
+    whole: HloArray,
     iteration: int,
 ) -> int:
     first = 1 if inner.opcode == "dynamic-slice" else 2
@@ -124,7 +124,7 @@ def _address(
     return address
 
 
-def _first(instruction: Instruction | None) -> Array:
+def _first(instruction: Instruction | None) -> HloArray:
     if instruction is None or not instruction.arrays:
         raise UnsupportedError("a dynamic-update-slice whose update has no shape in the module's text; give the whole text")
     return instruction.arrays[0]
@@ -139,7 +139,7 @@ def _counters(loop: Instruction) -> Iterator[dict[str, str]]:
 
 
 def _value(
-    module: Module,
+    module: HloModule,
     computation: Computation,
     instruction: Instruction,
     counters: dict[int, int],

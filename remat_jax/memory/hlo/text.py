@@ -32,7 +32,7 @@ COLLECTIVES = (
 
 
 @dataclass(frozen=True)
-class Array:
+class HloArray:
     """An array in a shape: its HLO dtype, its dimensions, its axes from minor to major, and whether it is on the host."""
 
     dtype: str
@@ -61,7 +61,7 @@ class Instruction:
     root: bool
 
     @cached_property
-    def arrays(self) -> tuple[Array, ...]:
+    def arrays(self) -> tuple[HloArray, ...]:
         """Every array in the shape, tuples flattened."""
         return arrays_of(self.shape)
 
@@ -123,7 +123,7 @@ class Computation:
 
 
 @dataclass(frozen=True)
-class Module:
+class HloModule:
     """A compiled module."""
 
     computations: Mapping[str, Computation]
@@ -131,7 +131,7 @@ class Module:
 
 
 @lru_cache(maxsize=4096)
-def arrays_of(shape: str) -> tuple[Array, ...]:
+def arrays_of(shape: str) -> tuple[HloArray, ...]:
     """Every array in a shape's text.
 
     >>> [(one.bytes, one.on_host) for one in arrays_of("(bf16[2,3]{1,0:S(5)}, u32[])")]
@@ -140,10 +140,10 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
     return tuple(_array(*parts) for parts in _ARRAY.findall(shape))
 
 
-def _array(dtype: str, dims: str, layout: str) -> Array:
+def _array(dtype: str, dims: str, layout: str) -> HloArray:
     sizes = tuple(int(size) for size in dims.split(",") if size)
     order = tuple(int(axis) for axis in re.findall(r"\d+", layout.split(":")[0]))
-    return Array(dtype, sizes, order or tuple(reversed(range(len(sizes)))), "S(5)" in layout)
+    return HloArray(dtype, sizes, order or tuple(reversed(range(len(sizes)))), "S(5)" in layout)
 
 
 def elements(shape: str) -> list[str]:
@@ -159,13 +159,13 @@ def elements(shape: str) -> list[str]:
     return parts
 
 
-def parse(text: str | Module) -> Module:
+def parse(text: str | HloModule) -> HloModule:
     """The module in the text of `compiled.as_text()` or of XLA's dump; a parsed module is returned as it is.
 
     Raises:
       UnsupportedError: a line of a computation has an unknown form.
     """
-    if isinstance(text, Module):
+    if isinstance(text, HloModule):
         return text
     computations: dict[str, Computation] = {}
     current, entry = None, ""
@@ -181,7 +181,7 @@ def parse(text: str | Module) -> Module:
             named = _NAMED.match(line)
             if named:
                 current.instructions[named[2]] = _instruction(named[2], named[3], bool(named[1]))
-    return Module(computations, entry)
+    return HloModule(computations, entry)
 
 
 def _closing(text: str, start: int) -> int:
@@ -274,7 +274,7 @@ def units_of(dtype: str) -> str:
     return _DTYPES.get(dtype, "int8")
 
 
-def traffic(module: Module, computation: Computation, one: Instruction) -> int:
+def traffic(module: HloModule, computation: Computation, one: Instruction) -> int:
     """Bytes of device memory that an instruction reads and writes; a sliced array counts with its slice."""
     called = module.computations.get(one.attribute("calls") or "")
     if called is None:

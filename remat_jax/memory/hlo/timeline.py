@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from remat_jax.memory.hlo.live import LiveBuffer, Place, Schedule
+from remat_jax.memory.hlo.live import BufferPlace, LiveBuffer, Schedule
 
 _LARGE = 0.0002
 """The least share of the peak for which a buffer is tracked by itself; smaller buffers are summed. In a large unrolled model an
@@ -80,7 +80,7 @@ class Timeline:
         # The new value of a donated argument is in the argument's place, and counts as the argument.
         arguments = {schedule.places[value]: buffer for value, buffer in described.items() if buffer.phase == "argument"}
         buffers: dict[LiveBuffer, int] = {}
-        in_place: dict[Place, list[Span]] = {}
+        in_place: dict[BufferPlace, list[Span]] = {}
         for value, (start, end) in large.items():
             place = schedule.places[value]
             buffer = buffers.setdefault(arguments.get(place, described[value]), len(buffers))

@@ -17,13 +17,13 @@ Values = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class MapCandidate:
     """For every PyTorch unit the index of its Flax unit, and which of the ways between the two."""
 
     places: tuple[int, ...]
     choices: tuple[int, ...]
 
-    def chosen(self, unit: int, choice: int) -> Candidate:
+    def chosen(self, unit: int, choice: int) -> MapCandidate:
         """The same with another way for one unit."""
         return replace(self, choices=(*self.choices[:unit], choice, *self.choices[unit + 1 :]))
 
@@ -37,12 +37,12 @@ class Space:
     table: Table
     given: Rules
 
-    def rules(self, candidate: Candidate) -> Rules:
+    def rules(self, candidate: MapCandidate) -> Rules:
         """The candidate as rules, unit by unit."""
         ways = [self.way(candidate, unit) for unit in range(len(self.torch))]
         return self.given | Rules(tuple(rule for way in ways for rule in way))
 
-    def way(self, candidate: Candidate, unit: int) -> Way:
+    def way(self, candidate: MapCandidate, unit: int) -> Way:
         """The rules of one unit."""
         return self.table[unit][candidate.places[unit]][candidate.choices[unit]]
 
@@ -83,13 +83,13 @@ class Space:
         """The values with those of one unit taken from `other`."""
         return values | {name: other[name] for name in self.names(unit)}
 
-    def moved(self, candidate: Candidate, unit: int, place: int) -> Candidate | None:
+    def moved(self, candidate: MapCandidate, unit: int, place: int) -> MapCandidate | None:
         """The candidate with a unit at a place, whose unit takes the first one's; None where no way is between them."""
         if candidate.places[unit] == place:
             return candidate
         return self._exchanged(candidate, [(unit, candidate.places.index(place))])
 
-    def _exchanged(self, candidate: Candidate, pairs: list[tuple[int, int]]) -> Candidate | None:
+    def _exchanged(self, candidate: MapCandidate, pairs: list[tuple[int, int]]) -> MapCandidate | None:
         places, choices = list(candidate.places), list(candidate.choices)
         for one, other in pairs:
             places[one], places[other] = places[other], places[one]
@@ -98,9 +98,9 @@ class Space:
                 if not ways:
                     return None
                 choices[unit] = min(choices[unit], len(ways) - 1)
-        return Candidate(tuple(places), tuple(choices))
+        return MapCandidate(tuple(places), tuple(choices))
 
-    def uniform_choices(self, start: Candidate) -> Iterator[Candidate]:
+    def uniform_choices(self, start: MapCandidate) -> Iterator[MapCandidate]:
         """The candidate with all units of one kind and shapes in another way together: first as it is."""
         kinds: dict[tuple[object, ...], list[int]] = {}
         for unit, place in enumerate(start.places):
@@ -115,7 +115,7 @@ class Space:
                     trial = trial.chosen(unit, choice)
             yield trial
 
-    def exchanges(self, answer: Candidate, equal: Callable[[int, int], bool]) -> Iterator[Candidate]:
+    def exchanges(self, answer: MapCandidate, equal: Callable[[int, int], bool]) -> Iterator[MapCandidate]:
         """The candidate with two units exchanged, or two modules that hold several each, where `equal` says they may be."""
         seen = set()
         for group in self.groups():
@@ -141,7 +141,7 @@ class Space:
             return [(one, other)]
         return [(by_name[a], by_name[b]) for a, b in zip(inside, partners, strict=True)]
 
-    def rules_out(self, answer: Candidate, unit: int, choice: int, gradients: Values, limit: float) -> bool:
+    def rules_out(self, answer: MapCandidate, unit: int, choice: int, gradients: Values, limit: float) -> bool:
         """Whether the gradient at a symmetric point shows that a matrix may not be transposed."""
         ways = self.table[unit][answer.places[unit]]
         for mine, its in zip(ways[answer.choices[unit]], ways[choice], strict=True):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from remat_jax.porting.links import Shape, fit
-from remat_jax.porting.pattern import Pattern, Target
+from remat_jax.porting.pattern import FlaxPattern, Pattern
 from remat_jax.porting.rules import Rule, Rules
 
 _NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d{0,8})(?!\d)")
@@ -71,7 +71,7 @@ def _general(rules: Sequence[Rule]) -> Iterator[Rule]:
     placed = _with_placeholders(whole, varying)
     if placed:
         count = len(rules[0].torch)
-        flax = tuple(Target.parse(path) for path in placed[count:])
+        flax = tuple(FlaxPattern.parse(path) for path in placed[count:])
         yield Rule(tuple(Pattern(name) for name in placed[:count]), flax, rules[0].transform)
         return
     # A number that the other names do not follow is left in place: a rule for each.

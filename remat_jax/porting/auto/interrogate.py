@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from remat_jax.errors import PortingError
-from remat_jax.porting.auto.candidates import Candidate, Space
-from remat_jax.porting.auto.pair import LIMIT, Pair, Values
+from remat_jax.porting.auto.candidates import MapCandidate, Space
+from remat_jax.porting.auto.pair import LIMIT, ModelPair, Values
 from remat_jax.porting.float64 import FLOAT32_REMEDY
 
 # Two gradients that are equal by symmetry differ by rounding alone.
 EQUAL = 1e-9
 
 
-def identify(pair: Pair, space: Space, start: Candidate) -> Candidate:
+def identify(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
     """The candidate by which the models agree, whatever the names say, found from `start`.
 
     Raises:
@@ -35,7 +35,7 @@ def identify(pair: Pair, space: Space, start: Candidate) -> Candidate:
             asked = space.with_one_other(alike, others, unit)
             free = _first(places[unit], [places[other] for other in group])
             for place in (place for place in free if place not in used):
-                trial = space.moved(Candidate(tuple(places), start.choices), unit, place)
+                trial = space.moved(MapCandidate(tuple(places), start.choices), unit, place)
                 if trial and pair.disagreement(space.rules(trial), asked, gradients=False)[0] <= LIMIT:
                     places, start = list(trial.places), trial
                     used.add(place)
@@ -43,7 +43,7 @@ def identify(pair: Pair, space: Space, start: Candidate) -> Candidate:
     return _orient(pair, space, start)
 
 
-def _agreeing_when_alike(pair: Pair, space: Space, start: Candidate) -> Candidate:
+def _agreeing_when_alike(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
     """With everything exchangeable alike, the only questions are those of each kind of module as a whole."""
     values = space.alike(pair.generic(1))
     errors = []
@@ -60,7 +60,7 @@ def _agreeing_when_alike(pair: Pair, space: Space, start: Candidate) -> Candidat
     )
 
 
-def _orient(pair: Pair, space: Space, start: Candidate) -> Candidate:
+def _orient(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
     for unit in range(len(start.places)):
         ways = space.table[unit][start.places[unit]]
         if len(ways) < 2:
@@ -75,7 +75,7 @@ def _orient(pair: Pair, space: Space, start: Candidate) -> Candidate:
     return start
 
 
-def other_answers(pair: Pair, space: Space, answer: Candidate) -> Iterator[Candidate]:
+def other_answers(pair: ModelPair, space: Space, answer: MapCandidate) -> Iterator[MapCandidate]:
     """Candidates beside `answer` by which the models agree as well.
 
     Were exchanging two modules a symmetry of the model, their gradients would be equal where their values are; were
@@ -101,7 +101,7 @@ def _equal(space: Space, gradients: Values, one: int, other: int) -> bool:
     return all(float(np.linalg.norm(gradients[a] - gradients[b])) <= EQUAL * scale for a, b in pairs)
 
 
-def unexercised(pair: Pair, space: Space, answer: Candidate) -> list[int]:
+def unexercised(pair: ModelPair, space: Space, answer: MapCandidate) -> list[int]:
     """The units that the outputs do not depend on at all, so that nothing can be proved of them.
 
     A gradient of 0 is not enough: a frozen weight has none, and the outputs change with it.

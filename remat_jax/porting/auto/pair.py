@@ -91,7 +91,7 @@ def _running(argument: str, module: Any) -> Iterator[None]:
         raise PortingError(text) from error
 
 
-class Pair:
+class ModelPair:
     """A PyTorch and a Flax model, run with the same values; the caller's PyTorch module is copied, never changed."""
 
     def __init__(self, torch_module: Any, flax_module: Any, inputs: Any, variables: Any, calls: tuple[Any, Any]) -> None:

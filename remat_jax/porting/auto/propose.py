@@ -9,11 +9,11 @@ from typing import Any
 import jax
 
 from remat_jax.errors import PortingError
-from remat_jax.porting.auto.candidates import Candidate, Space
+from remat_jax.porting.auto.candidates import MapCandidate, Space
 from remat_jax.porting.auto.compress import compress
 from remat_jax.porting.auto.interrogate import identify, other_answers, unexercised
 from remat_jax.porting.auto.match import by_names, likeness, table
-from remat_jax.porting.auto.pair import FLOAT32_ERROR, LIMIT, Pair
+from remat_jax.porting.auto.pair import FLOAT32_ERROR, LIMIT, ModelPair
 from remat_jax.porting.auto.units import FlaxUnit, TorchParts, attentions, flax_units, stack_candidates, torch_parts
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
 from remat_jax.porting.links import links_of_places, links_of_tensors
@@ -60,7 +60,7 @@ def propose(
     {i}.bias -> params/layers_{i}/bias
     """
     with jax.enable_x64(True), keep_jax_float64() if keep_float64 else contextlib.nullcontext():
-        pair = Pair(torch_module, flax_module, inputs, variables, (torch_call, flax_call))
+        pair = ModelPair(torch_module, flax_module, inputs, variables, (torch_call, flax_call))
         _refuse_random(pair.torch)
         space, start = _space(pair, as_rules(rules))
         answer = start
@@ -74,7 +74,7 @@ def propose(
         return compress(space.rules(answer), {n: x.shape for n, x in pair.initial.items()}, pair.shapes)
 
 
-def _space(pair: Pair, given: Rules) -> tuple[Space, Candidate]:
+def _space(pair: ModelPair, given: Rules) -> tuple[Space, MapCandidate]:
     """The units of both models and the candidate that names speak for, in the first way of seeing Flax's that fits."""
     fits, reason = _fitting(pair, given)
     frozen = tuple(name for name, parameter in pair.torch.named_parameters() if not parameter.requires_grad)
@@ -86,7 +86,7 @@ def _space(pair: Pair, given: Rules) -> tuple[Space, Candidate]:
     return fits
 
 
-def _fitting(pair: Pair, given: Rules) -> tuple[tuple[Space, Candidate] | None, str]:
+def _fitting(pair: ModelPair, given: Rules) -> tuple[tuple[Space, MapCandidate] | None, str]:
     """What `_space` gives, or None and why nothing fits."""
     covered = links_of_tensors(given, pair.initial)
     taken = {name for link in covered.values() for name in link.torch} | {n for n in pair.initial if given.allows_extra(n)}
@@ -96,14 +96,14 @@ def _fitting(pair: Pair, given: Rules) -> tuple[tuple[Space, Candidate] | None, 
     ties = tuple(tie for tie in parts.ties if tie not in [(one.text, other.text) for one, other in given.ties])
     given = given | Rules((), ties, tuple(parts.buffers))  # type: ignore[arg-type]  # texts are taken
     if not parts.units and not shapes:
-        return (Space([], [], [], given), Candidate((), ())), ""
+        return (Space([], [], [], given), MapCandidate((), ())), ""
     for stack in ("", *stack_candidates(shapes)):
         for together in _together(parts, attentions(shapes, stack)):
             flax = flax_units(shapes, stack=stack, together=together)
             found = table(parts.units, flax) if len(flax) == len(parts.units) else []
             places = by_names(parts.units, flax, found) if found else None
             if places is not None:
-                return (Space(parts.units, flax, found, given), Candidate(tuple(places), (0,) * len(places))), ""
+                return (Space(parts.units, flax, found, given), MapCandidate(tuple(places), (0,) * len(places))), ""
     return None, _no_match(parts, flax_units(shapes))
 
 
@@ -134,11 +134,11 @@ def _shapes(tensors: tuple[tuple[str, Any], ...]) -> str:
     return ", ".join(f"{local or 'itself'} {shape}" for local, shape in tensors)
 
 
-def _proved(pair: Pair, space: Space, candidate: Candidate) -> bool:
+def _proved(pair: ModelPair, space: Space, candidate: MapCandidate) -> bool:
     return pair.disagreement(space.rules(candidate), pair.generic(0))[0] <= LIMIT
 
 
-def _require_proof(pair: Pair, space: Space, candidate: Candidate) -> None:
+def _require_proof(pair: ModelPair, space: Space, candidate: MapCandidate) -> None:
     error, where = pair.disagreement(space.rules(candidate), pair.generic(0))
     if not error <= LIMIT:
         rounded = f" The error has the size of float32's rounding: {FLOAT32_REMEDY}." if error <= FLOAT32_ERROR else ""
@@ -148,7 +148,7 @@ def _require_proof(pair: Pair, space: Space, candidate: Candidate) -> None:
         )
 
 
-def _require_forced(space: Space, answer: Candidate, unused: Sequence[int]) -> None:
+def _require_forced(space: Space, answer: MapCandidate, unused: Sequence[int]) -> None:
     """Of what the outputs do not depend on nothing is proved: names, shapes and kinds must leave one place and one way."""
     places = [answer.places[unit] for unit in unused]
     open_units = []
@@ -173,7 +173,7 @@ def _unproved(space: Space, unused: Sequence[int]) -> str | None:
     return text if names else None
 
 
-def _require_one(pair: Pair, space: Space, answer: Candidate) -> None:
+def _require_one(pair: ModelPair, space: Space, answer: MapCandidate) -> None:
     others = list(other_answers(pair, space, answer))
     if others:
         lines = []

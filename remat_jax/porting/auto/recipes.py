@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from remat_jax.errors import PortingError
 from remat_jax.porting.auto.units import FlaxUnit, Shape, TorchUnit
 from remat_jax.porting.links import Place
-from remat_jax.porting.pattern import Pattern, Target
+from remat_jax.porting.pattern import FlaxPattern, Pattern
 from remat_jax.porting.rules import Rule
 from remat_jax.porting.transform import Transform
 
@@ -128,6 +128,6 @@ def _cell(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
 
 def _rule(torch: TorchUnit, names: tuple[str, ...], places: list[Place], text: str) -> Rule:
     targets = tuple(
-        Target(Pattern(place.path), tuple(None if i is None else Pattern(str(i)) for i in place.index)) for place in places
+        FlaxPattern(Pattern(place.path), tuple(None if i is None else Pattern(str(i)) for i in place.index)) for place in places
     )
     return Rule(tuple(Pattern(torch.full(name)) for name in names), targets, Transform.parse(text))
