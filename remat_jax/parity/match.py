@@ -69,7 +69,7 @@ def match(torch: Sequence[Module], flax: Sequence[Module], mapping: Any = None) 
     Raises:
         ArgumentError: `mapping` contains a path without a module.
 
-     torch = [Module("h/0/fc", "Linear", 4, True), Module("h/0", "Block", 4, False), Module("", "Model", 4, False)]
+    >>> torch = [Module("h/0/fc", "Linear", 4, True), Module("h/0", "Block", 4, False), Module("", "Model", 4, False)]
     >>> flax = [Module("layers_0/up", "Dense", 4, True), Module("layers_0", "Layer", 4, False), Module("", "Net", 4, False)]
     >>> match(torch, flax)
     {'': '', 'h/0/fc': 'layers_0/up', 'h/0': 'layers_0'}
