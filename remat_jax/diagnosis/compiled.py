@@ -39,7 +39,7 @@ def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float,
     if rate is None or not target.host_link_bytes_per_s or not target.hbm_bytes_per_s:
         return None
     sizes = [one.nbytes for one in last.kept if one.on_host]
-    # Each direction of the link is used separately; the smallest array bounds the time that cannot overlap.
+    # The directions of the link overlap, but the last array to leave, at least the smallest, returns after it has left.
     copying = (sum(sizes) + min(sizes)) / target.host_link_bytes_per_s
     block = _seconds(last.block.jaxpr.jaxpr.eqns, rate, target.hbm_bytes_per_s)
     computing = block + BACKWARD * _seconds(after, rate, target.hbm_bytes_per_s)

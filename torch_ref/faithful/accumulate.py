@@ -1,11 +1,11 @@
-"""A tutorial's gradient accumulation loop with mixed precision as it behaves, faults included, to hold a right one against.
+"""A tutorial's gradient accumulation loop with mixed precision, including its faults, to compare a correct loop with.
 
 What it does:
 
-1. Each micro-batch's *mean* loss is divided by the number of micro-batches. Where those have unequal numbers of targets, this
-   is another function than the mean over all of them: each target of a short micro-batch counts for more.
+1. Each micro-batch's *mean* loss is divided by the number of micro-batches. If micro-batches have different numbers of
+   targets, the result is not the mean over all targets: a target in a short micro-batch has more weight.
 2. It steps after every full group. An epoch's last, incomplete group is never stepped; the next epoch's `zero_grad` drops it.
-3. The loss that is logged is the last micro-batch's alone.
+3. The logged loss is that of the last micro-batch alone.
 4. It runs under autocast without a `GradScaler`: with float16, the original's default on a GPU, small gradients become 0.
 5. The gradients are not clipped, and nothing looks for infinities.
 """
@@ -23,7 +23,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Logged:
-    """One line of the log: the epoch, the micro-batch's number in it, and the loss that is printed there."""
+    """A line of the log: the epoch, the micro-batch's number in the epoch, and the printed loss."""
 
     epoch: int
     step: int
@@ -40,9 +40,9 @@ def train(
     epochs: int = 10,
     autocast: torch.dtype | None = None,
 ) -> list[Logged]:
-    """The tutorial's loop over `loader`'s micro-batches `(inputs, labels)`; what it prints is returned.
+    """The tutorial's loop over `loader`'s micro-batches `(inputs, labels)`; returns the lines that the tutorial prints.
 
-    `autocast` is its dtype, None for none. The tensors are taken to the device of the model.
+    `autocast` is the dtype of autocast, or None. The tensors are moved to the model's device.
 
     >>> model = nn.Linear(1, 1)
     >>> data = [(torch.ones(2, 1), torch.ones(2, 1))] * 5

@@ -1,21 +1,20 @@
-"""A tutorial's checkpointing experiment on a deep perceptron as it behaves, faults included, to hold a right one against.
+"""A tutorial's checkpointing experiment on a deep perceptron, including its faults, to compare a correct one with.
 
-It compares a plain model with `checkpoint_sequential` over its layers in three segments, and writes segments by hand as well.
+It compares a plain model with `checkpoint_sequential` over its layers in three segments, and with handwritten segments.
 What it does:
 
-1. `checkpoint_sequential` is given the list of bare linear layers, so that the ReLUs between them are lost: what is
-   checkpointed is an affine function, another model than the plain one.
-2. It is given no `use_reentrant`, which means the reentrant form. That one carries gradients only where the input requires
-   one; a batch does not. Every checkpointed layer is left without a gradient, and only the last segment learns.
-3. The segments written by hand drop the ReLU at the end of every segment.
-4. They also detach there and return before anything is computed again: the gradient is cut, all segments but the last
-   learn nothing, and each interior is freed because nothing can ever ask for it.
-5. The "peak" is read after the forward pass. The real one comes later, when cotangents and gradients are there.
-6. The plain model is read before its first backward pass, the checkpointed one after an optimizer step, never clearing the
-   gradients: gradients and Adam's two moments are in the second reading only.
+1. `checkpoint_sequential` gets the list of bare linear layers, so the ReLUs between them are lost: the checkpointed model
+   is an affine function, different from the plain model.
+2. `use_reentrant` is not given, which selects the reentrant form. That form has gradients only if the input requires one,
+   and a batch does not. No checkpointed layer gets a gradient, and only the last segment learns.
+3. The handwritten segments drop the ReLU at the end of every segment.
+4. They also detach at the end of every segment and recompute nothing: the gradient is cut, all segments but the last learn
+   nothing, and each interior is freed because backward never reaches it.
+5. The "peak" is read after the forward pass. The real peak comes later, with cotangents and gradients.
+6. The plain model is read before its first backward pass, the checkpointed model after an optimizer step that leaves the
+   gradients: only the second reading includes gradients and Adam's two moments.
 
-The original's `self.layersx` and `model.layersx` are no attribute of anything; they are taken for `self.layers[-1](x)` and
-`model.layers[j](x)`.
+The original's `self.layersx` and `model.layersx` do not exist; they are read as `self.layers[-1](x)` and `model.layers[j](x)`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 
 class DeepMLP(nn.Module):
-    """The tutorial's model: (batch, in_features) → (batch, 10); `torch_ref.DeepMLP` is the right one, with the same parameters.
+    """The tutorial's model: (batch, in_features) → (batch, 10); `torch_ref.DeepMLP` is correct, with the same parameters.
 
     >>> model = DeepMLP(num_layers=6, hidden_size=4, in_features=3)
     >>> bool((model(torch.ones(2, 3)) == model(torch.ones(2, 3, requires_grad=True), use_checkpoint=True)).all())
@@ -48,7 +47,7 @@ class DeepMLP(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, x: torch.Tensor, use_checkpoint: bool = False) -> torch.Tensor:
-        """Run the plain model on `x`, or with `use_checkpoint` another one, in three segments."""
+        """Run the plain model on `x`; with `use_checkpoint`, a different model in three segments."""
         if use_checkpoint:
             return checkpoint_sequential(self.layers, 3, x, use_reentrant=True)
         for layer in self.layers[:-1]:
@@ -57,7 +56,7 @@ class DeepMLP(nn.Module):
 
 
 def manual_checkpoint_forward(model: DeepMLP, x: torch.Tensor, segments: int = 3) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Run `model` in the tutorial's segments; the result and the ends of all segments but the last.
+    """Run `model` in the tutorial's segments; return the result, and the outputs of all segments but the last.
 
     >>> model = DeepMLP(num_layers=6, hidden_size=4, in_features=3)
     >>> manual_checkpoint_forward(model, torch.ones(2, 3))[0].sum().backward()
@@ -82,7 +81,7 @@ def manual_checkpoint_forward(model: DeepMLP, x: torch.Tensor, segments: int = 3
 
 @dataclass(frozen=True)
 class Readings:
-    """What the tutorial reads as memory, in bytes.
+    """The tutorial's readings of memory, in bytes.
 
     Attributes:
         standard: after the plain model's first forward pass.
@@ -94,14 +93,14 @@ class Readings:
 
     @property
     def reduction(self) -> int:
-        """What the tutorial prints as the memory that checkpointing saves."""
+        """The memory that checkpointing saves, as the tutorial prints it."""
         return self.standard - self.checkpoint
 
 
 def memory_readings(num_layers: int = 20, hidden_size: int = 1024, *, batch: int = 32, in_features: int = 1024) -> Readings:
-    """Take the tutorial's two readings, in its order and at its sizes, on fake tensors: nothing is allocated.
+    """Take the tutorial's two readings, in its order and at its sizes, on fake tensors without allocations.
 
-    The original asks `torch.cuda.memory_allocated`, and prints 0 without a GPU.
+    The original reads `torch.cuda.memory_allocated`, and prints 0 without a GPU.
 
     >>> import warnings
     >>> with warnings.catch_warnings(action="ignore"):  # that the checkpointed layers get no gradient: fault 2

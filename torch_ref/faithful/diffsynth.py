@@ -1,22 +1,22 @@
-"""`gradient_checkpoint_forward` as DiffSynth-Studio does it, with its quirks, to compare a port with.
+"""DiffSynth-Studio's `gradient_checkpoint_forward`, with its quirks, to compare a port with.
 
-Written from the behaviour of `diffsynth/core/gradient/gradient_checkpoint.py`. In this order:
+Written from the behaviour of `diffsynth/core/gradient/gradient_checkpoint.py`. The first case that applies is used:
 
-1. Checkpointing is on and DeepSpeed's activation checkpointing is configured: the arguments are flattened and given
-   positionally, so keyword names are lost; without a top-level tensor that requires a gradient the block runs
-   unchecked; the offload flag is ignored.
-2. The offload flag is set, which suffices alone: `save_on_cpu()`, unpinned, around a non-reentrant checkpoint.
+1. Checkpointing is on and DeepSpeed's activation checkpointing is configured: the arguments are flattened and passed
+   positionally, so keyword names are lost. Without a top-level tensor that requires a gradient, the block runs without a
+   checkpoint. The offload flag is ignored.
+2. The offload flag is set, with or without the other flag: `save_on_cpu()`, unpinned, around a non-reentrant checkpoint.
 3. The checkpointing flag is set: the same without `save_on_cpu`.
 4. Otherwise: a plain call.
 
-What follows from it: only *positional, top-level* tensors go to the host, each use as a copy of its own; a call that
-passes everything by keyword offloads nothing and does not restore the device's random state; keywords that
-`torch.utils.checkpoint.checkpoint` knows (`debug`, `early_stop`, ...) never reach the block, and `use_reentrant` and
-`function` are refused; a captured loop variable gives wrong gradients silently. Flags are taken by their truth: 1 is True,
-0 and None are False, as is the block's first argument where a flag was forgotten.
+Consequences: only *positional, top-level* tensors go to the host, with a separate copy for each use. A call that passes
+everything by keyword offloads nothing and does not restore the device's random state. Keywords of
+`torch.utils.checkpoint.checkpoint` (`debug`, `early_stop`, ...) never reach the block, and `use_reentrant` and `function`
+are refused. A captured loop variable silently gives wrong gradients. Flags count by their truth value: 1 is True, 0 and
+None are False, and so is the truth of the block's first argument if a flag was forgotten.
 
-One difference: on the CPU, `save_on_cpu` would keep the tensor itself. Here it is copied, as it would be from a GPU,
-so that a machine without one shows the same bytes.
+One difference: on the CPU, `save_on_cpu` would keep the tensor itself. Here the tensor is copied, as from a GPU, so that a
+machine without a GPU shows the same bytes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def gradient_checkpoint_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call `model(*args, **kwargs)` as DiffSynth-Studio's function of this name would; see the module for its quirks.
+    """Call `model(*args, **kwargs)` like DiffSynth-Studio's function of this name; the module lists its quirks.
 
-    Each flag counts by its truth: 1, 0 and None are taken too. `torch_ref.gradient_checkpoint_forward` takes bools alone.
+    Flags count by their truth value: 1, 0 and None are valid. `torch_ref.gradient_checkpoint_forward` accepts only bools.
 
     Raises:
         InvalidArgumentError: if `model` cannot be called.
@@ -79,7 +79,7 @@ def _forwarding(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _configured_deepspeed() -> Any:
-    # Whoever has configured it has imported it; a reference must not import it on its own.
+    # A configured DeepSpeed is already imported; this reference must not import it itself.
     deepspeed = sys.modules.get("deepspeed")
     return deepspeed if deepspeed is not None and deepspeed.checkpointing.is_configured() else None
 

@@ -1,9 +1,9 @@
-"""The `OffloadFunction` that tutorials on offloading show, with its fault: it doubles the gradient.
+"""The `OffloadFunction` of tutorials on offloading, with its fault: it doubles the gradient.
 
-Forward copies its input to the host and returns the input as it is. Backward fetches the copy, computes a stand-in for
-"the model's own forward" (`x * 2`) and returns that one's gradient. Forward and backward are thus of two functions: the
-gradient is twice that of what was computed, and nothing is freed, since the input is returned and the next layer keeps
-it. `torch_ref.OffloadFunction` is the right form.
+Forward copies its input to the host and returns the input unchanged. Backward fetches the copy, computes a stand-in for
+"the model's own forward" (`x * 2`) and returns the gradient of that. Forward and backward thus belong to two functions:
+the gradient is twice the correct one. Nothing is freed, because the input is returned and the next layer keeps it.
+`torch_ref.OffloadFunction` is the correct form.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OffloadFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
-        """Give the gradient of `x * 2`."""
+        """The gradient of `x * 2`."""
         (kept,) = ctx.saved_tensors
         x = kept.to(ctx.device).requires_grad_()
         with torch.enable_grad():

@@ -1,21 +1,21 @@
-"""Gradient checkpointing as OpenPI's PyTorch code switches it, with its quirks, on `torch_ref.JointDecoder`.
+"""The gradient checkpointing switch of OpenPI's PyTorch code, with its quirks, on `torch_ref.JointDecoder`.
 
 Written from the behaviour of `models_pytorch/pi0_pytorch.py`, `gemma_pytorch.py` and `scripts/train_pytorch.py`:
 
-1. `gradient_checkpointing_enable` and `_disable` set a flag on the model and on three submodels. The one on the vision
-   tower is read nowhere.
-2. It takes effect only in training, in two places: around each part of the outer model if its own flag is set, and
-   around each layer and the final norms if the expert's flag is set.
+1. `gradient_checkpointing_enable` and `_disable` set a flag on the model and on three submodels. The vision tower's flag
+   is never read.
+2. Checkpointing takes effect only in training, in two places: around each part of the outer model if the outer flag is
+   set, and around each layer and the final norms if the expert's flag is set.
 3. In training the inner model *sets* the expert's flag if it is not set. After `gradient_checkpointing_disable` the
-   layers are therefore checkpointed all the same; only the outer parts are not.
-4. It nests: the outer model checkpoints the whole transformer, and inside it each layer is checkpointed again, so a
-   layer runs three times (the last one twice, as its recomputation ends early). The streams are a list, which
-   `torch.utils.checkpoint` holds as it is, out of sight of the outer checkpoint: the outputs of all layers stay alive
-   although the transformer is checkpointed as a whole.
-5. The random state is not restored: a layer with dropout would be differentiated at another mask than it was run with.
-6. The training script asks `hasattr(model, "gradient_checkpointing_enable")` and otherwise goes on without.
+   layers are therefore still checkpointed; only the outer parts are not.
+4. Checkpoints are nested: the outer model checkpoints the whole transformer, and each layer inside is checkpointed again.
+   A layer runs three times (the last layer twice, because its recomputation ends early). The streams are a list, which
+   `torch.utils.checkpoint` holds where the outer checkpoint does not see it: the outputs of all layers stay alive although
+   the whole transformer is checkpointed.
+5. The random state is not restored: the gradient of a layer with dropout would use a different mask than its output.
+6. The training script checks `hasattr(model, "gradient_checkpointing_enable")`, and trains without checkpointing if false.
 
-`torch_ref.gradient_checkpointing_enable` is the right form of the switch, `torch_ref.JointDecoder` of the calls.
+`torch_ref.gradient_checkpointing_enable` is the correct form of the switch, `torch_ref.JointDecoder` of the calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Flagged(nn.Module):
-    """A submodel that carries the flag `gradient_checkpointing`, and nothing else that matters here."""
+    """A submodel that has only the flag `gradient_checkpointing`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Flagged(nn.Module):
 
 
 class TransformerWithExpert(nn.Module):
-    """The inner model: runs the joint layers and the final norms, each checkpointed when the expert's flag says so."""
+    """The inner model: runs the joint layers and the final norms, each checkpointed if the expert's flag is set."""
 
     def __init__(self, layers: nn.ModuleList, norms: nn.ModuleList) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class TransformerWithExpert(nn.Module):
 
 
 class Switched(nn.Module):
-    """An outer model with OpenPI's switch, which sets four flags: its own, and those of three submodels."""
+    """An outer model with OpenPI's switch, which sets four flags: its own and three submodels' flags."""
 
     def __init__(self, transformer: TransformerWithExpert) -> None:
         super().__init__()
@@ -112,9 +112,9 @@ class Switched(nn.Module):
 
 
 class Pi0(Switched):
-    """The outer model; its parameters are those of the `JointDecoder` that it is made from.
+    """The outer model, with the parameters of the given `JointDecoder`.
 
-    `PI0Pytorch` is the same around the whole of π0.
+    `PI0Pytorch` is the outer model of the whole π0.
 
     >>> model = Pi0(JointDecoder(num_layers=1, widths=(8, 4), patch=12, action_dim=3))
     >>> model.gradient_checkpointing_enable()
@@ -127,7 +127,7 @@ class Pi0(Switched):
         self.decoder = decoder
 
     def forward(self, patches: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """Predict actions as `JointDecoder` does."""
+        """Predict actions like `JointDecoder`."""
         streams = [
             self._apply_checkpoint(self.decoder.vision_tower, patches),
             self._apply_checkpoint(self.decoder.action_in, actions),
@@ -143,7 +143,7 @@ class Pi0(Switched):
 
 
 def prepare_for_training(model: nn.Module) -> bool:
-    """Switch checkpointing on if the model has the method, as the training script does; says whether it had.
+    """Switch checkpointing on if the model has the method, like the training script; return whether it has.
 
     >>> prepare_for_training(nn.Linear(1, 1))
     False
@@ -157,5 +157,5 @@ def prepare_for_training(model: nn.Module) -> bool:
 
 
 def checkpointed(function: Callable[..., Any], *args: Any) -> Any:
-    """Checkpoint as OpenPI does, the random state not restored."""
+    """Checkpoint like OpenPI, without restoring the random state."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

@@ -1,16 +1,16 @@
-"""π0 as OpenPI's PyTorch code runs and checkpoints it, with its quirks; the mechanism is that of `openpi`.
+"""π0 with the checkpoints of OpenPI's PyTorch code, including its quirks; the switch is that of `openpi`.
 
 Written from the behaviour of `models_pytorch/pi0_pytorch.py` and `gemma_pytorch.py`. In training, with the switch on:
 
 1. Each camera is encoded by itself, and each call of the vision tower is checkpointed as a whole: its layers run twice
-   for each camera, and a recomputation holds all of a tower's arrays at once. The tower's own flag is read nowhere.
+   for each camera, and a recomputation holds all of a tower's arrays at once. The tower's own flag is never read.
 2. The embedding of the prompt, the projections of state and actions, the MLP of the time, the whole transformer and the
-   last projection are checkpointed, each by itself.
+   last projection each have a checkpoint.
 3. Inside the transformer each layer and the final norms are checkpointed again, with lists of tensors: a layer runs
    three times, and the outer checkpoint frees nothing.
-4. With the switch off the layers and the final norms are checkpointed all the same while the model trains.
+4. With the switch off, the layers and the final norms are still checkpointed in training.
 
-`torch_ref.Pi0` is the right form: with its flags each layer, of the tower too, runs twice.
+`torch_ref.Pi0` is the correct form: with its flags each layer runs twice, also in the tower.
 """
 
 from __future__ import annotations
@@ -99,6 +99,6 @@ class PI0Pytorch(Switched):
         if model.config.adaptive:
             return actions, self._apply_checkpoint(model.time_mlp, embedded)
         state = self._apply_checkpoint(model.state_proj, observation.state.to(dtype))
-        # The time is put beside the actions outside of the checkpoint, which so keeps both.
+        # Time and actions are concatenated outside of the checkpoint, which therefore keeps the concatenation.
         suffix = self._apply_checkpoint(model.action_time_mlp, beside(actions, embedded))
         return torch.cat([state[:, None], suffix], dim=1), None

@@ -1,6 +1,6 @@
-"""The PyTorch side of the models that both frameworks are compared on.
+"""The PyTorch versions of the models on which the frameworks are compared.
 
-Every data type comes from the parameters: a model after `.double()` computes in float64 throughout.
+All dtypes follow the parameters: after `.double()` a model computes in float64 throughout.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from torch_ref.errors import InvalidArgumentError
 class ExplicitMultiheadAttention(nn.MultiheadAttention):
     """`nn.MultiheadAttention` for self-attention, in plain matrix multiplications.
 
-    Same parameters, names and results. PyTorch's fused attention is one opaque operator; here both of its products
-    are `bmm`, so that they can be counted and their operands are residuals that can be seen.
+    Parameters, names and results are the same. PyTorch's fused attention is an opaque operator; here both of its products
+    are `bmm`, so that they can be counted and their operands are visible residuals.
 
     >>> layer, x = ExplicitMultiheadAttention(8, 2), torch.ones(3, 1, 8)
     >>> torch.allclose(layer(x), nn.MultiheadAttention.forward(layer, x, x, x)[0], atol=1e-6)
@@ -87,7 +87,7 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderStack(nn.Module):
-    """`num_layers` decoder layers, each one a block that is called by keyword.
+    """`num_layers` decoder layers, each a block that is called by keyword.
 
     Parameters are named `layers.N.…`; the keyword options are those of `DecoderLayer`.
 

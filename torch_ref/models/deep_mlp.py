@@ -1,4 +1,4 @@
-"""A deep perceptron: many linear layers of one width, each with a ReLU behind it, and a linear head."""
+"""A deep perceptron: many linear layers of equal width, each followed by a ReLU, and a linear head."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch_ref.segments import check_segments, checkpoint_segments
 class MlpLayer(nn.Linear):
     """A linear layer with its ReLU: (batch, in_features) → (batch, out_features), one block.
 
-    It is a linear layer by its parameters, `weight` and `bias`. Because the ReLU is inside, no way of cutting a list of
-    blocks can lose it.
+    Its parameters are those of a linear layer, `weight` and `bias`. The ReLU is inside, so cutting a list of blocks
+    cannot lose it.
 
     >>> MlpLayer(3, 5)(torch.ones(2, 3)).min().item() >= 0
     True
@@ -29,10 +29,10 @@ class MlpLayer(nn.Linear):
 
 
 class DeepMLP(nn.Module):
-    """`num_layers` linear layers, a ReLU behind all but the last: `num_layers - 1` blocks and a head.
+    """`num_layers` linear layers, each but the last followed by a ReLU: `num_layers - 1` blocks and a head.
 
-    Shapes: (batch, in_features) → (batch, out_features), `hidden_size` in between. Parameters are named
-    `layers.N.weight` and `layers.N.bias`, the head being the last of them.
+    Shapes: (batch, in_features) → (batch, out_features), with `hidden_size` in between. Parameters are named
+    `layers.N.weight` and `layers.N.bias`; the last layer is the head.
 
     Raises:
         InvalidArgumentError: if `num_layers` is less than 2.
@@ -60,9 +60,9 @@ class DeepMLP(nn.Module):
         """Run all layers on `x` of shape (batch, in_features).
 
         The flags put each block into one of the three modes of `gradient_checkpoint_forward`; the head is outside.
-        `segments` cuts the list of layers instead, head included: an integer hands it to PyTorch's
-        `checkpoint_sequential` with that many segments; a sequence are the indices at which a segment after the first
-        begins (`torch_ref.checkpoint_segments`). The last segment is not checkpointed either way.
+        `segments` cuts the list of layers instead, including the head: an integer is the number of segments for PyTorch's
+        `checkpoint_sequential`; a sequence gives the indices at which the segments after the first begin
+        (`torch_ref.checkpoint_segments`). In both cases the last segment is not checkpointed.
 
         Raises:
             InvalidArgumentError: if `segments` does not fit the number of layers, or is given together with a flag.

@@ -1,6 +1,6 @@
-"""Pieces of Gemma: a norm that a condition may set, rotary positions, the weights of one stream of a joint layer.
+"""Parts of Gemma: an optionally conditioned norm, rotary positions, the weights of a stream of a joint layer.
 
-Parameters have the names of `transformers`, and of OpenPI's change to it where a norm is conditioned.
+Parameters have the names of `transformers`; a conditioned norm has the names of OpenPI's modified version.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 class AdaptiveRMSNorm(nn.Module):
     """x / sqrt(mean(x²) + ε), scaled; with `condition_width` the scale, a shift and a gate come from a condition.
 
-    Without a condition the scale is 1 + `weight`, nothing is shifted, and the gate is None. With one, `dense` makes
-    (scale, shift, gate) of it, and the result is normed · (1 + scale) + shift; `dense` starts at zero.
+    Without a condition the scale is 1 + `weight`, there is no shift, and the gate is None. With a condition, `dense` maps
+    it to (scale, shift, gate), and the result is normed · (1 + scale) + shift; `dense` starts at zero.
 
     Shapes: x (batch, time, width), condition (batch, condition_width) → x's shape, and a gate (batch, 1, width) or None.
 
@@ -85,7 +85,7 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 class GemmaAttentionWeights(nn.Module):
-    """The four projections of one stream; the attention itself belongs to all streams together."""
+    """The four projections of a stream; all streams share the attention itself."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Two transformers that attend to each other, layer by layer: a prefix (image and prompt) and an action expert.
 
-The mechanism of OpenPI's π0, at any size: a vision tower makes the prefix, both streams have weights of their own, one
-attention runs over both. The block of checkpointing is a `JointLayer`: it takes and gives a *list* of two tensors.
+The structure of OpenPI's π0, at any size: a vision tower makes the prefix, each stream has its own weights, and a joint
+attention runs over both. The block of checkpointing is a `JointLayer`: it takes and returns a *list* of two tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch_ref.errors import InvalidArgumentError
 
 
 class ExpertLayer(nn.Module):
-    """The weights of one stream in one layer: projections into the shared attention and out of it, and an MLP."""
+    """The weights of a stream in a layer: projections into and out of the shared attention, and an MLP."""
 
     def __init__(self, width: int, attention_width: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class JointDecoder(nn.Module):
         return self.action_out(self.norms[1](streams[1]))
 
     def mask(self, streams: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The prefix sees itself, the actions see everything: −∞ where nothing may be seen."""
+        """The additive mask: the prefix sees itself, the actions see everything; −∞ hides a position."""
         prefix, total = streams[0].shape[1], sum(x.shape[1] for x in streams)
         mask = streams[0].new_zeros(total, total)
         mask[:prefix, prefix:] = -torch.inf

@@ -1,8 +1,8 @@
 """π0 and π0.5, the policies of OpenPI: a vision tower, a language model and an action expert that attend to each other.
 
-Images and a prompt make the prefix, which sees itself; the state and the noisy actions make the suffix, which sees the
-prefix as well. Each stream has weights of its own and a layer has one attention over both. The model predicts the
-velocity from actions to noise (flow matching).
+Images and a prompt form the prefix, which sees itself; the state and the noisy actions form the suffix, which also sees
+the prefix. Each stream has its own weights, and a layer's attention runs over both. The model predicts the velocity from
+actions to noise (flow matching).
 
 Black et al., "π0: A Vision-Language-Action Flow Model for General Robot Control", 2024; π0.5, 2025.
 `torch_ref.faithful.PI0Pytorch` checkpoints this model as OpenPI does.
@@ -47,7 +47,7 @@ PARTS = (
 
 
 class Shared(NamedTuple):
-    """What all layers read: the positions' rotations, what is added to scores, and the condition of the expert's norms."""
+    """The inputs of all layers: the positions' rotations, the bias of the scores, and the condition of the expert's norms."""
 
     rotation: Rotation
     bias: torch.Tensor
@@ -68,14 +68,14 @@ class Pi0Stream(nn.Module):
     def finish(
         self, x: torch.Tensor, mixed: torch.Tensor, gate: torch.Tensor | None, condition: torch.Tensor | None
     ) -> torch.Tensor:
-        """What follows the attention: the gated residual, and an MLP with its own."""
+        """The part after the attention: a gated residual, and an MLP with another."""
         x = gated_residual(x, self.self_attn.o_proj(mixed), gate)
         normed, gate = self.post_attention_layernorm(x, condition)
         return gated_residual(x, self.mlp(normed), gate)
 
 
 class Pi0Layer(nn.Module):
-    """One layer of both streams: the block of checkpointing. It takes and gives a list of two tensors.
+    """A layer of both streams: the block of checkpointing. It takes and returns a list of two tensors.
 
     Shapes: streams (batch, time_i, width_i) → the same.
 
@@ -214,31 +214,31 @@ class Pi0(nn.Module):
         return torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)
 
     def with_time(self, actions: torch.Tensor, time: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The action tokens, and the condition of the norms: in π0 the time goes into the former, in π0.5 it is the latter."""
+        """The action tokens and the condition of the norms: π0 puts the time into the tokens, π0.5 into the condition."""
         if self.config.adaptive:
             return actions, self.time_mlp(time)
         return self.action_time_mlp(beside(actions, time)), None
 
     def time_mlp(self, time: torch.Tensor) -> torch.Tensor:
-        """The condition of π0.5's norms, (batch, width), of the embedded time."""
+        """The condition of π0.5's norms, (batch, width), from the embedded time."""
         return F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(time))))
 
     def action_time_mlp(self, both: torch.Tensor) -> torch.Tensor:
-        """π0's action tokens, (batch, horizon, width), of actions with the embedded time beside each."""
+        """π0's action tokens, (batch, horizon, width), from actions concatenated with the embedded time."""
         return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
 
     def see(self, observation: Observation, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions (batch, time), which count what is no padding, and what is added to scores (batch, 1, time, time).
+        """Positions (batch, time), which skip padding, and the bias of the scores (batch, 1, time, time).
 
-        A token sees its own block and the blocks before it; padding sees nothing and is not seen. The prefix is a block,
-        the state one, the actions one.
+        A token sees its own block and earlier blocks; padding sees nothing and is not seen. The blocks are the prefix, the
+        state and the actions.
         """
         config, present = self.config, observation.image_mask
         images = present.repeat_interleave(config.image_tokens // config.num_images, dim=1)
         suffix = config.horizon + (not config.adaptive)
         valid = torch.cat([images, observation.prompt_mask, images.new_ones(len(images), suffix)], dim=1).bool()
         starts = torch.zeros(valid.shape[1], dtype=torch.long, device=valid.device)
-        starts[[-suffix, -config.horizon]] = 1  # in π0.5 the same place twice
+        starts[[-suffix, -config.horizon]] = 1  # in π0.5 both are the same position
         blocks = starts.cumsum(0)
         visible = (blocks[None, :] <= blocks[:, None]) & valid[:, None, :] & valid[:, :, None]
         bias = torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
@@ -250,7 +250,7 @@ class Pi0(nn.Module):
 
 
 def check_parts(model: Pi0) -> None:
-    """Refuse a model that was taken apart, such as one whose vision tower was removed to save memory.
+    """Check that a model has all its parts: its vision tower may have been removed to save memory.
 
     Raises:
         InvalidArgumentError: naming every part that is missing.
@@ -262,12 +262,12 @@ def check_parts(model: Pi0) -> None:
 
 
 def share(config: Pi0Config, positions: torch.Tensor, bias: torch.Tensor, condition: torch.Tensor | None) -> Shared:
-    """What all layers read, made of what `Pi0.see` gives."""
+    """The inputs of all layers, made from the result of `Pi0.see`."""
     return Shared(rotations(positions, config.head_dim, bias.dtype), bias, condition)
 
 
 def flow(actions: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The noisy actions at a time between 0, the actions, and 1, the noise; and the velocity, which is noise − actions.
+    """The noisy actions at a time between 0 (the actions) and 1 (the noise), and the velocity noise − actions.
 
     >>> [float(x) for x in flow(torch.tensor(1.0)[None, None, None], torch.tensor(5.0)[None, None, None], torch.tensor([0.25]))]
     [2.0, 4.0]
@@ -277,10 +277,10 @@ def flow(actions: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> tupl
 
 
 def condition_width(config: Pi0Config, index: int) -> int | None:
-    """The width of what sets the norms of a stream; None where nothing does."""
+    """The width of the condition of a stream's norms; None if they have no condition."""
     return config.widths[index] if config.adaptive and index == 1 else None
 
 
 def beside(actions: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-    """Every action token, (batch, horizon, width), with the embedded time, (batch, width), beside it."""
+    """Every action token, (batch, horizon, width), concatenated with the embedded time, (batch, width)."""
     return torch.cat([actions, time[:, None].expand_as(actions)], dim=-1)

@@ -1,4 +1,4 @@
-"""The sizes of π0 and π0.5, what they are given, and the check that the one fits the other."""
+"""The sizes and the inputs of π0 and π0.5, and the check that the inputs have these sizes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch_ref.errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class Pi0Config:
-    """The hyperparameters; without arguments OpenPI's `dummy` transformers behind a small vision tower.
+    """The hyperparameters; the defaults are OpenPI's `dummy` transformers with a small vision tower.
 
     Attributes:
-        widths, mlp_dims: of the language model and of the action expert.
-        depth, num_heads, num_kv_heads, head_dim: what the two have in common.
-        num_images: cameras, each of `image_size` × `image_size` pixels.
-        horizon: actions that are predicted at once.
-        adaptive: π0.5: the time sets the expert's norms, and there is no state token (the state is in the prompt).
+        widths, mlp_dims: the sizes of the language model and of the action expert.
+        depth, num_heads, num_kv_heads, head_dim: the sizes that both have in common.
+        num_images: the number of cameras, each with `image_size` × `image_size` pixels.
+        horizon: the number of actions that are predicted at once.
+        adaptive: π0.5: the time conditions the expert's norms, and there is no state token (the state is in the prompt).
 
     Raises:
-        InvalidArgumentError: if sizes do not divide, or something is missing.
+        InvalidArgumentError: if a size is too small, or does not divide another as it must.
 
     >>> Pi0Config.pi05().prompt_length
     200
@@ -90,11 +90,11 @@ class Pi0Config:
 
 
 class Observation(NamedTuple):
-    """What the robot sees and is told.
+    """The robot's images, prompt and state.
 
     Attributes:
         images: (batch, cameras, 3, image_size, image_size).
-        image_mask: (batch, cameras), false where a camera is not there.
+        image_mask: (batch, cameras), false for a missing camera.
         prompt: token numbers (batch, prompt_length).
         prompt_mask: (batch, prompt_length), false for padding.
         state: (batch, action_dim); π0.5 does not read it.
@@ -113,10 +113,10 @@ class Observation(NamedTuple):
 
 
 def check_shapes(config: Pi0Config, observation: Observation, actions: torch.Tensor, time: torch.Tensor) -> None:
-    """Refuse arguments of other shapes than the configuration says.
+    """Check that the arguments have the configuration's shapes.
 
     Raises:
-        InvalidArgumentError: naming every argument that has one.
+        InvalidArgumentError: naming every argument with a wrong shape.
     """
     given = observation._asdict() | {"actions": actions, "time": time}
     absent = [name for name, one in given.items() if not isinstance(one, torch.Tensor)]

@@ -48,7 +48,7 @@ class SiglipMlp(nn.Module):
 
 
 class SiglipLayer(nn.Module):
-    """One layer with its norms first, (batch, patches, width) → the same: the block of checkpointing.
+    """A pre-norm layer, (batch, patches, width) → the same: the block of checkpointing.
 
     >>> SiglipLayer(width=8, heads=2, mlp_dim=12)(torch.zeros(2, 5, 8)).shape
     torch.Size([2, 5, 8])

@@ -1,4 +1,4 @@
-"""The smallest block there is."""
+"""A minimal block for examples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class ToyModel(nn.Module):
-    """A single sigmoid, the smallest block there is.
+    """A single sigmoid.
 
     >>> ToyModel()(torch.zeros(1)).item()
     0.5

@@ -1,4 +1,4 @@
-"""What a training loop needs beside the model: optimizer state in host memory, gradients of a batch in parts."""
+"""Parts of a training loop: optimizer state in host memory, and gradient accumulation."""
 
 from __future__ import annotations
 

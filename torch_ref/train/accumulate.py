@@ -1,4 +1,4 @@
-"""Gradient accumulation with mixed precision: micro-batches in turn, normalised once by the number of all targets."""
+"""Gradient accumulation with mixed precision, normalised once by the number of targets in all micro-batches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Loss = Callable[..., tuple[torch.Tensor, Any]]
 
 @dataclass(frozen=True)
 class Accumulated:
-    """What accumulation gives beside the gradients.
+    """The results of accumulation beside the gradients.
 
     Attributes:
         loss: mean loss over all targets.
-        targets: how many there were.
+        targets: number of targets.
     """
 
     loss: float
@@ -30,13 +30,13 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one training step did.
+    """The result of a training step.
 
     Attributes:
         loss: mean loss over all targets.
-        targets: how many there were.
-        gradient_norm: norm of all gradients before clipping; None where nothing is clipped.
-        stepped: False where the scaler found an infinity and skipped the step.
+        targets: number of targets.
+        gradient_norm: norm of all gradients before clipping; None without clipping.
+        stepped: False if the scaler found an infinity and skipped the step.
     """
 
     loss: float
@@ -79,19 +79,19 @@ def accumulate_gradients(
 ) -> Accumulated:
     """Set `.grad` of the parameters to the gradient of the mean loss over all targets of all micro-batches.
 
-    Each backward pass adds the gradient of a *sum* of losses; the division by the number of targets comes once, at the end.
-    Until then sums are divided by the first micro-batch's number of targets times the number of micro-batches, so that float16
-    sees gradients of the size of a mean's. With a `scaler` the gradients stay scaled, for `scaler.unscale_`.
+    Each backward pass adds the gradient of a *sum* of losses; the gradients are normalised by the number of targets at the
+    end. Until then sums are divided by the first micro-batch's number of targets times the number of micro-batches, so that
+    float16 gradients have about the size of the mean's. With a `scaler` the gradients stay scaled, for `scaler.unscale_`.
 
     Args:
-        loss: `loss(*micro_batch)` gives the sum of the losses over the targets, and the number of targets.
-        batches: the micro-batches, tuples of arguments; `micro_batches` makes them from a batch. Their numbers of targets may
-            differ. Where no target is in any of them, nothing is divided.
-        parameters: what gets gradients; older ones are dropped.
-        autocast: dtype that the forward pass runs in, `torch.bfloat16` or `torch.float16`; None for none.
+        loss: `loss(*micro_batch)` returns the sum of the losses over the targets, and the number of targets.
+        batches: the micro-batches, tuples of arguments, such as `micro_batches` makes from a batch. Their numbers of targets
+            may differ. If there are no targets at all, nothing is divided.
+        parameters: the tensors that get gradients; existing gradients are dropped.
+        autocast: dtype of autocast in the forward pass, `torch.bfloat16` or `torch.float16`; None for no autocast.
 
     Raises:
-        InvalidArgumentError: if there is no micro-batch, or `loss` gives something else.
+        InvalidArgumentError: if there is no micro-batch, or `loss` does not return such a pair.
 
     >>> w = torch.ones((), requires_grad=True)
     >>> parts = [(torch.tensor([1.0]),), (torch.tensor([2.0, 3.0]),)]
@@ -135,16 +135,16 @@ def accumulated_step(
 ) -> StepOutcome:
     """One training step over all micro-batches: accumulate, unscale, clip, step.
 
-    Gradients are unscaled before they are clipped: the norm of scaled gradients is another number. A step with an infinity in
-    its gradients is skipped and the scale lowered, which is what a `GradScaler` is for.
+    Gradients are unscaled before they are clipped, because scaling changes their norm. If a gradient is infinite, the
+    `GradScaler` skips the step and lowers the scale.
 
     Args:
         loss, batches, autocast: as for `accumulate_gradients`.
-        scaler: needed with `torch.float16` only, whose small gradients vanish unscaled.
-        clip_norm: largest norm of all gradients together; None for any.
+        scaler: needed only with `torch.float16`, whose small gradients would underflow.
+        clip_norm: largest norm of all gradients together; None for no clipping.
 
     Raises:
-        InvalidArgumentError: if `clip_norm` is not positive, or float16 is asked for without a scaler.
+        InvalidArgumentError: if `clip_norm` is not positive, or float16 is used without a scaler.
 
     >>> w = torch.ones((), requires_grad=True)
     >>> accumulated_step(lambda x: ((w * x).sum(), x.numel()), [(torch.ones(2),)], torch.optim.SGD([w], lr=0.5))

@@ -1,4 +1,4 @@
-"""An optimizer whose state lives in host memory for a share of the parameters, which are updated there by the CPU."""
+"""An optimizer that keeps the state of a share of the parameters in host memory, and updates them on the CPU."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """Where an optimizer keeps what: state tensors and float32 master copies, in bytes.
+    """The bytes of an optimizer's state tensors and float32 master copies, by place.
 
     Attributes:
-        host_bytes: of the parameters that are updated on the host.
-        device_bytes: of those that are updated where they are.
+        host_bytes: the bytes for parameters that are updated on the host.
+        device_bytes: the bytes for parameters that are updated on the device.
     """
 
     host_bytes: int
@@ -30,26 +30,26 @@ class StatePlacement:
 
 
 class HybridOptimizer(torch.optim.Optimizer):
-    """`optimizer_class` with the state of a share of the parameters in host memory, in the manner of Megatron-LM's.
+    """`optimizer_class` with the state of a share of the parameters in host memory, like Megatron-LM's hybrid optimizer.
 
-    An offloaded parameter has a master copy in host memory, pinned where the parameter is on a CUDA device, and a CPU
-    optimizer of its own. In a step its gradient is copied to the host, the master is updated there, and copied back to the
-    parameter. On CUDA the copies have streams of their own: they run while the device updates its part and the CPU other
-    parameters. Offloaded are the largest first, as long as their share of all elements is at most `offload_fraction`.
+    An offloaded parameter has a master copy in host memory (pinned if the parameter is on a CUDA device) and its own CPU
+    optimizer. A step copies the gradient to the host, updates the master there, and copies it back to the parameter. On
+    CUDA the copies run on separate streams, while the device updates its parameters and the CPU updates others. The largest
+    parameters are offloaded first, while their share of all elements is at most `offload_fraction`.
 
-    Parameters of 16 bits have float32 masters, on either side, so that the result does not depend on the fraction; for others
-    it has the bits of the plain optimizer's. Learning rate schedulers, closures, `GradScaler` and `state_dict` work as usual; a
-    state dict can be loaded with another fraction, and a plain optimizer's too.
+    16-bit parameters have float32 masters on the host and on the device, so the result does not depend on the fraction.
+    Other parameters are updated bit for bit like in the plain optimizer. Learning rate schedulers, closures, `GradScaler` and
+    `state_dict` work as usual; a state dict may come from a different fraction or from the plain optimizer.
 
     Args:
         params: parameters, or groups of them, as for any optimizer.
-        optimizer_class: one that treats each parameter by itself, such as `torch.optim.AdamW`.
+        optimizer_class: an optimizer that treats each parameter by itself, such as `torch.optim.AdamW`.
         offload_fraction: from 0 (nothing moves) to 1.
-        overlap: on CUDA, copy on streams of their own; otherwise one copy after the other.
-        options: those of `optimizer_class`.
+        overlap: on CUDA, copy on separate streams; if False, copy on the current stream.
+        options: the options of `optimizer_class`.
 
     Raises:
-        InvalidArgumentError: if an argument cannot be used.
+        InvalidArgumentError: if an argument is invalid.
         NothingToOffloadError: if a fraction above 0 moves nothing, as for plain SGD, which has no state.
 
     >>> w = nn.Parameter(torch.ones(4))
@@ -100,7 +100,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         return list(self._offloaded)
 
     def placement(self) -> StatePlacement:
-        """Where state and masters are now; before the first step there is no state yet."""
+        """The current placement of state and masters; before the first step there is no state."""
         host = sum(one.nbytes for one in self._offloaded.values())
         device = sum(_nbytes(state) for state in self._device.state.values()) if self._device is not None else 0
         return StatePlacement(host, device + sum(master.nbytes for master in self._masters.values()))
@@ -131,7 +131,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             return
         for parameter, master in self._masters.items():
             if parameter._version != self._versions[parameter]:
-                master.copy_(parameter)  # somebody has loaded other values
+                master.copy_(parameter)  # the parameter was changed from outside
             master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
         self._device.step()
         for parameter, master in self._masters.items():
@@ -151,7 +151,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     # --- groups and state ---------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not possible later on: which parameters are offloaded depends on all of them."""
+        """Not possible after construction: the choice of offloaded parameters depends on all parameters."""
         if self._finished:
             raise InvalidArgumentError(
                 "add_param_group: give all groups at once, and load the state into the new HybridOptimizer."
@@ -159,7 +159,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the plain optimizer's, and a parameter of 16 bits has its float32 master under `"master"`."""
+        """The plain optimizer's state dict, with the float32 master of a 16-bit parameter under `"master"`."""
         self._share_state()
         found: dict[str, Any] = super().state_dict()
         for index, parameter in enumerate(self._parameters()):
@@ -168,12 +168,12 @@ class HybridOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, of this class with any fraction or of the plain optimizer; tensors are copied.
+        """Load a state dict of this class, with any fraction, or of the plain optimizer; tensors are copied.
 
-        Without a master copy in it, masters are taken from the parameters: load the model first.
+        If it has no master copies, masters are copied from the parameters: load the model first.
 
         Raises:
-            InvalidArgumentError: if its groups are not those of this optimizer.
+            InvalidArgumentError: if its groups differ from this optimizer's groups.
         """
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         expected = [len(group["params"]) for group in self.param_groups]
@@ -217,7 +217,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         return self._class(groups, **self._options) if any(group["params"] for group in groups) else None
 
     def _share_settings(self) -> None:
-        """Tell the optimizers inside what a scheduler has written to the groups."""
+        """Pass the settings of the groups, which a scheduler may have changed, to the inner optimizers."""
         for index, group in enumerate(self.param_groups):
             settings = _settings(group)
             if self._device is not None:
@@ -227,7 +227,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                     self._offloaded[parameter].optimizer.param_groups[0].update(settings)
 
     def _share_state(self) -> None:
-        """Show the state of the optimizers inside, the same objects, as this one's."""
+        """Make the inner optimizers' state objects this optimizer's state."""
         for parameter in self._parameters():
             if parameter in self._offloaded:
                 state = self._offloaded[parameter].state
@@ -237,7 +237,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 self.state[parameter] = state
 
     def _chosen(self, fraction: float) -> set[nn.Parameter]:
-        """The parameters that are offloaded: the largest first, while their share of all elements is at most `fraction`."""
+        """The parameters to offload: the largest first, while their share of all elements is at most `fraction`."""
         parameters = self._parameters()
         quota = fraction * sum(parameter.numel() for parameter in parameters)
         chosen: set[nn.Parameter] = set()
@@ -282,7 +282,7 @@ def _is_narrow(parameter: torch.Tensor) -> bool:
 
 
 def _has_state(optimizer_class: type[torch.optim.Optimizer], group: dict[str, Any]) -> bool:
-    """Whether a step leaves a tensor behind that is larger than a count."""
+    """Whether a step creates a state tensor that is more than a scalar count."""
     probe = nn.Parameter(torch.zeros(2, 2))
     probe.grad = torch.zeros(2, 2)
     optimizer = optimizer_class([{**_settings(group), "params": [probe]}])

@@ -1,4 +1,4 @@
-"""One parameter that is updated in host memory: its master copy, its CPU optimizer, and the copies that go to and fro."""
+"""A parameter that is updated in host memory: its master copy, its CPU optimizer, and the copies in both directions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_ref.errors import InvalidArgumentError
 
 
 def master_of(parameter: torch.Tensor, device: torch.device | str) -> nn.Parameter:
-    """A copy of `parameter` to be updated in its place: in float32, or wider where it is; pinned if the host's of CUDA's."""
+    """A master copy of `parameter`, at least float32; pinned if the parameter is on CUDA and the copy on the CPU."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     copy = parameter.detach().to(device, dtype, copy=True)
     pin = parameter.device.type == "cuda" and copy.device.type == "cpu"
@@ -20,7 +20,7 @@ def master_of(parameter: torch.Tensor, device: torch.device | str) -> nn.Paramet
 
 
 class Offloaded:
-    """A parameter, and what the host keeps for it.
+    """A parameter, with its master copy and optimizer on the host.
 
     Attributes:
         parameter: the parameter, on its device.
@@ -33,7 +33,7 @@ class Offloaded:
         self.master = master_of(parameter, "cpu")
         self.optimizer = optimizer_class([{**settings, "params": [self.master]}])
         pin = parameter.device.type == "cuda"
-        # Copies cross the link in the parameter's own dtype; the host widens and narrows.
+        # Copies cross the link in the parameter's own dtype; the host converts them.
         self._gradient = torch.empty_like(parameter, device="cpu", pin_memory=pin)
         self._narrowed = None if self.master.dtype == parameter.dtype else torch.empty_like(self._gradient, pin_memory=pin)
         self._version = parameter._version
@@ -42,17 +42,17 @@ class Offloaded:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The CPU optimizer's state of it."""
+        """The CPU optimizer's state of the parameter."""
         return self.optimizer.state.get(self.master, {})
 
     @property
     def nbytes(self) -> int:
-        """Bytes of state, and of the master where the parameter is narrower."""
+        """Bytes of the state, and of the master if the parameter is narrower."""
         tensors = [value for value in self.state.values() if isinstance(value, torch.Tensor)]
         return sum(tensor.nbytes for tensor in tensors) + (0 if self._narrowed is None else self.master.nbytes)
 
     def fetch_gradient(self, stream: torch.cuda.Stream | None) -> None:
-        """Begin to copy the gradient to the host; on CUDA without waiting for it."""
+        """Start copying the gradient to the host; asynchronously on CUDA."""
         gradient = self.parameter.grad
         if gradient.layout != torch.strided:
             raise InvalidArgumentError(
@@ -61,7 +61,7 @@ class Offloaded:
             )
         if self.parameter._version != self._version:
             self._wait(self._returned)
-            self.master.copy_(self.parameter)  # somebody has loaded other values
+            self.master.copy_(self.parameter)  # the parameter was changed from outside
         cuda = gradient.device.type == "cuda"
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(gradient.device))
@@ -71,9 +71,9 @@ class Offloaded:
             self._arrived = _recorded(gradient.device) if cuda else None
 
     def update(self, stream: torch.cuda.Stream | None) -> None:
-        """Update the master as soon as the gradient has arrived, and begin to copy it to the parameter."""
+        """Update the master once the gradient has arrived, and start copying it to the parameter."""
         self._wait(self._arrived)
-        self._wait(self._returned)  # the last step's copy still reads what is written now
+        self._wait(self._returned)  # the last step's copy may still read the memory that is written now
         self.master.grad = self._gradient.to(self.master.dtype)
         self.optimizer.step()
         self.master.grad = None
@@ -82,14 +82,14 @@ class Offloaded:
             source = self._narrowed.copy_(self.master)
         device = self.parameter.device
         cuda = device.type == "cuda"
-        # The backward pass, which reads the parameter, is over: its gradient has arrived.
+        # The gradient has arrived, so the backward pass, which reads the parameter, is over.
         with _on(stream):
             self.parameter.copy_(source, non_blocking=cuda)
             self._returned = _recorded(device) if cuda else None
         self._version = self.parameter._version
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take `state` in place of the CPU optimizer's, and the parameter's values for known."""
+        """Load `state` into the CPU optimizer, and mark the parameter's current values as known."""
         plain = self.optimizer.state_dict()
         plain["state"] = {0: state} if state else {}
         self.optimizer.load_state_dict(plain)
