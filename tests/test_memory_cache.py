@@ -24,7 +24,8 @@ from remat_jax import compat
 from remat_jax.errors import CompileError
 from remat_jax.hardware import target
 from remat_jax.memory.compile import cache, compiler
-from remat_jax.memory.compile.compiler import Program, Sizes, compile_programs, export_step
+from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
+from remat_jax.memory.compile.exporting import ExportedProgram
 from remat_jax.memory.hlo.copies import Copies, Overlap
 from remat_jax.memory.hlo.live import LiveBuffer
 from remat_jax.memory.hlo.schedule import StepTime
@@ -40,7 +41,7 @@ SIZES = Sizes(
 H200 = target("h200")
 
 
-def program(key: str = "full", scale: float = 2.0) -> Program:
+def program(key: str = "full", scale: float = 2.0) -> ExportedProgram:
     return export_step(key, TrainingStep(lambda x: x * scale, (jax.ShapeDtypeStruct((8,), jnp.float32),), (0,)), target("cpu"))
 
 
@@ -65,7 +66,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def ask(*programs: Program, name: str = "h200", **options: Any) -> dict[str, Sizes]:
+def ask(*programs: ExportedProgram, name: str = "h200", **options: Any) -> dict[str, Sizes]:
     return compile_programs(programs, target(name), timeout=10, **options)
 
 
@@ -127,7 +128,9 @@ def test_a_file_of_another_form_is_compiled_again(folder: pathlib.Path, asked: l
 
 
 def test_all_that_the_answer_depends_on_is_in_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    def digest(one: Program | None = None, described: Any = H200, options: Any = (), child: Any = compiler.CHILD) -> str:
+    def digest(
+        one: ExportedProgram | None = None, described: Any = H200, options: Any = (), child: Any = compiler.CHILD
+    ) -> str:
         return cache.digest(one or program(), described, dict(options), child)
 
     names = {"plain": digest()}

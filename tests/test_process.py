@@ -26,7 +26,8 @@ from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.target import read_table
 from remat_jax.memory.compile import cache, compiler, process
-from remat_jax.memory.compile.compiler import Program, Sizes, compile_programs, export_step
+from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
+from remat_jax.memory.compile.exporting import ExportedProgram
 from remat_jax.memory.measure import measure_many
 from remat_jax.workload import TrainingStep
 
@@ -45,7 +46,7 @@ def struct(*shape: int, dtype: Any = jnp.float32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def program(layers: int = 1, name: str = "cpu") -> Program:
+def program(layers: int = 1, name: str = "cpu") -> ExportedProgram:
     def step(x: Any) -> Any:
         for layer in range(layers):
             x = jnp.sin(x @ x.T @ x) * (layer + 1.0) + x
@@ -54,7 +55,7 @@ def program(layers: int = 1, name: str = "cpu") -> Program:
     return export_step("full", TrainingStep(step, (struct(64, 32),), ()), target(name))
 
 
-def compiled(one: Program, name: str = "cpu", timeout: float = 120) -> Sizes:
+def compiled(one: ExportedProgram, name: str = "cpu", timeout: float = 120) -> Sizes:
     return compile_programs([one], target(name), timeout=timeout)[one.key]
 
 

@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from remat_jax.cli.app import app
-from remat_jax.parity.report import Check, MemoryRow, ParityReport
+from remat_jax.parity.report import ParityReport
+from remat_jax.parity.report_data import Check, MemoryRow
 from remat_jax.report.tables import render
 
 CASE = """

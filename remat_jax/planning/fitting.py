@@ -64,8 +64,8 @@ def singles(stack: Stack) -> list[Block]:
 def fitted(stack: Stack, seen: Sequence[Seen], budget: float) -> Stack:
     """The stack as the compiled steps show it, exact at the one that is nearest to `budget`.
 
-    >>> from remat_jax.solver import Block, Residual
-    >>> stack = Stack((Block("layer", (Residual("x", 8.0, 0.1),), 1.0, 2.0, repeats=3),))
+    >>> from remat_jax.solver import Block, ResidualCosts
+    >>> stack = Stack((Block("layer", (ResidualCosts("x", 8.0, 0.1),), 1.0, 2.0, repeats=3),))
     >>> save, again = (Load(8, 0, 0),) * 3, (Load(0, 8, 0),) * 3
     >>> found = fitted(stack, [Seen(save, 124), Seen(again, 104)], 110.0)
     >>> round(predicted(found, again)), round(predicted(found, save))

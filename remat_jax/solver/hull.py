@@ -70,8 +70,8 @@ class Hull:
     A run is several equal blocks in a row. The blocks of a kind are divided into several runs, and the last block of each is
     a run of one block. These blocks have the memory constraints: more constraints give a higher bound.
 
-    >>> from remat_jax.solver.problem import Residual
-    >>> residuals = (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",)))
+    >>> from remat_jax.solver.problem import ResidualCosts
+    >>> residuals = (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",)))
     >>> hull = Hull(Stack((Block("layer", residuals, 1.0, 2.0, repeats=8),)))
     >>> round(hull.relaxed(200.0, math.inf).bound, 3), len(hull.policies(0))
     (1.875, 2)

@@ -33,8 +33,8 @@ class BlockPolicy:
     Raises:
         PlanningError: a choice is not allowed for its residual, or needs an absent parent.
 
-    >>> from remat_jax.solver.problem import Residual
-    >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
+    >>> from remat_jax.solver.problem import ResidualCosts
+    >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
     >>> policy = BlockPolicy(block, ("offload", "recompute"))
     >>> policy.saved_bytes, policy.host_bytes, policy.transient_bytes, policy.recompute_seconds
     (0.0, 8.0, 40.0, 0.5)
@@ -147,8 +147,8 @@ class StackPlan:
 def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy]) -> float:
     """A stack's peak device memory: the largest sum of the bytes saved up to a block and the block's own need.
 
-    >>> from remat_jax.solver.problem import Residual
-    >>> stack = Stack((Block("layer", (Residual("x", 8.0),), 1.0, 2.0, working_bytes=5.0, repeats=3),), fixed_bytes=100.0)
+    >>> from remat_jax.solver.problem import ResidualCosts
+    >>> stack = Stack((Block("layer", (ResidualCosts("x", 8.0),), 1.0, 2.0, working_bytes=5.0, repeats=3),), fixed_bytes=100.0)
     >>> peak_bytes(stack, [BlockPolicy(one, ("save",)) for one in stack.positions()])
     129.0
     """

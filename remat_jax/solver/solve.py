@@ -56,8 +56,8 @@ class Solver:
     Raises:
         PlanningError: ``most_policies`` is not 1, 2 or 3.
 
-    >>> from remat_jax.solver.problem import Block, Residual
-    >>> residuals = (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",)))
+    >>> from remat_jax.solver.problem import Block, ResidualCosts
+    >>> residuals = (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",)))
     >>> plan = Solver(Stack((Block("layer", residuals, 1.0, 2.0, repeats=30),))).plan(700.0)
     >>> [(one.first, one.count, one.policy.choices[1].value) for one in plan.ranges], plan.peak_bytes
     ([(0, 16, 'recompute'), (16, 14, 'save')], 688.0)

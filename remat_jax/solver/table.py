@@ -56,8 +56,8 @@ class BlockTable:
         block: the block; its repeats are ignored.
         link: the link to host memory; None without offload.
 
-    >>> from remat_jax.solver.problem import Residual
-    >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
+    >>> from remat_jax.solver.problem import ResidualCosts
+    >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
     >>> table = BlockTable(block, None)
     >>> codes, bound = table.cheapest(Prices(saved=0.1))
     >>> [CHOICES[code].value for code in codes], round(bound, 3), table.measures(codes[None]).tolist()
@@ -210,8 +210,8 @@ class BlockTable:
 def cheapest_policy(block: Block, link: HostLink | None, prices: Prices) -> BlockPolicy:
     """The policy of one block with the least extra seconds + prices × bytes.
 
-    >>> from remat_jax.solver.problem import Residual
-    >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
+    >>> from remat_jax.solver.problem import ResidualCosts
+    >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
     >>> [cheapest_policy(block, None, Prices(price)).choices[1].value for price in (0.01, 0.1)]
     ['save', 'recompute']
     """

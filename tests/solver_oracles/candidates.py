@@ -24,8 +24,8 @@ def candidates(block: Block, link: HostLink | None) -> tuple[tuple[BlockPolicy, 
     another that leaves its children the same is beaten for good. Where more than `MOST` partial policies remain, only those
     policies are given that are best at some price of a byte.
 
-    >>> from remat_jax.solver import Residual
-    >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
+    >>> from remat_jax.solver import ResidualCosts
+    >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
     >>> [one.choices[1].value for one in candidates(block, None)[0]]
     ['recompute', 'save']
     """

@@ -59,8 +59,8 @@ def solve_counts(
         PlanningError: an argument is wrong.
         SolverError: nothing was found within the time limit.
 
-    >>> from remat_jax.solver.problem import Block, Residual
-    >>> residuals = (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",)))
+    >>> from remat_jax.solver.problem import Block, ResidualCosts
+    >>> residuals = (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",)))
     >>> plan = solve_counts(Stack((Block("layer", residuals, 1.0, 2.0, repeats=30),)), 700.0)
     >>> [(one.first, one.count, one.policy.choices[1].value) for one in plan.ranges], plan.peak_bytes
     ([(0, 16, 'recompute'), (16, 14, 'save')], 688.0)

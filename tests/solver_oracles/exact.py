@@ -44,8 +44,8 @@ def solve_blocks(
         PlanningError: an argument is wrong.
         SolverError: nothing was found within the time limit.
 
-    >>> from remat_jax.solver.problem import Residual
-    >>> residuals = (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",)))
+    >>> from remat_jax.solver.problem import ResidualCosts
+    >>> residuals = (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",)))
     >>> plan = solve_blocks(Stack((Block("layer", residuals, 1.0, 2.0, repeats=3),)), 100.0)
     >>> sum(one.count for one in plan.ranges if one.policy.of["up"] == "save"), plan.extra_seconds, plan.peak_bytes
     (2, 0.5, 88.0)
@@ -86,8 +86,8 @@ def _least(stack: Stack, host_budget: float, time_limit: float) -> float | None:
 def cheapest_policy(block: Block, link: HostLink | None, prices: Prices) -> BlockPolicy:
     """The policy of one block for which extra seconds + prices × bytes is least.
 
-    >>> from remat_jax.solver.problem import Residual
-    >>> block = Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
+    >>> from remat_jax.solver.problem import ResidualCosts
+    >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
     >>> [cheapest_policy(block, None, Prices(price)).choices[1].value for price in (0.01, 0.1)]
     ['save', 'recompute']
     """

@@ -29,8 +29,9 @@ _SAME = 1e-6
 def with_priced(stack: Stack, runs: Sequence[Run], budget: float, host_budget: float) -> tuple[list[Run], float]:
     """The runs with the policies that were missing, and the least extra time of any plan; minus infinity where none is known.
 
-    >>> from remat_jax.solver.problem import Block, Residual
-    >>> stack = Stack((Block("layer", (Residual("x", 8.0), Residual("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0, repeats=8),))
+    >>> from remat_jax.solver.problem import Block, ResidualCosts
+    >>> residuals = ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))
+    >>> stack = Stack((Block("layer", residuals, 1.0, 2.0, repeats=8),))
     >>> little = [Run.with_policies(block, None, [BlockPolicy(block, ("save", "recompute"))], False) for block in stack.runs()]
     >>> runs, bound = with_priced(stack, little, 200.0, math.inf)
     >>> [len(run.policies) for run in runs], round(bound, 3)
