@@ -56,7 +56,7 @@ EXAMPLES: Mapping[str, Example] = MappingProxyType(
         "transformers": Example("transformers_gpt2", "transformers", 2 * 5, 2 * 2),
         "bonsai": Example("bonsai_vit", "bonsai", 2 * 7, 2 * 2),
         "big_vision": Example("big_vision_vit", "big_vision", 3 * 7, 3 * 2),
-        # 6 layers: query, key-and-value, scores, context, output, gate-and-up, down.
-        "gemma": Example("gemma3", "gemma", 6 * 6, 6 * 2),
+        # 6 layers: query, key-and-value, scores, context, output, gate-and-up, down, whose result a norm reads.
+        "gemma": Example("gemma3", "gemma", 6 * 7, 6 * 2),
     }
 )
