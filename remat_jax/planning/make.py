@@ -217,6 +217,7 @@ class _Making:
         """The best step by the traced estimate, by which the search goes, and the plan, by what was compiled."""
         try:
             searched: Tried | None = self._with_named(self._or_groups(self.search.run(self.compiler.compile)))
+            self._compile_leaner(searched)
         except InfeasibleBudget:
             searched = None
         limited = self._with_limit(searched)
@@ -281,6 +282,12 @@ class _Making:
     def _with_named(self, best: Tried) -> Tried:
         """The best, or the named policy that would be faster, was not compiled yet, and is predicted to need least of these."""
         return self._one_more(best, self.proposals.unknown(best))
+
+    def _compile_leaner(self, best: Tried) -> None:
+        """Compile two named policies that keep less, for the last word: none was, where the search ended at once with `off`."""
+        asked = self.proposals.leaner(best, self.described.base_seconds)[:2] if best.compiled.seconds else []
+        if asked and not self.compiler.is_over:
+            self.fit.learn(asked, self.compiler.compile(asked, best))
 
     def _one_more(self, best: Tried, asked: Sequence[StepCandidate]) -> Tried:
         """The best after one compilation more, of the first that is asked for, while time is left."""

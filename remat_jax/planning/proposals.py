@@ -18,6 +18,10 @@ WORTH_COMPILING = 3e-3
 """The share of a step by which a plan must be faster for its compilation to be worth while."""
 
 
+_LITTLE = 0.25
+"""The share of a step, by the traced estimate, that a named policy may recompute and still be faster as compiled."""
+
+
 class Proposals:
     """Ways to run the step, made from what a fit knows.
 
@@ -104,6 +108,22 @@ class Proposals:
         return self.own(tuple(choices))
 
     # --- variants of what is known --------------------------------------------------------------------------------------
+
+    def leaner(self, best: Tried, base_seconds: float) -> list[StepCandidate]:
+        """Named policies without offload that keep less than `best`, were not compiled and are predicted to fit; fastest first.
+
+        The traced estimate does not count the traffic of what is kept, so a step that recomputes a little may be the faster one
+        as compiled.
+        """
+        kept = sum(load.saved for load in best.candidate.loads)
+        able = [
+            one
+            for one in self.named
+            if not one.host_bytes and sum(load.saved for load in one.loads) < kept
+            if one.seconds - best.candidate.seconds <= _LITTLE * base_seconds
+            if self.fit.known(one) is None and self.fit.expected(one) <= self.fit.budget
+        ]
+        return sorted(able, key=lambda one: one.seconds)
 
     def unknown(self, best: Tried) -> list[StepCandidate]:
         """Named policies that were not compiled, would be faster than `best`, and might fit.
