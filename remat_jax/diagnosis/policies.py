@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import jax
 
@@ -13,7 +11,7 @@ from remat_jax.apply.audit import closest
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.core.marks import name_of
 from remat_jax.core.origins import origin
-from remat_jax.core.walk import bodies
+from remat_jax.core.walk import given_names
 from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import Observed, Region
 from remat_jax.errors import nearest
@@ -63,11 +61,11 @@ def _missed(policy: Policy, regions: list[Region]) -> tuple[str, ...]:
 
 
 def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Finding]:
-    names, jaxprs = _names_in(policy), [region.block.jaxpr for region in regions]
-    if names - {name for jaxpr in jaxprs for name in _given(jaxpr)}:
+    names, jaxprs = compat.names_in(policy), [region.block.jaxpr for region in regions]
+    if names - {name for jaxpr in jaxprs for name in given_names(jaxpr)}:
         # What a derivative rule names (kernels name their residuals there) shows in the linearisation only.
         jaxprs += [region.block.linearised.jaxpr for region in regions if not region.is_opaque]
-    given = sorted({name for jaxpr in jaxprs for name in _given(jaxpr) if ":" not in name})
+    given = sorted({name for jaxpr in jaxprs for name in given_names(jaxpr) if ":" not in name})
     for name in sorted(names - set(given)):
         yield Finding(
             "unmatched_name",
@@ -76,31 +74,6 @@ def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Findi
             f"the policy names {name!r}, which no checkpoint_name in its regions gives; they give {some(given, 8) or 'none'}",
             f"Correct the name in the policy or in the model.{nearest(name, given).rstrip('?')}",
         )
-
-
-def _given(jaxpr: Any) -> Iterator[str]:
-    for eqn in jaxpr.jaxpr.eqns:
-        name = compat.given_name(eqn)
-        if name is not None:
-            yield name
-        for body in bodies(eqn):
-            yield from _given(body)
-
-
-def _names_in(policy: JaxPolicy) -> set[str]:
-    """The names that one of JAX's policies of names was made with: what it holds in sets, lists and tuples of texts."""
-    if not (getattr(policy, "__module__", "") or type(policy).__module__ or "").startswith("jax"):
-        return set()  # a function of the user's own may mean anything by its texts
-    held = list(getattr(policy, "__dict__", {}).values())
-    if inspect.isfunction(policy):
-        held += inspect.getclosurevars(policy).nonlocals.values()
-    found: set[str] = set()
-    for value in held:
-        if isinstance(value, set | frozenset | list | tuple):
-            found.update(one for one in value if isinstance(one, str))
-        elif callable(value) and not inspect.isclass(value):
-            found |= _names_in(value)
-    return found
 
 
 def named_for_offload(observed: Observed) -> Iterator[Finding]:
@@ -171,7 +144,7 @@ def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
 
 def offloaded_by_name(region: Region) -> set[str]:
     """The user's own names that the policy moves to the host one by one; a glob names nothing in particular."""
-    given = set(_given(region.block.jaxpr))
+    given = set(given_names(region.block.jaxpr))
     if isinstance(region.policy, Policy):
         candidates = [one for one in region.block.named.candidates.values() if one.name in given]
         exact = set(region.policy.selectors)
