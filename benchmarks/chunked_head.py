@@ -4,7 +4,7 @@
     python -m benchmarks.chunked_head --batch 2 --length 4096       where the scores of attention hold the peak
 
 Adam, parameters in bfloat16, layers scanned, 128,256 words. Nothing is run. The last line is the advice of the first row. The
-modelled step is that of the compiled schedule at the target's nominal rates.
+modelled step is that of the compiled schedule, at the rates that programs reach on the target.
 """
 
 from __future__ import annotations

@@ -82,12 +82,30 @@ def check_page(page: str, assets: Path) -> None:
             raise ValueError(f"the page that the wheel makes lacks {name}")
 
 
-def output(*command: str | Path, cwd: str) -> str:
-    """Standard output of a command that must succeed."""
+def ran(*command: str | Path, cwd: str) -> subprocess.CompletedProcess[str]:
+    """A command that must succeed, with what it printed."""
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))} exits {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.stdout
+    return done
+
+
+def output(*command: str | Path, cwd: str) -> str:
+    """Standard output of a command that must succeed."""
+    return ran(*command, cwd=cwd).stdout
+
+
+def check_quiet(python: Path, wheel: Path) -> None:
+    """Install the wheel's extra `gpu-compile`, and raise where a script that starts JAX then prints anything.
+
+    The GPU compiler is a plugin of JAX's, which prints a traceback where there is no GPU. From an empty folder, so that the
+    installed wheel is imported.
+    """
+    subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", f"{wheel}[gpu-compile]"], check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        done = ran(python, "-c", "import remat_jax, jax; jax.devices()", cwd=folder)
+    if done.stdout or done.stderr:
+        raise SystemExit(f"with the extra gpu-compile, starting JAX prints:\n{done.stdout}{done.stderr}")
 
 
 def seconds(python: Path, code: str, cwd: str) -> float:
@@ -122,7 +140,11 @@ def main(wheel: str) -> None:
         assert '"device_bytes"' in output(command, *measured, cwd=folder)
         jax, both = seconds(python, "import jax", folder), seconds(python, "import jax, remat_jax", folder)
         names = seconds(python, "import jax, remat_jax as rj; [getattr(rj, name) for name in rj.__all__]", folder)
-    print(f"{path.name}: {len(zipfile.ZipFile(path).namelist())} files, installed by itself, works")
+    # Last, because the imports are timed without the GPU compiler.
+    check_quiet(python, path)
+    print(
+        f"{path.name}: {len(zipfile.ZipFile(path).namelist())} files, installed by itself, works, and is quiet with gpu-compile"
+    )
     print(
         f"processor time of imports: JAX {jax:.2f} s, remat_jax {both - jax:.2f} s more, all its names {names - jax:.2f} s more"
     )

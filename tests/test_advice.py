@@ -164,6 +164,26 @@ def test_the_doctor_compiles_what_it_advises() -> None:
     assert 0.75 * found[STATE].bytes < estimated[STATE].bytes <= found[STATE].bytes
 
 
+def test_the_doctor_compiles_parameters_in_bfloat16_where_the_loss_takes_them() -> None:
+    wide = job(vocabulary=8192, rows=1, length=16, dtype=jnp.float32)
+    narrow = job(vocabulary=8192, rows=1, length=16)
+    refusing = job(vocabulary=8192, rows=1, length=16, dtype=jnp.float32)
+    loss = refusing.loss
+
+    def of_float32(params: Any, *batch: Any) -> Any:
+        if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(params)):
+            raise RuntimeError("float32 is expected")
+        return loss(params, *batch)
+
+    refusing.loss = of_float32
+    found, estimated = (
+        next(one for one in rj.doctor(work, "full", "h200").advice if one.what == DTYPE) for work in (wide, refusing)
+    )
+    assert found.compiled and not estimated.compiled
+    assert found.bytes == rj.measure(wide, "full", "h200").device_bytes - rj.measure(narrow, "full", "h200").device_bytes
+    assert estimated.bytes == pytest.approx(found.bytes, rel=0.2)
+
+
 def test_a_batch_of_one_row_cannot_be_divided() -> None:
     for rows, divides in ((1, False), (2, True), (3, False)):
         work = job(rows=rows)

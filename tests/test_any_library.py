@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import remat_jax as rj
+from remat_jax import compat
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, BlockError, PlanningError
+from tests.small_models import times
 
 WIDTH, LAYERS, POLICIES = 16, 3, ("full", "dots_with_no_batch_dims", "offload_dot_with_no_batch_dims", "1 x full | 2 x dots")
 
@@ -150,6 +152,34 @@ def test_a_plan_applies_to_the_loss_as_it_is_written(make, share):
     expected, found = (eqx.filter_jit(eqx.filter_grad(fn))(model, x) for fn in (loss, plan.apply(loss)))
     for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(np.asarray(other), np.asarray(one), rtol=2e-4, atol=1e-6)
+
+
+def test_the_doctor_reads_blocks_of_equinox():
+    assert rj.doctor(job(Model), "full").ok and rj.doctor(job(Scanned), "full").regions == 1
+    (found,) = rj.doctor(job(Model), "save: @dots, *dot_generall*").findings
+    assert (found.trap, "layers/0" in found.block) == ("unmatched_name", True) and "'*dot_generall*'" in found.problem
+    (found,) = rj.doctor(job(Model), {eqx.nn.Conv: "full"}).findings
+    assert (found.trap, found.block) == ("unreached_block", "Conv")
+
+
+def test_an_offload_of_equinox_blocks_is_tied_where_they_are_unrolled():
+    model, x = Model(jax.random.key(0)), jnp.ones(X)
+
+    def barriers(make, policy):
+        arrays, static = eqx.partition(make(jax.random.key(0)), eqx.is_inexact_array)
+        policed = rj.checkpoint_blocks(loss, {Block: policy})
+        return times("optimization_barrier", jax.grad(lambda one, x: policed(eqx.combine(one, static), x)), arrays, x)
+
+    # Each block at least at the end of its forward pass, and at both ends of its backward pass.
+    assert barriers(Model, "offload_inputs") >= 3 * LAYERS
+    assert barriers(Model, "full") == barriers(Scanned, "offload_inputs") == 0
+    assert_same_gradients(loss, rj.checkpoint_blocks(loss, {Block: "offload_inputs"}), model, x)
+
+
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+def test_an_offload_of_equinox_blocks_is_compiled_for_a_gpu():
+    found = rj.measure(job(Model), "offload_inputs", "h200")
+    assert found.host_bytes >= found.receipt.offered_bytes == LAYERS * 4 * X[0] * X[1] * X[2]
 
 
 def test_only_floating_point_arrays_are_parameters():

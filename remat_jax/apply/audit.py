@@ -6,8 +6,10 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from remat_jax import compat
 from remat_jax.core import PlannedBlock
-from remat_jax.errors import NoEffectError
+from remat_jax.core.walk import given_names
+from remat_jax.errors import NoEffectError, nearest
 from remat_jax.policy import (
     CONVOLUTION,
     CONVS,
@@ -73,6 +75,7 @@ def _has_effect(selector: str, block: PlannedBlock, chosen: Sequence[Candidate],
 @dataclass
 class _Seen:
     paths: list[str] = field(default_factory=list)
+    given: set[str] = field(default_factory=set)
     unmatched: set[str] | None = None
     candidates: dict[str, Candidate] = field(default_factory=dict)
     offloaded: set[str] = field(default_factory=set)
@@ -82,6 +85,7 @@ class _Seen:
     def add(self, other: _Seen) -> None:
         """The blocks that `other` saw were traced too."""
         self.paths += other.paths
+        self.given |= other.given
         self.candidates |= other.candidates
         self.offloaded |= other.offloaded
         self.moved |= other.moved
@@ -119,6 +123,8 @@ class Audit:
         seen.moved = seen.moved or (bool(block.offloaded) and (not whole or block.moves_bytes))
         if isinstance(block.policy, Policy) and block.policy.kept_globs:
             seen.selected.note(path, block, whole=whole)
+        if kept := compat.kept_names_in(block.policy):
+            seen.given |= _given(block, kept)
         if isinstance(block.policy, Policy):
             missed = set(block.policy.unmatched(block.named.candidates.values()))
             if missed:
@@ -151,6 +157,29 @@ class Audit:
                 _check_policy(policy, seen, where)
                 remark = _of_convolutions(policy, seen)
                 warn(f"policy={str(policy)!r}{where}:{remark}" if remark else None)
+            else:
+                _check_names(policy, seen)
+
+
+def _given(block: PlannedBlock, kept: frozenset[str]) -> set[str]:
+    """The names that the model gives in a block; those in derivative rules only where a name of `kept` is still missing."""
+    given = set(given_names(block.jaxpr))
+    if kept - given:
+        given |= {name for name in given_names(block.linearised.jaxpr) if ":" not in name}
+    return given
+
+
+def _check_names(policy: JaxPolicy, seen: _Seen) -> None:
+    kept = compat.kept_names_in(policy)
+    if not kept or kept & seen.given:
+        return  # a list of names may serve several models; `doctor` lists the names that are missing in this one
+    blocks = _some(dict.fromkeys(path or "the block" for path in seen.paths), 3)
+    raise NoEffectError(
+        f"policy={getattr(policy, '__qualname__', policy)}: no checkpoint_name in {blocks} gives "
+        f"{_some(sorted(map(repr, kept)), 8)}, so the policy keeps nothing. The names given there are: "
+        f"{_some(sorted(map(repr, seen.given)), 8)}.{nearest(min(kept), sorted(seen.given))} Correct the name in the "
+        'policy or in the model, or use policy="full" to recompute everything.'
+    )
 
 
 def _of_convolutions(policy: Policy, seen: _Seen) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -39,6 +40,40 @@ def given_name(eqn: Any) -> str | None:
     if _hi_primitive(eqn) in ("CheckpointName", "CheckpointNameFwd"):
         return eqn.params["_prim"].params["name"]
     return None
+
+
+def names_in(policy: Any) -> frozenset[str]:
+    """The names that one of JAX's policies of names was made with: what it holds in sets, lists and tuples of texts.
+
+    >>> sorted(names_in(jax.checkpoint_policies.save_only_these_names("scores", "hidden")))
+    ['hidden', 'scores']
+    """
+    if not (getattr(policy, "__module__", "") or type(policy).__module__ or "").startswith("jax"):
+        return frozenset()  # a function of the user's own may mean anything by its texts
+    held = list(getattr(policy, "__dict__", {}).values())
+    if inspect.isfunction(policy):
+        held += inspect.getclosurevars(policy).nonlocals.values()
+    found: set[str] = set()
+    for value in held:
+        if isinstance(value, set | frozenset | list | tuple):
+            found.update(one for one in value if isinstance(one, str))
+        elif callable(value) and not inspect.isclass(value):
+            found |= names_in(value)
+    return frozenset(found)
+
+
+def kept_names_in(policy: Any) -> frozenset[str]:
+    """The names that a JAX policy keeps if it keeps nothing else; empty for every other policy.
+
+    >>> names = jax.checkpoint_policies
+    >>> kept_names_in(names.save_only_these_names("hidden")), kept_names_in(names.save_any_names_but_these("hidden"))
+    (frozenset({'hidden'}), frozenset())
+    """
+    maker = getattr(policy, "__qualname__", type(policy).__qualname__).partition(".")[0]
+    return names_in(policy) if maker in _MAKERS_OF_KEPT_NAMES else frozenset()
+
+
+_MAKERS_OF_KEPT_NAMES = frozenset({"SaveOnlyTheseNames", "save_only_these_names", "save_and_offload_only_these_names"})
 
 
 def _hi_primitive(eqn: Any) -> str | None:

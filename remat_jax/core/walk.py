@@ -98,6 +98,11 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(body)
 
 
+def given_names(jaxpr: Any) -> Iterator[str]:
+    """The names that `checkpoint_name` gives in the closed `jaxpr` at any depth."""
+    return (name for eqn in equations(jaxpr) if (name := compat.given_name(eqn)) is not None)
+
+
 def holds_block(eqn: Any) -> bool:
     """Whether a checkpointed block of `remat_jax` stands inside `eqn`, at any depth."""
     return any(compat.is_block(one) or holds_block(one) for body in bodies(eqn) for one in body.jaxpr.eqns)

@@ -6,10 +6,13 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from remat_jax.errors import CompileError
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport
-from remat_jax.memory.advice import DONATION, LEAST, MICRO, MICRO_BATCHES, STATE, Advice, undonated_arguments
+from remat_jax.memory.advice import DONATION, DTYPE, LEAST, MICRO, MICRO_BATCHES, STATE, Advice, undonated_arguments
 from remat_jax.memory.compile.compiler import compile_programs, export_step
 from remat_jax.train import offload_optimizer
 from remat_jax.workload import TrainingStep, Workload
@@ -29,7 +32,13 @@ def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryRep
     if step is None:
         return advice
     try:
-        sizes = compile_programs([export_step(advice.what, step, target)], target, timeout=timeout)[advice.what]
+        program = export_step(advice.what, step, target)
+    except Exception:
+        if advice.what == DTYPE:
+            return advice  # the loss refuses parameters in bfloat16, with whatever error its author chose
+        raise
+    try:
+        sizes = compile_programs([program], target, timeout=timeout)[advice.what]
     except CompileError:
         return advice  # with its estimate
     return replace(advice, bytes=report.device_bytes - sizes.device, compiled=True)
@@ -42,11 +51,18 @@ def _changed(workload: Workload, policy: Any, advice: Advice) -> TrainingStep | 
     if advice.what == DONATION and not workload.has_loss:
         step = workload.step(policy)
         return replace(step, donate_argnums=tuple(sorted({*step.donate_argnums, *undonated_arguments(workload)})))
-    if advice.what not in (STATE, DONATION):
+    if advice.what not in (STATE, DONATION, DTYPE):
         return None
     changed = copy.copy(workload)
     if advice.what == STATE:
         changed.optimizer = offload_optimizer(workload.optimizer)
+    elif advice.what == DTYPE:
+        changed.params = jax.tree.map(_narrow, workload.params)
     else:
         changed.donate = True
     return changed.step(policy)
+
+
+def _narrow(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The type of a parameter in bfloat16 where it is float32."""
+    return leaf.update(dtype=jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf

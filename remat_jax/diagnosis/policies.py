@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import jax
 
@@ -13,7 +11,7 @@ from remat_jax.apply.audit import closest
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.core.marks import name_of
 from remat_jax.core.origins import origin
-from remat_jax.core.walk import bodies
+from remat_jax.core.walk import given_names
 from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import Observed, Region
 from remat_jax.errors import nearest
@@ -63,11 +61,17 @@ def _missed(policy: Policy, regions: list[Region]) -> tuple[str, ...]:
 
 
 def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Finding]:
+<<<<<<< HEAD
     names, jaxprs = _names_in(policy), [region.block.jaxpr for region in regions]
     if names - {name for jaxpr in jaxprs for name in _given(jaxpr)}:
         # Names given in derivative rules (kernels name their residuals there) show only in the linearisation.
+=======
+    names, jaxprs = compat.names_in(policy), [region.block.jaxpr for region in regions]
+    if names - {name for jaxpr in jaxprs for name in given_names(jaxpr)}:
+        # What a derivative rule names (kernels name their residuals there) shows in the linearisation only.
+>>>>>>> lib18b
         jaxprs += [region.block.linearised.jaxpr for region in regions if not region.is_opaque]
-    given = sorted({name for jaxpr in jaxprs for name in _given(jaxpr) if ":" not in name})
+    given = sorted({name for jaxpr in jaxprs for name in given_names(jaxpr) if ":" not in name})
     for name in sorted(names - set(given)):
         yield Finding(
             "unmatched_name",
@@ -78,6 +82,7 @@ def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Findi
         )
 
 
+<<<<<<< HEAD
 def _given(jaxpr: Any) -> Iterator[str]:
     for eqn in jaxpr.jaxpr.eqns:
         name = compat.given_name(eqn)
@@ -103,6 +108,8 @@ def _names_in(policy: JaxPolicy) -> set[str]:
     return found
 
 
+=======
+>>>>>>> lib18b
 def named_for_offload(observed: Observed) -> Iterator[Finding]:
     """Offloaded names of arrays that the backward pass does not read, so that nothing is moved."""
     for region in observed.regions:
@@ -170,8 +177,13 @@ def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
 
 
 def offloaded_by_name(region: Region) -> set[str]:
+<<<<<<< HEAD
     """The user's own names that the policy offloads by exact name, not by a glob."""
     given = set(_given(region.block.jaxpr))
+=======
+    """The user's own names that the policy moves to the host one by one; a glob names nothing in particular."""
+    given = set(given_names(region.block.jaxpr))
+>>>>>>> lib18b
     if isinstance(region.policy, Policy):
         candidates = [one for one in region.block.named.candidates.values() if one.name in given]
         exact = set(region.policy.selectors)
