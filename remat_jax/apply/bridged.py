@@ -79,12 +79,12 @@ def checkpointed_class(cls: Any, policies: BlockPolicies, part: Part, calls: Cal
         if self._pytree__state.initializing:
             return cls.__call__(self, *args, **kwargs)
         pure, state, arguments, write = as_pure_function(self, cls.__call__, args, kwargs)
-        returned, found = run_under(policies, pure, (state, *arguments), {})
+        returned, record = run_under(policies, pure, (state, *arguments), {})
         is_whole = kwargs.get("method") is None
-        if is_whole and part in calls.parts and not found.reached:
+        if is_whole and part in calls.parts and not record.reached:
             # A `jit` inside may have been traced before, under the same policies.
-            found = traced_under(policies.anew(), pure, (state, *arguments), {})
-        calls.add(part if is_whole else None, found, policies)
+            record = traced_under(policies.anew(), pure, (state, *arguments), {})
+        calls.add(part if is_whole else None, record, policies)
         return write(returned)
 
     names = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}

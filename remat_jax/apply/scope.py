@@ -182,15 +182,15 @@ def innermost_record() -> Record | None:
 @contextlib.contextmanager
 def applying(policies: BlockPolicies) -> Iterator[Record]:
     """Activate `policies` inside this context; they take precedence over the active policies."""
-    outer, record = _calls.get(), Record()
-    token = _calls.set((*outer, record))
+    outer, inner = _calls.get(), Record()
+    token = _calls.set((*outer, inner))
     try:
         with _active(policies.over(active())):
-            yield record
+            yield inner
     finally:
         _calls.reset(token)
         if outer:
-            outer[-1].add(record, policies)
+            outer[-1].add(inner, policies)
 
 
 def tracing_anew() -> contextlib.AbstractContextManager[Record]:

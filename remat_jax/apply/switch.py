@@ -59,11 +59,11 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
     if not isinstance(model, nnx.Module):
         raise ArgumentError(f"model={model!r}: expected an NNX module or a Linen module")
     disable_gradient_checkpointing(model)
-    found = _nnx_blocks(model, blocks)
-    bridged = _bridged_parts(model, blocks, found)
-    if not found and not bridged:
+    modules = _nnx_blocks(model, blocks)
+    bridged = _bridged_parts(model, blocks, modules)
+    if not modules and not bridged:
         raise BlockError(_no_blocks(model, blocks))
-    for module in found:
+    for module in modules:
         _change_class(module, _checkpointed_class(cast(Hashable, type(module)), checked, keeps))
     if bridged:
         _enable_bridged(bridged, BlockPolicies.of(dict.fromkeys(linen_blocks(blocks), checked), keeps=keeps))

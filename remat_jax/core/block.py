@@ -7,7 +7,7 @@ For a block f with inputs x:
     ẏ        = f_lin(ẋ)              forward mode
     x̄        = f_linᵀ(ȳ)             the backward pass transposes f_lin
 
-    (y, ẏ)   = jax.checkpoint(policy)((x, ẋ) ↦ (f(x), f_lin(ẋ)))
+    (y, ẏ)   = checkpoint(policy)((x, ẋ) ↦ (f(x), f_lin(ẋ)))
 
 The policy is two lists of names. Only the saved and the offloaded residuals pass from the forward to the backward pass; the
 backward pass recomputes the rest. The checkpoint wraps the linearisation, not f: JAX would linearise `jax.checkpoint(f)` after
@@ -353,7 +353,7 @@ def _linearisation(
 
 
 def _along_all(named: Named, primals: list[Any], live: Sequence[int], names: NamedBlock | None) -> Named | None:
-    """The linearisation along every smooth input; None if those inputs are just `live`, or if it cannot be traced."""
+    """The linearisation along every smooth input; None if `live` has all smooth inputs, or if it cannot be traced."""
     avals = [compat.type_of(value) for value in primals]
     smooth = [index for index, aval in enumerate(avals) if is_smooth(aval)]
     if names is None or list(live) == smooth:

@@ -97,8 +97,8 @@ def name_linearised(named: Named, linearised: Any, primals: int, whole: Named | 
     """
     values = _Values() if whole is None else _Values(whole.values)
     namer = _Namer(named.path, named.candidates, Counter((whole or named).counts), values)
-    known = [index < primals for index in range(len(linearised.in_avals))]
-    jaxpr = retrace(linearised, lambda *args: namer.run(linearised, args, (), known))
+    of_primals = [index < primals for index in range(len(linearised.in_avals))]
+    jaxpr = retrace(linearised, lambda *args: namer.run(linearised, args, (), of_primals))
     return namer.finished(jaxpr)
 
 
@@ -113,7 +113,7 @@ def _is_known(eqn: Any, flags: list[bool]) -> bool:
 
 
 class _Values:
-    """Numbers the values of a program. The same operation on equal values has the same number; names number named values.
+    """Numbers the values of a program. The same operation on equal values has the same number. A name numbers its value.
 
     Args:
       whole: the values of another program. An equal value takes its name from there; each name is taken once.

@@ -47,7 +47,7 @@ class FirstLayer:
         return self.asked == asked and self.original.is_like(jaxpr, (self.named.path, path))
 
     def linearised(self, key: Any, linearise: Linearise) -> Named | None:
-        """`linearise(self.named)`, once for each `key`; None if a derivative rule closes over arrays, which are one block's."""
+        """`linearise(self.named)`, once for each `key`; None if a derivative rule closes over arrays of a single block."""
         if key not in self._linearised:
             linearised = linearise(self.named)
             if holds_arrays(linearised.jaxpr):

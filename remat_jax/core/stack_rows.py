@@ -17,7 +17,7 @@ class StackRow:
     """The stack and the index from which a value can be read again.
 
     Attributes:
-      stack: the stack. It is alive in any case; its gradient goes through the row.
+      stack: the stack, which is alive in any case. Gradients flow through the row, not through the stack.
       index: the index of the row.
     """
 

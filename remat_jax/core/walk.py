@@ -13,7 +13,7 @@ Visit = Callable[[Any, list[Any]], "list[Any] | None"]
 
 
 def interpret(jaxpr: Any, args: Sequence[Any], visit: Visit) -> list[Any]:
-    """Evaluate the closed `jaxpr` on `args`; `visit(eqn, inputs)` gives an equation's outputs, or None to bind it as it is."""
+    """Evaluate the closed `jaxpr` on `args`. `visit(eqn, inputs)` returns the equation's outputs, or None to bind it as is."""
     env = values_of_inputs(jaxpr, args)
     evaluate_equations(jaxpr.jaxpr.eqns, env, visit)
     return [value_of(atom, env) for atom in jaxpr.jaxpr.outvars]
@@ -77,11 +77,11 @@ def of_arrays(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def inner_jaxprs(eqn: Any) -> dict[str, Any]:
     """The parameters of `eqn` that are jaxprs, hold a jaxpr, or are tuples of jaxprs (the branches of a `cond`)."""
     hidden = compat.hidden_body(eqn)
-    bodies = {} if hidden is None else {"_prim": hidden}
+    jaxprs = {} if hidden is None else {"_prim": hidden}
     for key, value in eqn.params.items():
         if compat.is_jaxpr(value) or (isinstance(value, tuple) and value and all(map(compat.is_jaxpr, value))):
-            bodies[key] = value
-    return bodies
+            jaxprs[key] = value
+    return jaxprs
 
 
 def bodies(eqn: Any) -> list[Any]:

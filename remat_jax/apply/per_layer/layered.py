@@ -51,7 +51,7 @@ class _Surroundings:
       apart: whether it is in a loop that the compiler keeps, so that each pass has its own.
       rows: id of a value → the stack and index that the value is a row of.
       spans: in a scan: block → the layers of all iterations.
-      idle: whether it is in a loop without iterations, where a block is no layer.
+      idle: whether it is in a loop without iterations, whose blocks are no layers.
       groups: the groups of layers that contain the equation.
     """
 

@@ -89,8 +89,8 @@ class Cut:
 
         def scan(index: int) -> Any:
             """A key, equal for iterations of one segment: equal policies, the same cuts before them, and like groups."""
-            behind = [sum(cut <= index * self.each[block] for cut in found) for block, found in cuts.items()]
-            return under(index), behind, grouped.like(index)
+            passed = [sum(cut <= index * self.each[block] for cut in positions) for block, positions in cuts.items()]
+            return under(index), passed, grouped.like(index)
 
         segments = []
         for _, alike in itertools.groupby(range(self.eqn.params["length"]), key=scan):
@@ -98,9 +98,9 @@ class Cut:
             start = {block: position + members[0] * self.each[block] for block, position in at.items()}
             unroll = self.eqn.params["unroll"]
             # 0 unrolls everything. A remainder of the length is unrolled after the loop.
-            group, found = grouped.of(members[0], members[-1] + 1)
+            group, in_groups = grouped.of(members[0], members[-1] + 1)
             is_loop = unroll > 0 and (group or len(members)) // unroll > 1
-            segments.append(Segment(members[0], members[-1] + 1, start, is_loop, group, found))
+            segments.append(Segment(members[0], members[-1] + 1, start, is_loop, group, in_groups))
         return segments
 
     def spans(self, segment: Segment, around: Spans) -> dict[Block, range]:
