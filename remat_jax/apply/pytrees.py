@@ -169,8 +169,8 @@ def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None)
 
     Args:
       fn: the function, called once for each layer with pytrees of arrays. Leave it out in `@rj.block(parameters=…)`.
-      parameters: names of the arguments that hold parameters. Parameters stay on the device, whatever a policy says about
-        inputs. The default is the first argument, unless that is an array.
+      parameters: names of the arguments that hold parameters. A policy's rules for inputs do not apply to parameters. The
+        default is the first argument, unless that is an array.
 
     Raises:
       ArgumentError: `fn` is no function, or has no argument named in `parameters`.

@@ -69,7 +69,7 @@ _off: ContextVar[bool] = ContextVar("off", default=False)
 
 @contextlib.contextmanager
 def unlinked() -> Iterator[None]:
-    """Inside this context blocks are tied but not linked. It is entered while a block runs, for the blocks inside it."""
+    """Inside this context blocks are tied but not linked. It is entered while a block is traced, for the blocks inside it."""
     token = _off.set(True)
     try:
         yield
