@@ -19,30 +19,32 @@ R = TypeVar("R")
 def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_checkpoints: str = "replace") -> Callable[P, R]:
     """`fn` with a policy on every call of the named blocks; the model is not edited.
 
-    Parameter names and values, outputs and gradients are those of `fn`. A `jit` inside `fn` is traced anew under each set of
-    policies, whether or not it was traced before, and what is traced here is not seen by later calls of the plain function.
+    Parameter names and values, outputs and gradients are those of `fn`. A `jit` inside `fn` is traced again under each set of
+    policies, and later calls of the plain function do not reuse these traces.
 
-    The model's own checkpoints around a block (`nn.remat`, `nnx.remat`, `jax.checkpoint`) give way to the block's policy: their
-    bodies run in their place. Under `"off"` the model stays as its author wrote it.
+    The policy of a block replaces the model's own checkpoints around that block (`nn.remat`, `nnx.remat`, `jax.checkpoint`).
+    Under `"off"` the model stays as its author wrote it.
+
+    Under `LayerPolicies` the i-th call of the block, in forward order, runs under the i-th policy. A scan over the blocks
+    becomes several scans, one for each run of equal policies; parameters and results are the same. `fn` must be traceable, and
+    must not take a gradient of the blocks itself. Eager calls retrace `fn` every time; an identical trace reuses the compiled
+    program, unless it contains a `custom_vjp`, a callback or a policy of `jax.checkpoint`.
 
     Args:
       fn: any function that runs the model, under `jit` or not, differentiated or not.
-      policies: a Linen or NNX module class (subclasses count), or a glob on module paths, → a policy, its name or text, or
-        `LayerPolicies` (or their text): the i-th call of the block, in forward order, then runs under the i-th policy. A scan
-        over the blocks is cut into one for each run of equal policies; parameters and results stay what they are. `fn` must
-        then be a function that can be traced, and that takes no gradient of the blocks itself. A call that is not under `jit`
-        traces it every time, and compiles what no earlier call did; all of it where a `custom_vjp`, a callback or a policy of
-        `jax.checkpoint` is inside.
-      own_checkpoints: `"keep"` leaves the model's own checkpoints around the blocks, where they throw away what a policy
+      policies: maps a block to its policy. A block is a class whose instances are called (subclasses count), a function marked
+        with `block`, a glob on module paths, or `"checkpoints"`. A policy is a `Policy`, its name or its text, or
+        `LayerPolicies` or their text.
+      own_checkpoints: `"keep"` keeps the model's own checkpoints around the blocks. They discard the residuals that a policy
         keeps; a `RematWarning` says so.
 
     Raises:
-      ArgumentError, PolicyError: at once, for what is no function, a wrong key or value.
-      BlockError: when called, if a block is never called, or not as often as there are policies by layer.
-      NoEffectError: when called, if a selector matches no residual, or there is nothing to offload; of policies by layer, in
-        any run.
-      UnsupportedError: when called, if policies by layer meet blocks in a `while` loop or under a gradient that `fn` takes, or
-        `fn` writes to an NNX object that is no argument of its.
+      ArgumentError, PolicyError: at once, if `fn` is no function, or a key or value of `policies` is wrong.
+      BlockError: when called, if a block is never called, or if its calls are not as many as its policies by layer.
+      NoEffectError: when called, if a selector matches no residual, or if there is nothing to offload. Of policies by layer,
+        each run of layers is checked.
+      UnsupportedError: when called, if a block with policies by layer is in a `while` loop or in a gradient that `fn` takes,
+        or if `fn` then writes to an NNX object that is not among its arguments.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp
     >>> from remat_jax.cost.count import matmuls
@@ -64,17 +66,17 @@ def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_
 
 
 def under_policies(fn: Callable[P, R], checked: BlockPolicies, tell: Callable[[Record], None] | None = None) -> Callable[P, R]:
-    """`checkpoint_blocks` of checked policies; `tell` gets the record of each call."""
+    """`checkpoint_blocks` with checked policies; `tell` is called with the record of each call."""
     if not callable(fn):
         raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
     effect = Effect(fn, checked)
 
     @functools.wraps(fn)
     def with_policies(*args: P.args, **kwargs: P.kwargs) -> R:
-        outputs, found = run_under(checked, fn, args, kwargs)
-        effect.check(found, args, kwargs)
+        outputs, record = run_under(checked, fn, args, kwargs)
+        effect.check(record, args, kwargs)
         if tell is not None:
-            tell(found)
+            tell(record)
         return outputs
 
     return with_policies

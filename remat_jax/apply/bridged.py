@@ -1,7 +1,7 @@
-"""Linen modules inside an NNX model, behind `nnx.bridge.ToNNX`: their blocks under a policy from now on, as the switch has it.
+"""The model switch for Linen modules inside an NNX model (`nnx.bridge.ToNNX`): a policy on their blocks.
 
-Which Linen blocks a part has shows only when it is called. So its class changes to a subclass that runs every call, of any
-method, under the policies; and that a block was called by no part is an error once every part was called.
+The Linen blocks of such a part are known only when it is called. So the part's class changes to a subclass that runs every
+call, of any method, under the policies. Once every part was called, a block that no part called is an error.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.core.marks import CHECKPOINTS, Block
 
 Part = tuple[str, type]
-"""The path of a part in its model, and the class of the Linen module in it."""
+"""The path of a part in its model, and the class of its Linen module."""
 
 
 def parts_of(model: nnx.Module, others: Sequence[nnx.Module] = ()) -> dict[Part, nnx.Module]:
-    """The parts of `model` that are Linen modules behind `nnx.bridge.ToNNX`, but for `others`."""
+    """The parts of `model` that are Linen modules behind `nnx.bridge.ToNNX`, without `others`."""
     apart = set(map(id, others))
     return {
         ("/".join(map(str, path)), type(node.to_nnx__module)): node
@@ -33,17 +33,17 @@ def parts_of(model: nnx.Module, others: Sequence[nnx.Module] = ()) -> dict[Part,
 
 
 def linen_blocks(blocks: Any) -> tuple[Block, ...]:
-    """Those of `blocks` that a Linen module can have: Linen classes and globs; by default the part's own checkpoints."""
+    """The `blocks` that a Linen module can have: Linen classes and globs. The default is the part's own checkpoints."""
     wanted = (CHECKPOINTS,) if blocks is None else blocks if isinstance(blocks, tuple) else (blocks,)
     return tuple(one for one in wanted if isinstance(one, str) or (isinstance(one, type) and issubclass(one, linen.Module)))
 
 
 class Calls:
-    """What the calls of the parts of a model have reached so far.
+    """Collects the blocks that calls of a model's parts have reached so far.
 
     Attributes:
-      parts: those that were not called yet. A call of another method than `__call__` may have no block, and does not count.
-      found: what was traced in all calls until the policies were seen to have an effect, then None.
+      parts: the parts not called yet. Calls of other methods than `__call__` do not count: they may have no block.
+      found: the record of all calls, until the policies are known to have an effect; then None.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -51,7 +51,7 @@ class Calls:
         self.found: Record | None = Record()
 
     def add(self, part: Part | None, found: Record, policies: BlockPolicies) -> None:
-        """Note a call of `part`, or of another of its methods where that is None; all parts were called: check.
+        """Record a call of `part` (None: of a method other than `__call__`), and check the policies once all parts were called.
 
         Raises:
           BlockError: a block was never called.
@@ -72,19 +72,19 @@ class Calls:
 
 
 def checkpointed_class(cls: Any, policies: BlockPolicies, part: Part, calls: Calls) -> type:
-    """A subclass of `ToNNX`, or of a subclass of that, of the same name, whose calls run under `policies`."""
+    """A subclass of `cls` (`ToNNX` or a subclass) with the same name, whose calls run under `policies`."""
 
     @functools.wraps(cls.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._pytree__state.initializing:
             return cls.__call__(self, *args, **kwargs)
         pure, state, arguments, write = as_pure_function(self, cls.__call__, args, kwargs)
-        returned, found = run_under(policies, pure, (state, *arguments), {})
+        returned, record = run_under(policies, pure, (state, *arguments), {})
         is_whole = kwargs.get("method") is None
-        if is_whole and part in calls.parts and not found.reached:
+        if is_whole and part in calls.parts and not record.reached:
             # A `jit` inside may have been traced before, under the same policies.
-            found = traced_under(policies.anew(), pure, (state, *arguments), {})
-        calls.add(part if is_whole else None, found, policies)
+            record = traced_under(policies.anew(), pure, (state, *arguments), {})
+        calls.add(part if is_whole else None, record, policies)
         return write(returned)
 
     names = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}

@@ -16,20 +16,20 @@ from remat_jax.apply import scope
 
 Call = Callable[..., Any]
 
-# The globs whose blocks are being traced: a glob means the outermost modules that it matches.
+# The globs whose blocks are being traced: a glob selects the outermost modules that it matches.
 _globs: ContextVar[tuple[str, ...]] = ContextVar("globs", default=())
-# The ids of the blocks whose own call is being traced under its policy already.
+# The ids of the blocks that are being traced under their policy.
 _inside: ContextVar[tuple[int, ...]] = ContextVar("inside", default=())
 
 
 def is_inside(block: Any) -> bool:
-    """Whether the own call of a module, or of a function, is being traced under its policy."""
+    """Whether a module or function is being traced under its policy."""
     return id(block) in _inside.get()
 
 
 @contextmanager
 def entered(block: Any) -> Iterator[None]:
-    """While the own call of `block` runs inside its checkpoint, it is not checkpointed again."""
+    """Marks `block` as running inside its checkpoint, so that its call is not checkpointed again."""
     token = _inside.set((*_inside.get(), id(block)))
     try:
         yield
@@ -38,7 +38,7 @@ def entered(block: Any) -> Iterator[None]:
 
 
 def dispatching(original: Call, path_of: Callable[[Any], str], call: Call) -> Call:
-    """`original`, the call of a class, as `call` runs it where the active policies have one for the module.
+    """`original`, the `__call__` of a class, which `call` runs instead if the active policies have one for the module.
 
     Args:
       path_of: the module path of an instance.
@@ -50,18 +50,18 @@ def dispatching(original: Call, path_of: Callable[[Any], str], call: Call) -> Ca
         policies = scope.active()
         if policies is None or is_inside(self):
             return original(self, *args, **kwargs)
-        found = scope.record()
+        record = scope.record()
         path = path_of(self)
-        found.modules.setdefault(path, type(self).__name__)
+        record.modules.setdefault(path, type(self).__name__)
         entry = policies.find(type(self), path, _globs.get())
         if entry is None:
             return original(self, *args, **kwargs)
         block, policy = entry
-        found.reached.add(block)
+        record.reached.add(block)
         token = _globs.set((*_globs.get(), block) if isinstance(block, str) else _globs.get())
         try:
             with compat.blocks_around_which(checkpoints_stay=policies.keeps):
-                return call(self, original, policy, args, kwargs, found.audit)
+                return call(self, original, policy, args, kwargs, record.audit)
         finally:
             _globs.reset(token)
 
@@ -69,14 +69,14 @@ def dispatching(original: Call, path_of: Callable[[Any], str], call: Call) -> Ca
 
 
 class Scopes:
-    """The named scope of a module, relative to that of the module that is being called around it."""
+    """Opens the named scope of a module, relative to the scope of the module that calls it."""
 
     def __init__(self, names: dict[int, str]) -> None:
         self.names, self.around = names, ContextVar("around", default="")
 
     @contextmanager
     def entered(self, module: Any) -> Iterator[None]:
-        """While the call of a module runs, trace it under its scope."""
+        """Trace the call of a module in its scope."""
         name, around = self.names.get(id(module)), self.around.get()
         if name is None or name == around:
             yield
@@ -91,34 +91,33 @@ class Scopes:
 
 
 def with_own_call(cls: Any) -> Iterable[type]:
-    """The subclasses of a class that have a `__call__` of their own."""
+    """The subclasses, at any depth, that define `__call__` themselves."""
     for subclass in cls.__subclasses__():
         if "__call__" in vars(subclass):
             yield subclass
         yield from with_own_call(subclass)
 
 
-# Held for no longer than a class is changed: what runs meanwhile is the user's, and may wait for other threads.
+# Held only while a class is changed, never while user code runs: that may wait for other threads.
 _patch_lock = threading.Lock()
 _patches: dict[type, _Patch] = {}
-# class → its call as it is wrapped here: another thread has a context of its own, with its own wraps.
+# class → its call, wrapped in this context. Other threads have contexts and wraps of their own.
 _wrapped: ContextVar[dict[type, Call]] = ContextVar("wrapped", default={})  # noqa: B039 - never mutated, only replaced
 
 
 @contextmanager
 def patched(classes: Iterable[type], wrap: Callable[[Call], Call]) -> Iterator[None]:
-    """Replace each class's `__call__` by `wrap` of it.
+    """Replace the `__call__` of each class by `wrap(__call__)` inside this context.
 
-    Other threads may do the same meanwhile: each sees what it has wrapped itself, and the last one that leaves a class gives
-    it back the method that it had.
+    Several threads may patch the same class. Each thread sees its own wraps; the last one to leave restores the class.
     """
     with ExitStack() as stack:
-        found = dict(_wrapped.get())
+        wrapped = dict(_wrapped.get())
         for cls in classes:
             if any("__call__" in vars(base) for base in cls.__mro__):
                 original = stack.enter_context(_one_patched(cls))
-                found[cls] = wrap(found.get(cls, original))
-        token = _wrapped.set(found)
+                wrapped[cls] = wrap(wrapped.get(cls, original))
+        token = _wrapped.set(wrapped)
         try:
             yield
         finally:
@@ -126,11 +125,11 @@ def patched(classes: Iterable[type], wrap: Callable[[Call], Call]) -> Iterator[N
 
 
 class _Patch:
-    """A class whose `__call__` is replaced by what looks up how it is wrapped where it is called.
+    """Replaces the `__call__` of a class by a function that looks up the wrapped call of the current context.
 
     Attributes:
-      own: what the class itself had; None where it inherits its call.
-      original: what is called where it is not wrapped.
+      own: the `__call__` that the class itself defines; None if it inherits it.
+      original: the call to run in a context that has not wrapped it.
       users: how many contexts have wrapped it.
     """
 
@@ -139,7 +138,7 @@ class _Patch:
 
         @functools.wraps(before)
         def inherited(module: Any, *args: Any, **kwargs: Any) -> Any:
-            # Looked up when it is called: the base may be patched, or no longer.
+            # Looked up at each call: whether the base class is patched may change.
             return super(cls, module).__call__(*args, **kwargs)  # type: ignore[misc]
 
         self.original = original = inherited if self.own is None else before

@@ -1,4 +1,4 @@
-"""Whether the policies of a call reached their blocks and had an effect, whatever JAX's trace caches answered."""
+"""Whether the policies of a call reached their blocks and had an effect, even if JAX reused cached traces."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from remat_jax.errors import BlockError, RematError
 
 Function = Callable[..., Any]
 
-# What a trial has shown to have an effect, so that a function that is made anew for every step is not traced for every step.
+# Policies, code and signatures that a trial showed to have an effect. A function that is created again in every step is not
+# tried again in every step.
 _proven: set[Hashable] = set()
 _MOST_PROVEN = 4096
-# For functions that cannot be traced: the blocks that were ever reached under some policies.
+# policies → the blocks that any call under them reached. Used for functions that cannot be traced.
 _ever_reached: dict[BlockPolicies, set[Block]] = {}
 
 
 def run_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Record]:
-    """`fn(*args, **kwargs)` with `policies` on its blocks, and what was traced meanwhile."""
+    """`fn(*args, **kwargs)` with `policies` on its blocks, and the record of the call."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return with_blocks(policies, fn, args, kwargs)
 
     outer = scope.active()
-    with scope.applying(policies) as found:
+    with scope.applying(policies) as record:
         together = policies.over(outer)
         if not together.by_layer:
-            return run(args, kwargs), found
-        # What an enclosing call by layers has policies for is counted there.
-        own = policies if outer is not None and outer.by_layer else together
-        return by_layer.run(run, frozenset(block for block, _ in own.entries), args, kwargs, found), found
+            return run(args, kwargs), record
+        # An enclosing call by layers counts the blocks that it has policies for.
+        counted = policies if outer is not None and outer.by_layer else together
+        return by_layer.run(run, frozenset(block for block, _ in counted.entries), args, kwargs, record), record
 
 
 def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`fn(*args, **kwargs)` with the calls of the blocks intercepted, of any library, and its checkpoint regions if asked."""
+    """`fn(*args, **kwargs)` with the calls of blocks of any library intercepted, and checkpoint regions if policies ask."""
     offloads = any(getattr(policy, "offloads", False) for _, policy in policies.entries)
     explained = compat.eager_offload_explained() if offloads else contextlib.nullcontext()
     with explained, linen.intercepting(), nnx.intercepting(policies, (args, kwargs)):
@@ -52,11 +53,11 @@ def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kw
 
 
 class Effect:
-    """Whether the calls of one function reach its blocks, and the policies have an effect there.
+    """Checks that the calls of one function reach its blocks, and that the policies have an effect there.
 
-    A call may trace nothing, because a `jit` inside was traced before under the same policies: in an earlier call of this
-    function, or of another one, whose blocks say nothing about this one's. So where a call seems to have missed something, the
-    function is traced once more, under policies for which nothing is cached, and that trace decides; once for each signature.
+    A call may trace nothing, because a `jit` inside was traced before under the same policies, in an earlier call of this
+    function or of another function. So if a call seems to miss a block or an effect, the function is traced again under
+    policies that have no cached traces. That trace decides. It is made once for each signature.
     """
 
     def __init__(self, fn: Function, policies: BlockPolicies) -> None:
@@ -65,7 +66,7 @@ class Effect:
         self._code = getattr(inspect.unwrap(fn), "__code__", None)
 
     def check(self, found: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the call with these arguments, during which `found` was traced.
+        """Check the call with these arguments, whose record is `found`.
 
         Raises:
           BlockError: a block was never called.
@@ -84,29 +85,29 @@ class Effect:
             self._passed.add(signature)
 
     def _try_anew(self, missed: RematError, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        known = None not in key
-        if known and key in _proven:
+        has_key = None not in key
+        if has_key and key in _proven:
             return
         try:
-            found = traced_under(self._policies.anew(), self._fn, args, kwargs)
+            record = traced_under(self._policies.anew(), self._fn, args, kwargs)
         except RematError:
             raise
-        except Exception:  # a function that looks at values (`float(loss)`) cannot be traced: what other calls showed has to do
+        except Exception:  # a function that reads values (`float(loss)`) cannot be traced: earlier calls decide
             unreached = {block for block, _ in self._policies.entries} - _ever_reached[self._policies]
             if unreached or not isinstance(missed, BlockError):
                 raise missed from None
             return
-        missed_again = scope.missed(self._policies, found)
+        missed_again = scope.missed(self._policies, record)
         if missed_again is not None:
             raise missed_again
-        if known:
+        if has_key:
             if len(_proven) >= _MOST_PROVEN:
                 _proven.clear()
             _proven.add(key)
 
 
 def traced_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
-    """What is traced when `fn` is run on the types of its arguments; other values in them reach it as they are."""
+    """The record of tracing `fn` on the types of its arrays; other values in the arguments reach it unchanged."""
     records: list[Record] = []
 
     def run(*args: Any, **kwargs: Any) -> None:
@@ -118,14 +119,14 @@ def traced_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], k
 
 
 def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """What the trace of a call depends on: structure, types of arrays and numbers, other values; None if it has no hash."""
+    """A key for the trace of a call: structure, types of arrays and numbers, other values; None if it cannot be hashed."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     kinds: list[Any] = []
     for leaf in leaves:
         if compat.is_array(leaf):
             kinds.append((tuple(leaf.shape), leaf.dtype))
         else:
-            # A number that counts steps must not make every step another call.
+            # Numbers go by type: a step counter must not make every step a new signature.
             kinds.append(type(leaf) if type(leaf) in (int, float, complex) else leaf)
     signature = (treedef, tuple(kinds))
     try:

@@ -12,12 +12,12 @@ from remat_jax.policy import Action, Candidate, JaxPolicy, Policy, as_policy
 def jax_policy(policy: Any) -> JaxPolicy:
     """`policy` as a callable that `jax.checkpoint(f, policy=…)` and `nn.remat(Module, policy=…)` take.
 
-    By hand there is no pass that names residuals, so only selectors that JAX itself can see are served: `@dots`,
-    `@dots_with_no_batch_dims`, `@convs`, `@primitive:NAME`, `*`, and names that the model gave with `checkpoint_name`.
+    In hand-written checkpoints nothing names the residuals, so only these selectors work: `@dots`,
+    `@dots_with_no_batch_dims`, `@convs`, `@primitive:NAME`, `*`, and names that the model gives with `checkpoint_name`.
 
     Raises:
-      PolicyError: `policy` is none, is `off`, or has a glob on automatic names or `@inputs`.
-      UnsupportedError: `jax_remat3` is on in a JAX that would ignore it.
+      PolicyError: `policy` is no policy, is `off`, or has a glob on automatic names or `@inputs`.
+      UnsupportedError: `jax_remat3` is on in a JAX version that would ignore such a policy.
 
     >>> import jax, jax.numpy as jnp
     >>> f = jax.checkpoint(lambda w, x: jnp.sin(x @ w), policy=jax_policy("dots"))

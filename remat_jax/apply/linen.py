@@ -1,4 +1,4 @@
-"""Blocks that are Linen modules: intercepted, lifted, and run under their policy with their own names."""
+"""Blocks that are Linen modules: their calls are intercepted, lifted, and run under their policy."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from remat_jax.apply.region import run_block
 from remat_jax.core.marks import Marked
 from remat_jax.policy import JaxPolicy, Policy
 
-# The ids of the modules whose own call is being traced under its policy already.
+# The ids of the modules that are being traced under their policy.
 _inside: ContextVar[tuple[int, ...]] = ContextVar("inside", default=())
-# The globs whose blocks are being traced: a glob means the outermost modules that it matches.
+# The globs whose blocks are being traced: a glob selects the outermost modules that it matches.
 _globs: ContextVar[tuple[str, ...]] = ContextVar("globs", default=())
 
 
@@ -37,11 +37,11 @@ def call(
 ) -> Any:
     """`getattr(module, method)(*args, **kwargs)` of a bound module as one checkpointed block.
 
-    Parameters keep their names: nothing is renamed, as `nn.remat` of a class would do. Variables and RNG streams are lifted,
-    so that dropout draws what it would draw without the checkpoint and mutable collections are updated.
+    Unlike with `nn.remat` of a class, parameters keep their names. Variables and RNG streams are lifted: dropout draws the same
+    numbers as without the checkpoint, and mutable collections are updated.
 
     Args:
-      intercepted: Flax itself is calling the method already, and captures what it returns.
+      intercepted: whether Flax is calling the method already, and captures its outputs.
     """
 
     def body(clone: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -92,13 +92,13 @@ def _lifted(function: Callable[..., Any], policy: Policy | JaxPolicy | Marked, p
 
 
 def is_inside(module: nn.Module) -> bool:
-    """Whether `module`'s own call is being traced under its policy."""
+    """Whether `module` is being traced under its policy."""
     return id(module) in _inside.get()
 
 
 @contextmanager
 def entered(module: nn.Module) -> Iterator[None]:
-    """While `module`'s own call runs inside its checkpoint, it is not checkpointed again."""
+    """Marks `module` as running inside its checkpoint, so that its call is not checkpointed again."""
     token = _inside.set((*_inside.get(), id(module)))
     try:
         yield
@@ -111,18 +111,18 @@ def interceptor(next_fun: Any, args: Any, kwargs: Any, context: nn.module.Interc
     policies, module = scope.active(), context.module
     if policies is None or context.method_name != "__call__":
         return next_fun(*args, **kwargs)
-    found = scope.record()
+    record = scope.record()
     path = "/".join(module.path)
-    found.modules.setdefault(path, type(module).__name__)
+    record.modules.setdefault(path, type(module).__name__)
     entry = policies.find(type(module), path, _globs.get())
     if entry is None or is_inside(module):
         return next_fun(*args, **kwargs)
     block, policy = entry
-    found.reached.add(block)
+    record.reached.add(block)
     token = _globs.set((*_globs.get(), block) if isinstance(block, str) else _globs.get())
     try:
         with compat.blocks_around_which(checkpoints_stay=policies.keeps):
-            return call(module, "__call__", policy, args, kwargs, found.audit, intercepted=True)
+            return call(module, "__call__", policy, args, kwargs, record.audit, intercepted=True)
     finally:
         _globs.reset(token)
 

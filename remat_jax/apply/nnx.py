@@ -1,6 +1,6 @@
-"""Blocks that are NNX modules: their class's call is intercepted, their state is split off, and they run under their policy.
+"""Blocks that are NNX modules: the `__call__` of their class is intercepted, and their state is an input and an output.
 
-NNX leaves no module paths in the jaxpr; they are added while a block is traced, as named scopes.
+NNX leaves no module paths in the jaxpr. They are added as named scopes while a block is traced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from remat_jax.core.marks import Marked
 from remat_jax.errors import UnsupportedError
 from remat_jax.policy import JaxPolicy, Policy
 
-# id of a module → its path from the outermost module that is known.
+# id of a module → its path from the outermost known module.
 _paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B039 - never mutated, only replaced
 
 
@@ -38,7 +38,7 @@ def call(
     """`original(module, *args, **kwargs)` as one checkpointed block.
 
     The state of the module, and of every NNX object among the arguments (an `nnx.Rngs`, a cache), is an input and an output
-    of the block: shared references stay shared, updates are written back.
+    of the block. Shared references stay shared, and updates are written back.
     """
     return _run_split(module, original, policy, path_of(module), args, kwargs, audit)
 
@@ -52,7 +52,7 @@ def call_together(
 
 
 def path_of(module: nnx.Module) -> str:
-    """The path of `module` from the outermost module that is known, or else the name of its class."""
+    """The path of `module` from the outermost known module; without one, the name of its class."""
     return _paths.get().get(id(module), type(module).__name__)
 
 
@@ -81,10 +81,14 @@ def as_pure_function(
     kwargs: dict[str, Any],
     around: Callable[[Any], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Call, Any, list[Any], Call]:
-    """`original(module, *args, **kwargs)` as a function `pure(state, *arguments)` of arrays, and these; and `write`.
+    """`original(module, *args, **kwargs)` as a pure function of arrays.
 
-    `write` takes what `pure` returns: it writes the updates back into the NNX objects, and gives the outputs. While the module
-    that the state is merged into is called, `around` of it is entered.
+    Args:
+      around: gives a context for the copy of `module` that the pure function calls.
+
+    Returns:
+      `pure`, `state`, `arguments`, `write`: call `write(pure(state, *arguments))`. `write` writes the updates back into the NNX
+      objects and returns the outputs.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     positions = [index for index, leaf in enumerate(leaves) if is_node(leaf)]
@@ -121,7 +125,7 @@ def is_node(value: Any) -> bool:
 
 
 def refuse_nodes(outputs: Any, what: str) -> None:
-    """Raise if a function under a policy returns NNX objects; `what` is what the message calls it."""
+    """Raise if a function under a policy returns NNX objects; `what` names the function in the message."""
     for leaf in jax.tree.leaves(outputs, is_leaf=is_node):
         if is_node(leaf):
             raise UnsupportedError(
@@ -135,12 +139,12 @@ def refuse_nodes(outputs: Any, what: str) -> None:
 
 @contextmanager
 def known_paths(root: Any, prefix: str = "") -> Iterator[None]:
-    """While this holds, every module inside `root` (a module, or a pytree of modules) is known by its path."""
-    found = dict(_paths.get())
+    """Inside this context every module in `root` (a module, or a pytree of modules) is known by its path."""
+    paths = dict(_paths.get())
     for path, node in nnx.iter_graph(root):
         if isinstance(node, nnx.Module):
-            found[id(node)] = "/".join([*prefix.split("/"), *map(str, path)]).strip("/") or type(node).__name__
-    token = _paths.set(found)
+            paths[id(node)] = "/".join([*prefix.split("/"), *map(str, path)]).strip("/") or type(node).__name__
+    token = _paths.set(paths)
     try:
         yield
     finally:
@@ -149,7 +153,7 @@ def known_paths(root: Any, prefix: str = "") -> Iterator[None]:
 
 @contextmanager
 def named_submodules(block: nnx.Module) -> Iterator[None]:
-    """While this holds, a call of a module inside `block` is traced under a named scope of its attribute path."""
+    """Inside this context a call of a module in `block` is traced under a named scope, its attribute path."""
     names = {
         id(node): "/".join(map(str, path)) for path, node in nnx.iter_graph(block) if isinstance(node, nnx.Module) and path
     }
@@ -173,7 +177,7 @@ def named_submodules(block: nnx.Module) -> Iterator[None]:
 
 @contextmanager
 def intercepting(policies: BlockPolicies, arguments: Any) -> Iterator[None]:
-    """Intercept the calls of the NNX blocks of `policies`; the modules among `arguments` tell their paths."""
+    """Intercept the calls of the NNX blocks of `policies`; paths start at the modules among `arguments`."""
     classes = set(_block_classes(policies))
     if not classes:
         yield
@@ -187,7 +191,7 @@ def intercepting(policies: BlockPolicies, arguments: Any) -> Iterator[None]:
 
 
 def _block_classes(policies: BlockPolicies) -> Iterable[type]:
-    """The classes whose own `__call__` runs a block: the named ones with their subclasses, or all if a glob is asked for."""
+    """The classes whose `__call__` may run a block: the named classes with their subclasses; for a glob, all of NNX's."""
     for block, _ in policies.entries:
         if isinstance(block, str):
             yield from with_own_call(nnx.Module)

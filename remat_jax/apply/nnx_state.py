@@ -1,4 +1,4 @@
-"""What a call changed in the state of NNX objects, so that it can leave a checkpointed block as arrays and be written back."""
+"""The changes that a call makes to NNX objects: they leave a checkpointed block as arrays, and are written back outside."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ Path = tuple[Any, ...]
 
 
 class Snapshot:
-    """The variables and attributes of NNX objects at one moment, to be compared with later."""
+    """The variables and attributes of NNX objects at one moment, to compare with later."""
 
     def __init__(self, nodes: Any) -> None:
         self.nodes = nodes
-        # Keyed by identity: a path may change while the object stays, and holding the object keeps its id from being reused.
+        # Keyed by id: an object may move to another path. Holding the object prevents reuse of its id.
         self.variables = {id(variable): (path, variable, variable.get_raw_value()) for path, variable in _variables(nodes)}
         self.attributes = dict(_attributes(nodes))
 
     def changes(self) -> Changes:
-        """What was written, made or replaced since.
+        """The variables and attributes that were written, created or replaced since.
 
-        Only these leave the block: were every parameter an output of it, each would have a cotangent, and be copied.
+        Only these are outputs of the block. If every parameter were an output, each would have a cotangent and be copied.
         """
-        found = Changes()
+        changes = Changes()
         for path, variable, before in self.variables.values():
             now = variable.get_raw_value()
             if now is not before:
-                found.add(path, now)
+                changes.add(path, now)
         for path, variable in _variables(self.nodes):
             if id(variable) not in self.variables:
-                found.add(path, variable.get_raw_value(), made=variable)
+                changes.add(path, variable.get_raw_value(), made=variable)
         for path, value in _attributes(self.nodes):
             if path in self.attributes and self.attributes[path] is value:
                 continue
             if compat.is_array(value):
-                found.add(path, value, attribute=True)
+                changes.add(path, value, attribute=True)
             else:
-                found.python[path] = value
-        return found
+                changes.python[path] = value
+        return changes
 
 
 class Changes:
-    """Changed arrays, which leave the block as its outputs, and changed Python values, which are known while tracing."""
+    """Changed arrays, which are outputs of the block, and changed Python values, which are known while tracing."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -56,7 +56,7 @@ class Changes:
         self._attributes: set[Path] = set()
 
     def add(self, path: Path, value: Any, *, made: nnx.Variable[Any] | None = None, attribute: bool = False) -> None:
-        """Record the array (or pytree of arrays) `value` at `path`; `made` is the variable if it is a new one."""
+        """Record the array (or pytree of arrays) `value` at `path`; `made` is its variable if that is new."""
         self.values.append(value)
         self._paths.append(path)
         if made is not None:
@@ -65,22 +65,22 @@ class Changes:
             self._attributes.add(path)
 
     def write(self, nodes: Any, values: list[Any]) -> None:
-        """Make the same changes in `nodes`, the objects outside the block, with the block's outputs for the arrays.
+        """Make the same changes to `nodes`, the objects outside the block; `values` are the block's outputs for the arrays.
 
         Raises:
-          UnsupportedError: a variable was made inside an object that is not there outside.
+          UnsupportedError: a variable was created in an object that does not exist outside.
         """
-        known = dict(nnx.iter_graph(nodes))
+        by_path = dict(nnx.iter_graph(nodes))
         for path, value in zip(self._paths, values, strict=True):
             if path in self._made:
                 made = self._made[path]
-                _set(known, path, type(made)(value, **made.get_metadata()))
+                _set(by_path, path, type(made)(value, **made.get_metadata()))
             elif path in self._attributes:
-                _set(known, path, value)
+                _set(by_path, path, value)
             else:
-                known[path].set_raw_value(value)
+                by_path[path].set_raw_value(value)
         for path, value in self.python.items():
-            _set(known, path, value)
+            _set(by_path, path, value)
 
 
 def _set(known: dict[Path, Any], path: Path, value: Any) -> None:
@@ -103,7 +103,7 @@ def _variables(nodes: Any) -> Iterator[tuple[Path, nnx.Variable[Any]]]:
 
 
 def _attributes(nodes: Any) -> Iterator[tuple[Path, Any]]:
-    """The arrays and Python values that are attributes themselves; Flax's own bookkeeping left out."""
+    """The arrays and Python values that are plain attributes, without Flax's own bookkeeping."""
     for path, node in nnx.iter_graph(nodes):
         is_flax = any(str(key).startswith(("_pytree__", "_length")) for key in path)
         if path and not is_flax and not isinstance(node, nnx.Variable) and not nnx.graphlib.is_node(node):

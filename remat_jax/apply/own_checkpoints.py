@@ -1,9 +1,9 @@
-"""A model's own checkpoints around blocks give way to the policies of the blocks.
+"""Policies of blocks replace a model's own checkpoints around these blocks.
 
-A checkpoint around a checkpointed block throws away what the block's policy keeps. When JAX binds a region of `jax.checkpoint`,
-its body is traced, and its blocks are in it: where one of them has a policy, the body is evaluated in the region's place. So
-it does not matter what stands between the region and the block (a scan, a lifted transform, `nnx.bridge`), nor what made the
-region.
+A checkpoint around a checkpointed block discards the residuals that the block's policy keeps. When JAX binds a `jax.checkpoint`
+region, the region's body is traced already. If the body contains a block with a policy, it is evaluated without the region. So
+it does not matter which function made the region, or what is between region and block: a scan, a lifted transform,
+`nnx.bridge`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_choice(own_checkpoints: Any) -> bool:
     """Whether the model's own checkpoints are kept.
 
     Raises:
-      ArgumentError: it is none of the choices.
+      ArgumentError: `own_checkpoints` is not one of the choices.
 
     >>> check_choice("replace"), check_choice("keep")
     (False, True)
@@ -51,17 +51,17 @@ _noted: ContextVar[list[Any] | None] = ContextVar("noted", default=None)
 
 @contextmanager
 def noting_regions() -> Iterator[list[Any]]:
-    """While this holds, the body of every checkpoint region of the model's own that is traced is entered in the list."""
-    found: list[Any] = []
-    token = _noted.set(found)
+    """Collects the body of every checkpoint region of the model that is traced inside this context."""
+    regions: list[Any] = []
+    token = _noted.set(regions)
     try:
-        yield found
+        yield regions
     finally:
         _noted.reset(token)
 
 
 def _gives_way(body: Any) -> bool:
-    """Whether a checkpoint region with this body stands around a block whose policy takes its place; counts it."""
+    """Whether the policy of a block in this body replaces the checkpoint region around the body; counts the region if so."""
     noted = _noted.get()
     if noted is not None:
         noted.append(body)

@@ -1,4 +1,4 @@
-"""The calls of a PyTorch pipeline, with the same arguments and the same meaning."""
+"""The checkpointing calls of PyTorch pipelines, with the same arguments and meaning."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ def gradient_checkpoint_forward(
 ) -> Any:
     """`model(*args, **kwargs)` in one of three modes: off, checkpoint, or offload.
 
-    Both flags false: the plain call. `use_gradient_checkpointing`: policy `full`, the block's inputs are kept and everything
-    else is recomputed. `use_gradient_checkpointing_offload`, which alone suffices: policy `offload_inputs`, the same with the
-    inputs in host memory; arrays anywhere in `args` and `kwargs` are offloaded. The arguments are those of DiffSynth-Studio's
-    function of this name, so that a pipeline's `model_fn` can be ported line by line.
+    The arguments are those of DiffSynth-Studio's function of this name, so that a pipeline's `model_fn` can be ported line by
+    line.
 
     Args:
       model: a bound Linen module, an NNX module, or a function.
-      args, kwargs: what `model` is called with.
+      use_gradient_checkpointing: policy `full`: keep the block's inputs and recompute everything else.
+      use_gradient_checkpointing_offload: policy `offload_inputs`: the same with the inputs in host memory, arrays anywhere in
+        `args` and `kwargs` included. It needs no other flag. Without either flag, this is the plain call.
+      args, kwargs: the arguments of `model`.
 
     Raises:
-      ArgumentError: a flag is no bool, `model` is none of these, or it has an argument of the name of a flag.
+      ArgumentError: a flag is no bool, `model` is none of these, or `model` has an argument with the name of a flag.
       NoEffectError: in mode offload, if the arguments hold no array of rank 1 or more.
 
     >>> import jax, jax.numpy as jnp
@@ -59,7 +60,7 @@ def _check_flags(checkpoint: Any, offload: Any) -> None:
 
 
 def _check_names(model: Any, args: tuple[Any, ...]) -> None:
-    """Refuse a model with an argument of the name of one of ours, unless `args` fill it: a keyword would never reach it."""
+    """Refuse a model with an argument named like one of ours, unless `args` fill it: a keyword would never reach the model."""
     is_module = isinstance(model, linen.Module | nnx.Module)
     call = type(model).__call__ if is_module else model
     try:
@@ -106,16 +107,16 @@ def call_model(model: Any, policy: Policy | JaxPolicy, args: tuple[Any, ...], kw
 
 
 def checkpoint_sequential(functions: Sequence[Callable[..., Any]], segments: int, x: Any, *, policy: Any = "full") -> Any:
-    """`functions[-1](…functions[0](x))` in `segments` pieces, each but the last a checkpointed block, as in PyTorch.
+    """`functions[-1](…functions[0](x))` in `segments` pieces, where all but the last are checkpointed blocks, as in PyTorch.
 
-    The pieces have `len(functions) // segments` functions each; the last one takes the rest and is not checkpointed, because
-    its recomputation would follow its forward pass at once.
+    Each piece has `len(functions) // segments` functions; the last piece takes the rest. The last piece is not checkpointed:
+    its backward pass follows its forward pass at once, so recomputing would save nothing.
 
     Args:
       functions: functions, bound Linen modules or NNX modules of one argument each, or an `nnx.Sequential`.
       segments: how many pieces, from 1 to `len(functions)`.
       x: the input of the first function, an array or a pytree of arrays.
-      policy: what each checkpointed piece does with its residuals.
+      policy: the policy of each checkpointed piece.
 
     Raises:
       ArgumentError: `functions` is empty or no list, or `segments` is out of range.
@@ -147,7 +148,7 @@ def _run(layers: Sequence[Callable[..., Any]], x: Any) -> Any:
 
 
 def _segment(layers: Sequence[Callable[..., Any]], policy: Policy | JaxPolicy, x: Any) -> Any:
-    """One checkpointed piece: its modules' parameters are the block's parameters, whatever kind they are of."""
+    """One checkpointed piece. The parameters of its modules, Linen or NNX, are the block's parameters."""
     if len(layers) == 1:
         return call_model(layers[0], policy, (x,), {})
     is_linen = [isinstance(layer, linen.Module) for layer in layers]

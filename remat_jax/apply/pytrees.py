@@ -1,7 +1,7 @@
 """Blocks of any JAX library: classes whose instances are called (Equinox, Penzai, callable pytrees), and marked functions.
 
-An instance is a pytree, so that its arrays are the block's parameters and all else in it stays as it is. Paths are attribute
-paths in the arguments of the function that runs the model.
+An instance is a pytree. Its arrays are the block's parameters; everything else in it is unchanged. Paths are attribute paths in
+the arguments of the function that runs the model.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def call(
 
 
 def path_of(module: Any) -> str:
-    """The attribute path of `module` in the arguments, or else the name of its class."""
+    """The attribute path of `module` in the arguments; without one, the name of its class."""
     return _paths.get().get(id(module), type(module).__name__)
 
 
 @contextmanager
 def intercepting(policies: BlockPolicies, arguments: tuple[Any, ...]) -> Iterator[None]:
-    """Intercept the calls of the blocks of `policies` that are no Flax modules; a function's `arguments` tell the paths."""
+    """Intercept the calls of the blocks of `policies` that are no Flax modules; paths start at the function's `arguments`."""
     blocks = [block for block, _ in policies.entries]
     named: list[Any] = [block for block in blocks if isinstance(block, type) and not issubclass(block, _NOT_TREES)]
     classes: set[Any] = {cls for block in named for cls in (block, *with_own_call(block)) if is_tree_class(cls)}
@@ -74,7 +74,7 @@ def intercepting(policies: BlockPolicies, arguments: tuple[Any, ...]) -> Iterato
 
 @contextmanager
 def known_paths(*arguments: Any) -> Iterator[None]:
-    """While this holds, every callable pytree inside one of the `arguments` is known by its attribute path."""
+    """Inside this context every callable pytree in one of the `arguments` is known by its attribute path."""
     paths = dict(_paths.get())
     for argument in arguments:
         for path, node in callables(argument):
@@ -87,11 +87,11 @@ def known_paths(*arguments: Any) -> Iterator[None]:
 
 
 class ModelArrays:
-    """The parameters of a workload: a pytree of arrays, or a model that is called, with other leaves among its arrays.
+    """The parameters of a workload: a pytree of arrays, or a callable model that has other leaves too.
 
     Attributes:
-      arrays: the pytree with None in place of what is no array.
-      trainable: None for all arrays, or which of a model's arrays have gradients: those of floating-point numbers.
+      arrays: the pytree, with None for each leaf that is no array.
+      trainable: which arrays of a model have gradients: the floating-point ones; None if all have.
     """
 
     def __init__(self, params: Any) -> None:
@@ -126,12 +126,12 @@ class ModelArrays:
 
 
 def is_tree_class(block: Any) -> bool:
-    """Whether `block` is a class of callable instances, and neither of Flax modules nor of functions with bound arguments."""
+    """Whether `block` is a class of callable instances, but no Flax module class and no `functools.partial`."""
     return isinstance(block, type) and not issubclass(block, _NOT_TREES) and scope.has_call(block)
 
 
 def callables(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The callable nodes in a pytree that are no Flax modules, with their paths; those around others come first."""
+    """The callable nodes of a pytree that are no Flax modules, with their paths. A node comes before the nodes inside it."""
     if isinstance(tree, nnx.Module):
         return
     children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda one: one is not tree)[0]
@@ -145,7 +145,7 @@ def callables(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]
 
 @contextmanager
 def _named_parts(module: Any) -> Iterator[None]:
-    """While this holds, a call of a part of `module` is traced under a named scope of its attribute path."""
+    """Inside this context a call of a part of `module` is traced under a named scope, its attribute path."""
     parts = [(path, node) for path, node in callables(module) if node is not module]
     scopes = Scopes({id(node): path for path, node in parts})
 
@@ -165,15 +165,15 @@ def _named_parts(module: Any) -> Iterator[None]:
 
 
 def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None) -> Any:
-    """Mark a function as a block, so that `blocks=` and `checkpoint_blocks` take it; it computes what it computed.
+    """Mark a function as a block for `blocks=` and `checkpoint_blocks`. Its results do not change.
 
     Args:
-      fn: the function, called once for each layer with pytrees of arrays; or none, for `@rj.block(parameters=…)`.
-      parameters: names of the arguments that hold parameters. They stay where they are whatever a policy says of inputs. By
-        default this is the first argument, unless that is an array.
+      fn: the function, called once for each layer with pytrees of arrays. Leave it out in `@rj.block(parameters=…)`.
+      parameters: names of the arguments that hold parameters. A policy's rules for inputs do not apply to parameters. The
+        default is the first argument, unless that is an array.
 
     Raises:
-      ArgumentError: `fn` is no function, or `parameters` names no argument of it.
+      ArgumentError: `fn` is no function, or has no argument named in `parameters`.
 
     >>> import jax, jax.numpy as jnp
     >>> from remat_jax import checkpoint_blocks
@@ -204,9 +204,9 @@ def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None)
         policy = None if policies is None or is_inside(marked) else policies.find_function(marked)
         if policies is None or policy is None:
             return fn(*args, **kwargs)
-        found = scope.record()
-        found.reached.add(marked)
-        found.modules.setdefault(path, path)
+        record = scope.record()
+        record.reached.add(marked)
+        record.modules.setdefault(path, path)
         parameters, args, kwargs = _split(args, kwargs) if held is None else held.split(args, kwargs)
 
         def pure(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +218,7 @@ def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None)
                 return fn(*args, **kwargs)
 
         with compat.blocks_around_which(checkpoints_stay=policies.keeps):
-            return run_block(pure, policy, path, parameters, args, kwargs, found.audit)
+            return run_block(pure, policy, path, parameters, args, kwargs, record.audit)
 
     scope.marked.add(marked)
     return marked
@@ -244,12 +244,12 @@ class _Parameters:
                 )
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """What the named arguments hold, and the others, all by name."""
+        """The parameters and the other arguments, as `(parameters, (), others)`, both by name."""
         others = dict(self.signature.bind(*args, **kwargs).arguments)
         return {name: others.pop(name) for name in self.names if name in others}, (), others
 
     def join(self, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as the function takes them."""
+        """`arguments`, given by name, as the positional and keyword arguments that the function takes."""
         order = {name: arguments[name] for name in self.signature.parameters if name in arguments}
         bound = inspect.BoundArguments(self.signature, order)
         return bound.args, bound.kwargs

@@ -1,4 +1,4 @@
-"""Running one block under a policy: where every way of applying a policy meets the graph pass."""
+"""Running one block under a policy. Every way of applying a policy calls the heart (`core.block`) from here."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def run_block(
 ) -> Any:
     """`function(parameters, *args, **kwargs)` as one checkpointed block.
 
-    Arrays anywhere in `args` and `kwargs` are inputs of the block; everything else in them (Python scalars, strings, None,
-    functions) reaches the function as it is, and what is no array among its outputs comes back as it is. Arrays in
-    `parameters` are kept in place whatever the policy says of inputs, and so are those that the function closes over.
+    Arrays anywhere in `args` and `kwargs` are inputs of the block. Everything else in them (Python scalars, strings, None,
+    functions) reaches the function unchanged, and outputs that are no arrays are returned unchanged. The policy's rules for
+    inputs do not apply to arrays in `parameters`, nor to arrays that the function closes over.
 
     Args:
-      policy: the block's policy; under a mark the block waits for it.
-      path: the block's module path, which leads the names of its residuals.
-      audit: told what the policy's selectors matched.
-      has_parameters: False where the parameters are still to be made, so that the backward pass reads less than it will.
+      policy: the block's policy. If it is a `Marked`, the block becomes a mark that waits for its policy.
+      path: the block's module path, with which the names of its residuals begin.
+      audit: records what the policy's selectors matched.
+      has_parameters: False while a model is initialised: without parameters the backward pass reads fewer residuals.
     """
     if is_off(policy):
         return function(parameters, *args, **kwargs)
@@ -61,7 +61,7 @@ def run_block(
     values = [leaves[index] for index in arrays]
     with unlinked():
         jaxpr = jax.make_jaxpr(flat)(*values)
-    # What the function closes over (tracers among it) must reach the block as arguments, or it could not be differentiated.
+    # Arrays that the function closes over, tracers too, become arguments of the block; else it could not be differentiated.
     open_jaxpr, consts = compat.hoist_consts(jaxpr)
     is_input = [False] * len(consts) + [index >= first_input for index in arrays]
     if isinstance(policy, Marked):
@@ -90,18 +90,17 @@ def bind_block(
     apart: bool | None = None,
     rows: Mapping[int, StackRow] | None = None,
 ) -> list[Any]:
-    """Evaluate a planned block on `values`: under `jax.checkpoint`, and tied where it offloads outside every loop.
+    """Evaluate a planned block on `values`: under `jax.checkpoint`, and tied if it offloads outside every loop.
 
-    Inside a loop XLA cannot merge the recomputation with the forward pass, which stands in another loop, so that nothing needs
-    to prevent it; unless the gradient is taken inside the loop, as over micro-batches, where both stand in one body, or the
-    loop runs once, where XLA takes it away. A tied block does not compile for a GPU in any of them (INTERNAL: shape mismatch
-    after layout assignment).
+    `prevent_cse` is needed where XLA could merge the recomputation with the forward pass. It cannot do so if the two passes are
+    in different loops. Both are in one body if the gradient is taken inside the loop, as over micro-batches, or if the loop
+    runs once and XLA removes it. Inside any loop a tied block does not compile for a GPU (INTERNAL: shape mismatch after layout
+    assignment).
 
     Args:
-      looped: whether the block is in a loop, where the caller knows; None to ask JAX.
-      apart: whether each pass has a loop of its own around the block, where the caller knows; None to ask JAX, which does not
-        know of a loop that runs once.
-      rows: by their place, the values that are rows of a scanned stack, all of the same index.
+      looped: whether the block is in a loop; None to ask JAX.
+      apart: whether each pass has its own loop around the block; None to ask JAX, which does not notice that a loop runs once.
+      rows: the values that are rows of a scanned stack, all with the same row index: index among `values` → row.
     """
     apart = compat.in_loop(around_gradient=False) if apart is None else apart
     looped = compat.in_loop() if looped is None else looped

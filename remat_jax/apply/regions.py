@@ -1,4 +1,4 @@
-"""The checkpoint regions that a function already has, run under another policy."""
+"""Running the existing checkpoint regions of a function under another policy."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ RunJaxpr = Callable[[Any, list[Any]], list[Any]]
 
 
 def retraced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: RunJaxpr) -> Any:
-    """`fn(*args, **kwargs)`, traced and evaluated by `run(jaxpr, values)`; what is no array reaches `fn` as it is."""
+    """`fn(*args, **kwargs)`, traced and evaluated by `run(jaxpr, values)`. Values that are no arrays reach `fn` unchanged."""
     flat, values = of_arrays(fn, args, kwargs)
     jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*values)
     return jax.tree.unflatten(jax.tree.structure(shape), run(jaxpr, values))
 
 
 def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`fn(*args, **kwargs)`; where the active policies have one for `CHECKPOINTS`, its regions are blocks under that."""
+    """`fn(*args, **kwargs)`. If the active policies have one for `CHECKPOINTS`, it applies to the regions of `fn`."""
     policies = scope.active()
     policy = None if policies is None else policies.find_function(CHECKPOINTS)
     if policy is None:
         return fn(*args, **kwargs)
-    found = scope.record()
+    record = scope.record()
 
     def evaluate(jaxpr: Any, values: list[Any]) -> list[Any]:
         with leaving_blocks():
             count = count_regions(jaxpr)
             if count:
-                found.reached.add(CHECKPOINTS)
-                found.replaced += count
-            return rewrite(jaxpr, values, functools.partial(run_region, policy, found.audit))
+                record.reached.add(CHECKPOINTS)
+                record.replaced += count
+            return rewrite(jaxpr, values, functools.partial(run_region, policy, record.audit))
 
     return retraced(fn, args, kwargs, evaluate)
 
@@ -50,12 +50,12 @@ def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def run_region(
     policy: Any, audit: Audit, body: Any, path: str, inputs: list[bool], values: list[Any], looped: bool
 ) -> list[Any]:
-    """The region with the closed jaxpr `body` under another policy; `looped` says whether it is in a loop."""
+    """Evaluate the region with the closed jaxpr `body` under another policy; `looped` says whether it is in a loop."""
     if is_off(policy):
         return list(compat.jaxpr_function(body)(*values))
     if isinstance(policy, Marked):
         return bind_mark(Mark(body, policy, path, tuple(inputs), True), values)
     block = plan_block(body, policy, path, inputs)
     audit.saw(path, block)
-    known = True if looped else None
-    return bind_block(block, values, looped=known, apart=known)
+    in_loop = True if looped else None
+    return bind_block(block, values, looped=in_loop, apart=in_loop)

@@ -24,18 +24,18 @@ T = TypeVar("T", bound=Callable[..., Any])
 def remat(target: T, policy: Any = "full", *, static_argnames: str | Iterable[str] = ()) -> T:
     """`target` with `policy` on every call: a drop-in for `nn.remat`, `nnx.remat` and `jax.checkpoint`.
 
-    A Linen or NNX class gives a subclass of the same name, so that automatic parameter names stay what they are. Keyword
+    For a Linen or NNX class the result is a subclass of the same name, so automatic parameter names do not change. Keyword
     arguments, dropout and other RNG streams, and mutable collections work as in the plain class. Python scalars, strings and
-    None in the arguments always reach the target as they are; `static_argnames` makes sure of it: an array there is an error.
+    None in the arguments always reach the target unchanged.
 
     Args:
       target: a Linen module class, an NNX module class, or a function of arrays (pytrees of them).
       policy: a policy, its name or text, or a policy object of JAX's.
-      static_argnames: names of arguments that must not be traced.
+      static_argnames: names of arguments that must not be arrays or traced values; such a value is an error.
 
     Raises:
-      ArgumentError: `target` is none of these, or `static_argnames` names no argument of it.
-      PolicyError: `policy` is none.
+      ArgumentError: `target` is none of these, or has no argument named in `static_argnames`.
+      PolicyError: `policy` is no policy.
       NoEffectError: when called, if a selector matches no residual, or there is nothing to offload.
 
     >>> import jax, jax.numpy as jnp
@@ -63,7 +63,7 @@ def remat(target: T, policy: Any = "full", *, static_argnames: str | Iterable[st
 
 
 class _StaticArguments:
-    """The arguments that must not be traced, by name."""
+    """The names of arguments that must not be traced."""
 
     def __init__(self, function: Callable[..., Any], names: str | Iterable[str]) -> None:
         self.names = (names,) if isinstance(names, str) else tuple(names)
@@ -136,7 +136,7 @@ def _nnx_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments
 
 
 def _subclass(target: Any, method: Callable[..., Any]) -> type:
-    """A subclass under the same name, because Flax makes parameter names of class names."""
+    """A subclass with the same name, because Flax derives parameter names from class names."""
     names = {
         "__call__": method,
         "__doc__": target.__doc__,

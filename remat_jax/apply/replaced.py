@@ -1,4 +1,4 @@
-"""How many checkpoints of a model's own give way to the policies of a workload's blocks."""
+"""How many of a model's own checkpoints are replaced by the policies of a workload's blocks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from remat_jax.errors import RematError
 from remat_jax.warning import silenced
 
 AS_WRITTEN = "as written"
-"""What tables call the step under the checkpoints of the model's own, where it has some around the blocks."""
+"""The row in tables for the step under the model's own checkpoints, if it has any around the blocks."""
 
 
 def replaced_text(replaced: int) -> str:
-    """The sentence of a report that says how many checkpoints of the model's own gave way.
+    """The sentence of a report about the model's own checkpoints that were replaced.
 
     >>> replaced_text(1)
     "The policy takes the place of 1 checkpoint of the model's own around the blocks (a scanned one counts once)"
@@ -30,7 +30,7 @@ def replaced_text(replaced: int) -> str:
 
 
 class OwnCheckpoints:
-    """What becomes of a model's own checkpoints around its blocks, and how many there are.
+    """The choice for a model's own checkpoints around its blocks, and their number.
 
     Attributes:
       choice: `"replace"` or `"keep"`, as for `checkpoint_blocks`.
@@ -38,32 +38,32 @@ class OwnCheckpoints:
 
     def __init__(self, choice: str) -> None:
         self.keeps, self.choice = check_choice(choice), choice
-        # None until it is counted.
+        # None: not counted yet.
         self._count: int | None = 0 if self.keeps else None
 
     def policies(self, policies: dict[Any, Any]) -> BlockPolicies:
-        """Checked `policies` of blocks, with this choice."""
+        """`policies` of blocks, checked, with this choice."""
         return BlockPolicies.of(policies, keeps=self.keeps)
 
     def note(self, found: Record) -> None:
-        """Remember whether checkpoints gave way in a call."""
+        """Remember whether checkpoints were replaced in a call."""
         if found.replaced == 0 and self._count is None:
             self._count = 0
         elif found.replaced and not self._count:
-            # A body that is traced twice is one checkpoint: they are counted when somebody asks.
+            # `replaced` counts a body that is traced twice as two, so `count` counts again.
             self._count = None
 
     def count(self, function: Callable[..., Any], blocks: Iterable[Block], arguments: tuple[Any, ...]) -> int:
-        """How many give way when `function` runs its `blocks` under a policy; traced once, where it has to be."""
+        """How many are replaced when `function` runs its `blocks` under a policy. `function` is traced at most once."""
         if self._count is None:
             records: list[Record] = []
             kept = under_policies(function, BlockPolicies.of(dict.fromkeys(blocks, "full"), keeps=True), records.append)
             try:
                 with silenced():
                     around = checkpoints_around_blocks(jax.make_jaxpr(kept)(*arguments))
-                # Regions that are blocks themselves give way whatever stays around blocks.
+                # Regions that are blocks themselves are replaced even under "keep".
                 self._count = around + records[-1].replaced
             except RematError:
-                # A block that is never called: whoever asks for a policy is told.
+                # A block is never called. Setting a policy raises the error.
                 self._count = 0
         return self._count

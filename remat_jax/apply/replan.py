@@ -1,4 +1,4 @@
-"""`replan`: another policy on the `jax.checkpoint` regions that a finished function already has."""
+"""`replan`: another policy on the existing `jax.checkpoint` regions of a function."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ R = TypeVar("R")
 
 
 def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
-    """`fn` with `policy` on every checkpoint region that it has, whatever made it: `nn.remat`, `nnx.remat`, `jax.checkpoint`.
+    """`fn` with `policy` on all its checkpoint regions, made by `nn.remat`, `nnx.remat` or `jax.checkpoint`.
 
-    `fn` is traced when it is called, so it must be a function of arrays (Python values in the arguments reach it as they are),
-    and it must be the function that is differentiated, not one that takes the gradient itself. What a region is given from
-    outside the function, directly or as a slice of a scanned stack, counts as its parameters; `@inputs` means the rest, but not
-    what all rounds of a scan read. A region inside another region keeps its own policy.
+    `fn` is traced when it is called, so it must be a function of arrays; Python values in the arguments reach it unchanged. It
+    must be the function that is differentiated, and must not take the gradient itself. A region's operand is a parameter if it
+    is an argument of `fn` or a view of one, such as a row of a scanned stack. `@inputs` selects the other operands, except
+    arrays that all iterations of a scan read. A region inside another region keeps its own policy.
 
     Args:
       fn: the function, usually the loss; under `jit` or not.
-      policy: a policy, its name or text; `"off"` takes the checkpoints away.
+      policy: a policy, its name or text; `"off"` removes the checkpoints.
 
     Raises:
       ArgumentError: `fn` is not callable.
-      PolicyError: at once, if `policy` is none.
+      PolicyError: at once, if `policy` is no policy.
       BlockError: when called, if `fn` has no checkpoint region.
       NoEffectError: when called, if a selector matches no residual, or there is nothing to offload.
       UnsupportedError: when called, if `fn` takes the gradient itself.
@@ -64,7 +64,7 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
                 "checkpoint_blocks(fn, {BlockClass: policy}) to put a policy on the blocks of a model that has none."
             )
         audit = Audit()
-        # Blocks of an enclosing `checkpoint_blocks` have its policy, and the checkpoints around them gave way to it.
+        # Blocks of an enclosing `checkpoint_blocks` keep its policy, which also replaced the checkpoints around them.
         with leaving_blocks() if scope.active() is not None else contextlib.nullcontext():
             outputs = rewrite(jaxpr, values, functools.partial(run_region, checked, audit))
         audit.check()
@@ -74,12 +74,12 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
     return replanned
 
 
-# What `replan` made, with what it was made of.
+# Function returned by `replan` → the function and the policy that `replan` was given.
 _replanned: weakref.WeakKeyDictionary[Callable[..., Any], tuple[Callable[..., Any], Any]] = weakref.WeakKeyDictionary()
 
 
 def replanned_from(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Any] | None:
-    """The function and the policy that `replan` was given, if `fn` is what it returned; else None.
+    """The function and the policy that `replan` was given, if it returned `fn`; else None.
 
     >>> made = replan(abs, "dots")
     >>> replanned_from(made) == (abs, as_policy("dots")), replanned_from(abs)
@@ -87,7 +87,7 @@ def replanned_from(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Any] | N
     """
     try:
         return _replanned.get(fn)
-    except TypeError:  # a callable without a hash, or to which there is no weak reference
+    except TypeError:  # a callable that cannot be hashed or weakly referenced
         return None
 
 

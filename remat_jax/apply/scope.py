@@ -1,4 +1,4 @@
-"""Which policy holds for which block, while a function runs: part of JAX's trace context, so that caches cannot leak it."""
+"""The policies that are active while a function runs. They are part of JAX's trace context, so its caches cannot leak them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from remat_jax.policy import JaxPolicy, LayerPolicies, Policy, as_block_policy
 
 @dataclass(frozen=True)
 class BlockPolicies:
-    """Blocks and their policies, in the order in which they are tried.
+    """Blocks and their policies, in the order in which they are matched.
 
     Attributes:
-      entries: pairs of a block (of a class, subclasses count) and its policy.
-      keeps: whether the model's own checkpoints stay around the blocks.
-      waits: whether every block waits for its policy, as it does where any has policies by layer.
-      trial: another number is another set of policies for JAX's trace caches; 0 outside of trials.
+      entries: pairs of a block and its policy. A class stands for its subclasses too.
+      keeps: whether the model's own checkpoints around the blocks stay.
+      waits: whether all blocks become marks, even if none has policies by layer.
+      trial: a number that separates sets of policies in JAX's trace caches; 0 outside trials.
     """
 
     entries: tuple[tuple[Block, Policy | JaxPolicy | LayerPolicies], ...]
@@ -39,7 +39,7 @@ class BlockPolicies:
 
     @property
     def by_layer(self) -> bool:
-        """Whether any block has policies by layer, so that all wait for their policies until everything is traced."""
+        """Whether all blocks wait for their policies until everything is traced, as they do if any has policies by layer."""
         return self.waits or any(isinstance(policy, LayerPolicies) for _, policy in self.entries)
 
     @classmethod
@@ -47,7 +47,7 @@ class BlockPolicies:
         """Checked `policies`.
 
         Raises:
-          ArgumentError: `policies` is no mapping, is empty, or has a key that is no block.
+          ArgumentError: `policies` is no mapping or is empty, or a key is no block.
           PolicyError: a value is no policy.
         """
         if not isinstance(policies, Mapping) or not policies:
@@ -58,7 +58,7 @@ class BlockPolicies:
         return cls(tuple((checked_block(block), as_block_policy(value)) for block, value in policies.items()), keeps)
 
     def find(self, module: type, path: str, entered: Sequence[str]) -> tuple[Block, Policy | JaxPolicy | Marked] | None:
-        """The first entry that means a module of this class at this path, but for the globs that are `entered` already."""
+        """The first entry that selects a module of this class at this path, without the globs in `entered`."""
         for block, policy in self.entries:
             if block not in entered and _means(block, module, path):
                 if self.by_layer or isinstance(policy, LayerPolicies):
@@ -76,14 +76,14 @@ class BlockPolicies:
         return None
 
     def over(self, outer: BlockPolicies | None) -> BlockPolicies:
-        """These entries first, then those of an enclosing call for other blocks."""
+        """These entries, followed by an enclosing call's entries for other blocks."""
         mine = {block for block, _ in self.entries}
         inherited = tuple(entry for entry in outer.entries if entry[0] not in mine) if outer else ()
         trial = self.trial or (outer.trial if outer else 0)
         return BlockPolicies(self.entries + inherited, self.keeps, self.waits, trial)
 
     def anew(self) -> BlockPolicies:
-        """The same policies, under which no trace is cached yet."""
+        """The same policies, but with no cached traces."""
         return replace(self, trial=next(_trials))
 
 
@@ -94,10 +94,10 @@ def _means(block: Block, module: type, path: str) -> bool:
 
 
 def checked_block(block: Any, argument: str = "block") -> Block:
-    """`block`, if it can be one.
+    """`block`, checked.
 
     Raises:
-      ArgumentError: it is no class whose instances are called, no marked function and no text.
+      ArgumentError: `block` is no class whose instances are called, no marked function and no text.
     """
     if isinstance(block, str) and block:
         return block
@@ -119,12 +119,12 @@ def checked_block(block: Any, argument: str = "block") -> Block:
 
 
 def has_call(cls: type) -> bool:
-    """Whether the instances of a class are called."""
+    """Whether a class has a `__call__`."""
     return any("__call__" in vars(base) for base in cls.__mro__)
 
 
 marked: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-"""The functions that `block` returned."""
+"""The functions that `block` has marked."""
 
 
 @dataclass
@@ -132,12 +132,12 @@ class Record:
     """What was traced during one call.
 
     Attributes:
-      audit: what the policies met.
+      audit: what the selectors of the policies matched.
       reached: the blocks that were called.
-      modules: the modules that were called, by path.
-      overruled: the blocks that were called where an enclosed call has policies of its own for them.
-      replaced: how many checkpoints of the model's own gave way to the policies, those of a scanned block counted once.
-      is_whole: whether nothing can have been missed because a `jit` inside was traced before.
+      modules: the modules that were called: path → class name.
+      overruled: the blocks that were called inside an inner call that has its own policies for them.
+      replaced: how many of the model's own checkpoints the policies replaced; a scanned checkpoint counts once.
+      is_whole: whether the record is complete, although a `jit` inside may have been traced before.
     """
 
     audit: Audit = field(default_factory=Audit)
@@ -148,7 +148,7 @@ class Record:
     is_whole: bool = False
 
     def add(self, inner: Record, own: BlockPolicies) -> None:
-        """Add what an enclosed call traced; the blocks for which that call has policies of its `own` are not this call's."""
+        """Add the record of an inner call. Blocks for which the inner call has its `own` policies do not count as reached."""
         self.audit.add(inner.audit)
         blocks = {block for block, _ in own.entries}
         self.reached |= inner.reached - blocks
@@ -164,7 +164,7 @@ _calls: ContextVar[tuple[Record, ...]] = ContextVar("calls", default=())
 
 
 def active() -> BlockPolicies | None:
-    """The policies that hold now."""
+    """The policies that are active now."""
     value: BlockPolicies | None = compat.trace_context_value(_active)
     return value
 
@@ -175,31 +175,31 @@ def record() -> Record:
 
 
 def innermost_record() -> Record | None:
-    """The record of the innermost call that is running, or None."""
+    """The record of the innermost call that is running; None if there is none."""
     return _calls.get()[-1] if _calls.get() else None
 
 
 @contextlib.contextmanager
 def applying(policies: BlockPolicies) -> Iterator[Record]:
-    """Make `policies` hold, over those that hold already."""
-    outer, found = _calls.get(), Record()
-    token = _calls.set((*outer, found))
+    """Activate `policies` inside this context; they take precedence over the active policies."""
+    outer, inner = _calls.get(), Record()
+    token = _calls.set((*outer, inner))
     try:
         with _active(policies.over(active())):
-            yield found
+            yield inner
     finally:
         _calls.reset(token)
         if outer:
-            outer[-1].add(found, policies)
+            outer[-1].add(inner, policies)
 
 
 def tracing_anew() -> contextlib.AbstractContextManager[Record]:
-    """Nothing that was traced before is taken from a cache: what is to be seen in a trace is seen."""
+    """Inside this context everything is traced again, so that the record and the traces are complete."""
     return applying(BlockPolicies(()).anew())
 
 
 def missed(policies: BlockPolicies, found: Record) -> RematError | None:
-    """The error for a block of `policies` that was not called, or for a policy without effect; None if there is neither."""
+    """The error for a block of `policies` that was not called, or for a policy without effect; None if all is well."""
     for block, _ in policies.entries:
         if block not in found.reached and block in found.overruled:
             return BlockError(

@@ -1,4 +1,4 @@
-"""A switch on the model, as OpenPI has it: checkpointing on, checkpointing off, the model otherwise unchanged."""
+"""A switch on the model, as in OpenPI: it turns checkpointing on and off, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ T = TypeVar("T")
 
 
 def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any = None, own_checkpoints: str = "replace") -> T:
-    """`model` with `policy` on its blocks from now on.
+    """`model` with `policy` on its blocks.
 
-    An NNX model is changed in place (and returned): its blocks change their class to a checkpointed subclass of the same name,
-    so that functions jitted before are traced anew. A Linen model is immutable: what is returned is checkpointed, with the same
-    parameters. Checkpointing has an effect only where a gradient is taken: in evaluation nothing is recomputed or moved.
+    An NNX model is changed in place and returned. The class of each block becomes a checkpointed subclass of the same name, so
+    functions that were jitted before are traced again. A Linen model is immutable: the result is a checkpointed copy with the
+    same parameters. Evaluation without a gradient recomputes and moves nothing.
 
     Args:
       model: an NNX module, or a Linen module that is not bound.
       policy: a policy, its name or text.
-      blocks: a module class, a tuple of them, or a glob on module paths. An NNX model's default: the modules of one class that
-        stand side by side in a list, the outermost such lists. A Linen model has no such list before it is called: give them.
-        Linen modules inside an NNX model, behind `nnx.bridge.ToNNX` as in OpenPI's, have blocks of Linen classes, and globs on
-        paths inside of them; their default, where there is no list, is the regions that the model checkpoints itself.
-      own_checkpoints: the model's own checkpoints around the blocks give way to `policy`, as in `checkpoint_blocks`; `"keep"`
-        leaves them, with a `RematWarning`.
+      blocks: a module class, a glob on module paths, or a tuple of them. The default for an NNX model is its outermost lists of
+        modules of one class. A Linen model needs `blocks`, because it has no submodules before it is called. For Linen modules
+        inside an NNX model (`nnx.bridge.ToNNX`, as in OpenPI), name Linen classes, or globs on paths inside these modules;
+        their default, if the NNX model has no such list, is their own checkpoint regions.
+      own_checkpoints: by default `policy` replaces the model's own checkpoints around the blocks, as in `checkpoint_blocks`.
+        `"keep"` keeps them, with a `RematWarning`.
 
     Raises:
       ArgumentError: `model` is no module, or a Linen model without `blocks`.
-      BlockError: the model has no such blocks. Of the Linen modules inside an NNX model this shows when they are called.
+      BlockError: the model has no such blocks. For Linen modules inside an NNX model, it is raised when they are called.
 
     >>> from flax import nnx
     >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(3)])
@@ -59,11 +59,11 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
     if not isinstance(model, nnx.Module):
         raise ArgumentError(f"model={model!r}: expected an NNX module or a Linen module")
     disable_gradient_checkpointing(model)
-    found = _nnx_blocks(model, blocks)
-    bridged = _bridged_parts(model, blocks, found)
-    if not found and not bridged:
+    modules = _nnx_blocks(model, blocks)
+    bridged = _bridged_parts(model, blocks, modules)
+    if not modules and not bridged:
         raise BlockError(_no_blocks(model, blocks))
-    for module in found:
+    for module in modules:
         _change_class(module, _checkpointed_class(cast(Hashable, type(module)), checked, keeps))
     if bridged:
         _enable_bridged(bridged, BlockPolicies.of(dict.fromkeys(linen_blocks(blocks), checked), keeps=keeps))
@@ -71,7 +71,7 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
 
 
 def disable_gradient_checkpointing(model: T) -> T:
-    """`model` without the checkpointing that `enable_gradient_checkpointing` gave it; a plain model is returned as it is.
+    """`model` without the checkpointing of `enable_gradient_checkpointing`; a plain model is returned unchanged.
 
     Raises:
       ArgumentError: `model` is no module.
@@ -95,25 +95,25 @@ def disable_gradient_checkpointing(model: T) -> T:
 
 
 def _change_class(module: nnx.Module, cls: type) -> None:
-    # Flax's own __setattr__ would take `__class__` for an attribute of the model, and the graph would never be equal again.
+    # Flax's __setattr__ would record `__class__` as an attribute, and the model's graph would never compare equal again.
     object.__setattr__(module, "__class__", cls)
 
 
 def _made_once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`make` with its results kept; of threads that ask at once for the same, one makes it."""
+    """`make` with cached results; only one thread at a time runs it."""
     kept, one_at_a_time = functools.cache(make), threading.RLock()
 
     @functools.wraps(make)
-    def found(*args: Hashable) -> Any:
+    def cached(*args: Hashable) -> Any:
         with one_at_a_time:
             return kept(*args)
 
-    return found
+    return cached
 
 
 @_made_once
 def _checkpointed_class(cls: Any, policy: Any, keeps: bool) -> type:
-    """One class for each class and choice, so that the same switch gives the same jit cache entry."""
+    """The checkpointed subclass of `cls`, the same object for the same arguments, so that `jit` caches hit."""
     checkpointed: Any = remat(cls, policy)
     call = checkpointed.__call__
 
@@ -128,11 +128,11 @@ def _checkpointed_class(cls: Any, policy: Any, keeps: bool) -> type:
 
 
 def _bridged_parts(model: nnx.Module, blocks: Any, found: list[nnx.Module]) -> dict[Part, nnx.Module]:
-    """The parts of `model` behind `nnx.bridge.ToNNX` whose blocks are meant; by default only where nothing else is."""
+    """The parts of `model` behind `nnx.bridge.ToNNX` that `blocks` selects; by default only if no other block is found."""
     wanted = linen_blocks(blocks)
     if blocks is None:
         return {} if found else parts_of(model)
-    # A glob that is for modules of NNX is for those alone.
+    # A glob that matches NNX modules is not applied to Linen modules.
     return parts_of(model, found) if wanted and not (found and all(isinstance(one, str) for one in wanted)) else {}
 
 
@@ -143,7 +143,7 @@ def _enable_bridged(parts: dict[Part, nnx.Module], policies: BlockPolicies) -> N
 
 @_made_once
 def _bridged_class(cls: Any, policies: BlockPolicies, part: Part, parts: tuple[Part, ...]) -> type:
-    """One class for each part of such models and each choice; the calls of all its parts are counted together."""
+    """The checkpointed subclass for a part, the same for the same arguments. The calls of all parts are counted together."""
     return checkpointed_class(cls, policies, part, _calls_of(policies, parts))
 
 
@@ -162,13 +162,13 @@ def _nnx_blocks(model: nnx.Module, blocks: Any) -> list[nnx.Module]:
     if len(classes) + len(globs) != len(wanted):
         raise ArgumentError(f"blocks={blocks!r}: expected a module class, a tuple of them, or a glob on module paths")
     matched = {path for path, _ in modules if any(fnmatchcase("/".join(map(str, path)), glob) for glob in globs)}
-    # A star matches slashes too: of the modules that a glob matches, the outermost are meant.
+    # A star matches slashes too, so a glob selects the outermost modules that it matches.
     outermost = {path for path in matched if not any(path[:length] in matched for length in range(len(path)))}
     return [node for path, node in modules if isinstance(node, classes) or path in outermost]
 
 
 def repeated_modules(model: nnx.Module) -> list[nnx.Module]:
-    """The modules of one class that stand side by side in a list inside `model`; the outermost such lists only."""
+    """The modules in the outermost lists inside `model` that hold two or more modules of one class."""
     lists: dict[tuple[Any, ...], list[nnx.Module]] = defaultdict(list)
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Module) and path and isinstance(path[-1], int):

@@ -1,6 +1,6 @@
-"""The one place that knows private JAX and Flax, differences between JAX versions, and the CUDA plugin.
+"""The only package that uses private JAX and Flax, checks JAX versions, and knows the CUDA plugin.
 
-Everything else in the package uses public JAX. Supported: JAX 0.10.2 and later.
+Everything else uses public JAX. Supported: JAX 0.10.2 and later.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from flax.linen import module as _linen_module
 
 @contextlib.contextmanager
 def not_captured(module: Any, method: str) -> Iterator[None]:
-    """While this holds, `capture_intermediates` passes by this module's own `method`; what is inside it is still captured."""
+    """Inside this context `capture_intermediates` skips `method` of this module. Modules inside it are still captured."""
     stack = _linen_module._context.capture_stack
     wanted = stack[-1] if stack else None
     if not wanted:

@@ -1,4 +1,4 @@
-"""XLA's flags: those that a process gets from its environment as it starts, and those by which it compiles quickly."""
+"""XLA's flags: the flags that a process reads from its environment when it starts, and options for quick compilation."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from remat_jax.errors import CompileError
 from remat_jax.reading import read_limited
 
 MOST_BYTES = 2**16
-"""An environment variable may hold little more."""
+"""The largest flag file to read; an environment variable cannot be much longer."""
 
 _DISABLED_PASSES = re.compile(r"(?<!\S)--xla_disable_hlo_passes=(\S*)")
 
 
 def xla_flags(*more: str) -> str:
-    """What `XLA_FLAGS` says to a process that starts now, with `more` behind it.
+    """`XLA_FLAGS` for a process that starts now, followed by `more`.
 
-    A value that does not begin with `-` is to XLA the name of a file with the flags. Nothing can be joined to that, so it is
-    read here.
+    XLA takes a value that does not begin with `-` for the name of a file with flags. Nothing can be appended to a file name, so
+    the file is read here.
 
     Raises:
-      CompileError: there is no such file, or it cannot be read.
+      CompileError: the file does not exist or cannot be read.
     """
     given = os.environ.get("XLA_FLAGS", "")
     if given and not given.lstrip(" \t\r\n").startswith("-"):
@@ -34,10 +34,10 @@ def xla_flags(*more: str) -> str:
 
 
 def disabled_passes() -> tuple[str, ...]:
-    """The passes that XLA leaves out in a process that starts now; where the flag is given twice, those of both.
+    """The passes that XLA omits in a process that starts now. If the flag is given twice, both lists count.
 
     Raises:
-      CompileError: as `xla_flags` raises it.
+      CompileError: as in `xla_flags`.
     """
     given = _DISABLED_PASSES.findall(xla_flags())
     return tuple(one for names in given for one in names.strip("'\"").split(",") if one)
@@ -52,11 +52,11 @@ _QUICK = {
 
 @functools.cache
 def quick_compile_options() -> dict[str, Any]:
-    """Compiler options for what runs a few times on a processor: about five times quicker to compile, and slower code.
+    """Compiler options for programs that run a few times on a CPU: about five times quicker to compile, and slower code.
 
-    Only those that this XLA knows; none where JAX runs on something else.
+    Options that this XLA does not know are omitted. On other backends there are none.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name, value in _QUICK.items() if jax.default_backend() == "cpu" else ():
         try:
             jax.jit(lambda: 1).lower().compile(compiler_options={name: value})
@@ -64,8 +64,8 @@ def quick_compile_options() -> dict[str, Any]:
             if "No such compile option" not in str(error):
                 raise
         else:
-            found[name] = value
-    return found
+            options[name] = value
+    return options
 
 
 def _content(path: str) -> str:

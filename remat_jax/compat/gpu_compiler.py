@@ -1,4 +1,4 @@
-"""XLA's GPU compiler without a GPU: the CUDA plugin, and what it needs."""
+"""XLA's GPU compiler without a GPU: the CUDA plugin and its requirements."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from jax._src import config as _config
 from remat_jax.errors import CompileError, UnsupportedError
 
 GPU_COMPILER_ENVIRONMENT: dict[str, str] = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-"""Without it the CUDA plugin refuses to load where cuDNN is not installed."""
+"""Without this variable the CUDA plugin refuses to load if cuDNN is not installed."""
 
 
 GPU_COMPILER_FLAGS = "--xla_gpu_autotune_level=0"
-"""There is nothing to time kernels on."""
+"""Autotuning needs a GPU to time kernels on."""
 
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 
 def gpu_compiler_installed() -> bool:
-    """Whether JAX's CUDA plugin, which holds XLA's GPU compiler, is installed; it is not loaded."""
+    """Whether JAX's CUDA plugin, which contains XLA's GPU compiler, is installed. The plugin is not loaded."""
     return any(importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(name) for name in _PLUGINS)
 
 
 def require_gpu_compiler() -> None:
-    """Raise where XLA's GPU compiler is not there.
+    """Check that XLA's GPU compiler is installed.
 
     Raises:
-      UnsupportedError: with the command that installs it, or that there is none for this platform.
+      UnsupportedError: it is not. The message has the command that installs it, or says that this platform has none.
     """
     if not sys.platform.startswith("linux"):
         raise UnsupportedError(
@@ -47,18 +47,18 @@ def require_gpu_compiler() -> None:
         )
 
 
-# The second is what WSL 2 has instead.
+# The second path is the device on WSL 2.
 _DEVICES = ("/dev/nvidiactl", "/dev/dxg")
 
 
 def keep_to_cpu_without_gpu() -> None:
-    """Before JAX starts: where there is no NVIDIA device, keep it from trying the CUDA plugin, which prints a traceback."""
+    """Without an NVIDIA device, keep JAX from trying the CUDA plugin, which prints a traceback. Call this before JAX starts."""
     if "JAX_PLATFORMS" not in os.environ and not any(map(os.path.exists, _DEVICES)):
         jax.config.update("jax_platforms", "cpu")
 
 
 def without_source_lines() -> contextlib.AbstractContextManager[None]:
-    """While programs are lowered, leave out which lines made them, so that equal programs are equal; scopes stay in."""
+    """Inside this context lowered programs have no source lines, so that equal programs are equal. Scopes remain."""
     context: contextlib.AbstractContextManager[None] = _config.traceback_in_locations_limit(0)
     return context
 
@@ -69,21 +69,21 @@ CUDNN_REMEDY = (
 )
 
 
-# JAX's check that fails where cuDNN is missing, for whoever must see that without taking cuDNN away.
+# JAX's check that fails if cuDNN is missing. Tests replace it to see that failure with cuDNN installed.
 CUDNN_CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
 
 
 def wants_cudnn(message: str) -> bool:
-    """Whether an error of JAX's or XLA's says that cuDNN is missing, or that it cannot do what is asked of it."""
+    """Whether an error message of JAX or XLA is about cuDNN: it is missing, or does not support an operation."""
     return "cudnn" in message.lower()
 
 
 @contextlib.contextmanager
 def cudnn_explained() -> Iterator[None]:
-    """Around tracing: an operator that asks for cuDNN where there is none becomes an error that names it, and the remedy.
+    """A context for tracing, where JAX's error about missing cuDNN becomes one that names the operator and the remedy.
 
     Raises:
-      CompileError: instead of the `RuntimeError` that JAX raises.
+      CompileError: instead of JAX's `RuntimeError`.
     """
     try:
         yield
@@ -94,7 +94,7 @@ def cudnn_explained() -> Iterator[None]:
 
 
 def _asking_for_cudnn(error: BaseException) -> str:
-    """The function of JAX's that asked for cuDNN, and the line that called it."""
+    """The JAX function that needs cuDNN, and the line that called it."""
     operator, where, jax_folder = "a kernel", "", os.path.dirname(jax.__file__) + os.sep
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
@@ -107,10 +107,10 @@ def _asking_for_cudnn(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def lowering_for(target: str, device_kinds: Sequence[str]) -> Iterator[None]:
-    """Lower for the GPU of one of the `device_kinds` where it is not there: a Pallas kernel asks the device what it is.
+    """Lower for an absent GPU, of the first of `device_kinds`: a Pallas kernel reads the kind of its device.
 
     Raises:
-      UnsupportedError: the target says no kind.
+      UnsupportedError: `device_kinds` is empty.
     """
     if not device_kinds:
         raise UnsupportedError(

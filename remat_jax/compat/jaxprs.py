@@ -1,4 +1,4 @@
-"""Jaxprs: taking them apart, and binding their equations again as JAX itself would."""
+"""Jaxprs: reading their parts, and binding their equations again as JAX itself would."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _LIBRARIES = (
 
 
 def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
-    """`jaxpr` as a closed jaxpr; JAX 0.12 has one class for both, earlier versions two."""
+    """`jaxpr` as a closed jaxpr. JAX 0.12 has one class for open and closed jaxprs; earlier versions have two."""
     if isinstance(jaxpr, jex.ClosedJaxpr):
         return jaxpr
     return jex.ClosedJaxpr(jaxpr, list(consts))
 
 
 def like(jaxpr: Any, template: Any) -> Any:
-    """The closed `jaxpr` in the form (open or closed) that an equation's parameter had."""
+    """The closed `jaxpr`, open or closed as `template` is."""
     return jaxpr if isinstance(template, jex.ClosedJaxpr) else jaxpr.jaxpr
 
 
@@ -50,10 +50,10 @@ def eqn_outputs(eqn: Any, outputs: Any) -> list[Any]:
 
 
 def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
-    """Evaluate `eqn` on `inputs` as JAX itself would, some of its parameters changed; keeps source lines and name stacks."""
+    """Evaluate `eqn` on `inputs` with some parameters changed, as JAX itself would. Keeps source lines and name stacks."""
     params = {**eqn.params, **changed}
     if is_jaxpr(changed.get("_prim")):
-        # A region of `jax_remat3` is an object, and has its body inside.
+        # A region of `jax_remat3` is an object that holds its body.
         given = eqn.params["_prim"]
         params["_prim"] = type(given)(**{**given.params, "jaxpr": changed["_prim"]})
     params = eqn.primitive.get_bind_params(params)
@@ -63,14 +63,14 @@ def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def eqn_context(eqn: Any) -> Iterator[None]:
-    """Trace under the source line, name stack and context (mesh, compute type, …) that `eqn` was traced under."""
+    """Trace with the source line, name stack and context (mesh, compute type, …) of `eqn`."""
     stack = _source_info.current_name_stack() + eqn.source_info.name_stack
     with _source_info.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
 
 
 def manual_devices(eqn: Any) -> int:
-    """Among how many devices a `shard_map` divides what it is given."""
+    """The number of devices over which a `shard_map` partitions its operands."""
     return math.prod(eqn.params["mesh"].shape[axis] for axis in _manual_axes(eqn))
 
 
@@ -80,7 +80,7 @@ def _manual_axes(eqn: Any) -> Any:
 
 @contextlib.contextmanager
 def inner_context(eqn: Any) -> Iterator[None]:
-    """Trace as inside the body of `eqn`: a `shard_map` binds its mesh axes there."""
+    """Trace as in the body of `eqn`, where a `shard_map` binds its mesh axes."""
     if eqn.primitive.name != "shard_map":
         yield
         return
@@ -92,19 +92,19 @@ def inner_context(eqn: Any) -> Iterator[None]:
 
 
 def scopes(eqn: Any) -> tuple[str, ...]:
-    """The module path of `eqn`: the named scopes of its name stack, without the transformations and without the layers."""
+    """The module path of `eqn`: the named scopes of its name stack, without transformations and `layers_scope`."""
     return tuple(part for part in _all_scopes(eqn) if not _LAYERS.fullmatch(part))
 
 
 def layers_scope(layers: range | None) -> contextlib.AbstractContextManager[Any]:
-    """What is traced while this holds belongs to these layers, which `layers_of` finds again; None for no layers."""
+    """Equations traced in this context belong to these layers, which `layers_of` reads. None changes nothing."""
     return contextlib.nullcontext() if layers is None else jax.named_scope(f"layers[{layers.start}:{layers.stop}]")
 
 
 def layers_of(eqn: Any) -> range | None:
-    """The layers that `eqn` was traced for, the innermost if there are several; None where nobody said."""
-    found = [match for part in _all_scopes(eqn) if (match := _LAYERS.fullmatch(part))]
-    return range(int(found[-1][1]), int(found[-1][2])) if found else None
+    """The layers of the innermost `layers_scope` in which `eqn` was traced; None outside such scopes."""
+    matches = [match for part in _all_scopes(eqn) if (match := _LAYERS.fullmatch(part))]
+    return range(int(matches[-1][1]), int(matches[-1][2])) if matches else None
 
 
 _LAYERS = re.compile(r"layers\[(\d+):(\d+)\]")
@@ -116,18 +116,18 @@ def _all_scopes(eqn: Any) -> tuple[str, ...]:
 
 
 def moved_scopes(stack: Any, before: str, path: str) -> Any:
-    """The name stack of an equation of the block at the module path `before`, as it is in the same block at `path`.
+    """The name stack of an equation, moved from the block at the module path `before` to the identical block at `path`.
 
-    Linen opens the block's own scope, once more where the block is lifted.
+    Linen opens the block's own scope once, and a second time if the block is lifted.
     """
-    own, new = (one.rpartition("/")[2] for one in (before, path))
+    old, new = (one.rpartition("/")[2] for one in (before, path))
     scopes, opened = list(stack.stack), 0
-    for place, scope in enumerate(scopes if own != new else ()):
+    for place, scope in enumerate(scopes if old != new else ()):
         if type(scope).__name__ != "Scope":
             continue
-        if opened == 2 or not re.match(re.escape(own) + r"(?![^./])", scope.name):
+        if opened == 2 or not re.match(re.escape(old) + r"(?![^./])", scope.name):
             break
-        scopes[place] = type(scope)(new + scope.name[len(own) :])
+        scopes[place] = type(scope)(new + scope.name[len(old) :])
         opened += 1
     return type(stack)(tuple(scopes))
 
@@ -138,7 +138,7 @@ def equations_of(jaxpr: Any) -> Sequence[Any]:
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[Any], moved: Mapping[Any, Any]) -> Any:
-    """The open or closed `jaxpr` with other equations, and with the atoms that outputs are `moved` to."""
+    """The open or closed `jaxpr` with other equations. Outputs that are keys of `moved` are replaced by its values."""
     body = closed(jaxpr).jaxpr
     outputs = [atom if hasattr(atom, "val") else moved.get(atom, atom) for atom in body.outvars]
     changed = body.replace(eqns=list(eqns), outvars=outputs)
@@ -146,7 +146,7 @@ def with_equations(jaxpr: Any, eqns: Sequence[Any], moved: Mapping[Any, Any]) ->
 
 
 def with_params(eqn: Any, changed: dict[str, Any], name_stack: Any = None, invars: Sequence[Any] | None = None) -> Any:
-    """`eqn` with some parameters, its name stack and its inputs changed; itself where nothing is."""
+    """`eqn` with some parameters, its name stack and its inputs changed; the same object if nothing changes."""
     source, inputs = eqn.source_info, list(eqn.invars) if invars is None else list(invars)
     same_inputs = all(one is other for one, other in zip(eqn.invars, inputs, strict=True))
     if not changed and same_inputs and (name_stack is None or name_stack == source.name_stack):
@@ -156,7 +156,7 @@ def with_params(eqn: Any, changed: dict[str, Any], name_stack: Any = None, invar
 
 
 def source_line(eqn: Any) -> str:
-    """The user's `file:line (function)` that made `eqn`: the innermost line that is neither JAX's, Flax's nor ours."""
+    """The user's line behind `eqn`, as `file:line (function)`: the innermost line outside JAX, Flax and this package."""
     for frame in _source_info.user_frames(eqn.source_info.traceback):
         if not frame.file_name.startswith(_LIBRARIES):
             try:
@@ -169,14 +169,14 @@ def source_line(eqn: Any) -> str:
 
 
 def dce(jaxpr: Any, used_outputs: Sequence[bool] | None = None, *, keep_inputs: bool = True) -> Any:
-    """`jaxpr` (closed) without the equations that no used output needs, inside scans, jits and checkpoints as well."""
+    """The closed `jaxpr` without equations that no used output needs, also inside scans, jits and checkpoints."""
     used = [True] * len(jaxpr.out_avals) if used_outputs is None else list(used_outputs)
     pruned, _ = _pe.dce_jaxpr(jaxpr.jaxpr, used, instantiate=keep_inputs)
     return jex.ClosedJaxpr(pruned, jaxpr.consts)
 
 
 def scan_layout(eqn: Any) -> tuple[int, int]:
-    """How many constants and carried values lead the operands of a `scan` equation."""
+    """How many operands of a `scan` equation are constants, and how many are carried; they come in this order."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -184,7 +184,7 @@ def scan_layout(eqn: Any) -> tuple[int, int]:
 
 
 def is_plain_jit(eqn: Any) -> bool:
-    """Whether `eqn` is a `jit` without shardings, layouts and donated operands: its body could stand in its place."""
+    """Whether `eqn` is a `jit` without shardings, layouts and donated operands, so that its body can be inlined."""
     if eqn.primitive.name not in ("jit", "pjit"):
         return False
     asked = (one for key in ("in_shardings", "out_shardings") for one in eqn.params[key])
@@ -199,7 +199,7 @@ def jaxpr_function(jaxpr: Any) -> Callable[..., list[Any]]:
 
 
 def uses_references(jaxpr: Any) -> bool:
-    """Whether the closed `jaxpr` makes or is given a mutable array (`jax.new_ref`) on its own level."""
+    """Whether the closed `jaxpr` itself, without its inner jaxprs, has a mutable array (`jax.new_ref`)."""
     inner = jaxpr.jaxpr
     made = (var for eqn in inner.eqns for var in eqn.outvars)
     return any(type(var.aval).__name__ == "AbstractRef" for var in (*inner.constvars, *inner.invars, *made))
@@ -212,18 +212,18 @@ def hoist_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 
 def optimization_barrier(operands: Any) -> Any:
-    """`jax.lax.optimization_barrier`, whose derivative holds nothing back.
+    """`jax.lax.optimization_barrier`, without a barrier in its derivative.
 
-    JAX's own is differentiated as one: where one operand has a cotangent and another, in host memory, has none, zeros are made
-    for that in device memory, which is an error. Inside a `shard_map` that checks how its values vary, JAX before 0.12 makes
-    everything behind one barrier vary as the operand that varies most, which is then another type.
+    In JAX the derivative of a barrier is a barrier. If one operand has a cotangent and another operand, in host memory, has
+    none, JAX creates zeros for it in device memory, which is an error. And in a `shard_map` that checks how values vary over
+    mesh axes, JAX before 0.12 makes all outputs of a barrier vary like the operand that varies most, which changes their types.
     """
     leaves, treedef = jax.tree.flatten(operands)
     return jax.tree.unflatten(treedef, _barrier_p.bind(*leaves) if leaves else [])
 
 
 def _barriers(*leaves: Any) -> list[Any]:
-    """One barrier for each kind of varying over mesh axes."""
+    """One barrier for all operands that vary over the same mesh axes."""
     held = list(leaves)
     kinds = [str(getattr(jax.typeof(leaf), "mat", None) or getattr(jax.typeof(leaf), "vma", None)) for leaf in leaves]
     for kind in dict.fromkeys(kinds):
@@ -233,7 +233,7 @@ def _barriers(*leaves: Any) -> list[Any]:
     return held
 
 
-# Of JAX's name: it is one to whoever reads a program.
+# It has the name of JAX's barrier, so that readers of a program treat it as a barrier.
 _barrier_p = jex.Primitive("optimization_barrier")
 _barrier_p.multiple_results = True
 _barrier_p.def_impl(_barriers)
@@ -253,7 +253,7 @@ def itemsize(dtype: Any) -> int:
 
 
 def tree_bytes(tree: Any) -> int:
-    """The bytes of all arrays of `tree`, or of what only has their shapes and dtypes.
+    """The bytes of all arrays or `jax.ShapeDtypeStruct`s of `tree`.
 
     >>> tree_bytes({"w": jax.ShapeDtypeStruct((2, 3), "bfloat16"), "keys": jax.eval_shape(jax.random.key, 0)})
     20

@@ -1,4 +1,4 @@
-"""What the installed JAX, its plugin and its flags cannot do: found before anything is asked of them."""
+"""The limits of the installed JAX, its plugin and its flags, found before they cause an error."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 def limits() -> tuple[str, ...]:
-    """What cannot be done with this JAX as it is installed and set up: one text each, with the reason and the remedy."""
-    found = []
+    """The limits of this installation of JAX and its settings: one text each, with the reason and the remedy."""
+    texts = []
     for require in (require_gpu_compiler, require_named_policies):
         try:
             require()
         except UnsupportedError as error:
-            found.append(str(error))
+            texts.append(str(error))
     if miscompiles_scanned_offload_here():
-        found.append(
+        texts.append(
             f"offload inside a scan is refused on GPUs with JAX {jax.__version__}, which compiles it wrongly "
             "(openxla/xla#46231): use JAX 0.11.1 or later, unroll the layers, or start with "
             "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
         )
-    return (*found, *_other_plugins())
+    return (*texts, *_other_plugins())
 
 
 def _other_plugins() -> list[str]:
-    """Plugins that are not of the version of jaxlib, which warns of them and goes on without; nothing where one is of it."""
-    found, fits = [], False
+    """CUDA plugins whose version differs from jaxlib's, so that jaxlib ignores them; empty if one plugin has its version."""
+    texts, fits = [], False
     jaxlib = importlib.metadata.version("jaxlib")
     for plugin in _PLUGINS:
         try:
@@ -49,17 +49,17 @@ def _other_plugins() -> list[str]:
         if _numbers(version) == _numbers(jaxlib):
             fits = True
         else:
-            found.append(
+            texts.append(
                 f"{plugin} is {version} and jaxlib {jaxlib}, so JAX leaves it out, and GPU targets are refused: "
                 f"pip install {plugin}=={jaxlib}"
             )
-    return [] if fits else found
+    return [] if fits else texts
 
 
 def _numbers(version: str) -> str:
-    # As jaxlib compares them: what follows the numbers does not count.
-    found = re.match(r"\d+(\.\d+)*", version)
-    return found.group() if found else version
+    # Like jaxlib, compare only the numbers and ignore suffixes.
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return numbers.group() if numbers else version
 
 
 _lost_threads = False
@@ -76,9 +76,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def warn_of_lost_threads() -> None:
-    """Warn where JAX had started in the process that this one was forked from; once for each process.
+    """Warn, once for each process, if this process was forked from one in which JAX had started.
 
-    Its threads stayed there, and what asks them waits for ever.
+    JAX's threads exist only in the parent, and calls that need them never return.
     """
     global _asked
     if _lost_threads and _asked != os.getpid():
@@ -89,13 +89,13 @@ def warn_of_lost_threads() -> None:
         )
 
 
-# What JAX says of an array that was moved to the host alone where the others are on a mesh, and of a move inside `shard_map`.
+# JAX's errors for an eager move to the host: of one array while others are on a mesh, and inside a `shard_map`.
 _NOT_EAGERLY = re.compile(r"Received incompatible devices for jitted computation|device_put with explicit device not allowed")
 
 
 @contextlib.contextmanager
 def eager_offload_explained() -> Iterator[None]:
-    """Around what offloads: where JAX cannot without `jax.jit`, its error becomes one with the remedy.
+    """A context for an offload, where JAX's error for an offload that needs `jax.jit` becomes one with the remedy.
 
     Raises:
       UnsupportedError: instead of JAX's ValueError.

@@ -1,7 +1,7 @@
-"""Under `vmap`: a jaxpr mapped over an axis, and a rule that JAX lacks, because nothing of its own asks for it.
+"""Batching a jaxpr for `vmap`, and a batching rule that JAX lacks.
 
-JAX maps a function first and differentiates it then. A block is differentiated by a rule of its own, and a rule is mapped:
-what it has in it are tangents.
+JAX batches a function before it differentiates it. A block has its own derivative rule, so `vmap` batches that rule, which
+already contains tangents: the linear part of a `custom_vjp` needs a batching rule.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def batched(
     An output that is the same for the whole batch (a mean over it) stays one array: `vmap` accepts `out_axes=None` for it.
 
     Args:
-      axis: what the rule is given of the `vmap`.
+      axis: the axis data that JAX passes to the batching rule.
       args: the operands.
-      axes: the axis of each operand that is mapped, or None.
-      instantiate: whether all outputs, or which of them, are mapped in any case.
+      axes: for each operand, the index of its mapped axis, or None.
+      instantiate: whether all outputs, or which outputs, are mapped in any case.
 
     Returns:
-      the mapped jaxpr, its operands with the mapped axis in front, and for each output 0 or None.
+      The mapped jaxpr, its operands with the mapped axis in front, and for each output 0 or None.
     """
     in_front = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, axes, strict=True)]
     mapped, which = _batching.batch_jaxpr(jaxpr, axis, [dim is not None for dim in axes], instantiate)
@@ -38,7 +38,7 @@ def batched(
 
 
 def _known_since_0_12(num_res: int) -> tuple[Any, ...]:
-    """What JAX asks for besides: how many residuals there are, and a name for its messages."""
+    """Two more arguments since JAX 0.12: the number of residuals, and a name for messages."""
     asked = inspect.signature(_batching.batch_custom_vjp_bwd).parameters
     return (lambda: num_res, "custom_vjp") if "num_res" in asked else ()
 
@@ -46,7 +46,7 @@ def _known_since_0_12(num_res: int) -> tuple[Any, ...]:
 def _map_linear(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, num_res: int, bwd: Any, out_avals: Any, in_zeros: Any, **rest: Any
 ) -> tuple[list[Any], list[int]]:
-    """The linear part of a `custom_vjp`, mapped as JAX maps its rule: cotangents of what is not mapped are added up."""
+    """The batched linear part of a `custom_vjp`, as JAX batches its rule: cotangents of unmapped operands are summed."""
     along = iter(dims[num_res:])
     places = [None if zero else next(along) for zero in in_zeros]
     given = [*dims[:num_res], *[0] * len(out_avals)]
@@ -56,5 +56,5 @@ def _map_linear(
     return list(outputs), [0] * len(avals)
 
 
-# JAX's own says that a `custom_vjp` has no forward mode; that is said as before where the result is computed.
+# JAX's rule raises that a `custom_vjp` has no forward mode. Evaluating the result still raises that error.
 _batching.fancy_primitive_batchers[_ad.custom_lin_p] = _map_linear

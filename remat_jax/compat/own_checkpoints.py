@@ -1,4 +1,4 @@
-"""Checkpoint regions as they are bound: one that a caller takes the place of is evaluated plainly, and no region is made."""
+"""Intercepting checkpoint regions when JAX binds them: a region that is replaced is evaluated without a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from remat_jax.compat.rematerialisation import is_binding_ours, is_chunk_policy
 
 
 def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
-    """From now on evaluate the body of a checkpoint region in its place where `gives_way(body)`, a closed jaxpr.
+    """From now on, evaluate a checkpoint region as its plain body, a closed jaxpr, if `gives_way(body)`.
 
-    Whatever made the region (`jax.checkpoint`, `nn.remat` under a scan, `nnx.remat`) ends here, with its function traced. Only
-    regions that are not differentiated yet are asked about, and none of those that `remat_jax` makes. JAX has no hook for
-    this, and a region that is bound cannot be taken away before the whole function has been traced.
+    Every region (`jax.checkpoint`, `nn.remat` under a scan, `nnx.remat`) is bound here, after its function was traced. Regions
+    that are differentiated already are not affected, nor are the regions of `remat_jax`. JAX has no hook for this, and a bound
+    region could only be removed after the whole function was traced.
     """
     bind = _ad_checkpoint.remat_p.bind
 

@@ -1,4 +1,4 @@
-"""Checkpoint regions, names and policies, of JAX's established rematerialisation and of `jax_remat3`."""
+"""Checkpoint regions, names and policies of JAX's established rematerialisation and of the new one, `jax_remat3`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from remat_jax.errors import UnsupportedError
 
 
 def is_checkpoint(eqn: Any) -> bool:
-    """Whether `eqn` is a `jax.checkpoint` region, of the old rematerialisation or of `jax_remat3`."""
+    """Whether `eqn` is a `jax.checkpoint` region, established or of `jax_remat3`."""
     return eqn.primitive.name in ("checkpoint", "remat", "remat2") or _hi_primitive(eqn) == "RematTraced"
 
 
@@ -27,7 +27,7 @@ def checkpoint_parts(eqn: Any) -> tuple[Any, dict[str, Any]]:
     """The body of a checkpoint region as a closed jaxpr, and its other parameters."""
     params = eqn.params
     if _hi_primitive(eqn) == "RematTraced":
-        # The new rematerialisation does not say so, but it names what its backward pass runs again.
+        # The new rematerialisation has no such parameter, but the name stack of its recomputation says so.
         spent = "rematted_computation" in str(eqn.source_info.name_stack)
         params = {**params["_prim"].params, "differentiated": spent}
     return closed(params["jaxpr"]), {key: value for key, value in params.items() if key != "jaxpr"}
@@ -81,14 +81,14 @@ def _hi_primitive(eqn: Any) -> str | None:
 
 
 def remat3() -> bool:
-    """Whether `jax_remat3`, JAX's new rematerialisation, is switched on."""
+    """Whether `jax_remat3`, JAX's new rematerialisation, is on."""
     return bool(_config.remat3.value)
 
 
 def bind_established(eqn: Any, body: Any, inputs: list[Any]) -> list[Any]:
-    """Evaluate a `jax_remat3` region as one of the established rematerialisation, with the closed jaxpr `body` for its own.
+    """Evaluate a `jax_remat3` region as an established region with the closed jaxpr `body`.
 
-    Its derivative is a region again, which the new one's is not.
+    The derivative of an established region is a region too; the derivative of a `jax_remat3` region is not.
     """
     given = eqn.params["_prim"].params
     prevent = given.get("prevent_cse", True)
@@ -98,7 +98,7 @@ def bind_established(eqn: Any, body: Any, inputs: list[Any]) -> list[Any]:
 
 
 def bind_checkpoint(jaxpr: Any, args: Sequence[Any], *, policy: Any, prevent_cse: bool) -> list[Any]:
-    """`jax.checkpoint` of a program that is traced already: the closed `jaxpr` as one region, on `args`."""
+    """`jax.checkpoint` of a traced program: evaluate the closed `jaxpr` on `args` as one region."""
     body, consts = hoist_consts(jaxpr)
     params = {"jaxpr": body.jaxpr, "prevent_cse": prevent_cse, "differentiated": False, "policy": policy}
     with binding_ours():
@@ -106,12 +106,12 @@ def bind_checkpoint(jaxpr: Any, args: Sequence[Any], *, policy: Any, prevent_cse
 
 
 def _one_chunk(*_: Any, **__: Any) -> bool:
-    """A policy of JAX's that keeps nothing, by which the checkpoint of a chunk is known."""
+    """A policy that keeps nothing. It marks the checkpoint of a chunk."""
     return False
 
 
 def chunk_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` under a checkpoint that keeps nothing, and that is no region of the model's: the body of a loop of chunks."""
+    """`function`, the body of a loop of chunks, under a checkpoint that keeps nothing and is no region of the model."""
 
     def checkpointed(*args: Any) -> Any:
         with classic_rematerialisation():
@@ -121,12 +121,12 @@ def chunk_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_chunk_policy(policy: Any) -> bool:
-    """Whether `policy` is that of a checkpoint of a chunk."""
+    """Whether `policy` is the policy of `chunk_checkpoint`."""
     return policy is _one_chunk
 
 
 def bind_name(eqn: Any, name: str, value: Any) -> Any:
-    """Give `value` the established `name`, where `eqn` gives it."""
+    """`value` under the established `name`, bound in the context of `eqn`, which gives the name."""
     with eqn_context(eqn), classic_rematerialisation():
         return _ad_checkpoint.checkpoint_name(value, name)
 
@@ -139,11 +139,11 @@ def named(value: Any, name: str) -> Any:
 
 @contextlib.contextmanager
 def classic_rematerialisation() -> Iterator[None]:
-    """Have `jax.checkpoint` and `checkpoint_name` mean JAX's established rematerialisation, whatever `jax_remat3` says.
+    """Inside this context `jax.checkpoint` and `checkpoint_name` use the established rematerialisation, despite `jax_remat3`.
 
-    Only there can every residual of a block be kept by its name. The new one keeps what was named before differentiation, so
-    that a derivative rule's own arrays, and those that a rule reads back (exp, tanh, softmax), are made again; and before
-    JAX 0.12 it asks no policy that is a function, or asks it about names alone (0.11.2).
+    Only the established rematerialisation can keep every residual of a block by its name. The new one keeps only arrays that
+    were named before differentiation. It recomputes the arrays of derivative rules, and outputs that a rule reads (exp, tanh,
+    softmax). Before JAX 0.12 it also ignores policies that are functions, or calls them only for names (0.11.2).
     """
     with _config.remat3(False):
         yield
@@ -154,7 +154,7 @@ _binding_ours: ContextVar[bool] = ContextVar("binding_ours", default=False)
 
 @contextlib.contextmanager
 def binding_ours() -> Iterator[None]:
-    """While this holds, checkpoint regions that are bound are those of `remat_jax`."""
+    """Inside this context checkpoint regions that are bound count as regions of `remat_jax`."""
     token = _binding_ours.set(True)
     try:
         yield
@@ -163,15 +163,15 @@ def binding_ours() -> Iterator[None]:
 
 
 def is_binding_ours() -> bool:
-    """Whether a checkpoint region that is bound now is one of `remat_jax`."""
+    """Whether a checkpoint region that is bound now counts as a region of `remat_jax`."""
     return _binding_ours.get()
 
 
 def require_named_policies() -> None:
-    """Refuse where this JAX would silently recompute what a policy made of a function would keep.
+    """Refuse a policy that is a function if this JAX would silently ignore it.
 
     Raises:
-      UnsupportedError: with `jax_remat3` on before JAX 0.12.
+      UnsupportedError: `jax_remat3` is on, before JAX 0.12.
     """
     if remat3() and JAX_VERSION < (0, 12, 0):
         raise UnsupportedError(
@@ -181,25 +181,25 @@ def require_named_policies() -> None:
 
 
 OFFLOAD = _pe.Offloadable(src="device", dst="pinned_host")
-"""What a policy of JAX's answers to have an array moved to the host."""
+"""The value that a JAX policy returns to offload an array."""
 
 
 def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
     """The primitives (or names) of `jaxpr`, at any depth, whose outputs JAX's own `policy` would offload."""
-    found = []
+    names = []
     for eqn in jaxpr.jaxpr.eqns:
         verdict = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
         if type(verdict).__name__ == "Offloadable":
-            found.append(given_name(eqn) or eqn.primitive.name)
+            names.append(given_name(eqn) or eqn.primitive.name)
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
                 if is_jaxpr(inner):
-                    found += offloaded_by(policy, closed(inner))
-    return found
+                    names += offloaded_by(policy, closed(inner))
+    return names
 
 
 BLOCK_NAME = "remat_jax_block"
-"""The name of a checkpointed block's function, by which it is known in a jaxpr."""
+"""The name of a checkpointed block's function, which marks the block in a jaxpr."""
 
 
 _IN_PLACE, _INSIDE = f"{BLOCK_NAME}_in_place", f"{BLOCK_NAME}_inside"
@@ -207,13 +207,13 @@ _block_name: ContextVar[str] = ContextVar("block_name", default=BLOCK_NAME)
 
 
 def block_name() -> str:
-    """The name of the function of a block that is made now; it begins with `BLOCK_NAME`."""
+    """The name for the function of a block that is made now. It begins with `BLOCK_NAME`."""
     return _block_name.get()
 
 
 @contextlib.contextmanager
 def blocks_around_which(*, checkpoints_stay: bool | None) -> Iterator[None]:
-    """While this holds, blocks are made around which the model's own checkpoints stay or give way; None: nothing is said."""
+    """Inside this context new blocks keep or replace the model's own checkpoints around them; None leaves this open."""
     names = {None: BLOCK_NAME, True: _INSIDE, False: _IN_PLACE}
     token = _block_name.set(names[checkpoints_stay])
     try:
@@ -223,7 +223,7 @@ def blocks_around_which(*, checkpoints_stay: bool | None) -> Iterator[None]:
 
 
 def replaces_checkpoints(eqn: Any) -> bool | None:
-    """Whether the model's own checkpoints around `eqn` give way to it, or stay; None where it is no block, or not said."""
+    """Whether the block `eqn` replaces the model's own checkpoints around it; None if it is no block, or leaves this open."""
     return {_IN_PLACE: True, _INSIDE: False}.get(_name_of_block(eqn) or "")
 
 
@@ -240,10 +240,10 @@ def _name_of_block(eqn: Any) -> str | None:
 
 
 def kind(eqn: Any) -> str:
-    """The name of what `eqn` does: `"checkpoint"` for a region of `jax_remat3` too, else its primitive's."""
+    """The name of the primitive of `eqn`; `"checkpoint"` for a region of `jax_remat3`."""
     return "checkpoint" if _hi_primitive(eqn) == "RematTraced" else eqn.primitive.name
 
 
 def hidden_body(eqn: Any) -> Any | None:
-    """The jaxpr of a `jax_remat3` region, which is no parameter of its equation; `bind` takes another as `_prim`."""
+    """The jaxpr of a `jax_remat3` region, else None. It is no parameter of the equation; `bind` takes a new body as `_prim`."""
     return eqn.params["_prim"].params["jaxpr"] if _hi_primitive(eqn) == "RematTraced" else None

@@ -1,4 +1,4 @@
-"""What is being traced, and where: loops, tracers, memory spaces, the trace context."""
+"""The state of tracing: loops, tracers, memory spaces, the trace context."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _DIFFERENTIATIONS = ("JVPTrace", "LinearizeTrace")
 
 
 def in_loop(*, around_gradient: bool = True) -> bool:
-    """Whether what is being traced is the body of a `scan` or `while` loop, at any depth of `jit`, `vmap`, `grad`.
+    """Whether the current trace is inside the body of a `scan` or `while` loop, at any depth of `jit`, `vmap`, `grad`.
 
-    Without `around_gradient`, a loop around the differentiation does not count: both passes are in one body there.
+    Without `around_gradient`, a loop around the differentiation does not count, because its body contains both passes.
     """
     trace, ends = _core.trace_ctx.trace, () if around_gradient else _DIFFERENTIATIONS
     while trace is not None and type(trace).__name__ not in ends:
@@ -31,9 +31,9 @@ def in_loop(*, around_gradient: bool = True) -> bool:
 
 
 def is_fixed_in_loops(leaf: Any) -> bool:
-    """Whether every round of the loops that are being traced reads the same array `leaf`.
+    """Whether every iteration of the loops that are being traced reads the same array `leaf`.
 
-    That is so of what was there before the outermost of these loops, and of what a round computes from nothing else. A loop
+    This holds for arrays from before the outermost of these loops, and for arrays computed from such arrays alone. A loop
     around the differentiation does not count.
     """
     inside = _traces_in_loops()
@@ -41,7 +41,7 @@ def is_fixed_in_loops(leaf: Any) -> bool:
 
 
 def _traces_in_loops() -> list[Any]:
-    """The traces from the innermost to that of the outermost loop's body; nothing outside of loops."""
+    """The traces from the innermost to the body of the outermost loop; empty outside loops."""
     trace, passed, inside = _core.trace_ctx.trace, [], []
     while trace is not None and type(trace).__name__ not in _DIFFERENTIATIONS:
         passed.append(trace)
@@ -54,23 +54,23 @@ def _traces_in_loops() -> list[Any]:
 def _is_fixed(leaf: Any, inside: Sequence[Any]) -> bool:
     waiting, seen = [leaf], set()
     while waiting:
-        one = waiting.pop()
-        while isinstance(one, _core.Tracer) and not isinstance(one, _pe.DynamicJaxprTracer):
-            one = getattr(one, "primal", getattr(one, "val", None))
-        if id(one) in seen or not isinstance(one, _core.Tracer) or not any(one._trace is trace for trace in inside):
+        tracer = waiting.pop()
+        while isinstance(tracer, _core.Tracer) and not isinstance(tracer, _pe.DynamicJaxprTracer):
+            tracer = getattr(tracer, "primal", getattr(tracer, "val", None))
+        if id(tracer) in seen or not isinstance(tracer, _core.Tracer) or not any(tracer._trace is trace for trace in inside):
             continue
-        seen.add(id(one))
-        outer = one._trace.get_const(one)
+        seen.add(id(tracer))
+        outer = tracer._trace.get_const(tracer)
         if outer is not None:
-            # It comes from outside of this body: from the body of an outer loop, maybe.
+            # The array comes from outside this body, maybe from the body of an outer loop.
             waiting.append(outer)
-        elif one.parent is None and _is_broadcast(one):
+        elif tracer.parent is None and _is_broadcast(tracer):
             continue
-        elif one.parent is None or len(seen) > _MOST_EQUATIONS:
-            # What a loop or a call is given was made by no equation. A longer way is not followed: most arrays come a long way.
+        elif tracer.parent is None or len(seen) > _MOST_EQUATIONS:
+            # An input of a loop or call has no equation. The search stops after some equations, because most arrays have many.
             return False
         else:
-            waiting += one.parent.in_tracers
+            waiting += tracer.parent.in_tracers
     return True
 
 
@@ -78,7 +78,7 @@ _MOST_EQUATIONS = 100
 
 
 def is_staging() -> bool:
-    """Whether what is called now becomes part of a program, under whatever transformations; False op by op."""
+    """Whether calls are being traced into a program, under any transformations; False if JAX runs op by op."""
     trace = _core.trace_ctx.trace
     while trace is not None:
         if isinstance(trace, _pe.DynamicJaxprTrace):
@@ -88,7 +88,7 @@ def is_staging() -> bool:
 
 
 def program_id(leaf: Any) -> int:
-    """The id of the program that the tracer `leaf` is part of; for an array, of the outermost that is being traced."""
+    """The id of the program that contains the tracer `leaf`; for an array, of the outermost program that is being traced."""
     frame = _frame_of(leaf)
     if frame is None:
         trace = _core.trace_ctx.trace
@@ -98,12 +98,12 @@ def program_id(leaf: Any) -> int:
     return id(frame)
 
 
-# `nnx.scan` carries what it is asked to broadcast from round to round, in a list of its own: `args[0][3][0].data`.
+# `nnx.scan` carries broadcast values through the iterations, in a list of its own: `args[0][3][0].data`.
 _BROADCAST = re.compile(r"\w+\[0\]\[3\]\[\d+\]\.data\b")
 
 
 def _is_broadcast(leaf: Any) -> bool:
-    """Whether the tracer `leaf` is an argument of a loop's body that `nnx.scan` broadcasts."""
+    """Whether the tracer `leaf` is an argument of a loop's body that `nnx.scan` broadcasts to all iterations."""
     frame = getattr(leaf._trace, "frame", None)
     arguments = getattr(frame, "invars", ())
     names = getattr(getattr(frame, "debug_info", None), "arg_names", None) or ()
@@ -114,7 +114,7 @@ def _is_broadcast(leaf: Any) -> bool:
 
 
 def is_differentiated(leaf: Any) -> bool:
-    """Whether a derivative along the tracer `leaf` is being taken now, and not of the program that it is part of, later."""
+    """Whether the tracer `leaf` is being differentiated now; a later derivative of its program does not count."""
     while isinstance(leaf, _core.Tracer):
         if type(leaf).__name__ in ("LinearizeTracer", "JVPTracer"):
             return True
@@ -136,12 +136,12 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_traced(leaf: Any) -> bool:
-    """Whether `leaf` is a tracer: its value is not known while Python runs."""
+    """Whether `leaf` is a tracer, whose value is unknown while Python runs."""
     return isinstance(leaf, _core.Tracer)
 
 
 def is_staged(leaf: Any) -> bool:
-    """Whether `leaf` is a tracer that becomes part of a program, under whatever transformations; False op by op."""
+    """Whether `leaf` is a tracer of a program, under any transformations; False if JAX runs op by op."""
     while isinstance(leaf, _core.Tracer):
         if isinstance(leaf, _pe.DynamicJaxprTracer):
             return True
@@ -150,25 +150,25 @@ def is_staged(leaf: Any) -> bool:
 
 
 def type_of(leaf: Any) -> Any:
-    """The type of an array or a tracer; a type is its own."""
+    """The type of an array or a tracer; a type is returned unchanged."""
     return leaf if isinstance(leaf, _core.AbstractValue) else jax.typeof(leaf)
 
 
 def on_device(leaf: Any) -> Any:
-    """The type of the array `leaf`, in device memory wherever it is."""
+    """The type of the array `leaf`, moved to device memory."""
     return _core.shaped_abstractify(leaf).update(memory_space=jax.memory.Space.Device)
 
 
 def is_on_host(leaf: Any) -> bool:
-    """Whether `leaf`, an array or what describes one, is in host memory."""
-    # A tracer is not asked for its sharding: it would write a long error first.
+    """Whether `leaf`, an array, tracer or `jax.ShapeDtypeStruct`, is in host memory."""
+    # Reading the sharding of a tracer is slow: it formats a long error first.
     if not is_traced(leaf) and getattr(getattr(leaf, "sharding", None), "memory_kind", None) == "pinned_host":
         return True
     return getattr(_core.shaped_abstractify(leaf), "memory_space", None) is jax.memory.Space.Host
 
 
 def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
-    """The equation that made the tracer `leaf`: its place in the trace, itself, and its output; None for no tracer."""
+    """The equation behind the tracer `leaf`: its index in the trace, the equation, and its output; None without one."""
     frame: Any = getattr(getattr(leaf, "_trace", None), "frame", None)
     parent = getattr(leaf, "parent", None)
     if parent is None or not hasattr(frame, "tracing_eqns"):
@@ -179,10 +179,10 @@ def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
 
 
 def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A context that binds the axes that are bound now (of `vmap`, of a mesh) where they are no more.
+    """A context that binds again the axes (of `vmap`, of a mesh) that are bound now.
 
-    A derivative rule is traced when what it belongs to is differentiated: a scan's or a `jit`'s body after the `vmap` whose
-    axis a collective in it names.
+    A derivative rule is traced when its function is differentiated. The body of a scan or `jit` may be differentiated after a
+    `vmap` has ended, while a collective in the body names the axis of that `vmap`.
     """
     axes = _core.get_axis_env().axis_sizes
 
@@ -194,14 +194,14 @@ def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
 
 
 def axes_of_vmaps(vmaps: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """A context that binds the axis of each `vmap` (its `name` and `size`), for the collectives of a jaxpr from inside."""
+    """A context that binds the axis of each `vmap` (its `name` and `size`), for collectives of a jaxpr from inside them."""
     return _core.extend_axis_env_nd([(vmap.name, vmap.size) for vmap in vmaps])
 
 
 def trace_context(default: Any, *, reaches_blocks: bool = True) -> Callable[[Any], contextlib.AbstractContextManager[Any]]:
-    """A context whose value is part of JAX's trace caches: another value, another trace of every `jit` inside.
+    """A context whose value is a key of JAX's trace caches: under a new value, every `jit` inside is traced again.
 
-    Without `reaches_blocks`, blocks with equal jaxprs are equal whatever the value is (`block_settings`).
+    Without `reaches_blocks`, the value does not distinguish blocks with equal jaxprs (`block_settings`).
     """
     context = jax.make_user_context(default)
     if not reaches_blocks:
@@ -213,17 +213,17 @@ _outside_blocks: list[tuple[Any, Any]] = []
 
 
 def trace_context_value(context: Any) -> Any:
-    """The value that a `trace_context` has now."""
+    """The current value of a `trace_context`."""
     return context.value
 
 
 def trace_settings() -> Any:
-    """Every setting of JAX's that a trace depends on, to compare with those of another moment."""
+    """All JAX settings that a trace depends on, as one comparable value."""
     return _config.trace_context()
 
 
 def block_settings() -> Any:
-    """`trace_settings`, without what does not reach blocks: the same under every policy."""
+    """`trace_settings` without contexts that do not reach blocks, so that they are equal under all policies."""
     with contextlib.ExitStack() as defaults:
         for context, default in _outside_blocks:
             defaults.enter_context(context(default))

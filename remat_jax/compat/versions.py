@@ -1,4 +1,4 @@
-"""Which JAX this is, and what one of them cannot do."""
+"""The version of JAX, and an error in two of its versions."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from remat_jax.errors import UnsupportedError
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The three numbers of a release, of its candidates and of its nightly builds; JAX's own reading of 0.13.0rc1 has two."""
-    found = re.match(r"\d+(\.\d+){0,2}", version)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
+    """The three numbers of a release, also of candidates and nightly builds; JAX itself reads two from 0.13.0rc1."""
+    numbers = re.match(r"\d+(\.\d+){0,2}", version)
+    return tuple(int(part) for part in numbers.group().split(".")) if numbers else ()
 
 
 JAX_VERSION: tuple[int, ...] = _numbers(jax.__version__)
 
 
-# Two JAX releases bake the wrong slot into the copy back of a scanned block's offloaded residuals on GPUs, so that gradients
-# are silently wrong (openxla/xla#46231). Read from the compiled text; unrolled offload and CPU are not touched.
+# On GPUs, two JAX releases copy the offloaded residuals of a scanned block back from the wrong slot, so that gradients are
+# silently wrong (openxla/xla#46231), as the compiled text shows. Unrolled offload and the CPU are not affected.
 SCANNED_OFFLOAD_MISCOMPILED: frozenset[tuple[int, ...]] = frozenset({(0, 10, 2), (0, 11, 0)})
 
 
@@ -30,12 +30,12 @@ _ENTRY = b"\xf2\x01" + bytes([len(_PASS)]) + _PASS.encode()
 
 
 def miscompiles_scanned_offload() -> bool:
-    """Whether this JAX compiles offload inside a scan wrongly for GPUs, in a process that starts with the flags as they are."""
+    """Whether this JAX miscompiles offload inside a scan for GPUs, in a process that starts now with the current flags."""
     return JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and _PASS not in disabled_passes()
 
 
 def miscompiles_scanned_offload_here() -> bool:
-    """The same of this process, where XLA has read the flags when it started: what is set afterwards changes nothing."""
+    """`miscompiles_scanned_offload` for this process. XLA read its flags at the start; later changes have no effect."""
     if JAX_VERSION not in SCANNED_OFFLOAD_MISCOMPILED:
         return False
     cured = _cured_here()
@@ -43,10 +43,10 @@ def miscompiles_scanned_offload_here() -> bool:
 
 
 def refuse_miscompiled_offload() -> None:
-    """Refuse offload inside a loop where this JAX could run it on a GPU and silently get wrong gradients.
+    """Refuse offload inside a loop if this JAX could run it on a GPU with silently wrong gradients.
 
     Raises:
-      UnsupportedError: a GPU is there, the default device or not, this JAX is one of the two, and the pass is not switched off.
+      UnsupportedError: there is a GPU (the default device or not), this JAX is affected, and the pass is not disabled.
     """
     if JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and _has_gpu() and miscompiles_scanned_offload_here():
         raise UnsupportedError(
@@ -57,7 +57,7 @@ def refuse_miscompiled_offload() -> None:
 
 
 def _cured_here() -> bool | None:
-    """Whether XLA leaves the pass out in this process, by what it says itself; None where it does not say."""
+    """Whether XLA itself reports that it omits the pass in this process; None if it cannot be asked."""
     try:
         from jaxlib import xla_client
 
@@ -67,7 +67,7 @@ def _cured_here() -> bool | None:
 
 
 def _has_gpu() -> bool:
-    # What the arrays will be put on is not known while a function is traced.
+    # While a function is traced, it is not known where its arrays will be, so any GPU counts.
     try:
         return bool(jax.devices("gpu"))
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The heart: one pass over a jaxpr that finds the blocks, names every residual by its module path, and sets the policy."""
+"""The heart: a block under its policy (`block`). Every residual is named by its module path, and the names carry the policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two programs that were traced apart are the same: what one of them became can then stand for the other."""
+"""Whether two separately traced programs are the same, so that results computed for one can be reused for the other."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 from remat_jax import compat
 from remat_jax.core.walk import equations
 
-# How many rules may stand in each other; what differs only in deeper ones is not seen, if the functions are alike.
+# Rules are compared to this depth. If the functions are alike, a difference in a deeper rule goes unnoticed.
 _DEEPEST = 3
 _RULE = "jvp_jaxpr_fun"
 
 
 class Original:
-    """A program that others are compared with.
+    """A program that other programs are compared with.
 
     Two programs are alike if they have the same equations, in the same order, with the same parameters, types, module paths
-    and contexts; source lines do not count. A function among the parameters is only like itself, but for the rule of a
-    `custom_jvp`, which is like one that is traced to the same program.
+    and contexts. Source lines do not count. Functions among the parameters must be identical objects, except the rules of a
+    `custom_jvp`: two rules are alike if they trace to the same program.
     """
 
     def __init__(self, jaxpr: Any) -> None:
@@ -30,22 +30,22 @@ class Original:
         self._rules: dict[int, Any] = {}
 
     def is_like(self, jaxpr: Any, paths: tuple[str, str] = ("", "")) -> bool:
-        """Whether the closed `jaxpr` is the same program; of blocks at two module `paths`, these may differ."""
+        """Whether the closed `jaxpr` is the same program. The module paths of the two blocks, `paths`, may differ."""
         return _Comparison(self._rules, paths=paths).programs(self.jaxpr, jaxpr)
 
 
 def holds_arrays(jaxpr: Any) -> bool:
-    """Whether the closed `jaxpr` keeps arrays alive, its own or those of a program inside it."""
+    """Whether the closed `jaxpr`, or a program inside it, has arrays as constants and so keeps them alive."""
     inner = (value for eqn in equations(jaxpr) for value in eqn.params.values())
     programs = (one for value in inner for one in (value if isinstance(value, tuple) else (value,)) if compat.is_jaxpr(one))
     return any(compat.closed(one).consts for one in (jaxpr, *programs))
 
 
 def holds_functions(jaxpr: Any) -> bool:
-    """Whether a function stands among the parameters of the closed `jaxpr`, but for the rules of a `custom_jvp`.
+    """Whether an equation of the closed `jaxpr` has a function as a parameter; rules of a `custom_jvp` do not count.
 
-    A callback, the rules of a `custom_vjp`, a policy of `jax.checkpoint`: what they do and which arrays they keep alive the
-    program does not say.
+    Such functions are callbacks, the rules of a `custom_vjp` and policies of `jax.checkpoint`. The program does not show what
+    they compute or which arrays they keep alive.
     """
     return any(
         callable(value) and not isinstance(value, type | jax.sharding.Mesh) and key != _RULE and not compat.is_jaxpr(value)
@@ -67,12 +67,12 @@ def has_plain_rules(jaxpr: Any, depth: int = 0) -> bool:
 
 
 class _Comparison:
-    """Of one program with another, variable by variable.
+    """Compares one program with another, variable by variable.
 
     Attributes:
-      rules: what the derivative rules of the first one were traced to, by their equations.
-      around: the functions whose rules are being compared: a rule may call its own function (that of a softmax does).
-      scopes: the name stack of the second program for one of the first.
+      rules: the traced derivative rules of the first program, by the id of their equation.
+      around: the functions whose rules are being compared. A rule may call its own function, as the rule of softmax does.
+      scopes: maps a name stack of the first program to the name stack that the second program must have.
     """
 
     def __init__(self, rules: dict[int, Any], around: tuple[Any, ...] = (), paths: tuple[str, str] = ("", "")) -> None:
@@ -116,13 +116,13 @@ class _Comparison:
             return False
         if isinstance(one, tuple | list):
             return len(one) == len(other) and all(map(self._values, one, other))
-        # Of a callable its own equality counts: that of `eq=False` is identity, and what it does is not all in its fields.
+        # A callable dataclass is compared by its own `==`: its fields do not say all that it does.
         if dataclasses.is_dataclass(one) and not callable(one):
             fields = [field.name for field in dataclasses.fields(one)]
             return all(self._values(getattr(one, name), getattr(other, name)) for name in fields)
         if isinstance(one, float | complex):
             return repr(one) == repr(other)
-        # An array is not equal to another one, but an array of answers.
+        # `==` of two arrays is an array, not True.
         return (one == other) is True
 
     def _rules_alike(self, one: Any, other: Any) -> bool:
@@ -131,13 +131,13 @@ class _Comparison:
             return any(self.programs(outer, function) for outer in self.around)
         if id(one) not in self.rules:
             self.rules[id(one)] = _rule(one)
-        known, traced = self.rules[id(one)], _rule(other)
+        first, second = self.rules[id(one)], _rule(other)
         inner = _Comparison(self.rules, (*self.around, function), self.paths)
-        return known is not None and traced is not None and inner.programs(known, traced)
+        return first is not None and second is not None and inner.programs(first, second)
 
 
 def _rule(eqn: Any) -> Any:
-    """What the derivative rule of an equation is traced to; None where it cannot be: over an axis that is not there, say."""
+    """The traced derivative rule of an equation; None if tracing it fails, for example over an axis that is not bound here."""
     primals = [atom.aval for atom in eqn.invars]
 
     def push(primals: list[Any], tangents: list[Any]) -> Any:
@@ -145,12 +145,12 @@ def _rule(eqn: Any) -> Any:
 
     try:
         return jax.make_jaxpr(push)(primals, [aval.to_tangent_aval() for aval in primals])
-    except Exception:  # the rule is the user's, and nobody may have asked for a derivative: one that raises is like no other
+    except Exception:  # the rule is the user's, and the user may never differentiate it
         return None
 
 
 def _named(names: dict[Any, Any], ones: Any, others: Any) -> bool:
-    """Whether variables have the same types; the first ones then stand for the others in `names`."""
+    """Whether two lists of variables have the same types; if so, `names` maps the first to the second."""
     for one, other in zip(ones, others, strict=True):
         if one.aval != other.aval or one.aval.weak_type != other.aval.weak_type:
             return False
@@ -159,7 +159,7 @@ def _named(names: dict[Any, Any], ones: Any, others: Any) -> bool:
 
 
 def _read_alike(names: dict[Any, Any], ones: Any, others: Any) -> bool:
-    """Whether the same variables and equal numbers are read."""
+    """Whether two lists of operands are the same variables under `names`, and equal literals."""
     return len(ones) == len(others) and all(_atoms(names, one, other) for one, other in zip(ones, others, strict=True))
 
 

@@ -1,4 +1,18 @@
-"""A block with its policy set: the one form in which every checkpoint of this package reaches JAX."""
+"""A block under its policy. Every checkpoint of this package is made here.
+
+For a block f with inputs x:
+
+    y, f_lin = jax.linearize(f, x)
+    r        = the residuals: the arrays that f_lin reads, each with a name
+    ẏ        = f_lin(ẋ)              forward mode
+    x̄        = f_linᵀ(ȳ)             the backward pass transposes f_lin
+
+    (y, ẏ)   = checkpoint(policy)((x, ẋ) ↦ (f(x), f_lin(ẋ)))
+
+The policy is two lists of names. Only the saved and the offloaded residuals pass from the forward to the backward pass; the
+backward pass recomputes the rest. The checkpoint wraps the linearisation, not f: JAX would linearise `jax.checkpoint(f)` after
+the names are given, so the arrays of derivative rules would have no names.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +44,11 @@ Function = Callable[..., list[Any]]
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """A block, the names of its residuals, and its policy.
+    """A block f, the names of its residuals, and its policy.
 
     Attributes:
-      jaxpr: the block as a closed jaxpr, without our names.
-      names: the same with every array named, and its linearisations.
+      jaxpr: f as a closed jaxpr, without our names.
+      names: f with every array named, and its linearisations.
       policy: a policy (not `off`), or a policy object of JAX's own.
     """
 
@@ -49,14 +63,14 @@ class PlannedBlock:
 
     @functools.cached_property
     def linearised(self) -> Named:
-        """The linearisation along every input that has a derivative, its arrays named."""
+        """The linearisation `(x, ẋ) ↦ (f(x), f_lin(ẋ))` along every smooth input, with its arrays named."""
         smooth = [index for index, aval in enumerate(self.jaxpr.in_avals) if is_smooth(aval)]
         avals = list(self.jaxpr.in_avals)
         return self.names.linearised(*_linearisation(avals, [avals[index].to_tangent_aval() for index in smooth], smooth))
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Every array that a policy can select: what the block computes, and what its derivative rules compute beside it."""
+        """Every array that a policy can select: those that the block computes and those that its derivative rules add."""
         return tuple({**self.named.candidates, **self.linearised.candidates}.values())
 
     @functools.cached_property
@@ -70,19 +84,19 @@ class PlannedBlock:
 
     @property
     def offloaded_inputs(self) -> dict[int, str]:
-        """The inputs that the policy moves to the host: place → name."""
+        """The inputs that the policy moves to the host: index → name."""
         return {place: name for place, name in enumerate(self.named.inputs) if name in self.offloaded}
 
     @functools.cached_property
     def moves_bytes(self) -> bool:
-        """Whether anything leaves the forward pass for host memory when the block is differentiated along every input.
+        """Whether the forward pass moves a residual to the host when the block is differentiated along every input.
 
-        What a policy offloads is not moved where the backward pass reads none of it: the output of a dot, when the tanh that
-        takes it is saved.
+        An array that the policy offloads is not moved if the backward pass does not read it: the output of a dot, when the
+        tanh of that output is saved.
         """
         try:
             return bool(self.host_residuals)
-        except Exception:  # a block that has no reverse mode can still be run forwards
+        except Exception:  # a block without a reverse mode can still run forwards
             return True
 
     @functools.cached_property
@@ -91,9 +105,9 @@ class PlannedBlock:
         return self.kept_along(range(len(self.jaxpr.in_avals)))
 
     def kept_along(self, inputs: Iterable[int]) -> frozenset[str] | None:
-        """The names of what leaves the forward pass for the backward pass when the block is differentiated along some inputs.
+        """The names of the residuals that pass from forward to backward when the block is differentiated along `inputs`.
 
-        None where that cannot be known: of a policy object of JAX's, and of a block that has no reverse mode.
+        None where they cannot be known: for a policy object of JAX's, and for a block without a reverse mode.
         """
         if not isinstance(self.policy, Policy):
             return None
@@ -104,24 +118,24 @@ class PlannedBlock:
     def _names_between(self, live: Sequence[int]) -> frozenset[str] | None:
         try:
             jaxpr = self._between(live)
-            made = [origin(jaxpr, atom) for atom in jaxpr.outvars] if jaxpr is not None else []
-        except Exception:  # a block that has no reverse mode can still be run forwards
+            origins = [origin(jaxpr, atom) for atom in jaxpr.outvars] if jaxpr is not None else []
+        except Exception:  # a block without a reverse mode can still run forwards
             return None
-        return frozenset(name for one in made for name in (one.name, *one.aliases))
+        return frozenset(name for source in origins for name in (source.name, *source.aliases))
 
     @functools.cached_property
     def host_residuals(self) -> tuple[Any, ...]:
-        """The types of what is on the host between the passes when the block is differentiated along every input."""
+        """The types of the residuals in host memory when the block is differentiated along every input."""
         return self.host_residuals_along(range(len(self.jaxpr.in_avals)))
 
     def host_residuals_along(self, inputs: Iterable[int]) -> tuple[Any, ...]:
-        """The same where it is differentiated along some inputs; what only the gradients of others read stays away."""
+        """`host_residuals` along some inputs. Residuals used only for other inputs' gradients are dropped."""
         jaxpr = self._between(inputs)
         residuals = jaxpr.outvars if jaxpr is not None else ()
         return tuple(atom.aval for atom in residuals if not hasattr(atom, "val") and is_on_host(atom))
 
     def _between(self, inputs: Iterable[int]) -> Any:
-        """The open jaxpr of the forward pass, whose outputs are what the backward pass along `inputs` reads; None for none."""
+        """The open jaxpr of the forward pass, whose outputs are the residuals along `inputs`; None if no input is smooth."""
         live = [index for index in inputs if is_smooth(self.jaxpr.in_avals[index])]
         block = self.checkpointed(prevent_cse=False)
 
@@ -140,12 +154,13 @@ class PlannedBlock:
         """The block as a function of the jaxpr's inputs, under its policy.
 
         Args:
-          rows: the inputs that are rows of stacks. The function takes the stacks and one index behind its other arguments and
-            reads the rows there (`graph.rows`), again in the backward pass.
-          once: whether its gradient refuses to be differentiated in reverse mode (`graph.once`); a policy object of JAX's does
-            not.
-          staying: the places of the inputs that stay on the device whatever the policy says, asked when the block is
-            differentiated.
+          prevent_cse: as in `jax.checkpoint`.
+          rows: the inputs that are rows of stacks. The function takes the stacks and one index after its other arguments. It
+            reads each row from its stack (`core.stack_rows`), and reads it again in the backward pass.
+          once: whether differentiating its gradient in reverse mode is an error (`core.once`); it is not for a policy object
+            of JAX's.
+          staying: gives the indices of the inputs that stay on the device whatever the policy says. It is called when the
+            block is differentiated.
         """
         if not isinstance(self.policy, Policy):
             assert not rows, "JAX's own policies could keep what is read"
@@ -169,20 +184,20 @@ def _noting(blocks: Differentiated | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting_differentiated() -> Iterator[Differentiated]:
-    """The blocks that are differentiated meanwhile, each with the inputs that it is differentiated along; not from a cache."""
+    """Collects the blocks differentiated inside this context, each with its live inputs. JAX's cached traces are not seen."""
     blocks: Differentiated = []
     with _noting(blocks):
         yield blocks
 
 
 def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequence[bool]) -> PlannedBlock:
-    """Name the residuals of the block `jaxpr`, to run it under `policy`.
+    """Name the residuals of the block `jaxpr`, and set its policy.
 
     Args:
       jaxpr: the block as a closed jaxpr.
-      policy: a policy (not `off`), or a policy object of JAX's own, which is passed on as it is.
-      path: the module path that leads the names.
-      inputs: for each input of `jaxpr`, whether `@inputs` means it.
+      policy: a policy (not `off`), or a policy object of JAX's own, which reaches JAX unchanged.
+      path: the module path with which the names begin.
+      inputs: for each input of `jaxpr`, whether `@inputs` selects it.
 
     Raises:
       UnsupportedError: the block uses a mutable array.
@@ -193,14 +208,14 @@ def plan_block(jaxpr: Any, policy: Policy | JaxPolicy, path: str, inputs: Sequen
             f"block {path or 'function'!r} uses a mutable array (jax.new_ref), which JAX cannot differentiate under a "
             "checkpoint. Carry the value as an argument and a result instead."
         )
-    # What no output depends on has no name: it could not be kept.
+    # Dead code gets no names: no checkpoint could keep its arrays.
     jaxpr = compat.dce(established(jaxpr))
     with compat.classic_rematerialisation():
         return PlannedBlock(jaxpr, name_block(jaxpr, path, inputs), policy)
 
 
 def decide(named: Named, policy: Policy) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that `policy` saves and those that it offloads."""
+    """The names that `policy` saves, and the names that it offloads."""
     saved, offloaded = set(), set()
     for name, candidate in named.candidates.items():
         action = policy.action(candidate)
@@ -208,21 +223,21 @@ def decide(named: Named, policy: Policy) -> tuple[frozenset[str], frozenset[str]
         if action is Action.OFFLOAD and shape != () and 0 not in shape:
             offloaded.add(name)
         elif action is not Action.RECOMPUTE and not candidate.is_input:
-            # An input costs nothing to keep: it is there anyway. A scalar is not worth a copy.
+            # JAX keeps a checkpoint's inputs in any case. A scalar is not worth a copy to the host.
             saved.add(name)
     return frozenset(saved), frozenset(offloaded)
 
 
 @dataclass(frozen=True)
 class _NamesPolicy:
-    """A policy of JAX's in two lists of names; equal for equal lists, so that JAX's caches hit."""
+    """A policy for `jax.checkpoint` made of two lists of names. Equal lists are equal policies, so JAX's caches hit."""
 
     saved: frozenset[str]
     offloaded: frozenset[str]
 
     def __call__(self, primitive: Any, *_: Any, **params: Any) -> Any:
         if primitive.name in _PRINTS:
-            # Run in the forward pass only. JAX fails (a KeyError) if it is to be run again and a name it reads is kept.
+            # Prints run in the forward pass only. JAX raises a KeyError when it recomputes a print that reads a kept name.
             return True
         if primitive.name != "name":
             return False
@@ -234,7 +249,7 @@ _PRINTS = frozenset({"debug_callback", "debug_print"})
 
 
 def names_policy(saved: frozenset[str], offloaded: frozenset[str]) -> JaxPolicy | None:
-    """The two lists of names as a policy of JAX's; None, JAX's word for recomputing everything, if both are empty."""
+    """The two lists of names as a policy for `jax.checkpoint`; None (recompute everything) if both are empty."""
     return _NamesPolicy(saved, offloaded) if saved or offloaded else None
 
 
@@ -247,7 +262,7 @@ def _checkpoint(function: Function, policy: JaxPolicy | None, prevent_cse: bool)
 
 
 def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
-    """`function`, of `size` arguments and more, as one that takes the stacks and the index between these and those."""
+    """`function` with the rows read from stacks: the stacks and the index come after the first `size` arguments."""
 
     def run(*args: Any) -> list[Any]:
         values, (*stacks, index) = list(args[:size]), args[size : size + len(rows) + 1]
@@ -268,16 +283,13 @@ def _differentiated_by_name(
     once: bool,
     staying: Callable[[], Iterable[int]],
 ) -> Function:
-    """The block with a derivative of its own: the checkpoint stands around the linearisation, where every residual has a name.
-
-    `jax.checkpoint` around the block would be linearised by JAX itself, after the names were given.
-    """
+    """The block as a `custom_jvp` function, whose rule is the checkpoint around the named linearisation."""
     size, bound = len(jaxpr.in_avals), compat.bound_axes()
 
     def run(*primals: Any) -> list[Any]:
         return _reading(compat.jaxpr_function(jaxpr), size, rows)(*primals)
 
-    # `replan` knows a block of ours by this name.
+    # `replan` recognises our blocks by this name.
     run.__name__ = run.__qualname__ = compat.block_name()
     block = jax.custom_jvp(run)
 
@@ -288,7 +300,7 @@ def _differentiated_by_name(
     def differentiated(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
         if (noted := _noted.get()) is not None:
-            # The gradient of a row goes to its stack.
+            # The tangent of a stack counts as the tangent of its row.
             places = [*range(size), *rows]
             noted.append((PlannedBlock(jaxpr, names, policy), [places[index] for index in live if index < len(places)]))
         if not live:
@@ -316,13 +328,13 @@ def _differentiated_by_name(
 def _linearisation(
     primals: list[Any], directions: list[Any], live: Sequence[int], names: NamedBlock | None = None
 ) -> tuple[Any, Linearise]:
-    """What a linearisation depends on beside the block; and what makes it.
+    """A cache key for a linearisation of a block, and the function that traces it.
 
-    It takes `(*primals, *directions)` to the outputs and to the tangents of the smooth ones. Along some of the inputs, arrays
-    have the names that they have along all, if the block's `names` are given.
+    The linearisation maps `(*primals, *directions)` to the outputs, followed by the tangents of the smooth outputs. If the
+    block's `names` are given, an array has the same name along some inputs as along all inputs.
     """
     types = [compat.type_of(value) for value in (*primals, *directions)]
-    key = tuple(live), tuple((one, one.weak_type) for one in types), compat.block_settings()
+    key = tuple(live), tuple((aval, aval.weak_type) for aval in types), compat.block_settings()
 
     def linearise(named: Named) -> Named:
         function = compat.jaxpr_function(named.jaxpr)
@@ -333,7 +345,7 @@ def _linearisation(
             return [*outputs, *(change for out, change in zip(outputs, changes, strict=True) if is_smooth(out))]
 
         with compat.classic_rematerialisation():
-            # A block's own constants are its inputs; the rule of a `custom_jvp` may read others, which stay where they are.
+            # The rule of a `custom_jvp` may read constants of its own; they stay constants.
             jaxpr = compat.dce(jax.make_jaxpr(push)(primals, directions))
             return name_linearised(named, jaxpr, len(primals), _along_all(named, primals, live, names))
 
@@ -341,29 +353,29 @@ def _linearisation(
 
 
 def _along_all(named: Named, primals: list[Any], live: Sequence[int], names: NamedBlock | None) -> Named | None:
-    """The linearisation along every input that has a derivative; None where that is along `live`, or where there is none."""
+    """The linearisation along every smooth input; None if `live` has all smooth inputs, or if it cannot be traced."""
     avals = [compat.type_of(value) for value in primals]
     smooth = [index for index, aval in enumerate(avals) if is_smooth(aval)]
     if names is None or list(live) == smooth:
         return None
     key, linearise = _linearisation(avals, [avals[index].to_tangent_aval() for index in smooth], smooth)
     try:
-        found = names.first.linearised(key, linearise) if named is names.first.named else None
-        return found or linearise(named)
+        remembered = names.first.linearised(key, linearise) if named is names.first.named else None
+        return remembered or linearise(named)
     except Exception:  # an input that the caller does not differentiate may have no derivative
         return None
 
 
 def is_live(tangent: Any) -> bool:
-    """Whether a tangent of a `custom_jvp` rule with symbolic zeros is one that is differentiated along."""
+    """Whether a tangent in a `custom_jvp` rule is neither a symbolic zero nor of dtype float0."""
     return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0
 
 
 def is_smooth(out: Any) -> bool:
-    """Whether an output has a derivative; integers, booleans and RNG keys have not."""
+    """Whether a value has a derivative; integers, booleans and RNG keys have none."""
     return bool(jnp.issubdtype(out.dtype, jnp.inexact))
 
 
 def zero_tangent(out: Any) -> Any:
-    """The zero tangent of `out`; what has no derivative has tangents of dtype float0."""
+    """The zero tangent of `out`; its dtype is float0 if `out` has no derivative."""
     return jnp.zeros(out.shape, out.dtype) if is_smooth(out) else np.zeros(out.shape, jax.dtypes.float0)

@@ -1,4 +1,4 @@
-"""A program that was traced under `jax_remat3`, said in JAX's established rematerialisation."""
+"""Rewriting a program traced under `jax_remat3` for JAX's established rematerialisation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from remat_jax.core.walk import equations, inner_jaxprs, interpret, map_inner, r
 
 
 def established(jaxpr: Any) -> Any:
-    """The closed `jaxpr` with established names and regions in place of those of `jax_remat3`; itself where there are none.
+    """The closed `jaxpr` with the names and regions of `jax_remat3` replaced by established ones; itself if it has none.
 
-    A policy of JAX's does not know the new names, and the derivative of a new region is none: what stands in it could not be
-    kept, and a name would be recomputed without a word.
+    JAX's policies ignore the new names, so a named array would silently be recomputed. A policy cannot keep arrays inside a new
+    region either.
     """
     if not any(map(_is_new, equations(jaxpr))):
         return jaxpr
@@ -24,7 +24,7 @@ def established(jaxpr: Any) -> Any:
             return compat.bind_established(eqn, established(compat.closed(body)), list(inputs))
         if name is not None and _is_new(eqn):
             return [compat.bind_name(eqn, name, inputs[0])]
-        # The rules of a custom derivative are traced when they are needed, and as is asked for then.
+        # Rules of custom derivatives are traced later, under the setting of that time.
         if eqn.primitive.name.startswith("custom_") or not inner_jaxprs(eqn):
             return None
         with compat.inner_context(eqn):

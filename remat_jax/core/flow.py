@@ -1,4 +1,4 @@
-"""Which values of a jaxpr have a property that travels from inputs to outputs, through calls, scans and branches."""
+"""Propagating a property of values through a jaxpr, from inputs to outputs, through calls, scans and branches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from remat_jax import compat
 from remat_jax.core.walk import inner_jaxprs
 
-# What runs its one inner jaxpr on its own operands.
+# Primitives that evaluate their one inner jaxpr on their own operands.
 CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "shard_map", "checkpoint", "remat", "remat2", "custom_jvp_call"}
 )
@@ -18,24 +18,24 @@ Leaf = Callable[[Any, list[bool]], bool]
 
 
 def flagged(jaxpr: Any, flags: Sequence[bool], leaf: Leaf) -> set[Any]:
-    """The variables of the closed `jaxpr` that have the property, given which of its inputs have it; constants have it."""
-    found = set(jaxpr.jaxpr.constvars)
-    found.update(var for var, flag in zip(jaxpr.jaxpr.invars, flags, strict=True) if flag)
+    """The variables of the closed `jaxpr` that have the property, given which inputs have it. Constants always have it."""
+    flagged_vars = set(jaxpr.jaxpr.constvars)
+    flagged_vars.update(var for var, flag in zip(jaxpr.jaxpr.invars, flags, strict=True) if flag)
     for eqn in jaxpr.jaxpr.eqns:
-        outputs = _outputs(eqn, [has(atom, found) for atom in eqn.invars], leaf)
-        found.update(var for var, flag in zip(eqn.outvars, outputs, strict=True) if flag)
-    return found
+        outputs = _outputs(eqn, [has(atom, flagged_vars) for atom in eqn.invars], leaf)
+        flagged_vars.update(var for var, flag in zip(eqn.outvars, outputs, strict=True) if flag)
+    return flagged_vars
 
 
 def has(atom: Any, found: set[Any]) -> bool:
-    """Whether an operand has the property; a literal has it."""
+    """Whether an operand has the property: it is in `found`, or a literal."""
     return hasattr(atom, "val") or atom in found
 
 
 def inner_flags(eqn: Any, key: str, inner: Any, flags: Sequence[bool], leaf: Leaf) -> list[bool]:
-    """For each input of the jaxpr `inner`, the parameter `key` of `eqn`, whether it has the property.
+    """For each input of `inner`, the jaxpr that is the parameter `key` of `eqn`: whether it has the property.
 
-    What a scan carries has it if it starts with it and every round hands it on; what a `while` carries has not.
+    The carry of a scan has it if the initial value does and every iteration preserves it; the carry of a `while` never has it.
     """
     name = eqn.primitive.name
     if name == "cond":
@@ -74,5 +74,5 @@ def _outputs(eqn: Any, flags: list[bool], leaf: Leaf) -> list[bool]:
 
 
 def _output_flags(jaxpr: Any, flags: Sequence[bool], leaf: Leaf) -> list[bool]:
-    found = flagged(jaxpr, flags, leaf)
-    return [has(atom, found) for atom in jaxpr.jaxpr.outvars]
+    flagged_vars = flagged(jaxpr, flags, leaf)
+    return [has(atom, flagged_vars) for atom in jaxpr.jaxpr.outvars]

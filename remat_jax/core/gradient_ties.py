@@ -1,11 +1,13 @@
-"""Keeping the backward pass of a block in the order in which JAX writes it down.
+"""Keeping the backward pass of a block in the order in which JAX traces it.
 
-JAX writes a good order: each gradient where its operands are, each half of a product's cotangent beside the other. XLA:GPU puts
-the weight-gradient matmuls off to the end of the block, where one barrier holds them all, and computes the cotangent of an
-attention's values after that of its scores, so that several arrays as large as the attention weights are alive at once: more
-than offloading the block's inputs frees. Here every matmul on the way waits for what was made before it and is read only later:
-a cotangent that another matmul made, at once; a gradient, two matmuls late: tied at once, it would keep XLA from fusing the
-element-wise backward of an activation with the recomputation of its output, which costs an array more.
+JAX's order is good: each gradient is computed where its operands are, and the two cotangents of a product next to each other.
+XLA:GPU delays the weight-gradient matmuls to the end of the block, where one barrier holds them all. It also computes the
+cotangent of an attention's values after the cotangent of its scores. Several arrays as large as the attention weights are then
+alive at once, which costs more than offloading the block's inputs frees.
+
+So barriers make each matmul on the way of the cotangents wait for earlier results that are read only later. It waits for the
+cotangents of earlier matmuls at once, and for a gradient two matmuls late: waiting at once would keep XLA from fusing the
+element-wise backward of an activation with the recomputation of its output, which costs one more array.
 """
 
 from __future__ import annotations
@@ -29,21 +31,21 @@ def in_program_order(
     fetched: Mapping[int, Any] | None = None,
     others: Sequence[Any] = (),
 ) -> tuple[list[Any], list[Any]]:
-    """The gradients that the closed jaxpr `backward` computes from residuals and cotangents, each tied to its place.
+    """The gradients that the closed jaxpr `backward` computes from residuals and cotangents, in JAX's order.
 
     Args:
-      fetched: by their place among the residuals, those on the host that are back on the device already.
-      others: arrays on the host that are to be fetched while this runs.
+      fetched: residuals that are on the device again already: index among the residuals → array.
+      others: arrays in host memory to fetch while this backward pass runs.
 
     Returns:
-      the gradients, and the `others`, each tied to the place from which it may be fetched.
+      The gradients, and the `others` on the device.
     """
     flat = retrace(backward, lambda *args: interpret(backward, args, _region_opened))
     return _ordered(flat, [*residuals, *cotangents], len(residuals), fetched or {}, list(others))
 
 
 def _region_opened(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-    """A checkpoint region opened, but not those inside it: the barrier around the whole pass keeps the recomputation apart."""
+    """Inline a checkpoint region, but no region inside it. The barrier around the whole pass still separates recomputation."""
     if not compat.is_checkpoint(eqn):
         return None
     body, _ = compat.checkpoint_parts(eqn)
@@ -76,7 +78,7 @@ def _ordered(
 
 
 def _holds(jaxpr: Any, num_residuals: int) -> dict[int, list[Any]]:
-    """By the place of an equation, the variables that are held up together before it."""
+    """The barriers to insert: index of an equation → the variables that pass through one barrier before it."""
     order, holds = _Order(jaxpr, num_residuals), {}
     for index, eqn in enumerate(jaxpr.eqns):
         if together := order.before(index, eqn):
@@ -86,12 +88,13 @@ def _holds(jaxpr: Any, num_residuals: int) -> dict[int, list[Any]]:
 
 
 class _Fetches:
-    """Fetching arrays from the host while a backward pass runs, two at a time.
+    """Fetches arrays from the host while a backward pass runs, at most two at a time.
 
-    XLA has two copies under way at most and waits for one before it starts a third, so that many that may start at once hold
-    the pass up before it computes anything. Here each is started when those before it would be done if all of them took as long
-    as the pass: the link is never idle for want of a start, and where it is the faster nothing waits. The largest come last, to
-    have something under way until the end.
+    XLA runs at most two copies at once and waits for one of them before it starts a third. If many copies could start at the
+    beginning, they would block the pass before it computes anything. So the starts are spread over the pass in proportion to
+    bytes: each copy starts when the earlier copies would be done if all copies together took as long as the pass. The link is
+    never idle for lack of a start, and a faster link delays nothing. The largest copies come last, so that one still runs at
+    the end.
     """
 
     def __init__(self, on_host: Sequence[Any], starts: Mapping[int | None, Sequence[int]]) -> None:
@@ -101,7 +104,7 @@ class _Fetches:
         self.before(None, [])
 
     def before(self, index: int | None, held: list[Any]) -> list[Any]:
-        """Start what is to start before equation `index`, and hold up what is `held` there."""
+        """Start the copies due before equation `index`, and return the variables `held` there behind a barrier."""
         for number in self._starts.get(index, []):
             done = self._under_way[-2:-1]
             held, back, value = compat.optimization_barrier((held, [self.values[one] for one in done], self.values[number]))
@@ -113,7 +116,7 @@ class _Fetches:
 
 
 def _releases(jaxpr: Any, places: Sequence[int], others: Sequence[Any]) -> dict[int | None, list[int]]:
-    """Which of the `others` to fetch from which of the `places` on; None for the beginning."""
+    """When to fetch the `others`: one of the `places`, or None for the beginning → indices into `others`."""
     work = list(itertools.accumulate(map(eqn_flops, jaxpr.eqns), initial=0))
     sizes = [math.prod(other.shape) * other.dtype.itemsize for other in others]
     releases: dict[int | None, list[int]] = {}
@@ -130,12 +133,15 @@ def _variables(atoms: Iterable[Any]) -> list[Any]:
 
 
 class _Order:
-    """What each matmul of a backward pass is to wait for; what no cotangent enters is recomputation, which XLA may place."""
+    """Which variables each matmul of a backward pass waits for.
+
+    Equations that read no cotangent are recomputation; XLA places them freely.
+    """
 
     def __init__(self, jaxpr: Any, num_residuals: int) -> None:
         self._gradients = set(_variables(jaxpr.outvars))
         self._last_use = {atom: index for index, eqn in enumerate(jaxpr.eqns) for atom in _variables(eqn.invars)}
-        # What becomes a gradient by moves alone.
+        # Variables that become a gradient by moves alone.
         self._leaving = set(self._gradients)
         for eqn in reversed(jaxpr.eqns):
             if eqn.primitive.name in _MOVES and eqn.outvars[0] in self._leaving:
@@ -146,7 +152,7 @@ class _Order:
         self._parked: dict[Any, None] = {}  # cotangents that a matmul made
 
     def before(self, index: int, eqn: Any) -> list[Any]:
-        """The variables to hold up together before equation `index`; none for most."""
+        """The variables to pass through one barrier before equation `index`; empty for most equations."""
         operands = [atom for atom in _variables(eqn.invars) if atom in self._travelling]
         if eqn.primitive.name not in _MATMULS or not operands:
             return []
@@ -161,7 +167,7 @@ class _Order:
         return list(dict.fromkeys([*waited_for, *alive])) if waited_for else []
 
     def after(self, index: int, eqn: Any) -> None:
-        """Note what equation `index` has made."""
+        """Record the outputs of equation `index`."""
         if not any(atom in self._travelling for atom in _variables(eqn.invars)):
             return
         name = eqn.primitive.name

@@ -1,8 +1,8 @@
-"""Marks: blocks found while a function is traced whose policy is set afterwards, when it is known which layer each of them is.
+"""Marks: equations that stand for blocks in a traced function until it is known which layer each block is.
 
-A block under a scan is traced once for all layers, and a `jit` that was traced before is not traced again, so that where the
-policy depends on the layer it cannot be set where a block is called. There the call becomes one equation with the block's
-jaxpr in it, which `layered` replaces in the traced function.
+A policy by layer cannot be set where a block is called: a scan traces a block once for all layers, and a `jit` that was traced
+before is not traced again. So the call becomes one equation that holds the block's jaxpr. `layered` later replaces it in the
+traced function.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ Block = type | str | Callable[..., Any]
 """A class whose instances are called (a Flax module or another), a function marked by `block`, or a glob on module paths."""
 
 CHECKPOINTS = "checkpoints"
-"""The regions of `jax.checkpoint` that a function has, as blocks."""
+"""Selects the function's own `jax.checkpoint` regions as blocks."""
 
 
 def name_of(block: Block) -> str:
-    """What messages call a block."""
+    """The name of a block in messages."""
     return block if isinstance(block, str) else block.__name__
 
 
 @dataclass(frozen=True)
 class Marked:
-    """What stands for the policy of a block while a function is traced: a mark is made.
+    """Given in place of a block's policy, so that tracing the block makes a mark.
 
     Attributes:
-      block: what the policy was given for.
+      block: the class, function or glob that the policy was given for.
       policy: policies by layer, or the same policy for every layer.
-      keeps: whether the model's own checkpoints stay around the block.
+      keeps: whether the model's own checkpoints around the block stay.
     """
 
     block: Block
@@ -48,7 +48,7 @@ class Marked:
 
 @dataclass(frozen=True)
 class Batch:
-    """A `vmap` around a block: which operands and outputs are mapped, on their leading axis, and the name of the axis."""
+    """A `vmap` around a block: which operands and outputs it maps (on their leading axis), its size and its axis name."""
 
     in_axes: tuple[int | None, ...]
     out_axes: tuple[int | None, ...]
@@ -62,12 +62,12 @@ class Mark:
     """A block that waits for its policy.
 
     Attributes:
-      jaxpr: the block as a closed jaxpr, as it was called.
-      marked: for what it was found, and the policy.
+      jaxpr: the block as a closed jaxpr, without the `vmap`s around it.
+      marked: the class, function or glob that selected the block, and the policy.
       path: its module path.
-      inputs: for each input of `jaxpr`, whether `@inputs` means it.
-      made: whether its parameters are there, and not still to be made.
-      batches: the `vmap`s around it, the innermost first.
+      inputs: for each input of `jaxpr`, whether `@inputs` selects it.
+      made: whether its parameters exist already; they do not while a Linen module is initialised.
+      batches: the `vmap`s around the block, the innermost first.
     """
 
     jaxpr: Any
@@ -81,23 +81,23 @@ class Mark:
         return hash((id(self.jaxpr), self.marked, self.path))
 
 
-# `jaxpr` is the block under its `vmap`s, plainly evaluated.
+# The parameter `jaxpr` is the block under its `vmap`s; without a policy, a mark evaluates it.
 mark_p = jex.Primitive("remat_jax_mark")
 mark_p.multiple_results = True
 
 
 def bind_mark(mark: Mark, values: Sequence[Any]) -> list[Any]:
-    """The outputs of a block that waits for its policy."""
+    """The outputs of a mark that is called with `values`."""
     return list(mark_p.bind(*values, jaxpr=mark.jaxpr, mark=mark))
 
 
 def mark_of(eqn: Any) -> Mark | None:
-    """The mark that an equation is, or None."""
+    """The mark of an equation; None if the equation is no mark."""
     return eqn.params["mark"] if eqn.primitive is mark_p else None
 
 
 def vmapped(function: Any, batch: Batch, size: int) -> Any:
-    """`function` under the `vmap` of a block; of operands behind the first `size` nothing is mapped."""
+    """`function` under the `vmap` of a block. Only the first `size` operands are mapped."""
 
     def run(*operands: Any) -> list[Any]:
         in_axes = batch.in_axes + (None,) * (len(operands) - size)

@@ -1,15 +1,16 @@
 """Giving every array of a block a name made of its module path, its primitive and a counter.
 
-A name is what a checkpoint policy can hold on to: JAX's own policies see only primitives. The name of an array is
-`module/path:primitive#k`, k counting from 0 in the order of execution; a user's own `checkpoint_name` takes its place.
+A checkpoint policy selects arrays by their names; without names it sees only primitives. The name of an array is
+`module/path:primitive#k`, where k counts from 0 in the order of execution. A user's own `checkpoint_name` replaces it.
 
-Names are given twice. First to what the block computes, so that they do not depend on how it is differentiated. Then, in its
-linearisation, to what the derivative rules compute beside it (the mask of a ReLU, the log-sum-exp of an attention kernel), and
-there a name moves to where its array is made: a rule that reads its own output (exp, tanh, softmax) reads the named array too.
-Without that, JAX would save the named copy and compute the array again for the rule.
+Names are given in two steps. First the arrays of the block itself are named, so that their names do not depend on how the block
+is differentiated. Then the arrays that derivative rules add to its linearisation are named: the mask of a ReLU, the log-sum-exp
+of an attention kernel. In the linearisation each name moves to the equation that computes its array, so that a rule that reads
+its own output (exp, tanh, softmax) reads the named array. Otherwise JAX would save a named copy and recompute the array for
+the rule.
 
-Of what the derivative rules compute there is more the more inputs are differentiated. An array has the name that it has where
-all are: a layer whose input has no gradient names its arrays as the next layer does.
+Derivative rules compute more arrays if more inputs are differentiated. An array always has the name that it has when all inputs
+are differentiated, so a layer whose input has no gradient uses the same names as the next layer.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from remat_jax.core.flow import flagged, has, inner_flags
 from remat_jax.core.walk import inner_jaxprs, interpret, retrace
 from remat_jax.policy import Candidate
 
-# JAX's partial evaluation asks the policy about the equations inside these, in another checkpoint too. What is inside anything
-# else (`while`, kernels) it takes as a whole: only the outputs can be named.
+# JAX's partial evaluation applies the policy to the equations inside these primitives, even inside another checkpoint. Of any
+# other primitive with a body (`while`, kernels) only the outputs can be named.
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2"})
 _CONTROL = frozenset({"scan", "cond", "shard_map"})
-# The two parts of a complex array have its name: together they are that array again.
+# A `complex` equation joins two parts that have the name of the complex array, so its output needs no name.
 _UNNAMED = _CALLS | {"complex"}
 
 
 @dataclass(frozen=True)
 class Named:
-    """A jaxpr with every array named, and what each name stands for.
+    """A jaxpr with every array named, and the array behind each name.
 
     Attributes:
-      made: makes `jaxpr` when it is first asked for.
+      made: returns `jaxpr`; it is called once, when `jaxpr` is first read.
       path: the block's module path.
-      candidates: name → what selectors see of it, in the order of execution.
-      shapes: name → the shape of the array (of a scanned one: in one round).
+      candidates: name → the properties that selectors match, in the order of execution.
+      shapes: name → the shape of the array; inside a scan, its shape in one iteration.
       counts: how many names each `module/path:primitive` has.
-      inputs: for each input of the block's jaxpr its name, None of parameters and keys.
-      values: of a linearisation, which values its names stand for.
+      inputs: for each input of the block's jaxpr its name; None for parameters and keys.
+      values: in a linearisation, the values that its names stand for.
     """
 
     made: Callable[[], Any]
@@ -63,16 +64,16 @@ class Named:
 
     @functools.cached_property
     def jaxpr(self) -> Any:
-        """The closed jaxpr; it computes what the unnamed one computes, bit for bit."""
+        """The closed jaxpr. Its results are bit-equal to those of the unnamed jaxpr."""
         return self.made()
 
 
 def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool]) -> Named:
-    """Name every array that the block `jaxpr` makes, and its inputs.
+    """Name every array that the block `jaxpr` computes, and its inputs.
 
     Args:
       jaxpr: the block as a closed jaxpr.
-      path: the block's module path; it leads every automatic name.
+      path: the block's module path, with which every automatic name begins.
       inputs: for each input of `jaxpr`, whether it is an input of the block (and not a parameter or an RNG key).
     """
     namer = _Namer(path, {}, Counter())
@@ -87,17 +88,17 @@ def name_residuals(jaxpr: Any, path: str, inputs: Sequence[bool]) -> Named:
 
 
 def name_linearised(named: Named, linearised: Any, primals: int, whole: Named | None = None) -> Named:
-    """Name what the derivative rules made, in the jaxpr of `named`'s forward-mode derivative, and move the names it has.
+    """Name the arrays that derivative rules add to the linearisation of `named`, and move the names of its own arrays.
 
     Args:
-      linearised: the closed jaxpr of primals and tangents to both.
-      primals: how many of its inputs are primals; only what depends on nothing else can be kept for a backward pass.
-      whole: the linearisation along all inputs, where this one is along some: equal values have its names.
+      linearised: the closed jaxpr from primals and tangents to outputs and their tangents.
+      primals: how many of its inputs are primals. Only arrays that depend on primals alone can be kept for a backward pass.
+      whole: the linearisation along all inputs, if `linearised` is along some of them: equal values get its names.
     """
     values = _Values() if whole is None else _Values(whole.values)
     namer = _Namer(named.path, named.candidates, Counter((whole or named).counts), values)
-    known = [index < primals for index in range(len(linearised.in_avals))]
-    jaxpr = retrace(linearised, lambda *args: namer.run(linearised, args, (), known))
+    of_primals = [index < primals for index in range(len(linearised.in_avals))]
+    jaxpr = retrace(linearised, lambda *args: namer.run(linearised, args, (), of_primals))
     return namer.finished(jaxpr)
 
 
@@ -112,10 +113,10 @@ def _is_known(eqn: Any, flags: list[bool]) -> bool:
 
 
 class _Values:
-    """Numbers for values: equal for the same operation on equal values. What has a name goes by that.
+    """Numbers the values of a program. The same operation on equal values has the same number. A name numbers its value.
 
     Args:
-      whole: another program's values, whose names equal values take, each once.
+      whole: the values of another program. An equal value takes its name from there; each name is taken once.
     """
 
     def __init__(self, whole: _Values | None = None) -> None:
@@ -124,23 +125,23 @@ class _Values:
         self._left = {} if whole is None else {value: list(names) for value, names in whole.names.items()}
 
     def number(self, *key: Any) -> int:
-        """The number of a value that is described by `key`."""
+        """The number of the value that `key` describes."""
         return self._numbers.setdefault(key, len(self._numbers))
 
     def of_outputs(self, eqn: Any, inputs: Sequence[int]) -> list[int]:
-        """The numbers of an equation's outputs, from those of its inputs."""
+        """The numbers of an equation's outputs, from the numbers of its inputs."""
         params = () if inner_jaxprs(eqn) else tuple((key, _hashable(value)) for key, value in eqn.params.items())
         return [self.number(eqn.primitive.name, place, params, *inputs) for place in range(len(eqn.outvars))]
 
     def of_inner(self, eqn: Any, inputs: Sequence[int], known: Sequence[bool]) -> list[int]:
-        """The numbers of the inputs of a jaxpr inside an equation; of what a loop carries, by their place among the known."""
+        """The numbers of the inputs of a jaxpr inside an equation: the operands' in a call, positions in a loop or branch."""
         if eqn.primitive.name in _CALLS and len(inputs) == len(known):
             return list(inputs)
         places = (place if flag else -1 for place, flag in zip(itertools.accumulate(known), known, strict=True))
         return [self.number(eqn.primitive.name, "inner", place) for place in places]
 
     def name(self, value: tuple[int, str], new: Callable[[], str]) -> str:
-        """The name that a value had, or a new one."""
+        """The next unused name of an equal value in `whole`, or a new name."""
         left = self._left.get(value)
         name = left.pop(0) if left else new()
         self.names.setdefault(value, []).append(name)
@@ -156,7 +157,7 @@ def _hashable(value: Any) -> Any:
 
 
 class _Namer:
-    """Names handed out so far."""
+    """Evaluates jaxprs with the names in them, and records the names given so far."""
 
     def __init__(self, path: str, before: dict[str, Candidate], counts: Counter[str], values: _Values | None = None) -> None:
         self.path = tuple(part for part in path.split("/") if part)
@@ -178,7 +179,7 @@ class _Namer:
     ) -> list[Any]:
         """Evaluate `jaxpr` on `args` with the names in it; `known` says which inputs depend on primals only.
 
-        `numbers` are those of the inputs' values, by place where there are none.
+        `numbers` are the numbers of the inputs' values; without them, inputs are numbered by position.
         """
         given = _given_names(jaxpr)
         fixed = flagged(jaxpr, known, _is_known)
@@ -230,21 +231,21 @@ class _Namer:
         for key, value in inner_jaxprs(eqn).items():
             many = isinstance(value, tuple)
             new = []
-            for one in value if many else (value,):
-                inner = compat.closed(one)
+            for body in value if many else (value,):
+                inner = compat.closed(body)
                 known = inner_flags(eqn, key, inner, flags, _is_known)
                 inside = self.values.of_inner(eqn, numbers, known)
                 with compat.inner_context(eqn):
                     renamed = retrace(inner, lambda *args, j=inner, k=known, n=inside: self.run(j, args, path, k, n))
-                new.append(compat.like(renamed, one))
+                new.append(compat.like(renamed, body))
             changed[key] = tuple(new) if many else new[0]
         return changed
 
     def _relative(self, path: tuple[str, ...]) -> tuple[str, ...]:
-        """`path` inside the block: Linen opens the block's own scope again, twice when it is lifted."""
-        own = self.path[-1] if self.path else ""
+        """`path` relative to the block. Linen opens the block's own scope a second time, and a third time if it is lifted."""
+        block = self.path[-1] if self.path else ""
         for _ in range(2):
-            if path and own and (path[0] == own or path[0].startswith(own + ".")):
+            if path and block and (path[0] == block or path[0].startswith(block + ".")):
                 path = path[1:]
         return path
 
@@ -259,27 +260,27 @@ class _Namer:
         self.candidates.setdefault(candidate.name, candidate)
         self.shapes.setdefault(candidate.name, tuple(value.shape))
         if jnp.iscomplexobj(value):
-            # Kept as two real arrays: JAX rounds what a checkpoint keeps, and cannot round complex numbers.
+            # JAX applies `reduce_precision` to saved arrays, which does not take complex numbers: save two real arrays.
             return lax.complex(*(checkpoint_name(part(value), candidate.name) for part in (lax.real, lax.imag)))
         return checkpoint_name(value, candidate.name)
 
 
 def _given_names(jaxpr: Any) -> dict[Any, list[str]]:
-    """The names that a variable is given in `jaxpr`: its only ones, wherever it is read; a complex one's are on its parts."""
-    found: dict[Any, list[str]] = {}
+    """The names that `jaxpr` gives to each variable; those of a complex variable are on its real and imaginary parts."""
+    names: dict[Any, list[str]] = {}
     for eqn in jaxpr.jaxpr.eqns:
         name = compat.given_name(eqn)
         if name is not None and not hasattr(eqn.invars[0], "val"):
-            found.setdefault(eqn.invars[0], []).append(name)
+            names.setdefault(eqn.invars[0], []).append(name)
     parts: dict[Any, dict[str, list[str]]] = {}
     for eqn in jaxpr.jaxpr.eqns:
-        if eqn.primitive.name in ("real", "imag") and eqn.outvars[0] in found:
-            parts.setdefault(eqn.invars[0], {})[eqn.primitive.name] = found[eqn.outvars[0]]
-    return {var: of["real"] for var, of in parts.items() if of.get("real") == of.get("imag")} | found
+        if eqn.primitive.name in ("real", "imag") and eqn.outvars[0] in names:
+            parts.setdefault(eqn.invars[0], {})[eqn.primitive.name] = names[eqn.outvars[0]]
+    return {var: of["real"] for var, of in parts.items() if of.get("real") == of.get("imag")} | names
 
 
 def _user_named(name: str, producer: Any) -> Candidate:
-    """A user's name on what `producer` makes (None: on an input), so that `@dots` still finds a named dot."""
+    """A user's name on an output of `producer` (None: on an input). It keeps the primitive, so `@dots` selects a named dot."""
     if producer is None:
         return Candidate(name, "name", user_named=True)
     return Candidate(name, producer.primitive.name, has_batch_dims=_has_batch_dims(producer), user_named=True)

@@ -1,10 +1,10 @@
-"""A clear refusal of what JAX cannot differentiate twice: a gradient through an offload, in reverse mode.
+"""A clear error when a gradient through an offload is differentiated in reverse mode again, which JAX cannot do.
 
-Forward over reverse works, and so does any forward mode. Reverse over reverse, and reverse over forward, end in JAX's
-transposition of a `device_put` between memories with «Expected cotangent type float32[…] but got float32<host>[…]», raised far
-from whoever can help. So the derivatives that enter and leave an offloading block pass an identity that knows how often it was
-differentiated: a first derivative may be transposed, and the transposition of a second one, which is where a second backward
-pass meets the block first, says what is wrong.
+Forward over reverse works, and so does any forward mode. Reverse over reverse and reverse over forward fail where JAX
+transposes a `device_put` between memories: «Expected cotangent type float32[…] but got float32<host>[…]», which does not name
+the cause. So the derivatives that enter and leave an offloading block pass through an identity that counts how often it was
+differentiated. A first derivative may be transposed. Transposing a second derivative is the first thing that a second backward
+pass does in the block, and raises our error.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _TWICE = 2
 
 
 def transposed_once(derivative: Any) -> Any:
-    """A tangent that enters or leaves an offloading block: in one backward pass its cotangent goes the other way."""
+    """`derivative`, a tangent at the border of an offloading block, which may be transposed once."""
     return once_p.bind(derivative, order=1)
 
 
 def transposed_no_more(derivative: Any) -> Any:
-    """A derivative through an offload that a backward pass or forward mode results in: it is not transposed at all."""
+    """`derivative`, a result of a backward pass or of forward mode through an offload, which may not be transposed."""
     return once_p.bind(derivative, order=_TWICE) if jnp.issubdtype(derivative.dtype, jnp.inexact) else derivative
 
 

@@ -1,4 +1,4 @@
-"""Where a value of a jaxpr comes from: back through calls, scans, casts and ties to the equation that made it."""
+"""Where a value of a jaxpr comes from: back through calls, scans, casts and ties to the equation that computed it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from remat_jax import compat
 from remat_jax.core.shared import is_taken, offloaded_name
 from remat_jax.core.walk import inner_jaxprs
 
-# What hands an array on unchanged: to the host, past a barrier, rounded to its own precision.
+# Primitives that return the same array: on the host, behind a barrier, rounded to its own precision.
 _SAME = frozenset(
     {"device_put", "reduce_precision", "copy", "optimization_barrier", "mul_identity", "stop_gradient", "shared_input_choice"}
 )
@@ -22,17 +22,16 @@ _CALLS = frozenset(
 
 @dataclass(frozen=True)
 class Origin:
-    """The maker of an array.
+    """The origin of an array.
 
     Attributes:
       key: equal for values that are the same array.
-      kind: `argument`, `constant`, `named` (a residual name), `carry` (what a scan hands from round to round, stacked),
-        or `equation`.
-      name: the residual name; for what has none, `module/path:primitive`.
+      kind: `argument`, `constant`, `named` (it has a residual name), `carry` (the stacked carry of a scan), or `equation`.
+      name: the residual name; without one, `module/path:primitive`.
       source: the user's source line.
-      scanned: whether it was stacked by a scan.
-      layers: the layers it was made for, where a policy is for some layers only.
-      aliases: other residual names that the same array has: a block's input is often the output of the block before it.
+      scanned: whether a scan stacked it.
+      layers: the layers that the array belongs to, if a policy is for some layers only.
+      aliases: other residual names of the same array: a block's input is often the output of the previous block.
     """
 
     key: Any
@@ -45,7 +44,7 @@ class Origin:
 
 
 def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
-    """The origin of `atom`, a variable or literal of the open `jaxpr`, which stands in the scopes `outer` and for `layers`."""
+    """The origin of `atom`, a variable or literal of the open `jaxpr`. That jaxpr is in the scopes `outer`, for `layers`."""
     makers = _makers(jaxpr)
     while not hasattr(atom, "val"):
         if atom in jaxpr.invars:
@@ -62,32 +61,32 @@ def origin(jaxpr: Any, atom: Any, outer: tuple[str, ...] = (), layers: range | N
             under = origin(jaxpr, eqn.invars[0], outer, layers)
             aliases = (under.name, *under.aliases) if under.kind == "named" else ()
             if aliases and ":custom_jvp_call#" in name:
-                # What a checkpoint gives has its name inside: the one around it knows only that it is called.
+                # An output of a checkpointed block is named inside it; the name outside says only `custom_jvp_call`.
                 return replace(under, key=atom, layers=under.layers or here, aliases=(name, *under.aliases))
             return Origin(atom, "named", name, _source(makers.get(eqn.invars[0]), eqn), layers=here, aliases=aliases)
         if eqn.primitive.name in _SAME or _divides_a_stack(eqn):
             atom = eqn.invars[index]
         elif eqn.primitive.name in _CALLS:
-            found = _through_call(eqn, index, outer + compat.scopes(eqn), here)
-            if found.kind != "argument":
-                return replace(found, key=(atom, found.key))
-            atom = eqn.invars[found.key[1]]
+            inner = _through_call(eqn, index, outer + compat.scopes(eqn), here)
+            if inner.kind != "argument":
+                return replace(inner, key=(atom, inner.key))
+            atom = eqn.invars[inner.key[1]]
         elif eqn.primitive.name == "scan":
-            found = _through_scan(eqn, index, outer + compat.scopes(eqn), here)
-            if found.kind != "argument":
-                return replace(found, key=(atom, found.key), scanned=found.scanned or _is_stacked(eqn, index))
-            atom = eqn.invars[found.key[1]]
+            inner = _through_scan(eqn, index, outer + compat.scopes(eqn), here)
+            if inner.kind != "argument":
+                return replace(inner, key=(atom, inner.key), scanned=inner.scanned or _is_stacked(eqn, index))
+            atom = eqn.invars[inner.key[1]]
         else:
             return _made_here(eqn, atom, outer + compat.scopes(eqn), here)
     return Origin(("literal", id(atom)), "constant", "literal")
 
 
-# By jaxpr, for as long as it lives.
+# Open jaxpr → the result of `_makers`.
 _known_makers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def _makers(jaxpr: Any) -> dict[Any, Any]:
-    """By variable, the equation of the open `jaxpr` that computes it."""
+    """Variable → the equation of the open `jaxpr` that computes it."""
     if jaxpr not in _known_makers:
         _known_makers[jaxpr] = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     return _known_makers[jaxpr]
@@ -98,12 +97,12 @@ def _source(producer: Any, eqn: Any) -> str:
 
 
 def _is_unread_slice(eqn: Any) -> bool:
-    """Whether an equation cuts a stack for a scan over some layers, whose rows are read in the stack (`rows`): dead code."""
+    """Whether an equation slices a stack for a scan over some layers. It is dead code: rows are read from the stack itself."""
     return eqn.primitive.name == "slice" and compat.layers_of(eqn) is not None
 
 
 def _divides_a_stack(eqn: Any) -> bool:
-    """Whether an equation divides a stack into groups of rounds, for a scan over some layers: the same array."""
+    """Whether an equation reshapes a stack into groups for a scan over some layers, which leaves the array the same."""
     if eqn.primitive.name != "reshape" or compat.layers_of(eqn) is None:
         return False
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
@@ -111,7 +110,7 @@ def _divides_a_stack(eqn: Any) -> bool:
 
 
 def _is_stacked(scan: Any, index: int) -> bool:
-    """Whether an output of a scan has a row for each round: what is carried out of it is that of the last."""
+    """Whether an output of a scan has a row for each iteration, unlike the final carry."""
     _, carry = compat.scan_layout(scan)
     return index >= carry
 
@@ -122,32 +121,32 @@ def _through_call(eqn: Any, index: int, path: tuple[str, ...], layers: range | N
 
 
 def _made_here(eqn: Any, atom: Any, path: tuple[str, ...], layers: range | None) -> Origin:
-    """An output of an equation; of a `cond`, the names in its branches: one output has what each keeps, of one shape."""
+    """The origin of an equation's output. An output of a `cond` has the names from all its branches."""
     branches = eqn.params["branches"] if eqn.primitive.name == "cond" else ()
     bodies = [compat.closed(one).jaxpr for one in branches]
-    made = [origin(body, body.outvars[eqn.outvars.index(atom)], path, layers) for body in bodies]
-    named = [one for one in made if one.kind == "named"]
+    origins = [origin(body, body.outvars[eqn.outvars.index(atom)], path, layers) for body in bodies]
+    named = [source for source in origins if source.kind == "named"]
     if named:
-        names = dict.fromkeys(name for one in named for name in (one.name, *one.aliases))
+        names = dict.fromkeys(name for source in named for name in (source.name, *source.aliases))
         return replace(named[0], key=(atom, named[0].key), aliases=tuple(names)[1:])
     return Origin(atom, "equation", f"{'/'.join(path)}:{eqn.primitive.name}", compat.source_line(eqn), layers=layers)
 
 
 def _through_scan(eqn: Any, index: int, path: tuple[str, ...], layers: range | None) -> Origin:
-    """The origin of an output of a scan: made in its body, carried, or a constant or row that it was given."""
+    """The origin of an output of a scan: computed in its body, carried, or one of its constants or rows."""
     body = compat.closed(eqn.params["jaxpr"]).jaxpr
     consts, carry = compat.scan_layout(eqn)
-    found = origin(body, body.outvars[index], path, layers)
-    if found.kind != "argument":
-        return found
-    operand = found.key[1]
+    inner = origin(body, body.outvars[index], path, layers)
+    if inner.kind != "argument":
+        return inner
+    operand = inner.key[1]
     if consts <= operand < consts + carry:
         name = f"{'/'.join(path) or 'scan'}:carry#{operand - consts}"
         return Origin(("carry", operand), "carry", name, compat.source_line(eqn), layers=layers)
-    return found
+    return inner
 
 
 def is_on_host(atom: Any) -> bool:
-    """Whether a variable of a jaxpr lives in host memory."""
+    """Whether a variable of a jaxpr is in host memory."""
     space = getattr(atom.aval, "memory_space", None)
     return getattr(space, "name", str(space)).lower().endswith("host")

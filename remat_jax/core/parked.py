@@ -1,9 +1,9 @@
-"""The residuals of a tied block, with those of its inputs that a policy offloads parked in host memory.
+"""The residuals of a tied block, where a copy in host memory replaces each input that the policy offloads.
 
-An input may turn out to be read by other blocks, too, and then it stays on the device (`graph.shared`). So it is not JAX's
-policy that offloads it, which decides while the block is traced, but the tie: the block keeps its input, and here a copy on the
-host takes its place among the residuals. Where other blocks may still come, the array itself is a `spare` beside it, and the
-backward pass takes one of the two.
+Other blocks may read the same input, and then it stays on the device (`core.shared`). JAX's policy cannot offload it: it
+decides while the block is traced, before the other readers are known. So the block keeps its input, and the tie replaces it
+among the residuals by a copy on the host. If more readers may follow, the array itself becomes a `spare`, and the backward pass
+reads one of the two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from remat_jax.core.shared import Reading, choice
 
 @dataclass(frozen=True)
 class Offer:
-    """An input that a policy offloads: its place among the inputs, its residual name, and who reads it."""
+    """An input that a policy offloads: its place among the inputs, its residual name, and its readers."""
 
     place: int
     name: str
@@ -29,7 +29,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a parked input among the residuals, and who reads it; None where it is known to leave the device."""
+    """The place of a parked input among the residuals, and its readers; None if it surely leaves the device."""
 
     place: int
     reading: Reading | None
@@ -37,13 +37,13 @@ class Slot:
 
 @dataclass
 class Residuals:
-    """What a block's linear function reads, each array once.
+    """The arrays that a block's linear function reads, each once.
 
     Attributes:
-      values: the arrays; parked inputs are on the host.
-      kept: the same before inputs were parked, as the linear function takes them.
+      values: the arrays, with parked inputs on the host.
+      kept: the same arrays before parking, as the linear function takes them.
       slots: the parked inputs.
-      spares: for each slot with a reading, the array itself.
+      spares: for each slot with a reading, the input on the device.
       linear: the linear function of `kept` and the tangents.
     """
 
@@ -55,11 +55,11 @@ class Residuals:
 
 
 def residuals_of(linear: Any, primals: Sequence[Any], offers: Sequence[Offer], *, waits: bool) -> Residuals:
-    """The residuals of `linear`, what `jax.linearize` gives of a block at `primals`.
+    """The residuals of `linear`, the linear function of a block at `primals` from `jax.linearize`.
 
     Args:
-      offers: the inputs to park, as far as they are residuals and no other block is known to read them.
-      waits: whether other blocks may still come.
+      offers: the inputs to park. An input that is no residual, or that another block is known to read, is not parked.
+      waits: whether more readers may follow.
     """
     leaves, treedef = jax.tree.flatten(linear)
     places: dict[int, int] = {}
@@ -86,7 +86,7 @@ def residuals_of(linear: Any, primals: Sequence[Any], offers: Sequence[Offer], *
 
 
 def back_on_device(residuals: Sequence[Any], slots: Sequence[Slot], spares: Sequence[Any]) -> list[Any]:
-    """`residuals` as the linear function takes them: a spare where there is one, and what is parked fetched."""
+    """`residuals` as the linear function takes them: each parked input is replaced by its spare, or fetched from the host."""
     filled, waiting = list(residuals), iter(spares)
     for slot in slots:
         if slot.reading is not None:
@@ -97,6 +97,6 @@ def back_on_device(residuals: Sequence[Any], slots: Sequence[Slot], spares: Sequ
 
 
 def staying_spares(slots: Sequence[Slot], spares: Sequence[Any]) -> dict[int, Any]:
-    """Of the parked inputs those that stay on the device after all: their place → the array."""
+    """The parked inputs that stay on the device because other blocks read them: place among the residuals → array."""
     waiting = [slot for slot in slots if slot.reading is not None]
     return {slot.place: spare for slot, spare in zip(waiting, spares, strict=True) if slot.reading and slot.reading.stays()}

@@ -31,7 +31,7 @@ def _products(eqn: Any, contracting: Any) -> int:
 
 
 def _ragged(eqn: Any) -> int:
-    """Of products in groups: each row belongs to one group, so that there are as many as in one product."""
+    """The operations of a grouped product. Each row belongs to one group, so they are as many as in a single product."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracting, _), _ = numbers.dot_dimension_numbers
     groups = eqn.invars[2].aval.shape[-1] if set(numbers.lhs_ragged_dimensions) & set(contracting) else 1

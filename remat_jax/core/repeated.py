@@ -1,7 +1,7 @@
-"""Identical layers, named and linearised once: the other layers take both, with their own module path in the names.
+"""Identical layers are named and linearised once. The other layers reuse both, with their own module path in the names.
 
-Two blocks are identical if their jaxprs are, but for the module path. The first of them goes through `naming`. The others get
-its jaxprs with the names exchanged, which traces nothing.
+Two blocks are identical if their jaxprs differ only in the module path. The first block goes through `naming`. Later blocks get
+its jaxprs with the names replaced; nothing is traced again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from remat_jax.core.walk import inner_jaxprs
 from remat_jax.policy import Candidate
 
 _MOST = 64
-"""First layers that are remembered, the last ones used."""
+"""How many first layers are remembered: those used last."""
 
 Linearise = Callable[[Named], Named]
 
@@ -30,9 +30,9 @@ class FirstLayer:
 
     Attributes:
       original: its jaxpr.
-      asked: its inputs, JAX's settings and the source line: an identical block has the same.
+      asked: its inputs, JAX's settings and the source line; an identical block has equal ones.
       named: its jaxpr with names.
-      kept: what its backward pass reads, by what a policy keeps; all in names of the first layer.
+      kept: the names that its backward pass reads, by the names that a policy keeps; all are names of the first layer.
     """
 
     original: Original
@@ -47,12 +47,12 @@ class FirstLayer:
         return self.asked == asked and self.original.is_like(jaxpr, (self.named.path, path))
 
     def linearised(self, key: Any, linearise: Linearise) -> Named | None:
-        """`linearise(self.named)`, once for each `key`; None where a derivative rule closes over arrays of one block."""
+        """`linearise(self.named)`, once for each `key`; None if a derivative rule closes over arrays of a single block."""
         if key not in self._linearised:
-            made = linearise(self.named)
-            if holds_arrays(made.jaxpr):
+            linearised = linearise(self.named)
+            if holds_arrays(linearised.jaxpr):
                 return None
-            self._linearised[key] = made
+            self._linearised[key] = linearised
         return self._linearised[key]
 
     def keeping(self, names: frozenset[str], key: Any) -> Any:
@@ -68,45 +68,48 @@ class NamedBlock:
 
     Attributes:
       named: the block's jaxpr with names.
-      first: the first of the blocks that are identical, maybe this one.
+      first: the first of the identical blocks, maybe this block itself.
     """
 
     named: Named
     first: FirstLayer
 
     def linearised(self, key: Any, linearise: Linearise) -> Named:
-        """`linearise(self.named)`: that of the first block, renamed, if there is one for an equal `key`."""
-        found = self.first.linearised(key, linearise)
-        return linearise(self.named) if found is None else self._renaming(found.candidates).named(found)
+        """`linearise(self.named)`, where possible by renaming the first block's linearisation for an equal `key`."""
+        of_first = self.first.linearised(key, linearise)
+        return linearise(self.named) if of_first is None else self._renaming(of_first.candidates).named(of_first)
 
     def keeping(self, names: Set[str], key: Any, linearise: Linearise) -> Any:
-        """The closed jaxpr of the linearisation with these names only: what no policy keeps needs none."""
-        found = self.first.linearised(key, linearise)
-        if found is None:
+        """The closed jaxpr of the linearisation with these names only: arrays that the policy does not keep need no name."""
+        of_first = self.first.linearised(key, linearise)
+        if of_first is None:
             return keep_names(linearise(self.named), names)
-        renaming = self._renaming(found.candidates)
+        renaming = self._renaming(of_first.candidates)
         return renaming.jaxpr(self.first.keeping(frozenset(map(renaming.before, names)), key))
 
     def kept(self, key: tuple[Any, ...], linearised: Named, find: Callable[[], frozenset[str] | None]) -> frozenset[str] | None:
-        """`find()`, names of this block's linearisation: once for identical blocks and an equal `key`, which has such names."""
+        """`find()`, computed once for all identical blocks with an equal `key`.
+
+        Both the result and the sets in `key` are names of this block's linearisation.
+        """
         back = _Renaming(self.named.path, self.first.named.path, linearised.candidates)
         key = tuple(frozenset(map(back.after, part)) if isinstance(part, frozenset) else part for part in key)
         if key not in self.first.kept:
-            found = find()
-            self.first.kept[key] = None if found is None else frozenset(map(back.after, found))
-        known = self.first.kept[key]
-        return None if known is None else frozenset(map(back.before, known))
+            names = find()
+            self.first.kept[key] = None if names is None else frozenset(map(back.after, names))
+        of_first = self.first.kept[key]
+        return None if of_first is None else frozenset(map(back.before, of_first))
 
     def _renaming(self, candidates: Mapping[str, Candidate]) -> _Renaming:
         return _Renaming(self.first.named.path, self.named.path, candidates)
 
 
-# The last ones that were used, the latest last. Never changed, only replaced.
+# The latest used layer comes last. The tuple is replaced, never changed, so that threads can share it.
 _first_layers: tuple[FirstLayer, ...] = ()
 
 
 def name_block(jaxpr: Any, path: str, inputs: Sequence[bool]) -> NamedBlock:
-    """The block `jaxpr` with its residuals named; with the names of an identical block, if there was one.
+    """The block `jaxpr` with its residuals named. An identical earlier block is reused.
 
     Args:
       jaxpr: the block as a closed jaxpr.
@@ -127,22 +130,22 @@ def name_block(jaxpr: Any, path: str, inputs: Sequence[bool]) -> NamedBlock:
 
 
 class _Renaming:
-    """The names and scopes of a block at one module path, as those of an identical block at another.
+    """Moves the names and scopes of a block to the module path of an identical block.
 
     Args:
       path, new_path: the two paths.
-      candidates: the names there are; those that a user gave stay.
+      candidates: the block's names. Names that a user gave do not change.
     """
 
     def __init__(self, path: str, new_path: str, candidates: Mapping[str, Candidate]) -> None:
         self._paths = path, new_path
-        own = (name for name, one in candidates.items() if not one.user_named) if path != new_path else ()
-        self._names = {name: self._moved(name) for name in own}
+        automatic = (name for name, candidate in candidates.items() if not candidate.user_named) if path != new_path else ()
+        self._names = {name: self._moved(name) for name in automatic}
         self._scopes = functools.cache(lambda stack: compat.moved_scopes(stack, path, new_path))
         self._seen: dict[int, tuple[Any, Any]] = {}
 
     def before(self, name: str) -> str:
-        """The first block's name for a `name` of this one."""
+        """The first block's name for this block's `name`."""
         path, new_path = self._paths
         before = path + name[len(new_path) :]
         return before if self._names.get(before) == name else name
@@ -158,7 +161,7 @@ class _Renaming:
         return Named(lambda: self.jaxpr(named.jaxpr), self._paths[1], candidates, shapes, counts, inputs)
 
     def jaxpr(self, jaxpr: Any) -> Any:
-        """The closed or open `jaxpr` with the other names; itself where it has none."""
+        """The closed or open `jaxpr` with the new names; the same object if nothing changes."""
         if self._paths[0] == self._paths[1]:
             return jaxpr
         if id(jaxpr) not in self._seen:
@@ -170,7 +173,7 @@ class _Renaming:
         return new_path + name[len(path) :]
 
     def after(self, name: str) -> str:
-        """This block's name for a `name` of the first one."""
+        """This block's name for the first block's `name`."""
         return self._names.get(name, name)
 
     def _equation(self, eqn: Any) -> Any:
@@ -180,10 +183,10 @@ class _Renaming:
 
 
 def keep_names(named: Named, names: Set[str]) -> Any:
-    """The closed jaxpr of `named` without the automatic names of what it computes, but for `names`.
+    """The closed jaxpr of `named`, where arrays inside the block lose their automatic names except `names`.
 
-    Names that users give may be for policies of their own. Names of inputs and outputs stay: what is between two blocks is
-    kept without a policy, and goes by them.
+    Names that users gave stay, because their own policies may use them. Names of inputs and outputs stay, because arrays
+    between two blocks are kept without a policy and are reported by these names.
     """
     outputs = {atom for atom in named.jaxpr.jaxpr.outvars if not hasattr(atom, "val")}
     of_outputs = {compat.given_name(eqn) for eqn in named.jaxpr.jaxpr.eqns if outputs.intersection(eqn.outvars)}
@@ -212,7 +215,7 @@ def keep_names(named: Named, names: Set[str]) -> Any:
 
 
 def _changed_bodies(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The jaxprs among the parameters of `eqn` that `change` changes."""
+    """The parameters of `eqn` that are jaxprs and that `change` changes, with their new values."""
     changed = {}
     for key, value in inner_jaxprs(eqn).items():
         many = value if isinstance(value, tuple) else (value,)

@@ -1,4 +1,4 @@
-"""Finding the `jax.checkpoint` regions that a traced function already has, and running each with another policy."""
+"""Finding the existing `jax.checkpoint` regions of a traced function, and running each under another policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remat_jax.core.shared import note_fixed
 from remat_jax.core.walk import inner_jaxprs, interpret, retrace
 from remat_jax.errors import UnsupportedError
 
-# What only looks at an array from another side: a parameter stays a parameter through these.
+# Views of an array: a view of a parameter counts as a parameter.
 _VIEWS = frozenset(
     {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "reshape", "rev", "slice", "squeeze", "transpose"}
 )
@@ -25,14 +25,14 @@ def _is_view(eqn: Any, flags: list[bool]) -> bool:
 
 
 RunRegion = Callable[[Any, str, list[bool], list[Any], bool], list[Any]]
-"""`run(body, path, inputs, values, looped)`: evaluate a region; `inputs` says which values `@inputs` means."""
+"""`run(body, path, inputs, values, looped)`: evaluate a region; `inputs` says which values `@inputs` selects."""
 
 
 def rewrite(jaxpr: Any, args: Sequence[Any], run: RunRegion) -> list[Any]:
-    """Evaluate the closed `jaxpr` on `args` with `run` in place of every checkpoint region, at any depth.
+    """Evaluate the closed `jaxpr` on `args`, where `run` evaluates every checkpoint region, at any depth.
 
-    A value that the function was given, or that is only a view of such a value (a slice, a cast, a row of a scanned stack), is
-    a parameter of the region; a value that was computed is an input of it. What all rounds of a scan read is noted (`shared`).
+    A region's operand is a parameter if it is an argument of the function or a view of one (a slice, a cast, a row of a scanned
+    stack). A computed operand is an input of the region. Arrays that all iterations of a scan read are recorded (`shared`).
 
     Raises:
       UnsupportedError: a region has been differentiated already.
@@ -47,17 +47,17 @@ class _Rewriter:
     def evaluate(
         self, jaxpr: Any, args: Sequence[Any], given: Sequence[bool], path: tuple[str, ...], fixed: Sequence[bool] | None
     ) -> list[Any]:
-        """Evaluate `jaxpr`, which stands in the scopes `path`.
+        """Evaluate `jaxpr`, whose scopes are `path`.
 
         Args:
-          given: for each input, whether the function was given it.
-          fixed: in a loop, for each input whether all rounds have the same; None outside of loops.
+          given: for each input, whether it is an argument of the function or a view of one.
+          fixed: in a loop, for each input whether it is the same array in all iterations; None outside loops.
         """
-        known = flagged(jaxpr, given, _is_view)
+        parameters = flagged(jaxpr, given, _is_view)
         same = None if fixed is None else flagged(jaxpr, fixed, _is_of_these_only)
 
         def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-            flags = [has(atom, known) for atom in eqn.invars]
+            flags = [has(atom, parameters) for atom in eqn.invars]
             kept = None if same is None else [has(atom, same) for atom in eqn.invars]
             here = path + compat.scopes(eqn)
             body = region_body(eqn)
@@ -98,9 +98,9 @@ def _is_of_these_only(eqn: Any, flags: list[bool]) -> bool:
 
 
 def _fixed_inside(eqn: Any, key: str, inner: Any, same: list[bool] | None) -> list[bool] | None:
-    """For each input of `inner`, the parameter `key` of `eqn`, whether it is the same array in all rounds of the loops around.
+    """For each input of `inner`, the parameter `key` of `eqn`: whether it is the same array in all iterations around it.
 
-    A scan's constants are; what it carries and its rows are not. None outside of loops.
+    The constants of a scan are; its carry and rows are not. None outside loops.
     """
     name = eqn.primitive.name
     if name == "scan":
@@ -116,7 +116,7 @@ _leaving_blocks: ContextVar[bool] = ContextVar("leaving_blocks", default=False)
 
 @contextlib.contextmanager
 def leaving_blocks() -> Iterator[None]:
-    """While this holds, blocks that an enclosing `checkpoint_blocks` has given a policy are no regions."""
+    """Inside this context, blocks that already have a policy from an enclosing `checkpoint_blocks` do not count as regions."""
     token = _leaving_blocks.set(True)
     try:
         yield
@@ -125,10 +125,10 @@ def leaving_blocks() -> Iterator[None]:
 
 
 def region_body(eqn: Any) -> Any | None:
-    """The body of `eqn` if it is a checkpoint region (one that is tied to the schedule as well), else None.
+    """The body of `eqn` if it is a checkpoint region, tied or not; else None.
 
     Raises:
-      UnsupportedError: the region has been differentiated already, so that its policy has been spent.
+      UnsupportedError: the region has been differentiated already, so a new policy would have no effect.
     """
     if compat.is_block(eqn):
         if _leaving_blocks.get() and compat.replaces_checkpoints(eqn) is not None:
@@ -149,9 +149,9 @@ def region_body(eqn: Any) -> Any | None:
 
 
 def contains_region(eqn: Any) -> bool:
-    """Whether a checkpoint region stands inside `eqn` where the policy still matters."""
+    """Whether there is a checkpoint region inside `eqn` on which a policy has an effect."""
     if eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")):
-        # JAX differentiates these by their own rules: what stands inside is never partially evaluated.
+        # JAX differentiates these by their own rules and never partially evaluates their bodies.
         return False
     return any(
         region_body(one) is not None or contains_region(one)
@@ -162,7 +162,7 @@ def contains_region(eqn: Any) -> bool:
 
 
 def count_regions(jaxpr: Any) -> int:
-    """How many checkpoint regions `jaxpr` has, a scanned one counted once."""
+    """How many checkpoint regions `jaxpr` has. A region inside a scan counts once."""
     total = 0
     for eqn in jaxpr.jaxpr.eqns:
         if region_body(eqn) is not None:

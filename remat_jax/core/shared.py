@@ -1,11 +1,11 @@
 """Arrays that several blocks read: a mask, positions, an encoder's output.
 
-Such an array is alive from its first reader to the last one's backward pass whatever any of them does with it, so that sending
-it to the host frees nothing and fetching it once for each block costs the time of as many copies. It stays on the device.
+Such an array stays on the device. It is alive from its first reader until the backward pass of its last reader, so offloading
+it frees nothing, and each block would spend the time of a copy to fetch it.
 
-Whether another block will read an array is not known while the first block is traced. What is known at that time goes into a
-`Reading`, and where the answer must wait the backward pass is given both the array and its copy on the host (`choice_p`); the
-backward pass is traced when all blocks are known, and takes one of the two. The compiler drops the other.
+While the first block is traced, it is not known whether another block will read the array. A `Reading` counts the readers so
+far. If more may follow, the backward pass gets both the array and its copy on the host (`choice_p`). The backward pass is
+traced when all blocks are known, and reads one of the two; the compiler drops the other.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Reading:
     """The blocks that read one array.
 
     Attributes:
-      aval: its type.
+      aval: the array's type.
       blocks: how many blocks read it.
-      in_every_round: whether a block in a loop reads it from outside the loop: the same array in every round.
-      name: its residual name in the first block whose policy offloads it; empty where no policy does.
+      in_every_round: whether a block in a loop reads it from outside the loop, so that every iteration reads the same array.
+      name: its residual name in the first block whose policy offloads it; empty if no policy does.
     """
 
     aval: Any
@@ -43,63 +43,63 @@ class Reading:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several blocks, or rounds of a loop, read it, as far as is known now."""
+        """Whether several blocks, or several iterations of a loop, are known to read it by now."""
         return self.in_every_round or self.blocks > 1
 
     @property
     def left(self) -> bool:
-        """Whether a backward pass has taken it from the host already."""
+        """Whether a backward pass has read it from the host already."""
         return self._stays is False
 
     def stays(self) -> bool:
-        """Whether it stays on the device; the first answer holds."""
+        """Whether it stays on the device. The first answer is final."""
         if self._stays is None:
             self._stays = self.is_shared
         return self._stays
 
 
-# By the id of an array and that of the program that reads it. An entry goes with its array, so that no trace is kept alive.
+# (id of an array, id of the program that reads it) → its reading. An entry dies with its array, so no trace is kept alive.
 _readings: dict[tuple[int, int], tuple[weakref.ref[Any], Reading]] = {}
 _collected: ContextVar[list[Reading] | None] = ContextVar("collected", default=None)
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[list[Reading]]:
-    """While this holds, every array that a block reads is entered in the list once."""
-    found: list[Reading] = []
-    token = _collected.set(found)
+    """Collects the reading of every array that a block reads inside this context, each once."""
+    collected: list[Reading] = []
+    token = _collected.set(collected)
     try:
-        yield found
+        yield collected
     finally:
         _collected.reset(token)
 
 
 def readings(values: Sequence[Any], names: Sequence[str | None]) -> dict[int, Reading]:
-    """Note that a block reads those of `values` that have a name: place → who reads it. Empty where ops run one by one."""
+    """Record that a block reads the `values` that have a name: index → reading. Empty if JAX runs op by op."""
     if not compat.is_staging():
         return {}
-    found: dict[int, Reading] = {}
+    by_place: dict[int, Reading] = {}
     counted: set[int] = set()
     for place, (value, name) in enumerate(zip(values, names, strict=True)):
         if name is None or not getattr(value, "ndim", 0):
             continue
-        found[place] = reading = _reading(value)
+        by_place[place] = reading = _reading(value)
         if id(value) not in counted:
             counted.add(id(value))
             reading.blocks += 1
             reading.in_every_round |= compat.is_fixed_in_loops(value)
-    return found
+    return by_place
 
 
 def note_fixed(values: Sequence[Any]) -> None:
-    """Note that blocks in a loop read the same `values` in every round."""
+    """Record that blocks in a loop read the same `values` in every iteration."""
     for value in values:
         if getattr(value, "ndim", 0):
             _reading(value).in_every_round = True
 
 
 def note_loop_inputs(eqn: Any, body_inputs: Sequence[Any]) -> None:
-    """Note which inputs of the body of the loop `eqn` are the same in every round, where the body is traced again."""
+    """Record which inputs of a loop's body are the same in every iteration, when the body of the loop `eqn` is traced again."""
     if eqn.primitive.name == "scan":
         note_fixed(body_inputs[: compat.scan_layout(eqn)[0]])
 
@@ -121,28 +121,29 @@ def _forget(key: tuple[int, int], _: Any) -> None:
 
 
 def staying(read: Mapping[int, Reading]) -> frozenset[int]:
-    """The places of arrays that several blocks read, as far as is known now."""
+    """The indices of arrays that several blocks are known to read by now."""
     return frozenset(place for place, reading in read.items() if reading.is_shared)
 
 
-# An array that the backward pass may be given, `on_host` or as it is: its value. The `reading` says which of the two is taken.
+# The identity, on each of the two arrays that a backward pass may read: the one `on_host` or the one on the device.
+# The `reading` decides between them.
 choice_p = jex.Primitive("shared_input_choice")
 
 
 def choice(value: Any, name: str, reading: Reading, *, on_host: bool) -> Any:
-    """`value`, marked as what the backward pass reads where the array `name` is offloaded (`on_host`) or where it stays."""
+    """`value`, marked as the array to read if the array `name` is offloaded (`on_host`), or if it stays on the device."""
     return choice_p.bind(value, name=name, reading=reading, on_host=on_host)
 
 
 def is_taken(eqn: Any) -> bool | None:
-    """Whether the backward pass reads the choice that `eqn` is; None of any other equation."""
+    """Whether the backward pass reads the output of the choice `eqn`; None if `eqn` is no choice."""
     if eqn.primitive is not choice_p:
         return None
     return bool(eqn.params["reading"].stays() != eqn.params["on_host"])
 
 
 def offloaded_name(eqn: Any) -> str | None:
-    """The residual name of what `eqn` chooses to offload; None of any other equation."""
+    """The residual name of the array that the choice `eqn` offloads; None if `eqn` is no such choice."""
     return eqn.params["name"] if eqn.primitive is choice_p and eqn.params["on_host"] else None
 
 

@@ -1,4 +1,4 @@
-"""Reading a row of a stack where it is used, so that no copy of it is kept: neither the row nor a slice of the stack."""
+"""Reading a row from its stack where the row is used, so that neither the row nor a slice of the stack is kept."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from jax.interpreters import ad, batching, mlir
 
 @dataclass(frozen=True)
 class StackRow:
-    """Where a value that is a row of a stack can be read again.
+    """The stack and the index from which a value can be read again.
 
     Attributes:
-      stack: the stack, which lives anyway; no gradient is taken of it.
-      index: which row.
+      stack: the stack, which is alive in any case. Gradients flow through the row, not through the stack.
+      index: the index of the row.
     """
 
     stack: Any
     index: Any
 
 
-# `(row, stack, index)` → the row, read from the stack. Its derivative is that of `row`, to any order, so that the gradients of
-# a scan's rows come out as those of any scan: stacked, and not added up in an array as large as the stack, round by round.
-# The value of `row` is not used, and what made it is dead code for the compiler.
+# `(row, stack, index)` → the row, read from the stack. Its derivatives, of any order, are with respect to `row`. So the
+# gradients of a scan's rows are stacked as in any scan, instead of added in every iteration to an array as large as the stack.
+# The value of `row` is not used: the compiler drops its computation as dead code.
 read_row_p = jex.Primitive("read_row")
 
 
 def read_row(row: Any, stack: Any, index: Any) -> Any:
-    """`row`, whose value is `stack[index]`, read there."""
+    """`stack[index]`, differentiated as `row`."""
     return read_row_p.bind(row, stack, index)
 
 
@@ -47,7 +47,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
 def _batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
     row, stack, index = args
     if dims[1] is None or dims[2] is not None:
-        # The value of `row` is right as well.
+        # `row` itself has the right value.
         return row, dims[0]
     size = stack.shape[dims[1]]
     row = jnp.broadcast_to(row, (size, *row.shape)) if dims[0] is None else jnp.moveaxis(row, dims[0], 0)

@@ -1,14 +1,16 @@
-"""Linking consecutive tied blocks, so that the copies of one run while the next one computes.
+"""Linking consecutive tied blocks, so that the copies of one block run while the next block computes.
 
-A block that is tied to its own place (`ties`) waits for its copies to the host at its own end, and starts to fetch when its own
-backward pass is entered: of its copies only the rest of its own compute runs meanwhile. A linked block waits for the copies of
-the block before it instead, and entering its backward pass starts the fetch of the block before it.
+A tied block without a link (`ties`) waits at its end for its own copies to the host, and starts to fetch them when its backward
+pass starts, so little of its compute overlaps with its copies. A linked block waits for the copies of the previous block
+instead, and the start of its backward pass starts the fetch for the previous block.
 
-What links two blocks is what the first one has on the host. The next block takes it as an argument, has its own outputs wait
-for it, keeps it for its backward pass, fetches it while that runs, and gives it back as a cotangent: that of a ghost, an
-argument of the same shape in device memory whose value nobody reads. Whether a next block will come is not known while a block
-is traced. So a linked block has its outputs twice: tied to its own copies, for whoever wants them, and loose, for a block that
-takes what is on the host as well, found by the array that it is called with. What nobody takes the compiler drops.
+The link is the first block's arrays on the host. The next block takes them as arguments, makes its own outputs wait for them,
+keeps them for its backward pass, fetches them while that pass runs, and returns them as cotangents of ghosts. A ghost is an
+argument of the same shape in device memory whose value nobody reads.
+
+While a block is traced, it is not known whether a linked block follows. So a linked block has its outputs twice: tied to its
+own copies, for any reader, and loose, for a next block that takes the arrays on the host too. The next block is recognised by
+the array that it is called with. The compiler drops the outputs that nobody reads.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ Block = Callable[..., list[Any]]
 
 @dataclass
 class _Link:
-    """What a linked block leaves for the next one, and who reads what of it; `values` is None once they are taken."""
+    """The arrays on the host that a linked block leaves for the next block, and their readings; `values` is None once taken."""
 
     serial: int
     trace: Any
@@ -52,14 +54,14 @@ class _Output:
     link: _Link
 
 
-# The outputs of linked blocks by their ids. An entry goes with its output, so that no trace is kept alive.
+# id of an output of a linked block → the output. An entry dies with its output, so no trace is kept alive.
 _outputs: dict[int, _Output] = {}
 # How many linked blocks this thread has traced.
 _serial: ContextVar[int] = ContextVar("serial", default=0)
-# What a block left longer ago stays where it is: fetched while this block's backward pass runs, it would be on the device until
-# the backward passes of all those between are done. One between is allowed, for two streams side by side.
+# A link is not taken if more blocks lie in between: arrays fetched during this block's backward pass would be on the device
+# until the backward passes of all blocks in between are done. One block in between is allowed, for two parallel streams.
 _MAX_DISTANCE = 2
-# What the last kinds of blocks leave on the host.
+# The arrays that recent kinds of blocks leave on the host.
 _known: dict[Any, list[_Handed]] = {}
 _KNOWN_BLOCKS = 64
 _off: ContextVar[bool] = ContextVar("off", default=False)
@@ -67,7 +69,7 @@ _off: ContextVar[bool] = ContextVar("off", default=False)
 
 @contextlib.contextmanager
 def unlinked() -> Iterator[None]:
-    """While this holds, blocks are tied each to its own place: inside another block they are that block's business."""
+    """Inside this context blocks are tied but not linked. It is entered while a block is traced, for the blocks inside it."""
     token = _off.set(True)
     try:
         yield
@@ -76,16 +78,15 @@ def unlinked() -> Iterator[None]:
 
 
 def run_tied(run: Block, block: PlannedBlock, values: Sequence[Any], offers: Sequence[Offer] = ()) -> list[Any]:
-    """`run(*values)` tied to the schedule, and linked to the block that made one of `values` just before.
+    """`run(*values)` tied to the schedule, and linked to the block that just computed one of `values`.
 
-    A block that does not offload is tied where one before it does: what that has on the host is fetched while its backward pass
-    runs, and its own gradients, put off, would keep its arrays alive until then.
+    A block that does not offload is tied too if the block before it offloads: the previous block's arrays are fetched during
+    its backward pass, and delayed gradients would keep its own arrays alive at the same time.
 
     Args:
-      run: a function of flat arrays to a list of arrays, which runs the block under its policy, but keeps the inputs that are
-        offered.
-      block: what is run.
-      values: the arrays it is called with.
+      run: runs the block under its policy, on flat arrays, but keeps the offered inputs on the device.
+      block: the block.
+      values: its arguments.
       offers: the inputs to park in host memory.
     """
     linkable = not _off.get() and not block.jaxpr.effects and all(map(_linkable, values)) and not _shares(block, values)
@@ -119,14 +120,14 @@ def _run_linked(
     jaxpr = jax.make_jaxpr(body)(*operands)
     results = linked_block_p.bind(*operands, jaxpr=jaxpr, before=readings, handed=len(handed), offers=tuple(offers))
     by_place = {offer.place: offer.reading for offer in offers}
-    own = tuple(None if one.place is None else by_place[one.place] for one in handed)
-    _leave(results[:size], results[size : 2 * size], list(results[2 * size :]), own)
+    handed_readings = tuple(None if one.place is None else by_place[one.place] for one in handed)
+    _leave(results[:size], results[size : 2 * size], list(results[2 * size :]), handed_readings)
     return list(results[:size])
 
 
 @dataclass(frozen=True)
 class _Handed:
-    """What a block leaves on the host: its type, and its place if it is one of the inputs."""
+    """An array that a block leaves on the host: its type, and its index among the inputs if it is an input."""
 
     aval: Any
     place: int | None
@@ -135,13 +136,13 @@ class _Handed:
 def _handed(
     run: Block, block: PlannedBlock, values: Sequence[Any], live: tuple[int, ...], offers: Sequence[Offer]
 ) -> list[_Handed]:
-    """What `block` would leave on the host and can hand on, differentiated along the `live` inputs.
+    """The arrays that `block` leaves on the host and can hand on when it is differentiated along the `live` inputs.
 
-    To know it costs a trace, so that what one block of a stack has is taken for what the others have. Where it is not, the
-    block hands nothing on (`_jvp`).
+    Finding them costs a trace, so blocks of the same kind are assumed to leave the same arrays. If a block does not, it hands
+    nothing on (`_jvp`).
     """
     places = tuple(offer.place for offer in offers)
-    # An array that is given twice is one residual.
+    # An array that is passed twice is one residual.
     first: dict[int, int] = {}
     same = tuple(first.setdefault(id(value), place) for place, value in enumerate(values))
     avals = tuple(map(str, block.jaxpr.in_avals))
@@ -168,10 +169,10 @@ def _left_on_host(
         def of_live(*changed: Any) -> list[Any]:
             return [out for out in of_some(run, primals, smooth)(*changed) if is_smooth(out)]
 
-        found = residuals_of(jax.linearize(of_live, *(primals[index] for index in smooth))[1], primals, offers, waits=False)
+        held = residuals_of(jax.linearize(of_live, *(primals[index] for index in smooth))[1], primals, offers, waits=False)
         inputs = {id(primals[offer.place]): offer.place for offer in offers}
-        parked = {slot.place: inputs[id(found.kept[slot.place])] for slot in found.slots}
-        on_host = [(place, value) for place, value in enumerate(found.values) if can_be_handed(value)]
+        parked = {slot.place: inputs[id(held.kept[slot.place])] for slot in held.slots}
+        on_host = [(place, value) for place, value in enumerate(held.values) if can_be_handed(value)]
         places.extend(parked.get(place) for place, _ in on_host)
         return [value for _, value in on_host]
 
@@ -180,26 +181,26 @@ def _left_on_host(
 
 
 def _steps(jaxpr: Any) -> tuple[Any, ...]:
-    """What a jaxpr does, loops and calls opened, as something to look up."""
+    """The primitives and output types of a jaxpr, with its loops and calls, as a key."""
     return tuple(
         (eqn.primitive.name, tuple(str(out.aval) for out in eqn.outvars), tuple(map(_steps, bodies(eqn)))) for eqn in jaxpr.eqns
     )
 
 
 def _linkable(value: Any) -> bool:
-    # Inside a `shard_map` that checks how values vary, what is made here does not vary as it should.
+    # Inside a `shard_map` that checks how values vary over mesh axes, the arrays made here would not vary as they must.
     return _varying(value) == _varying(jnp.float32(0))
 
 
 def _shares(block: PlannedBlock, values: Sequence[Any]) -> bool:
-    """Whether a `custom_vjp` may give one result to a whole batch: JAX 0.10 cannot differentiate that once it is traced."""
+    """Whether a `custom_vjp` may return one unbatched result for a whole batch: JAX 0.10 cannot differentiate its trace."""
     batched = any(type(value).__name__ == "BatchTracer" for value in values)
     return batched and any(eqn.primitive.name.startswith("custom_vjp") for eqn in equations(block.jaxpr))
 
 
 def _differentiated(value: Any) -> bool:
-    # In a `jit` it is not known yet whether it will be, and what a block hands on would be there in evaluation, too. Where ops
-    # run at once nothing overlaps.
+    # In a `jit` it is not known yet whether the value will be differentiated, and without differentiation the handed arrays
+    # would be useless copies. If JAX runs op by op, nothing overlaps.
     return type(value).__name__ in ("LinearizeTracer", "JVPTracer") and compat.is_staged(value)
 
 
@@ -209,13 +210,13 @@ def _varying(value: Any) -> str:
 
 
 def _take(values: list[Any]) -> tuple[list[Any], list[Any], Links] | None:
-    """`values` with the outputs of the last linked block in its loose form, what it hands on, and who reads that.
+    """`values` with the outputs of the last linked block replaced by their loose forms; the arrays that it hands on; readings.
 
-    None if there is no linked block before.
+    None if no linked block computed one of `values`.
     """
     here = jex.get_opaque_trace_state()
-    found = {place: _outputs[id(value)] for place, value in enumerate(values) if id(value) in _outputs}
-    valid = {p: o for p, o in found.items() if o.itself() is values[p] and o.link.values is not None and o.link.trace == here}
+    outputs = {place: _outputs[id(value)] for place, value in enumerate(values) if id(value) in _outputs}
+    valid = {p: o for p, o in outputs.items() if o.itself() is values[p] and o.link.values is not None and o.link.trace == here}
     valid = {place: output for place, output in valid.items() if _serial.get() - output.link.serial < _MAX_DISTANCE}
     if not valid:
         return None
@@ -240,10 +241,11 @@ def _forget(key: int, _: Any) -> None:
     _outputs.pop(key, None)
 
 
-# A linked block: arrays, the arrays on the host of the block `before` (who reads each) and their ghosts, in; its outputs tied
-# to its copies and loose, the `handed` arrays on the host that it hands on, and their ghosts, out. `jaxpr` has the same inputs
-# and outputs; the `offers` are inputs to park on the host. It is bound where something is being differentiated, so that as a
-# rule it stands in no jaxpr.
+# A linked block.
+# Operands: the block's arguments; the arrays on the host of the block `before` (with their readings); their ghosts.
+# Outputs: the outputs tied to the block's copies; the loose outputs; the `handed` arrays on the host; their ghosts.
+# `jaxpr` has the same inputs and outputs; the `offers` are inputs to park on the host. The primitive is bound only under
+# differentiation, so jaxprs rarely contain it.
 linked_block_p = jex.Primitive("linked_block")
 linked_block_p.multiple_results = True
 
@@ -278,12 +280,12 @@ def _jvp(
         return of_some(run, primals, live)(*changed)[:size]
 
     outputs, linear = jax.linearize(of_live, *(primals[index] for index in live))
-    found = residuals_of(linear, primals, offers, waits=True)
-    residuals = found.values
+    held = residuals_of(linear, primals, offers, waits=True)
+    residuals = held.values
     types = jaxpr.out_avals[2 * size : 2 * size + handed]
-    # Of a block that is differentiated along fewer inputs less may be on the host: then nothing is handed on.
+    # A block that is differentiated along fewer inputs may have fewer arrays on the host. Then it hands nothing on.
     hands_on = [jax.typeof(one) for one in residuals if can_be_handed(one)] == types
-    # What the block before did not hand on after all (it has no tangent) is not waited for.
+    # If the previous block handed nothing on after all, its ghosts have no tangents, and there is nothing to wait for.
     ghosts = tangents[number + len(before) :]
     chained = bool(before) and all(map(_is_live, ghosts))
     others = list(primals[number : number + len(before)]) if chained else []
@@ -292,18 +294,18 @@ def _jvp(
     smooth = [index for index, out in enumerate(outputs) if is_smooth(out)]
 
     def pushforward(residuals: list[Any], *directions: Any) -> list[Any]:
-        changes = found.linear(residuals, *directions)
+        changes = held.linear(residuals, *directions)
         return [changes[index] for index in smooth]
 
     directions = [tangents[index] for index in live]
     results = tied_linear_p.bind(
         *residuals,
         *directions,
-        *found.spares,
+        *held.spares,
         *((*others, *ghosts) if chained else ()),
-        jaxpr=jax.make_jaxpr(pushforward)(found.kept, *directions),
+        jaxpr=jax.make_jaxpr(pushforward)(held.kept, *directions),
         num_residuals=len(residuals),
-        slots=found.slots,
+        slots=held.slots,
         before=before if chained else (),
         handed=tuple(jax.typeof(ghost(aval)) for aval in types) if hands_on else (),
     )
@@ -320,8 +322,8 @@ def _leave_forward(
 ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
     """Leave the forward pass: `(loose outputs, outputs tied to the copies, residuals, others)`.
 
-    The outputs wait for the `others`, what the block before has on the host. These go on from here to the backward pass: of a
-    barrier XLA drops what is not read behind it, and with it the wait.
+    The outputs wait for the `others`, the previous block's arrays on the host. The backward pass must read the `others` from
+    behind this barrier: XLA drops the operands of a barrier that are not read behind it, and the outputs would not wait.
     """
     if not hands_on:
         outputs, residuals, others = compat.optimization_barrier((outputs, residuals, others))
@@ -339,7 +341,7 @@ def _leave_forward(
 def _batch(
     axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, handed: int, **params: Any
 ) -> tuple[list[Any], list[int | None]]:
-    # Zeros stand for what is handed on, and are mapped as that is.
+    # In `jaxpr` zeros stand for the handed arrays. They must be batched, because the handed arrays are.
     instantiate = [False] * (len(jaxpr.out_avals) - 2 * handed) + [True] * (2 * handed)
     mapped, moved, out_axes = compat.batched(jaxpr, axis, args, axes, instantiate)
     return linked_block_p.bind(*moved, jaxpr=mapped, handed=handed, **params), out_axes

@@ -1,10 +1,14 @@
 """Tying a block to its place in the schedule, so that unrolled offload frees device memory.
 
-Read from the compiled schedule, XLA:GPU leaves an unrolled block's offload without effect for two reasons: the copy to the
-host waits until the backward pass wants it, so the device buffer lives on; and the weight-gradient matmuls are put off to the
-end, each keeping a block's activations alive. Three ties with `optimization_barrier` cure both: the block's output with its
-residuals in the forward pass, its cotangent with its residuals on entering the backward pass, and its gradients, each at its
-place inside the backward pass (`gradient_ties`) and all together on leaving it. Values do not change.
+The compiled schedule shows two reasons why XLA:GPU frees nothing when an unrolled block offloads. It delays the copy to the
+host until the backward pass needs it, so the device buffer stays alive. And it delays the weight-gradient matmuls to the end,
+so that each keeps a block's activations alive. Ties with `optimization_barrier` prevent both:
+
+- in the forward pass, the block's outputs with its residuals;
+- at the start of the backward pass, the block's cotangents with its residuals;
+- in the backward pass, each gradient at its place (`gradient_ties`), and all gradients at its end.
+
+Values do not change.
 """
 
 from __future__ import annotations
@@ -35,13 +39,13 @@ def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> B
 
     Args:
       offers: the inputs to park in host memory.
-      waits: whether blocks that come after this one may read them, too.
+      waits: whether later blocks may read these inputs too.
     """
 
     def run(*primals: Any) -> list[Any]:
         return block(*primals)
 
-    # `replan` knows a tied block by this name.
+    # `replan` recognises a tied block by this name.
     run.__name__ = run.__qualname__ = compat.block_name()
     tied_block = jax.custom_jvp(run)
 
@@ -52,24 +56,24 @@ def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> B
             return outputs, [zero_tangent(out) for out in outputs]
 
         outputs, linear = jax.linearize(of_some(block, primals, live), *(primals[index] for index in live))
-        found = residuals_of(linear, primals, offers, waits=waits)
-        outputs, residuals = compat.optimization_barrier((outputs, found.values))
+        held = residuals_of(linear, primals, offers, waits=waits)
+        outputs, residuals = compat.optimization_barrier((outputs, held.values))
         smooth = [index for index, out in enumerate(outputs) if is_smooth(out)]
 
         def pushforward(residuals: list[Any], *directions: Any) -> list[Any]:
-            changes = found.linear(residuals, *directions)
+            changes = held.linear(residuals, *directions)
             return [changes[index] for index in smooth]
 
         directions = [tangents[index] for index in live]
-        jaxpr = jax.make_jaxpr(pushforward)(found.kept, *directions)
+        jaxpr = jax.make_jaxpr(pushforward)(held.kept, *directions)
         changes = [zero_tangent(out) for out in outputs]
         linear_outputs = tied_linear_p.bind(
             *residuals,
             *directions,
-            *found.spares,
+            *held.spares,
             jaxpr=jaxpr,
             num_residuals=len(residuals),
-            slots=found.slots,
+            slots=held.slots,
             before=(),
             handed=(),
         )
@@ -81,13 +85,15 @@ def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> B
     return tied_block
 
 
-# The linear part of a tied block: tangents in, tangents out, given residuals. A primitive of its own, because neither
-# `custom_vjp` (no forward mode) nor `linear_call` (no batching) lets the transpose be written by hand and all else be kept.
-# Behind the tangents come the spares of the `slots`: the inputs that are parked on the host and may stay on the device.
-# A linked block (`overlap`) hands its residuals on the host to the block after it, and gets them back, fetched, as the
-# cotangents of their ghosts: the operands behind the spares are those of the block `before` (for each, who reads it if it may
-# stay on the device), as many the tangents of their ghosts, and the last outputs, of the types `handed`, are the tangents of
-# its own. These are always zero: what comes back in their stead is no derivative.
+# The linear part of a tied block: tangents in, tangents out, given residuals. It is a primitive because its transpose is
+# written by hand: `custom_vjp` has no forward mode, and `linear_call` has no batching.
+#
+# Operands: the residuals; the tangents; the spares of the `slots` (parked inputs that may stay on the device); the arrays on
+# the host of the block `before` (with the reading of each array that may stay on the device); the tangents of their ghosts.
+# Outputs: the tangents of the block; the tangents of its own ghosts, of the types `handed`.
+#
+# A linked block (`tied_chain`) hands its residuals on the host to the next block, and gets them back, fetched, as the
+# cotangents of their ghosts. The tangents of ghosts are always zero, and these cotangents are no derivatives.
 tied_linear_p = jex.Primitive("tied_linear")
 tied_linear_p.multiple_results = True
 
@@ -98,7 +104,7 @@ def host_zeros(aval: Any) -> Any:
 
 
 def ghost(aval: Any) -> Any:
-    """Zeros of the shape and dtype of a type, in device memory; never read, and so never made."""
+    """Zeros of the shape and dtype of a type, in device memory. Nobody reads them, so the compiler drops them."""
     return jnp.zeros(aval.shape, aval.dtype)
 
 
@@ -157,7 +163,7 @@ def _transpose(
     gradients, others = in_program_order(backward, residuals, concrete, fetched, others)
     gradients = list(map(transposed_no_more, compat.optimization_barrier(gradients)))
     back = iter(others)
-    # What stays on the device was not fetched: its ghost gets zeros, which nobody reads.
+    # An array that stays on the device was not fetched. The cotangent of its ghost is zeros, which nobody reads.
     given_back = [
         ghost(compat.on_device(other)) if _stays(reading) else next(back)
         for other, reading in zip(args[behind:], before, strict=False)
@@ -170,7 +176,7 @@ def _stays(reading: Reading | None) -> bool:
 
 
 def can_be_handed(residual: Any) -> bool:
-    """Whether a residual is on the host and has a cotangent, in which it can come back."""
+    """Whether a residual is on the host and is smooth, so that a cotangent can carry it back."""
     return compat.is_on_host(residual) and is_smooth(residual)
 
 
@@ -179,12 +185,14 @@ def _enter_linked(
 ) -> tuple[list[Any], dict[int, Any], list[Any], list[Any]]:
     """Enter the backward pass of a linked block.
 
-    What the block after it has `returned` was fetched while its backward pass ran, and is waited for here; where no block came
-    after, the residuals are fetched here. Those of the block before, the `others`, may be fetched when that is done. What is
-    `there`, by its place, stayed on the device and is not fetched at all.
+    The next block fetched the `returned` residuals during its own backward pass; this pass waits for them. If there was no next
+    block, the residuals are fetched here. Afterwards the `others`, the residuals of the previous block, may be fetched.
+
+    Args:
+      there: residuals that stayed on the device and are not fetched: index → array.
 
     Returns:
-      residuals and cotangents tied to each other, what was fetched by its place, and the `others`.
+      The residuals and the cotangents, tied to each other; the fetched residuals, by index; the `others`.
     """
     handed = [place for place, residual in enumerate(residuals) if can_be_handed(residual)]
     returned = [value for place, value in zip(handed, returned, strict=True) if place not in there]
@@ -204,7 +212,7 @@ def _enter_linked(
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    # Someone differentiates forward through forward: nothing is kept for a backward pass here, so nothing is tied.
+    # Forward mode over forward mode keeps nothing for a backward pass, so nothing is tied.
     changes = tuple(ad.instantiate_zeros(tangent) for tangent in tangents)
     outputs, changes = jax.jvp(lambda *args: _evaluate(*args, **params), tuple(primals), changes)
     return outputs, list(map(transposed_no_more, changes))
@@ -219,7 +227,7 @@ def _batch(
     spares = [
         arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args[size:behind], axes[size:behind], strict=True)
     ]
-    # A batch of linear parts is linked to nothing: what it would hand on is zero anyhow.
+    # A batched linear part is not linked: it would only hand on zeros.
     numbers = {"num_residuals": params["num_residuals"], "slots": slots, "before": (), "handed": ()}
     outputs = tied_linear_p.bind(*moved, *spares, jaxpr=mapped, **numbers)
     handed = params["handed"]
@@ -227,7 +235,7 @@ def _batch(
 
 
 tied_linear_p.def_impl(_evaluate)
-# Asked for where the block has a region of `jax_remat3` in it, when everything is differentiated.
+# JAX calls this if the block contains a region of `jax_remat3`, once everything is differentiated.
 tied_linear_p.to_lojax = _evaluate
 tied_linear_p.def_abstract_eval(_abstract)
 mlir.register_lowering(tied_linear_p, mlir.lower_fun(_evaluate, multiple_results=True))

@@ -1,4 +1,4 @@
-"""Evaluating a jaxpr equation by equation, with some equations replaced: what the naming and the replanning share."""
+"""Evaluating a jaxpr equation by equation, with some equations replaced, and looking at the jaxprs inside equations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Visit = Callable[[Any, list[Any]], "list[Any] | None"]
 
 
 def interpret(jaxpr: Any, args: Sequence[Any], visit: Visit) -> list[Any]:
-    """Evaluate the closed `jaxpr` on `args`; `visit(eqn, inputs)` gives an equation's outputs, or None to bind it as it is."""
+    """Evaluate the closed `jaxpr` on `args`. `visit(eqn, inputs)` returns the equation's outputs, or None to bind it as is."""
     env = values_of_inputs(jaxpr, args)
     evaluate_equations(jaxpr.jaxpr.eqns, env, visit)
     return [value_of(atom, env) for atom in jaxpr.jaxpr.outvars]
 
 
 def values_of_inputs(jaxpr: Any, args: Sequence[Any]) -> dict[Any, Any]:
-    """The values of the variables that the closed `jaxpr` begins with."""
+    """The constants and arguments of the closed `jaxpr`: variable → value."""
     env: dict[Any, Any] = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     env.update(zip(jaxpr.jaxpr.invars, args, strict=True))
     return env
@@ -32,7 +32,7 @@ def value_of(atom: Any, env: Mapping[Any, Any]) -> Any:
 
 
 def evaluate_equations(eqns: Iterable[Any], env: dict[Any, Any], visit: Visit) -> None:
-    """Evaluate `eqns` in order as `interpret` does, with the values that `env` has, to which theirs are added."""
+    """Evaluate `eqns` in order, as `interpret` does. `env` has the values of variables, and their outputs are added to it."""
     for eqn in eqns:
         inputs = [value_of(atom, env) for atom in eqn.invars]
         outputs = visit(eqn, inputs)
@@ -42,12 +42,12 @@ def evaluate_equations(eqns: Iterable[Any], env: dict[Any, Any], visit: Visit) -
 
 
 def retrace(jaxpr: Any, function: Callable[..., Any]) -> Any:
-    """The closed jaxpr of `function` on the types of `jaxpr`'s inputs; constants that JAX lifts out stay constants."""
+    """The closed jaxpr of `function` on the types of `jaxpr`'s inputs. Constants that JAX hoists stay constants."""
     return jax.make_jaxpr(function)(*jaxpr.in_avals)
 
 
 def of_some(function: Callable[..., Any], arguments: Sequence[Any], places: Sequence[int]) -> Callable[..., Any]:
-    """`function` of the arguments at `places`, to be differentiated along these; the others stay as they are.
+    """`function` as a function of the arguments at `places`. Its other arguments are fixed.
 
     >>> of_some(lambda *numbers: numbers, [1, 2, 3], [0, 2])(7, 8)
     (7, 2, 8)
@@ -63,7 +63,7 @@ def of_some(function: Callable[..., Any], arguments: Sequence[Any], places: Sequ
 
 
 def of_arrays(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callable[..., Any], list[Any]]:
-    """The call `fn(*args, **kwargs)` as a function of the arrays in its arguments, and these; other values stay as they are."""
+    """The call `fn(*args, **kwargs)` as a function of the arrays in its arguments, and these arrays. Other values are fixed."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if compat.is_array(leaf)]
 
@@ -75,23 +75,23 @@ def of_arrays(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def inner_jaxprs(eqn: Any) -> dict[str, Any]:
-    """The parameters of `eqn` that are jaxprs or hold one, or tuples of jaxprs (the branches of a `cond`)."""
+    """The parameters of `eqn` that are jaxprs, hold a jaxpr, or are tuples of jaxprs (the branches of a `cond`)."""
     hidden = compat.hidden_body(eqn)
-    found = {} if hidden is None else {"_prim": hidden}
+    jaxprs = {} if hidden is None else {"_prim": hidden}
     for key, value in eqn.params.items():
         if compat.is_jaxpr(value) or (isinstance(value, tuple) and value and all(map(compat.is_jaxpr, value))):
-            found[key] = value
-    return found
+            jaxprs[key] = value
+    return jaxprs
 
 
 def bodies(eqn: Any) -> list[Any]:
-    """The closed jaxprs inside an equation: what it calls, loops over, or chooses from."""
+    """The closed jaxprs inside an equation: a called function, the body of a loop, branches."""
     values = inner_jaxprs(eqn).values()
     return [compat.closed(one) for value in values for one in (value if isinstance(value, tuple) else (value,))]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of the closed `jaxpr` at any depth, each before those inside it."""
+    """Every equation of the closed `jaxpr` at any depth. An equation comes before the equations inside it."""
     for eqn in jaxpr.jaxpr.eqns:
         yield eqn
         for body in bodies(eqn):
@@ -104,22 +104,22 @@ def given_names(jaxpr: Any) -> Iterator[str]:
 
 
 def holds_block(eqn: Any) -> bool:
-    """Whether a checkpointed block of `remat_jax` stands inside `eqn`, at any depth."""
+    """Whether `eqn` contains a checkpointed block of `remat_jax`, at any depth."""
     return any(compat.is_block(one) or holds_block(one) for body in bodies(eqn) for one in body.jaxpr.eqns)
 
 
 def block_under_checkpoint(jaxpr: Any) -> bool:
-    """Whether such a block stands inside a checkpoint that is none of `remat_jax`, anywhere in the closed `jaxpr`."""
+    """Whether a checkpoint from elsewhere contains a block of `remat_jax`, anywhere in the closed `jaxpr`."""
     return checkpoints_around_blocks(jaxpr) > 0
 
 
 def checkpoints_around_blocks(jaxpr: Any) -> int:
-    """How many checkpoints that are none of `remat_jax` stand around such blocks in the closed `jaxpr`."""
+    """How many checkpoints from elsewhere in the closed `jaxpr` contain a block of `remat_jax`."""
     return sum(1 for eqn in equations(jaxpr) if compat.is_checkpoint(eqn) and holds_block(eqn))
 
 
 def map_inner(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The jaxpr parameters of `eqn` with `change` applied to each closed jaxpr, in the form that the equation had them."""
+    """The jaxpr parameters of `eqn` with `change` applied to each closed jaxpr, each still in its original form."""
 
     def one(value: Any) -> Any:
         changed = change(compat.closed(value))

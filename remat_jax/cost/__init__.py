@@ -1,1 +1,1 @@
-"""What a traced program costs: floating-point operations, bytes and seconds, kernel by kernel."""
+"""The cost of a traced program: floating-point operations, bytes and seconds, kernel by kernel."""

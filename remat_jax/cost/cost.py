@@ -1,6 +1,6 @@
-"""What running a jaxpr costs: floating-point operations and bytes of memory traffic, kernel by kernel.
+"""The cost of running a jaxpr: floating-point operations and bytes of memory traffic, kernel by kernel.
 
-The rule by which equations become kernels is written down in `docs/how/planner.md`, "The cost model".
+`docs/how/planner.md`, "The cost model", states the rule by which equations become kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from remat_jax.cost.kernels import Work, dtype_of, own_kernel
 
 
 class HasSeconds(Protocol):
-    """What turns work into time, such as `remat_jax.hardware.rates.Rates`."""
+    """Converts work to time, as `remat_jax.hardware.rates.Rates` does."""
 
     def seconds(self, flops: Mapping[str, float], size: float) -> float:
         """The time of `flops` by dtype and `size` bytes of memory traffic."""
@@ -27,12 +27,12 @@ class HasSeconds(Protocol):
 
 @dataclass(frozen=True)
 class Cost:
-    """What a program costs.
+    """The cost of a program.
 
     Attributes:
       kernels: the work of each kernel, and how often it runs.
-      unknown: primitives whose operations are not known, or loops whose rounds are not: their operands are counted, once.
-      of: the loop or branch that it is the cost of, if it is one's.
+      unknown: primitives with unknown operations, of which only the operands' bytes count; and `while`, whose body counts once.
+      of: the loop or branch whose cost this is, if any.
     """
 
     kernels: tuple[tuple[Work, int], ...] = ()
@@ -41,7 +41,7 @@ class Cost:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations, elementwise ones too."""
+        """Floating-point operations, including elementwise operations."""
         return float(sum(times * sum(work.flops.values()) for work, times in self.kernels))
 
     @property
@@ -50,16 +50,16 @@ class Cost:
         return float(sum(times * work.bytes for work, times in self.kernels))
 
     def seconds(self, rates: HasSeconds) -> float:
-        """The time of all kernels one after the other, each as long as the slower of its operations and its bytes."""
+        """The total time of all kernels. A kernel takes the longer of the time of its operations and of its bytes."""
         return sum(times * rates.seconds(work.flops, work.bytes) for work, times in self.kernels)
 
     def times(self, rounds: int) -> Cost:
-        """The same, so many times over."""
+        """The cost of running the program `rounds` times."""
         return Cost(tuple((work, times * rounds) for work, times in self.kernels), self.unknown)
 
 
 def cost(fn: Callable[..., Any], *args: Any) -> Cost:
-    """What one call of `fn` costs.
+    """The cost of one call of `fn`.
 
     >>> import jax.numpy as jnp
     >>> a, b = jnp.ones((2, 3)), jnp.ones((3, 5))
@@ -71,14 +71,14 @@ def cost(fn: Callable[..., Any], *args: Any) -> Cost:
 
 
 def jaxpr_cost(jaxpr: Any) -> Cost:
-    """What evaluating the closed `jaxpr` costs, after dead-code elimination."""
+    """The cost of evaluating the closed `jaxpr`, after dead-code elimination."""
     flat = flatten(compat.dce(jaxpr))
     return flat_cost(flat.eqns, flat.outputs)
 
 
-# The same array seen in another way: the compiler chooses layouts, so that transposing costs nothing by itself.
+# Views of an array. The compiler chooses layouts, so a transpose alone costs nothing.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "bitcast_convert_type"})
-# Moves data and computes nothing.
+# Primitives that move data and compute nothing.
 _MOVES = frozenset(
     {
         "broadcast_in_dim",
@@ -93,7 +93,7 @@ _MOVES = frozenset(
         "slice",
     }
 )
-# Reads as much of its first operand as it writes.
+# Primitives that read as much of their first operand as they write.
 _PARTS = frozenset({"dynamic_slice", "gather", "slice"})
 _SOURCES = frozenset({"random_bits", "random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_split"})
 _ELEMENTWISE = frozenset(
@@ -111,53 +111,54 @@ _FUSED = _MOVES | _SOURCES | _ELEMENTWISE | _REDUCTIONS
 
 
 def is_view(one: FlatEqn) -> bool:
-    """Whether an equation only looks at its operand in another way, axes of length 1 put in among them."""
+    """Whether an equation is a view of its operand, such as a reshape or new axes of length 1."""
     same_size = one.primitive == "broadcast_in_dim" and one.inputs[0].size == one.outputs[0].size and not one.inputs[0].literal
     return one.primitive in _VIEWS or same_size
 
 
 def is_pass(one: FlatEqn) -> bool:
-    """Whether an equation is no more than a pass over what it reads and writes, or part of one."""
+    """Whether an equation can be fused into a single pass over its operands and outputs."""
     return one.primitive in _FUSED or is_view(one)
 
 
 def flat_cost(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Cost:
-    """What running `eqns` costs where `outputs` must be in memory afterwards."""
+    """The cost of running `eqns`, after which `outputs` must be in memory."""
     kernels: list[tuple[Work, int]] = []
     unknown: set[str] = set()
-    for found in _kernels(eqns, outputs):
-        if isinstance(found, Cost):
-            kernels += found.kernels
-            unknown |= found.unknown
+    for kernel in _kernels(eqns, outputs):
+        if isinstance(kernel, Cost):
+            kernels += kernel.kernels
+            unknown |= kernel.unknown
         else:
-            kernels.append((_together(found), 1))
+            kernels.append((_together(kernel), 1))
             unknown |= kernels[-1][0].unknown
     return Cost(tuple(kernels), frozenset(unknown))
 
 
 def shares(eqns: Sequence[FlatEqn], outputs: Iterable[Array], rates: HasSeconds) -> dict[FlatEqn, float]:
-    """The seconds of each of `eqns`: of its kernel's time its share of the bytes, or of the operations where these take longer.
+    """The time of each equation, which together is `flat_cost(eqns, outputs).seconds(rates)`.
 
-    Together they are what all of them take, `flat_cost(eqns, outputs).seconds(rates)`. What an equation reads that another of
-    its kernel has read, or hands to another of its kernel alone, costs it nothing.
+    A kernel's time is divided among its equations: in proportion to their bytes, or to their operations if these take longer.
+    Only the first equation of a kernel that reads an array pays for reading it. An array that is read only inside its kernel is
+    free.
     """
     result = dict.fromkeys(eqns, 0.0)
-    for found in _kernels(eqns, outputs):
-        if isinstance(found, Cost):
-            assert found.of is not None
-            result[found.of] = found.seconds(rates)
+    for kernel in _kernels(eqns, outputs):
+        if isinstance(kernel, Cost):
+            assert kernel.of is not None
+            result[kernel.of] = kernel.seconds(rates)
             continue
-        whole = _together(found)
+        whole = _together(kernel)
         seconds = rates.seconds(whole.flops, whole.bytes)
         by_bytes = rates.seconds({}, whole.bytes) >= seconds
-        for one, work in found.items():
+        for eqn, work in kernel.items():
             part, total = (work.bytes, whole.bytes) if by_bytes else (sum(work.flops.values()), sum(whole.flops.values()))
-            result[one] = seconds * part / total if total else 0.0
+            result[eqn] = seconds * part / total if total else 0.0
     return result
 
 
 Parts = dict[FlatEqn, Work]
-"""A kernel by its equations, each with its part of the work."""
+"""A kernel: equation → its part of the work."""
 
 
 def _together(parts: Parts) -> Work:
@@ -170,39 +171,39 @@ def _together(parts: Parts) -> Work:
 
 
 def _kernels(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Iterator[Parts | Cost]:
-    outputs = [one for one in outputs if not one.literal]
+    outputs = [array for array in outputs if not array.literal]
     eqns = list(live(eqns, outputs))
     fusions, roots = _fusions(eqns)
-    for one in eqns:
-        if not is_pass(one):
-            yield _structured(one) or {one: own_kernel(one)}
+    for eqn in eqns:
+        if not is_pass(eqn):
+            yield _structured(eqn) or {eqn: own_kernel(eqn)}
     read = _readers(eqns, roots)
-    kept = {roots.get(one, one) for one in outputs}
+    kept = {roots.get(array, array) for array in outputs}
     for members in fusions:
         yield _fused(members, roots, read, kept)
 
 
 def materialised(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> tuple[set[Array], dict[Array, Array]]:
-    """The arrays of a flat program that are in memory between its kernels, and for each view the array that it looks at."""
+    """The arrays of a flat program that are in memory between kernels, and for each view the array behind it."""
     fusions, roots = _fusions(eqns)
-    kept = {roots.get(one, one) for one in outputs}
-    fusion_of = {id(one): number for number, members in enumerate(fusions) for one in members}
+    kept = {roots.get(array, array) for array in outputs}
+    fusion_of = {id(eqn): number for number, members in enumerate(fusions) for eqn in members}
     read = _readers(eqns, roots)
-    found: set[Array] = set()
-    for one in eqns:
-        own = fusion_of.get(id(one))
-        if not is_view(one):
-            outside = (array for array in one.outputs if any(fusion_of.get(id(by)) != own for by in read[array]))
-            found.update((array for array in one.outputs if array in kept or own is None), outside)
-    return found, roots
+    in_memory: set[Array] = set()
+    for eqn in eqns:
+        fusion = fusion_of.get(id(eqn))
+        if not is_view(eqn):
+            outside = (array for array in eqn.outputs if any(fusion_of.get(id(by)) != fusion for by in read[array]))
+            in_memory.update((array for array in eqn.outputs if array in kept or fusion is None), outside)
+    return in_memory, roots
 
 
 def _structured(one: FlatEqn) -> Cost | None:
     """The cost of a loop or a branch, on one device; None for anything else."""
-    found, share = _whole_structured(one), one.share
-    if found is None or share == 1.0:
-        return found
-    return replace(found, kernels=tuple((work.scaled(share, share), times) for work, times in found.kernels))
+    whole, share = _whole_structured(one), one.share
+    if whole is None or share == 1.0:
+        return whole
+    return replace(whole, kernels=tuple((work.scaled(share, share), times) for work, times in whole.kernels))
 
 
 def _whole_structured(one: FlatEqn) -> Cost | None:
@@ -218,10 +219,10 @@ def _whole_structured(one: FlatEqn) -> Cost | None:
 
 
 def _fusions(eqns: Sequence[FlatEqn]) -> tuple[list[list[FlatEqn]], dict[Array, Array]]:
-    """The chains of equations that become one kernel each, and for each view the array that it looks at.
+    """The groups of equations that fuse into one kernel each, and for each view the array behind it.
 
-    Equations are joined where one reads what the other writes and no kernel of its own lies between: each has as its level the
-    most of those on a way to it, and only equals are joined, so that no chain waits for something that waits for it.
+    An equation fuses with the producers of its operands. Its level is the largest number of unfused kernels on a path to it.
+    Only equations of equal level fuse, so fusion stays acyclic.
     """
     roots: dict[Array, Array] = {}
     level: dict[Array, int] = defaultdict(int)
@@ -236,62 +237,62 @@ def _fusions(eqns: Sequence[FlatEqn]) -> tuple[list[list[FlatEqn]], dict[Array, 
         return index
 
     placed: list[tuple[int, FlatEqn]] = []
-    for one in eqns:
-        inputs = [roots.get(array, array) for array in one.inputs]
+    for eqn in eqns:
+        inputs = [roots.get(array, array) for array in eqn.inputs]
         here = max((level[array] for array in inputs), default=0)
-        if is_view(one):
-            roots[one.outputs[0]] = inputs[0]
+        if is_view(eqn):
+            roots[eqn.outputs[0]] = inputs[0]
             continue
-        joined = one.primitive in _FUSED
+        joined = eqn.primitive in _FUSED
         if joined:
             index = len(parent)
             parent.append(index)
             for array in inputs:
                 if array in group and level[array] == here:
                     parent[top(group[array])] = index
-            placed.append((index, one))
-        for array in one.outputs:
+            placed.append((index, eqn))
+        for array in eqn.outputs:
             level[array] = here if joined else here + 1
             if joined:
                 group[array] = index
-    for index, one in placed:
-        members[top(index)].append(one)
+    for index, eqn in placed:
+        members[top(index)].append(eqn)
     return list(members.values()), roots
 
 
 def _readers(eqns: Sequence[FlatEqn], roots: Mapping[Array, Array]) -> dict[Array, list[FlatEqn]]:
-    found: dict[Array, list[FlatEqn]] = defaultdict(list)
-    for one in eqns:
-        if not is_view(one):
-            for array in one.inputs:
-                found[roots.get(array, array)].append(one)
-    return found
+    readers: dict[Array, list[FlatEqn]] = defaultdict(list)
+    for eqn in eqns:
+        if not is_view(eqn):
+            for array in eqn.inputs:
+                readers[roots.get(array, array)].append(eqn)
+    return readers
 
 
 def _fused(
     members: Sequence[FlatEqn], roots: Mapping[Array, Array], read: Mapping[Array, list[FlatEqn]], kept: set[Array]
 ) -> Parts:
-    """A chain reads what comes from outside and writes what is read outside, each array once."""
-    own = set(members)
-    made = {array for one in members for array in one.outputs}
+    """The work of a fused kernel: it reads each array from outside once, and writes each array that is read outside."""
+    fused = set(members)
+    made = {array for eqn in members for array in eqn.outputs}
     seen: dict[Array, int] = defaultdict(int)
     parts: Parts = {}
-    for one in members:
-        size = sum(array.bytes for array in one.outputs if array in kept or any(by not in own for by in read.get(array, ())))
-        for place, array in enumerate(one.inputs):
+    for eqn in members:
+        size = sum(array.bytes for array in eqn.outputs if array in kept or any(by not in fused for by in read.get(array, ())))
+        for place, array in enumerate(eqn.inputs):
             root = roots.get(array, array)
             if root not in made and not root.literal:
-                part = one.outputs[0].bytes if place == 0 and one.primitive in _PARTS else root.bytes
+                part = eqn.outputs[0].bytes if place == 0 and eqn.primitive in _PARTS else root.bytes
                 part = min(part, root.bytes - seen[root])
                 seen[root] += part
                 size += part
-        count = _operations(one)
-        parts[one] = Work({_vector_dtype(one): count} if count else {}, size)
+        count = _operations(eqn)
+        parts[eqn] = Work({_vector_dtype(eqn): count} if count else {}, size)
     return parts
 
 
 def _operations(one: FlatEqn) -> int:
-    """One for each element written, for each element read by a reduction; none for what only moves data."""
+    """One operation per element written; in a reduction, per element read; none in a move of data."""
     if one.primitive in _MOVES:
         return 0
     if one.primitive in _REDUCTIONS:
@@ -300,5 +301,5 @@ def _operations(one: FlatEqn) -> int:
 
 
 def _vector_dtype(one: FlatEqn) -> str:
-    """Elementwise work runs in float32 units whatever smaller type it is of; float64 has units of its own."""
+    """The units that elementwise work runs on: float32 units for all smaller types, float64 units for float64."""
     return "float64" if any(dtype_of(array) in ("float64", "complex128") for array in one.outputs) else "float32"

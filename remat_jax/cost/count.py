@@ -1,4 +1,4 @@
-"""Counting what a jaxpr really executes: matrix multiplications and their FLOPs, after dead code is gone, loops unrolled."""
+"""Counting the matrix multiplications and FLOPs that a jaxpr executes, with dead code removed and loops unrolled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remat_jax.errors import UnsupportedError
 
 
 def matmuls(fn: Callable[..., Any], *args: Any) -> int:
-    """How many matrix multiplications one call of `fn` executes; a scanned one counts once per round.
+    """How many matrix multiplications one call of `fn` executes. Inside a scan each iteration counts.
 
     >>> import jax, jax.numpy as jnp
     >>> matmuls(jax.grad(lambda w: jnp.sum(jnp.sin(w @ w))), jnp.ones((4, 4)))
@@ -34,12 +34,12 @@ def flops(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
-    """The sum of `weight(eqn)` over what the closed `jaxpr` executes, after dead-code elimination.
+    """The sum of `weight(eqn)` over the equations that the closed `jaxpr` executes, after dead-code elimination.
 
     A `cond` counts as its most expensive branch.
 
     Raises:
-      UnsupportedError: a `while` loop, whose number of rounds is not known before it runs, has weight in it.
+      UnsupportedError: an equation with weight is in a `while` loop, whose number of iterations is unknown.
     """
     return _count(compat.dce(jaxpr).jaxpr, weight)
 

@@ -1,4 +1,4 @@
-"""A jaxpr as one flat list of equations: calls taken apart, names and barriers looked through, dead code left out."""
+"""A jaxpr as one flat list of equations: calls inlined, names and barriers removed, dead code eliminated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from remat_jax import compat
 from remat_jax.core.walk import inner_jaxprs
 
-# What runs its one inner jaxpr on its own operands.
+# Primitives that evaluate their one inner jaxpr on their own operands.
 _CALLS = frozenset(
     {
         "jit",
@@ -27,20 +27,20 @@ _CALLS = frozenset(
         "custom_vjp_call_jaxpr",
     }
 )
-# What hands its operands on as they are.
+# Primitives that return their operands unchanged.
 _SAME = frozenset({"name", "optimization_barrier", "reduce_precision", "copy", "copy_p", "mul_identity", "stop_gradient"})
 _SAME_VALUE = frozenset({"device_put", "sharding_constraint", "pvary", "pcast"})
 
 
 @dataclass(eq=False)
 class Array:
-    """An array of a flat program; equal to itself alone.
+    """An array of a flat program. It is compared by identity.
 
     Attributes:
       aval: its type.
-      names: the residual names that it has, the first one first.
-      literal: whether it is written in the program.
-      share: how much of it one device has, of those among which the program is divided.
+      names: its residual names, in the order in which they were given.
+      literal: whether it is a literal in the program.
+      share: the fraction of it that one device holds if the program is partitioned.
     """
 
     aval: Any
@@ -50,20 +50,20 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """What it takes in the memory of a device; 0 for what has no storage (tokens)."""
+        """Its bytes in the memory of one device; 0 if it has no storage (tokens)."""
         shape, dtype = getattr(self.aval, "shape", None), getattr(self.aval, "dtype", None)
         whole = 0 if shape is None or dtype is None else math.prod(shape) * compat.itemsize(dtype)
         return whole if self.share == 1.0 else round(self.share * whole)
 
     @property
     def size(self) -> int:
-        """How many elements it has, on all devices together."""
+        """The number of its elements on all devices together."""
         return math.prod(getattr(self.aval, "shape", ()))
 
 
 @dataclass(frozen=True, eq=False)
 class FlatEqn:
-    """An equation of a flat program: JAX's own, and the arrays that it reads and writes here."""
+    """An equation of a flat program: JAX's equation, and the arrays that it reads and writes."""
 
     eqn: Any
     inputs: tuple[Array, ...]
@@ -76,7 +76,7 @@ class FlatEqn:
 
     @property
     def share(self) -> float:
-        """How much of its work one device does: as of that of its arrays which is divided most."""
+        """The fraction of its work that one device does: the smallest share of its arrays."""
         return min((array.share for array in (*self.inputs, *self.outputs) if not array.literal), default=1.0)
 
 
@@ -85,8 +85,8 @@ class Flat:
     """A flat program.
 
     Attributes:
-      inputs, outputs: those of the jaxpr.
-      eqns: in the order of execution; only what an output needs.
+      inputs, outputs: the inputs and outputs of the jaxpr.
+      eqns: the equations that outputs need, in the order of execution.
     """
 
     inputs: tuple[Array, ...]
@@ -94,7 +94,7 @@ class Flat:
     outputs: tuple[Array, ...]
 
     def copied(self, copies: dict[Array, Array]) -> Flat:
-        """The same program with arrays of its own; `copies` has those that were made before, and gets the new ones."""
+        """The same program with copies of its arrays. `copies` maps arrays to copies; new copies are added to it."""
 
         def each(arrays: Iterable[Array]) -> tuple[Array, ...]:
             return tuple(copies.setdefault(one, replace(one, names=list(one.names))) for one in arrays)
@@ -106,9 +106,8 @@ class Flat:
 def flatten(jaxpr: Any) -> Flat:
     """The closed `jaxpr` as a flat program.
 
-    What stands in `jit`, `checkpoint`, custom derivatives and `shard_map` stands in the one list. Loops, branches and kernels
-    stay whole. A name (`checkpoint_name`) is a property of its array and no equation, and so is what only holds the compiler
-    back or moves an array between memories.
+    The bodies of `jit`, `checkpoint`, custom derivatives and `shard_map` are inlined. Loops, branches and kernels remain single
+    equations. A name (`checkpoint_name`) becomes a property of its array. Barriers and moves between memories disappear.
 
     >>> import jax, jax.numpy as jnp
     >>> flat = flatten(jax.make_jaxpr(lambda x: jax.jit(jnp.sin)(x) * 2)(1.0))
@@ -122,36 +121,36 @@ def flatten(jaxpr: Any) -> Flat:
 
 
 def live(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Iterator[FlatEqn]:
-    """Those of `eqns` that `outputs` need, in their order."""
-    wanted, found = set(outputs), []
-    for one in reversed(eqns):
-        if wanted.intersection(one.outputs):
-            wanted.update(one.inputs)
-            found.append(one)
-    return reversed(found)
+    """The `eqns` that `outputs` need, in order."""
+    wanted, needed = set(outputs), []
+    for eqn in reversed(eqns):
+        if wanted.intersection(eqn.outputs):
+            wanted.update(eqn.inputs)
+            needed.append(eqn)
+    return reversed(needed)
 
 
 def region(eqns: Sequence[FlatEqn], wanted: Iterable[Array], given: Collection[Array]) -> list[FlatEqn]:
-    """Those of `eqns` that compute `wanted` from `given`, in their order; what is given is not computed."""
-    open_, found = {one for one in wanted if one not in given}, []
-    for one in reversed(eqns):
-        if open_.intersection(one.outputs):
-            open_.update(array for array in one.inputs if array not in given)
-            found.append(one)
-    return found[::-1]
+    """The `eqns` that compute `wanted` from `given`, in order. Given arrays are not computed."""
+    open_, needed = {array for array in wanted if array not in given}, []
+    for eqn in reversed(eqns):
+        if open_.intersection(eqn.outputs):
+            open_.update(array for array in eqn.inputs if array not in given)
+            needed.append(eqn)
+    return needed[::-1]
 
 
 def _run(jaxpr: Any, inputs: Sequence[Array], eqns: list[FlatEqn]) -> list[Array]:
     inner = jaxpr.jaxpr
-    known: dict[Any, Array] = dict(zip(inner.invars, inputs, strict=True))
-    known.update((var, Array(var.aval)) for var in inner.constvars)
+    arrays: dict[Any, Array] = dict(zip(inner.invars, inputs, strict=True))
+    arrays.update((var, Array(var.aval)) for var in inner.constvars)
 
     def read(atom: Any) -> Array:
-        return Array(atom.aval, literal=True) if hasattr(atom, "val") else known[atom]
+        return Array(atom.aval, literal=True) if hasattr(atom, "val") else arrays[atom]
 
     for eqn in inner.eqns:
         arguments = [read(atom) for atom in eqn.invars]
-        known.update(zip(eqn.outvars, _results(eqn, arguments, eqns), strict=True))
+        arrays.update(zip(eqn.outvars, _results(eqn, arguments, eqns), strict=True))
     return [read(atom) for atom in inner.outvars]
 
 
@@ -182,7 +181,7 @@ def called(eqn: Any) -> Any | None:
 
 
 def _inner_names(eqn: Any) -> list[list[str]]:
-    """For each output of a loop or branch, the names that its array has inside: a residual made there is named there."""
+    """For each output of a loop or branch, the names of its array inside: a residual is named where it is computed."""
     if eqn.primitive.name == "cond":
         branches = [flatten(compat.closed(one)).outputs for one in eqn.params["branches"]]
         return [list(dict.fromkeys(name for array in arrays for name in array.names)) for arrays in zip(*branches, strict=True)]

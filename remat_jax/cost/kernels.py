@@ -1,4 +1,4 @@
-"""Operations that are kernels of their own: matrix products, convolutions, attention, factorisations, Pallas."""
+"""The work of operations that do not fuse: matrix products, convolutions, attention, factorisations, Pallas kernels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from remat_jax.cost.flat import Array, FlatEqn
 
 @dataclass(frozen=True)
 class Work:
-    """What one kernel does.
+    """The work of one kernel.
 
     Attributes:
-      flops: floating-point operations by the dtype whose units they run on.
-      bytes: read from and written to device memory.
-      unknown: its primitive, where its operations are not known.
+      flops: dtype whose units do the operations → floating-point operations.
+      bytes: the bytes read from and written to device memory.
+      unknown: its primitive, if its operations are unknown.
     """
 
     flops: Mapping[str, float] = field(default_factory=dict)
@@ -28,13 +28,13 @@ class Work:
     unknown: frozenset[str] = frozenset()
 
     def scaled(self, work: float, traffic: float) -> Work:
-        """So many times the operations, and so many times the bytes."""
+        """The work with operations multiplied by `work` and bytes multiplied by `traffic`."""
         return Work({dtype: work * count for dtype, count in self.flops.items()}, traffic * self.bytes, self.unknown)
 
 
 def own_kernel(one: FlatEqn) -> Work:
-    """The work of an equation that is fused with no other, on one device."""
-    # The bytes are those of the arrays, each of which knows its share.
+    """The work of an equation that does not fuse, on one device."""
+    # The arrays' bytes include their shares already.
     return _own_kernel(one).scaled(one.share, 1.0)
 
 
@@ -50,18 +50,18 @@ def _own_kernel(one: FlatEqn) -> Work:
 
 
 def dtype_of(array: Array) -> str:
-    """The name of an array's dtype; empty for what has none."""
+    """The name of an array's dtype; empty if it has none."""
     return str(getattr(array.aval, "dtype", ""))
 
 
 def _touched(one: FlatEqn) -> float:
-    """The bytes of everything that is read or written, each array once."""
+    """The bytes of all arrays that are read or written, each counted once."""
     arrays = {*(array for array in one.inputs if not array.literal), *one.outputs}
     return float(sum(array.bytes for array in arrays))
 
 
 def _units(one: FlatEqn) -> str:
-    """The units that a product runs on: those of its narrower operand; float32 ones take tensorfloat32 unless told not to."""
+    """The units of a product: those of its narrower operand. A float32 product runs in tensorfloat32 by default."""
     dtypes = [dtype_of(array) for array in one.inputs[:2]]
     dtype = min(dtypes, key=lambda name: one.inputs[dtypes.index(name)].aval.dtype.itemsize)
     precision = one.eqn.params.get("precision")
@@ -74,7 +74,7 @@ def _product(one: FlatEqn) -> Work:
 
 
 def _attention(one: FlatEqn, operands: tuple[Array, ...], *, backward: bool) -> Work:
-    """4 · b · s · t · h · d for the two products of attention, five products in its backward pass; no array of s × t."""
+    """Attention: two products, together 4 · b · s · t · h · d, five in the backward pass; no array of s × t is in memory."""
     query, key = operands[0].aval.shape, operands[1].aval.shape
     layout = one.eqn.params.get("layout", 0)
     sequence = 2 if str(getattr(layout, "name", layout)) in ("BNTH", "1") else 1
@@ -83,7 +83,7 @@ def _attention(one: FlatEqn, operands: tuple[Array, ...], *, backward: bool) -> 
 
 
 def _scatter(one: FlatEqn) -> Work:
-    """In place: indices and updates are read, and what they fall on is read and written."""
+    """A scatter works in place: it reads indices and updates, and reads and writes the updated elements."""
     _, indices, updates = one.inputs[:3]
     return Work({"float32": float(updates.size)}, indices.bytes + 3.0 * updates.bytes)
 
@@ -93,7 +93,7 @@ def _update(one: FlatEqn) -> Work:
 
 
 def _factorisation(flops: Callable[[int, int], float]) -> Callable[[FlatEqn], Work]:
-    """Of matrices (…, m, n), with `flops(m, n)` for each."""
+    """The work of factorising matrices (…, m, n), with `flops(m, n)` for each."""
 
     def work(one: FlatEqn) -> Work:
         *batch, rows, columns = one.inputs[0].aval.shape
@@ -118,7 +118,7 @@ def _sort(one: FlatEqn) -> Work:
 
 
 def _pallas(one: FlatEqn) -> Work:
-    """By the kernel's own cost estimate; else its body's products for each program of the grid, and every operand once."""
+    """The kernel's own cost estimate. Without one, the products of its body for each program of the grid, and all operands."""
     estimate = one.eqn.params.get("cost_estimate")
     dtype = dtype_of(one.inputs[0]) if one.inputs else "float32"
     return Work({dtype: _pallas_flops(one.eqn)}, _touched(one) if estimate is None else float(estimate.bytes_accessed))
@@ -133,19 +133,19 @@ def _pallas_flops(eqn: Any) -> float:
 
 
 def named_kernels(jaxpr: Any) -> dict[str, float]:
-    """The operations of each Pallas kernel in a program, by its name; kernels of one name that differ are left out."""
-    found: dict[str, set[float]] = {}
+    """The operations of the Pallas kernels in a program, by name. Different kernels with the same name are omitted."""
+    flops_by_name: dict[str, set[float]] = {}
     for eqn in equations(jaxpr):
         if eqn.primitive.name == "pallas_call":
-            found.setdefault(str(eqn.params.get("name")), set()).add(_pallas_flops(eqn))
-    return {name: several.pop() for name, several in found.items() if len(several) == 1}
+            flops_by_name.setdefault(str(eqn.params.get("name")), set()).add(_pallas_flops(eqn))
+    return {name: several.pop() for name, several in flops_by_name.items() if len(several) == 1}
 
 
 def kernel_flops(jaxpr: Any) -> int:
     """The operations of the products in a kernel's body.
 
-    A loop of unknown length is taken to read its arrays through once; half of them where its bounds depend on the program's
-    place in the grid, as those of causal attention do.
+    A loop of unknown length is assumed to read its arrays once; half of them if its bounds depend on the program's index in the
+    grid, as in causal attention.
     """
     total = 0
     varying: set[Any] = set()
@@ -171,14 +171,14 @@ def _plain_flops(eqn: Any) -> int:
 
 
 def _rounds(body: Any) -> int:
-    """How many rounds a loop needs to read the largest of its arrays through."""
-    found = [1]
+    """How many iterations a loop needs to read all of its largest array."""
+    rounds = [1]
     for eqn in body.jaxpr.eqns:
         reads = eqn.invars and eqn.outvars and type(eqn.invars[0].aval).__name__ == "AbstractRef"
         part = math.prod(eqn.outvars[0].aval.shape) if reads else 0
         if part:
-            found.append(math.prod(eqn.invars[0].aval.shape) // part)
-    return max(found)
+            rounds.append(math.prod(eqn.invars[0].aval.shape) // part)
+    return max(rounds)
 
 
 def _cubed(factor: float) -> Callable[[int, int], float]:

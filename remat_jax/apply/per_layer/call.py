@@ -31,15 +31,15 @@ def run(
     kwargs: dict[str, Any],
     found: Record,
 ) -> Any:
-    """`call(args, kwargs)`, which runs a function with its blocks intercepted, with a policy for each layer of `blocks`.
+    """`call(args, kwargs)` with a policy for each layer of `blocks`; `call` runs a function with its blocks intercepted.
 
-    NNX objects among the arguments are taken apart and what the function writes to them is written back; everything else that
-    is no array reaches the function as it is.
+    NNX objects among the arguments are split into arrays, and the function's writes to them are written back. Other values than
+    arrays reach the function unchanged.
 
     Raises:
-      BlockError: there are not as many blocks as layers.
-      UnsupportedError: the function takes a gradient of the blocks itself, layers cannot be told apart, or the function writes
-        to an NNX object that is no argument.
+      BlockError: a block's calls are not as many as its policies.
+      UnsupportedError: the function takes a gradient of the blocks itself, the layers cannot be distinguished, or the function
+        writes to an NNX object that is no argument.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = {str(index): leaf for index, leaf in enumerate(leaves) if is_node(leaf)}

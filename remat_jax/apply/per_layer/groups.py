@@ -1,7 +1,7 @@
-"""Groups of layers: which equations of a traced function stand in one, and running them under one checkpoint.
+"""Groups of layers: finding the equations of a group in a traced function, and running them under one checkpoint.
 
-The checkpoint of a group keeps what the group reads. The layers inside are checkpoints of their own (`layered`), which have an
-effect while the backward pass of the group runs.
+The checkpoint of a group keeps the group's inputs. Each layer inside has its own checkpoint too (`layered`), which has an
+effect while the backward pass of the group recomputes the group.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from remat_jax.policy import LayerPolicies, Policy
 
 FULL = Policy.parse("full")
 Groups = frozenset[tuple[Block, range]]
-"""Groups by their block and their layers."""
+"""Groups of layers, each as its block and the range of its layers."""
 
 
 @dataclass(frozen=True)
 class EquationGroup:
-    """A group of layers whose blocks stand in one jaxpr.
+    """A group of layers whose blocks are equations of one jaxpr.
 
     Attributes:
-      eqns: the blocks, and what is computed from them up to the last of them.
-      inputs, outputs: the variables that the group reads, and those of its own that are read outside.
-      groups: the groups of the blocks, more than one where several classes alternate.
+      eqns: the blocks, and the equations between them that depend on them.
+      inputs, outputs: the variables that the group reads, and its own variables that are read outside.
+      groups: the groups of the blocks: more than one if several classes alternate.
     """
 
     eqns: tuple[Any, ...]
@@ -51,15 +51,15 @@ def in_parts(
     policies: Mapping[Block, LayerPolicies],
     applied: Groups,
 ) -> list[list[Any] | EquationGroup]:
-    """The equations of the closed `jaxpr` in an order in which each group is in one place.
+    """The equations of the closed `jaxpr`, reordered so that the equations of each group are consecutive.
 
-    An equation between two blocks of a group is in the group if it reads what a block computed, and is moved before the group
-    if it does not. A group within one equation that is no block (a scan, a `jit`) is left to that equation.
+    An equation between two blocks of a group joins the group if it depends on a block of the group. Otherwise it moves before
+    the group. A group inside one equation that is no block (a scan, a `jit`) is formed when that equation is evaluated.
 
     Args:
-      starts, counts: for each equation, the positions of its first blocks, and how many blocks it has.
+      starts, counts: for each equation, the positions of its first blocks, and the number of its blocks.
       policies: the policies with groups, by block.
-      applied: the groups that `jaxpr` is inside of.
+      applied: the groups that contain `jaxpr`.
 
     Raises:
       UnsupportedError: a group ends inside an equation, or groups of several blocks overlap.
@@ -92,7 +92,7 @@ def run_group(
     apart: bool,
     rows: Mapping[int, StackRow] | None = None,
 ) -> list[Any]:
-    """`function(*values)`, the layers of a group, under a checkpoint that keeps its inputs; the rest is as for `bind_block`."""
+    """`function(*values)`, the layers of a group, under a checkpoint that keeps the inputs; for the rest see `bind_block`."""
     with unlinked():
         jaxpr, consts = compat.hoist_consts(jax.make_jaxpr(function)(*values))
     block = plan_block(jaxpr, FULL, "", [False] * len(jaxpr.in_avals))
@@ -101,7 +101,7 @@ def run_group(
 
 
 def torn(block: Block, group: range) -> UnsupportedError:
-    """The error for a group that begins or ends inside what cannot be divided."""
+    """The error for a group that begins or ends inside an indivisible equation."""
     return UnsupportedError(
         f"block={name_of(block)}: the group of {layers_text(group)} begins or ends inside a jit, a branch, a loop or a round "
         "of a scan that calls the block several times. Give groups that begin and end where these do."
@@ -119,7 +119,7 @@ def _overlapping(groups: Sequence[tuple[Block, range]]) -> str:
 def _groups_within(
     policy: LayerPolicies, block: Block, starts: Sequence[Positions], counts: Sequence[Counter[Block]]
 ) -> list[range]:
-    """The groups that have a layer among those of the equations."""
+    """The groups of `policy` that contain a layer of these equations."""
     ours = [(start[block], start[block] + count[block]) for start, count in zip(starts, counts, strict=True) if count[block]]
     return [range(*group) for group in policy.groups if ours and group[0] < ours[-1][1] and group[1] > ours[0][0]]
 
@@ -127,7 +127,7 @@ def _groups_within(
 def _span(
     eqns: Sequence[Any], starts: Sequence[Positions], counts: Sequence[Counter[Block]], block: Block, group: range
 ) -> tuple[int, int] | None:
-    """The first and the last equation of a group; None where one equation has it inside."""
+    """The first and the last equation of a group; None if a single equation contains the group."""
     places = [
         nth
         for nth, count in enumerate(counts)
@@ -146,7 +146,7 @@ def _span(
 
 
 def _sorted_out(eqns: Sequence[Any], first: int, last: int, members: set[int]) -> tuple[list[Any], list[Any]]:
-    """The equations from `first` to `last`: what reads nothing of the group, and the group."""
+    """The equations from `first` to `last`, in two lists: those that do not depend on the group, and the group."""
     made: set[Any] = set()
     before, inside = [], []
     for nth in range(first, last + 1):

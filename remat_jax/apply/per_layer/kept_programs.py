@@ -1,10 +1,9 @@
-"""Programs under policies by layer that are kept, so that calls that are not under `jit` are not compiled every time.
+"""A cache of programs under policies by layer, so that eager calls are not compiled every time.
 
-The function itself is traced in every call: what it reads from outside (a model that it closes over, a random number of
-NumPy's, the time) must not be that of an earlier call. Only where this gives the same program as before is the one with
-policies taken from there, and with it what JAX has compiled of it. What is kept are programs without arrays, and without
-functions that could close over some or do what the program does not say: callbacks, rules of a `custom_vjp`, policies of
-`jax.checkpoint`.
+Eager calls retrace the function every time, because it may read values from outside: a model that it closes over, NumPy's
+random numbers, the time. An identical trace reuses the earlier program with policies, and so JAX's compiled code for it.
+Programs with arrays are not cached, nor programs with functions that could close over arrays or have effects of their own:
+callbacks, rules of a `custom_vjp`, policies of `jax.checkpoint`.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ _MOST = 32
 
 @dataclass(frozen=True)
 class _Program:
-    """A program with marks, and what it is under the policies.
+    """A program with marks, and the same program with its policies set.
 
     Attributes:
-      settings: all that JAX's traces depended on, and the blocks whose policies are set.
+      settings: the JAX settings that traces depend on, and the blocks whose policies are set.
       marked: the program with marks.
-      resolved: the program without.
-      counts: how many blocks there were.
-      audit: what the policies met.
+      resolved: the program with policies in place of the marks.
+      counts: how often each block is called.
+      audit: what the selectors of the policies matched.
     """
 
     settings: Any
@@ -45,12 +44,12 @@ class _Program:
     audit: Audit
 
 
-# The last ones that were used, the latest last. Never changed, only replaced.
+# The latest used program comes last. The tuple is replaced, never changed, so that threads can share it.
 _programs: tuple[_Program, ...] = ()
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: Audit) -> tuple[list[Any], Counter[Block]]:
-    """`layered.evaluate`, which compiles nothing that was compiled for the same program before."""
+    """`layered.evaluate`, but an identical program is not compiled again."""
     jaxpr, consts = compat.hoist_consts(jaxpr)
     if compat.is_staging() or compat.uses_references(jaxpr) or holds_arrays(jaxpr) or holds_functions(jaxpr):
         return layered.evaluate(jaxpr, [*consts, *args], blocks, audit)
@@ -76,8 +75,8 @@ def _made(jaxpr: Any, blocks: frozenset[Block]) -> _Program:
     audit, counts = Audit(), []
 
     def resolve(*args: Any) -> list[Any]:
-        outputs, found = layered.evaluate(jaxpr, args, blocks, audit)
-        counts.append(found)
+        outputs, number = layered.evaluate(jaxpr, args, blocks, audit)
+        counts.append(number)
         return outputs
 
     resolved = retrace(jaxpr, resolve)
@@ -86,7 +85,7 @@ def _made(jaxpr: Any, blocks: frozenset[Block]) -> _Program:
 
 
 def _loops_in_jit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
-    """Loops are compiled as a whole anyway; of one in a `jit` JAX keeps what it is differentiated and compiled to as well."""
+    """Evaluates a loop inside a `jit`, so that JAX caches its derivative and its compiled code too."""
     if eqn.primitive.name not in ("scan", "while", "cond"):
         return None
     return list(jax.jit(lambda *values: compat.bind(eqn, values))(*inputs))

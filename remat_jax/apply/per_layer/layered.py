@@ -1,7 +1,7 @@
-"""Policies by layer: a traced function with marks in it (`marking`), evaluated with the i-th block under the i-th policy.
+"""Policies by layer: a traced function with marks (`core.marks`) is evaluated with the i-th block under the i-th policy.
 
-A scan over blocks is cut into consecutive scans, one for each run of rounds that are under the same policies (`segments`).
-Blocks in groups stand in one checkpoint more (`layer_groups`).
+A scan over blocks becomes consecutive scans, one for each run of iterations under the same policies (`runs`). Each group of
+blocks gets one more checkpoint around it (`groups`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from remat_jax.policy import LayerPolicies, is_off
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: Audit) -> tuple[list[Any], Counter[Block]]:
-    """The closed `jaxpr` on `args` with every mark of `blocks` run under its policy, and how many blocks there were.
+    """The closed `jaxpr` on `args`, with every mark of `blocks` under its policy; and how often each block is called.
 
     Raises:
-      BlockError: there are not as many blocks as layers.
-      UnsupportedError: blocks that would need different policies stand in a `while` loop, or a group of layers has a border of
-        a loop, a call or a branch inside.
+      BlockError: a block's calls are not as many as its policies. UnsupportedError: blocks with policies by layer are in a
+      `while` loop, or a group of layers begins or ends inside a loop, a
+        call or a branch.
     """
     counts = checked_counts(jaxpr, blocks)
     around = _Surroundings(apart=compat.in_loop(around_gradient=False))
@@ -44,15 +44,15 @@ def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: A
 
 
 class _Surroundings:
-    """Where an equation stands.
+    """The surroundings of an equation.
 
     Attributes:
-      looped: whether in a loop.
-      apart: whether in one that is a loop to the compiler too, which each pass has one of.
-      rows: by the id of a value, the stack that it is a row of.
-      spans: in a scan, by block, the layers of all its rounds.
-      idle: whether in a loop of no rounds, where there are no layers that a block could be.
-      groups: the groups of layers that it is inside of.
+      looped: whether the equation is in a loop.
+      apart: whether it is in a loop that the compiler keeps, so that each pass has its own.
+      rows: id of a value → the stack and index that the value is a row of.
+      spans: in a scan: block → the layers of all iterations.
+      idle: whether it is in a loop without iterations, whose blocks are no layers.
+      groups: the groups of layers that contain the equation.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class _Surroundings:
         self.groups = groups
 
     def inside(self, *, looped: bool = False) -> _Surroundings:
-        """Of what stands in the body of an equation, to which values have other ids."""
+        """The surroundings in the body of an equation, without `rows`: values have other ids there."""
         apart = self.apart or looped
         return _Surroundings(looped=self.looped or looped, apart=apart, spans=self.spans, idle=self.idle, groups=self.groups)
 
     def in_group(self, groups: Groups) -> _Surroundings:
-        """Of what stands in these groups of layers: the group and its layers compute again in one and the same loop."""
+        """The surroundings in these groups of layers: one loop recomputes both the group and its layers."""
         return _Surroundings(looped=self.looped, apart=False, spans=self.spans, groups=self.groups | groups)
 
 
@@ -82,16 +82,16 @@ class _Resolver:
     """Sets the policies of marks.
 
     Attributes:
-      blocks: those whose policies are set.
-      audit: told what the policies met.
-      grouped: by block, the policies that have groups.
+      blocks: the blocks whose policies are set.
+      audit: records what the selectors of the policies matched.
+      grouped: block → its policies, if they have groups.
     """
 
     def __init__(self, blocks: frozenset[Block], audit: Audit, grouped: Mapping[Block, LayerPolicies]) -> None:
         self.blocks, self.audit, self.grouped = blocks, audit, grouped
 
     def run(self, jaxpr: Any, args: Sequence[Any], at: Positions, around: _Surroundings) -> list[Any]:
-        """Evaluate `jaxpr`, whose first blocks have the positions `at`, which are moved on."""
+        """Evaluate `jaxpr`, whose first blocks have the positions `at`. Afterwards `at` is past its blocks."""
         eqns = jaxpr.jaxpr.eqns
         counts, starts = [count_in(eqn, self.blocks) for eqn in eqns], []
         for passed in counts:
@@ -108,7 +108,7 @@ class _Resolver:
         return [value_of(atom, env) for atom in jaxpr.jaxpr.outvars]
 
     def _visitor(self, first: Mapping[int, Positions], around: _Surroundings) -> Visit:
-        """Evaluates equations: those by whose id `first` has the positions of their first blocks have blocks inside."""
+        """Returns a function that evaluates equations. `first` maps ids of equations with blocks to their first positions."""
 
         def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
             if id(eqn) not in first:
@@ -146,14 +146,14 @@ class _Resolver:
             at[mark.marked.block] += 1
         rows = {} if mark.batches else _rows(inputs, around)
 
-        # Inside the `vmap`s around the block, whose axes its collectives name.
+        # Runs inside the `vmap`s around the block, because the block's collectives name their axes.
         def run_mark(*values: Any) -> list[Any]:
             body = mark.jaxpr
             if count(body, self.blocks):
                 with unlinked():
                     body = retrace(body, lambda *args: self.run(mark.jaxpr, args, at, around.inside()))
             if not ours:
-                # Its policy is set by an enclosing call.
+                # An enclosing call sets its policy.
                 return bind_mark(replace(mark, jaxpr=body, batches=()), values)
             return self._block(mark, body, values, place, around, rows)
 
@@ -205,23 +205,23 @@ class _Resolver:
         return compat.bind(eqn, inputs, jaxpr=compat.like(body, eqn.params["jaxpr"]))
 
     def _other(self, eqn: Any, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
-        """An equation with blocks inside: a call, a branch, a loop of unknown length, a block of somebody else's."""
+        """Evaluate any other equation with blocks inside: a call, a branch, a `while` loop, another call's block."""
         inside = around.inside(looped=eqn.primitive.name == "while")
         changed = {}
         for key, value in inner_jaxprs(eqn).items():
             many = isinstance(value, tuple)
             new = []
-            for one in value if many else (value,):
-                inner, start = compat.closed(one), dict(at)
+            for body in value if many else (value,):
+                inner, start = compat.closed(body), dict(at)
                 with compat.inner_context(eqn):
                     traced = retrace(inner, lambda *args, j=inner, s=start: self.run(j, args, s, inside))
-                new.append(compat.like(traced, one))
+                new.append(compat.like(traced, body))
             changed[key] = tuple(new) if many else new[0]
         return compat.bind(eqn, inputs, **changed)
 
 
 def _rows(values: Sequence[Any], around: _Surroundings) -> dict[int, StackRow]:
-    """By their place, the values that are rows of a stack."""
+    """The values that are rows of a stack: index among `values` → row."""
     return {nth: around.rows[id(value)] for nth, value in enumerate(values) if id(value) in around.rows}
 
 

@@ -1,4 +1,4 @@
-"""The marks of a traced function: which there are, and how often each block runs."""
+"""Finding the marks of a traced function, and counting how often each block runs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from remat_jax.policy import LayerPolicies
 
 Positions = dict[Block, int]
 
-# JAX differentiates these by rules of their own: what stands inside is never reached.
+# JAX differentiates these by their own rules and never reaches a block inside.
 _OPAQUE = ("custom_jvp_call", "custom_vjp_call")
 
 
 def checked_counts(jaxpr: Any, blocks: frozenset[Block]) -> Counter[Block]:
-    """How often each of `blocks` runs in one evaluation of the closed `jaxpr`: as often as there are policies for it.
+    """How often each of `blocks` runs in one evaluation of the closed `jaxpr`, checked against its policies.
 
     Raises:
-      BlockError: there are not as many blocks as layers.
-      UnsupportedError: blocks with policies by layer stand in a `while` loop.
+      BlockError: a block's calls are not as many as its policies.
+      UnsupportedError: a block with policies by layer is in a `while` loop.
     """
     for eqn in equations(jaxpr):
         if eqn.primitive.name == "while":
@@ -52,7 +52,7 @@ def _refuse_while(eqn: Any, blocks: frozenset[Block]) -> None:
 
 
 def marks(jaxpr: Any) -> Iterator[Mark]:
-    """Every mark in the closed `jaxpr`, at any depth and inside other marks."""
+    """Every mark in the closed `jaxpr`, at any depth, also inside other marks."""
     for eqn in jaxpr.jaxpr.eqns:
         mark = mark_of(eqn)
         if mark is not None:
@@ -64,7 +64,7 @@ def marks(jaxpr: Any) -> Iterator[Mark]:
 
 
 def count(jaxpr: Any, blocks: frozenset[Block]) -> Counter[Block]:
-    """How often each of `blocks` runs in one evaluation of the closed `jaxpr`; in a `while` loop, once."""
+    """How often each of `blocks` runs in one evaluation of the closed `jaxpr`. A `while` loop counts as one iteration."""
     total: Counter[Block] = Counter()
     for eqn in jaxpr.jaxpr.eqns:
         total.update(count_in(eqn, blocks))
@@ -72,22 +72,22 @@ def count(jaxpr: Any, blocks: frozenset[Block]) -> Counter[Block]:
 
 
 def count_in(eqn: Any, blocks: frozenset[Block]) -> Counter[Block]:
-    """The same of one equation; a block that is there and never runs is counted 0 times."""
+    """How often each of `blocks` runs in one equation. A block that is present but never runs has the count 0."""
     mark = mark_of(eqn)
     if mark is not None:
         return Counter([mark.marked.block] if mark.marked.block in blocks else []) + count(mark.jaxpr, blocks)
     if eqn.primitive.name.startswith(_OPAQUE):
         return Counter()
     inside = [count(body, blocks) for body in bodies(eqn)]
-    there = {block for one in inside for block in one}
+    there = {block for counts in inside for block in counts}
     if eqn.primitive.name == "cond":
-        # One branch runs; where they have different numbers of blocks, a position is left free in the others.
-        return Counter({block: max(one[block] for one in inside) for block in there})
+        # One branch runs. If branches have different numbers of blocks, positions stay unused in the shorter ones.
+        return Counter({block: max(counts[block] for counts in inside) for block in there})
     rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-    return Counter({block: rounds * sum(one[block] for one in inside) for block in there})
+    return Counter({block: rounds * sum(counts[block] for counts in inside) for block in there})
 
 
 def move(at: Positions, passed: Counter[Block]) -> None:
-    """The positions `at` behind the blocks that were `passed`."""
+    """Move the positions `at` past the blocks counted in `passed`."""
     for block, number in passed.items():
         at[block] += number

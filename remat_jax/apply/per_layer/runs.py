@@ -1,11 +1,11 @@
-"""Cutting a scan over blocks into consecutive scans, one for each run of rounds that are under the same policies.
+"""Cutting a scan over blocks into consecutive scans, one for each run of iterations under the same policies.
 
-It is cut where `LayerPolicies.cuts` says so, too. Rounds in groups (`LayerPolicies.groups`) become a scan of groups
+A scan is also cut at `LayerPolicies.cuts`. Iterations in groups (`LayerPolicies.groups`) become a scan of groups
 (`scanned_groups`).
 
-Each hands its carry to the next; what was scanned is sliced, what comes out is joined. Compiled as it stands, the slices of the
-stacked parameters would be copies that live through the whole step. So a block reads its parameters from the whole stack, by
-the index of the round and inside its own checkpoint (`graph.block`); of the slices only the derivatives are used, and never
+Each scan passes its carry to the next one. Scanned operands are sliced, and stacked outputs are concatenated. The slices of
+stacked parameters would be copies that are alive during the whole step. So a block reads its parameters from the whole stack,
+by the iteration's index and inside its own checkpoint (`core.stack_rows`). Only the derivatives of the slices are used, never
 their values.
 """
 
@@ -33,14 +33,14 @@ Spans = Mapping[Block, range]
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive rounds of a scan under the same policies.
+    """Consecutive iterations of a scan under the same policies.
 
     Attributes:
-      first, end: the first of them, and the one after the last.
-      at: the positions of the blocks in the first.
-      is_loop: whether the compiler sees a loop around one round. Of one round, or with all rounds unrolled into one, it takes
-        the loop away.
-      group: how many rounds are in a group; None without groups.
+      first, end: the first iteration, and the iteration after the last.
+      at: the positions of the blocks in the first iteration.
+      is_loop: whether the compiler keeps the loop. It removes a loop of one iteration, or with all iterations unrolled into
+        one.
+      group: how many iterations a group has; None without groups.
       groups: the groups of its layers.
     """
 
@@ -53,15 +53,15 @@ class Segment:
 
 
 RunRound = Callable[[list[Any], Segment, Mapping[int, StackRow], Spans], list[Any]]
-"""`run(inputs, segment, rows, spans)`: one round of a scan that stands for all of a segment."""
+"""`run(inputs, segment, rows, spans)`: trace the body of a segment's scan, which stands for all iterations of the segment."""
 
 
 class Cut:
-    """A scan over blocks, and how it is cut.
+    """A scan over blocks, and its cut into segments.
 
     Attributes:
-      body: what it scans, as a closed jaxpr.
-      segments: what it is cut into, in forward order; nothing where it has no rounds, or never runs (`at` is None).
+      body: the body of the scan, as a closed jaxpr.
+      segments: the segments in forward order; empty if the scan has no iterations or never runs (`at` is None).
     """
 
     def __init__(self, eqn: Any, blocks: frozenset[Block], at: Positions | None, groups: Groups) -> None:
@@ -88,29 +88,29 @@ class Cut:
         }
 
         def scan(index: int) -> Any:
-            """Equal for rounds in a row that stay together: under the same policies, behind the same cuts, in like groups."""
-            behind = [sum(cut <= index * self.each[block] for cut in found) for block, found in cuts.items()]
-            return under(index), behind, grouped.like(index)
+            """A key, equal for iterations of one segment: equal policies, the same cuts before them, and like groups."""
+            passed = [sum(cut <= index * self.each[block] for cut in positions) for block, positions in cuts.items()]
+            return under(index), passed, grouped.like(index)
 
         segments = []
         for _, alike in itertools.groupby(range(self.eqn.params["length"]), key=scan):
             members = list(alike)
             start = {block: position + members[0] * self.each[block] for block, position in at.items()}
             unroll = self.eqn.params["unroll"]
-            # 0 unrolls all; what does not divide the length is written out behind the loop.
-            group, found = grouped.of(members[0], members[-1] + 1)
+            # 0 unrolls everything. A remainder of the length is unrolled after the loop.
+            group, in_groups = grouped.of(members[0], members[-1] + 1)
             is_loop = unroll > 0 and (group or len(members)) // unroll > 1
-            segments.append(Segment(members[0], members[-1] + 1, start, is_loop, group, found))
+            segments.append(Segment(members[0], members[-1] + 1, start, is_loop, group, in_groups))
         return segments
 
     def spans(self, segment: Segment, around: Spans) -> dict[Block, range]:
-        """By block, the layers of all rounds of a segment; inside another scan (`around`), those of all its rounds."""
+        """Block → the layers of all iterations of a segment. Inside another scan, its spans (`around`) take precedence."""
         rounds = segment.end - segment.first
-        own = {block: range(segment.at[block], segment.at[block] + number * rounds) for block, number in self.each.items()}
-        return own | {block: layers for block, layers in around.items() if block in own}
+        layers = {block: range(segment.at[block], segment.at[block] + number * rounds) for block, number in self.each.items()}
+        return layers | {block: outer for block, outer in around.items() if block in layers}
 
     def run(self, inputs: Sequence[Any], around: Spans, run_round: RunRound, *, apart: bool) -> list[Any]:
-        """The outputs of the scan, its segments run one after the other; `apart` is as for `bind_block`."""
+        """The outputs of the scan, computed by one scan after another; for `apart` see `bind_block`."""
         consts, carried = compat.scan_layout(self.eqn)
         fixed, carry, stacks = inputs[:consts], list(inputs[consts : consts + carried]), inputs[consts + carried :]
         read_again = only_in_blocks(self.body, self.blocks)[consts + carried :]
@@ -134,10 +134,10 @@ class Cut:
     def _scan(
         self, segment: Segment, spans: Spans, step: Any, carry: list[Any], stacks: list[tuple[Any, Any]], apart: bool
     ) -> tuple[list[Any], list[Any]]:
-        """One segment: its carry, and its stacked outputs.
+        """Run one segment: its final carry, and its stacked outputs.
 
         Args:
-          stacks: what is scanned, each with the stack that blocks read its rows from, or None where they do not.
+          stacks: the scanned operands, each with the stack from which blocks read its rows, or None if they do not.
         """
         rounds, reverse = self.eqn.params["length"], self.eqn.params["reverse"]
         low, high = (rounds - segment.end, rounds - segment.first) if reverse else (segment.first, segment.end)
@@ -151,11 +151,11 @@ class Cut:
             return result
 
         def cut(stack: Any) -> Any:
-            # A slice of the whole is an array of its own to JAX, which would be kept between the passes.
+            # To JAX a full slice would be another array, and kept between the passes.
             return stack if (low, high) == (0, rounds) else jax.lax.slice_in_dim(stack, low, high)
 
         plain = [cut(stack) if read is None else None for stack, read in stacks]
-        # A slice in this scope is one that nobody reads (`graph.origins`).
+        # The scope tells `core.origins` that nobody reads these slices.
         with compat.layers_scope(next(iter(spans.values()))):
             index = jax.lax.slice_in_dim(jax.lax.iota(jnp.int32, rounds), low, high)
             slices = [cut(stack) if one is None else one for (stack, _), one in zip(stacks, plain, strict=True)]
@@ -166,7 +166,7 @@ class Cut:
         return result
 
     def _keeps_no_rows(self, segment: Segment) -> bool:
-        """Whether the blocks of a round have policies under which a row that is read again is never kept."""
+        """Whether the policies of an iteration's blocks never keep a row that is read from its stack again."""
         for marked in {mark.marked for mark in marks(self.body) if mark.marked.block in self.blocks}:
             first, policy = segment.at[marked.block], marked.policy
             layers = range(first, first + self.each[marked.block])
@@ -177,7 +177,7 @@ class Cut:
 
 
 def only_in_blocks(body: Any, blocks: frozenset[Block]) -> list[bool]:
-    """For each input of the closed `body`, whether it is read by blocks and nothing else, and can be read again anywhere."""
+    """For each input of the closed `body`, whether it is numeric and only blocks read it, so that they can read it again."""
     read = {atom for atom in body.jaxpr.outvars if not hasattr(atom, "val")}
     in_blocks: set[Any] = set()
     for eqn in body.jaxpr.eqns:
@@ -188,7 +188,7 @@ def only_in_blocks(body: Any, blocks: frozenset[Block]) -> list[bool]:
 
 
 def _by_blocks(eqn: Any, blocks: frozenset[Block]) -> list[bool]:
-    """For each operand of `eqn`, whether blocks and nothing else read it."""
+    """For each operand of `eqn`, whether only blocks read it."""
     mark = mark_of(eqn)
     if mark is not None:
         return [mark.marked.block in blocks and not mark.batches] * len(eqn.invars)
@@ -198,5 +198,5 @@ def _by_blocks(eqn: Any, blocks: frozenset[Block]) -> list[bool]:
 
 
 def is_opened(eqn: Any, blocks: frozenset[Block]) -> bool:
-    """Whether `eqn` is a `jit` around blocks that asks for nothing but a call, so that in a scan its body can stand for it."""
+    """Whether `eqn` is a `jit` around blocks without options, so that its body can be inlined in a scan."""
     return compat.is_plain_jit(eqn) and bool(count_in(eqn, blocks))

@@ -1,4 +1,4 @@
-"""Groups of layers under a scan: which rounds are in one, and a scan of groups, each a scan under one checkpoint."""
+"""Groups of layers under a scan: finding the iterations of each group, and a scan over groups, each a scan in a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _CROSSED = (
 
 
 class RoundGroups:
-    """The groups of layers that meet a scan, in its rounds.
+    """The groups of layers in a scan, by its iterations.
 
     Attributes:
-      whole: by round, the first round of its group and the one after the last, where a group has several rounds.
-      parts: by round, the groups that are within it, as positions in the round.
-      groups: those that have several rounds.
+      whole: iteration → the first iteration of its group and the iteration after the last, for groups of several iterations.
+      parts: iteration → the groups inside it, as positions in the iteration.
+      groups: the groups of several iterations, by first iteration and iteration after the last.
 
     Raises:
-      UnsupportedError: a group begins or ends inside a round, or groups of several blocks have not the same rounds.
+      UnsupportedError: a group begins or ends inside an iteration, or groups of several blocks have different iterations.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class RoundGroups:
         self.groups.setdefault((start, end), set()).add((block, group))
 
     def like(self, index: int) -> Any:
-        """Equal for rounds that are in groups of the same length, and have the same groups inside."""
+        """A key, equal for iterations that are in groups of the same length and have the same groups inside."""
         start, end = self.whole.get(index, (0, 0))
         return end - start, sorted(self.parts.get(index, ()))
 
     def of(self, first: int, end: int) -> tuple[int | None, Groups]:
-        """How many rounds each group of a segment has, and the groups; None without any.
+        """How many iterations each group of a segment has (None without groups), and the groups.
 
         Raises:
-          UnsupportedError: the segment begins or ends inside a group, because another block has another policy there.
+          UnsupportedError: the segment begins or ends inside a group, because another block's policy changes there.
         """
         if first not in self.whole:
             return None, frozenset()
@@ -84,11 +84,11 @@ class RoundGroups:
 def scan_of_groups(
     one_round: Any, carry: list[Any], stacks: list[Any], length: int, apart: bool, options: dict[str, Any]
 ) -> tuple[list[Any], list[Any]]:
-    """A scan over groups of `length` rounds, each a scan under one checkpoint: the carry, and the stacked outputs.
+    """A scan over groups of `length` iterations, each a scan in a checkpoint: the final carry, and the stacked outputs.
 
     Args:
-      stacks: what is scanned, the indices first.
-      apart: whether each pass has a loop of its own around the scan.
+      stacks: the scanned operands, with the indices first.
+      apart: whether each pass has its own loop around the scan.
     """
     number, size = stacks[0].shape[0] // length, len(carry)
 
