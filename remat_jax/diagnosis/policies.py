@@ -61,15 +61,9 @@ def _missed(policy: Policy, regions: list[Region]) -> tuple[str, ...]:
 
 
 def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Finding]:
-<<<<<<< HEAD
-    names, jaxprs = _names_in(policy), [region.block.jaxpr for region in regions]
-    if names - {name for jaxpr in jaxprs for name in _given(jaxpr)}:
-        # Names given in derivative rules (kernels name their residuals there) show only in the linearisation.
-=======
     names, jaxprs = compat.names_in(policy), [region.block.jaxpr for region in regions]
     if names - {name for jaxpr in jaxprs for name in given_names(jaxpr)}:
-        # What a derivative rule names (kernels name their residuals there) shows in the linearisation only.
->>>>>>> lib18b
+        # Names given in derivative rules (kernels name their residuals there) show only in the linearisation.
         jaxprs += [region.block.linearised.jaxpr for region in regions if not region.is_opaque]
     given = sorted({name for jaxpr in jaxprs for name in given_names(jaxpr) if ":" not in name})
     for name in sorted(names - set(given)):
@@ -82,34 +76,6 @@ def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Findi
         )
 
 
-<<<<<<< HEAD
-def _given(jaxpr: Any) -> Iterator[str]:
-    for eqn in jaxpr.jaxpr.eqns:
-        name = compat.given_name(eqn)
-        if name is not None:
-            yield name
-        for body in bodies(eqn):
-            yield from _given(body)
-
-
-def _names_in(policy: JaxPolicy) -> set[str]:
-    """The names that one of JAX's policies by name was made with: the texts in its sets, lists and tuples."""
-    if not (getattr(policy, "__module__", "") or type(policy).__module__ or "").startswith("jax"):
-        return set()  # the texts in a user's own function may mean anything
-    held = list(getattr(policy, "__dict__", {}).values())
-    if inspect.isfunction(policy):
-        held += inspect.getclosurevars(policy).nonlocals.values()
-    found: set[str] = set()
-    for value in held:
-        if isinstance(value, set | frozenset | list | tuple):
-            found.update(one for one in value if isinstance(one, str))
-        elif callable(value) and not inspect.isclass(value):
-            found |= _names_in(value)
-    return found
-
-
-=======
->>>>>>> lib18b
 def named_for_offload(observed: Observed) -> Iterator[Finding]:
     """Offloaded names of arrays that the backward pass does not read, so that nothing is moved."""
     for region in observed.regions:
@@ -177,13 +143,8 @@ def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
 
 
 def offloaded_by_name(region: Region) -> set[str]:
-<<<<<<< HEAD
     """The user's own names that the policy offloads by exact name, not by a glob."""
-    given = set(_given(region.block.jaxpr))
-=======
-    """The user's own names that the policy moves to the host one by one; a glob names nothing in particular."""
     given = set(given_names(region.block.jaxpr))
->>>>>>> lib18b
     if isinstance(region.policy, Policy):
         candidates = [one for one in region.block.named.candidates.values() if one.name in given]
         exact = set(region.policy.selectors)
