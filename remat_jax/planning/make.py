@@ -216,8 +216,9 @@ class _Making:
     def _chosen(self) -> tuple[Tried, Tried]:
         """The best step by the traced estimate, by which the search goes, and the plan, by what was compiled."""
         try:
-            searched: Tried | None = self._with_named(self._or_groups(self.search.run(self.compiler.compile)))
-            self._compile_leaner(searched)
+            found = self._with_named(self._or_groups(self.search.run(self.compiler.compile)))
+            self._compile_leaner(found)
+            searched: Tried | None = found
         except InfeasibleBudget:
             searched = None
         limited = self._with_limit(searched)
