@@ -47,7 +47,7 @@ def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
 
 
 def _backward(program: BlockProgram, work: Mapping[str, float]) -> Cost:
-    """The backward pass on one device: bytes from its kernels' arrays, operations scaled by `work`, the forward ratios by dtype.
+    """The backward pass on one device: bytes of its kernels' arrays; operations scaled by `work`, the forward ratios by dtype.
 
     The division of a gradient between two residuals is unknown, and each product of the forward pass has two in the backward
     pass, so the forward ratios are used.

@@ -266,7 +266,7 @@ class _Making:
         return replace(tried, candidate=replace(tried.candidate, seconds=seconds))
 
     def _in_groups(self) -> Tried | None:
-        """The fastest grouping of the layers that fits, for when the inputs of single layers are too large; None if none fits."""
+        """The fastest grouping of the layers that fits, for when single layers' inputs are too large; None if none fits."""
         asked = self._grouped(compiled=True)
         if not asked or self.compiler.is_over:
             return None

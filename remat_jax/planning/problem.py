@@ -86,22 +86,22 @@ def describe(
     working: Working | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Described:
-    """The planning problem of `workload` on `target`: nothing is compiled, nothing runs.
+    """The planning problem of `workload` on `target`. Nothing is compiled without a mesh, and nothing runs.
 
-    On a mesh, bytes and times are those of one device, and one step is compiled to see how the compiler divides the residuals.
+    On a mesh, bytes and times are of one device, and one step is compiled to see how the compiler partitions the residuals.
 
-    Equal blocks that follow each other are one kind, and so are the rounds of a scan. The times are estimates by the cost model
-    (`docs/how/planner.md`), the bytes those of the residuals. Kinds that take turns in one scan stand one after the other.
+    Consecutive equal blocks are one kind, as are the rounds of a scan. Kinds that alternate in one scan follow each other in the
+    problem. The times are estimates of the cost model (`docs/how/planner.md`); the bytes are the residuals' sizes.
 
     Args:
-      target: its name, or a `Target`; says the rates, unless `rates` does.
-      working: the bytes that a block's backward pass needs besides its residuals: for all, by the kind's name, or a function of
-        the kind. Without it a first guess: the most that is alive in its backward pass, when it runs in the order in which
-        JAX writes it down.
+      target: a target's name, or a `Target`; gives the rates, unless `rates` is given.
+      working: the bytes that a block's backward pass needs besides its residuals: a number for all, by the kind's name, or a
+        function of the kind. Without it, a first guess is the peak of live bytes in the backward pass, run in the order of
+        its jaxpr.
 
     Raises:
-      TargetError: nothing is known of the target's rates.
-      UnsupportedError: a finished step, or blocks inside each other or in a `while` loop.
+      TargetError: the target's rates are unknown.
+      UnsupportedError: the workload is a finished step, or a block is inside another block or in a `while` loop.
       BlockError: a block is never called.
 
     >>> import flax.linen as nn, jax.numpy as jnp
