@@ -1,7 +1,7 @@
 """The share of each residual on one device of a mesh, as the compiler partitions it.
 
-The shardings of the arguments are given; XLA propagates them to all other arrays. To read the residuals' shardings, the training
-step under `everything` is compiled once with its residuals as results.
+The shardings of the arguments are given; XLA propagates them to all other arrays. To read the residuals' shardings, the
+training step under `everything` is compiled once with its residuals as results.
 """
 
 from __future__ import annotations

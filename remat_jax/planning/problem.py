@@ -90,8 +90,8 @@ def describe(
 
     On a mesh, bytes and times are of one device, and one step is compiled to see how the compiler partitions the residuals.
 
-    Consecutive equal blocks are one kind, as are the rounds of a scan. Kinds that alternate in one scan follow each other in the
-    problem. The times are estimates of the cost model (`docs/how/planner.md`); the bytes are the residuals' sizes.
+    Consecutive equal blocks are one kind, as are the rounds of a scan. Kinds that alternate in one scan follow each other in
+    the problem. The times are estimates of the cost model (`docs/how/planner.md`); the bytes are the residuals' sizes.
 
     Args:
       target: a target's name, or a `Target`; gives the rates, unless `rates` is given.
