@@ -37,7 +37,7 @@ def precision_check() -> Check:
 
 
 def gradients_check(reference: Run, unused: Sequence[str] = ()) -> Check:
-    """Whether gradients exist and none is 0: a gradient of 0 on both sides proves nothing, unless neither model uses the weight."""
+    """Whether gradients exist and none is 0: a gradient of 0 on both sides proves nothing, except for unused weights."""
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
     if spoilt:
@@ -145,7 +145,7 @@ def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype:
 
 
 def _chosen(flax: Any, weights: Any) -> list[str]:
-    """A matrix of median size, or an array if there is no matrix; then a few larger ones."""
+    """The matrix of median norm, or the array if there is no matrix; then a few larger ones."""
     paths = sorted(flax.trained, key=lambda path: (norm(weights[path]), path))
     matrices = [path for path in paths if weights[path].ndim > 1 and weights[path].size > 1]
     larger = (matrices or paths)[len(matrices or paths) // 2 :]
