@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from remat_jax.hardware import find_attached_with, quiet_without_gpu
 
 if TYPE_CHECKING:
-    # Each from where it is made: of a package with a function and a module of one name, checkers may see the module.
+    # Each name from its own module: if a package has a function and a module of one name, a type checker may see the module.
     from remat_jax import parity, porting
     from remat_jax.apply.blocks import checkpoint_blocks
     from remat_jax.apply.jax_policies import jax_policy
@@ -66,7 +66,7 @@ __all__ = [
     "save_report",
 ]
 
-# Where each name is from, loaded when it is first used: all of them together, with Flax and Optax, take longer than JAX itself.
+# The module of each name, loaded at the name's first use: loading all, with Flax and Optax, takes longer than loading JAX.
 _HOMES = {
     "apply.blocks": ("checkpoint_blocks",),
     "apply.jax_policies": ("jax_policy",),
@@ -111,7 +111,7 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
-    """The version that was installed; of sources that were not, none is known."""
+    """The installed version; a placeholder for sources that are not installed."""
     try:
         return importlib.metadata.version(__name__)
     except importlib.metadata.PackageNotFoundError:
@@ -124,8 +124,8 @@ def _attached_device_kind() -> str:
     return device_kind()
 
 
-# `hardware` knows nothing of JAX, which says what the attached GPU is.
+# `hardware` does not import JAX, which names the attached GPU.
 find_attached_with(_attached_device_kind)
 
-# Before JAX starts, which this import does not do.
+# This import does not start JAX, so the setting is early enough.
 quiet_without_gpu()

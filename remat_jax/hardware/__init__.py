@@ -1,4 +1,4 @@
-"""What targets are: memory, rates, links and compiler descriptions, as data. Knows nothing of JAX."""
+"""Targets as data: memory, rates, links and compiler descriptions. Does not import JAX."""
 
 from __future__ import annotations
 

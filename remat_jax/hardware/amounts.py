@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them: bytes, a text with a unit, a share of a target's memory."""
+"""Amounts of memory as users write them: bytes, a text with a unit, or a share of a target's memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def device_amount(given: Any, target: Target, argument: str, error: type[RematEr
     Args:
       given: an integer of bytes; a float above 0 and up to 1, a share of the target's memory; or a text: `"40GiB"` (1024³),
         `"38 GB"` (1000³), `"80%"`, `"0.8"`, or digits alone for bytes.
-      argument: what a message calls it.
-      error: what is raised where it is none of these, or a share of a memory that is not known.
+      argument: the argument's name in error messages.
+      error: the class raised if `given` has none of these forms, or is a share of an unknown memory.
     """
     found = amount(given, target, argument, error)
     if found <= 0:
@@ -42,7 +42,7 @@ def device_amount(given: Any, target: Target, argument: str, error: type[RematEr
 
 
 def amount(given: Any, target: Target | None, argument: str, error: type[RematError]) -> int:
-    """`given` in bytes, 0 or more; a share is one of the memory of `target`, and without a target refused."""
+    """`given` in bytes, 0 or more. A share is of the memory of `target`; without a target a share is refused."""
     if isinstance(given, str):
         return _written(given, target, argument, error)
     if isinstance(given, float):
@@ -51,7 +51,7 @@ def amount(given: Any, target: Target | None, argument: str, error: type[RematEr
         found = operator.index(given)
     except TypeError:
         found = -1
-    # No memory is larger, and an integer may be larger than any float.
+    # No memory is larger; an integer may be larger than any float.
     if isinstance(given, bool) or not 0 <= found < 2**63:
         raise error(f"{argument}={given!r}: expected {_FORMS}")
     return found
@@ -74,7 +74,7 @@ def _written(text: str, target: Target | None, argument: str, error: type[RematE
 
 
 def _share(given: Any, share: float, target: Target | None, argument: str, error: type[RematError]) -> int:
-    if not 0 < share <= 1:  # NaN is none of these either
+    if not 0 < share <= 1:  # also refuses NaN
         remedy = "; bytes are an integer, such as 40_000_000_000" if isinstance(given, float) and share > 1 else ""
         raise error(f"{argument}={given!r}: a share of memory is above 0 and at most 1 (100%){remedy}. Give {_FORMS}")
     if target is None:

@@ -1,4 +1,4 @@
-"""Checks of a target's entry in a table: every figure a number, with a source; nothing unknown, nothing forgotten."""
+"""Checks of a target's entry in a table: every figure is a number with a source, and no key is unknown or missing."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ SIZES_AND_RATES = ("memory_bytes", "host_memory_bytes", "hbm_bytes_per_s", "host
 WHOLE = ("memory_bytes", "host_memory_bytes")
 SECONDS = ("launch_seconds", "copy_seconds", "device_link_seconds", "network_seconds")
 REACHED = ("flops", "hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", *LINKS, *SECONDS, "hidden_share")
-"""What programs reach, of which somebody wrote down the figures (`reached`), or `remat-jax calibrate` did (`measured`)."""
+"""The figures that programs reach: published ones (`reached`), or those of `remat-jax calibrate` (`measured`)."""
 MEASURED = (*REACHED, "products", "source")
 
 
 def checked_entry(name: str, given: object) -> dict[str, Any]:
-    """The entry of the target `name`, as it was given.
+    """The entry of the target `name`, checked and unchanged.
 
     Raises:
-        TargetError: it is no table, a key or kind is unknown, one is missing, a figure is no number or has no source.
+        TargetError: the entry is no table, a key or kind is unknown, a key is missing, or a figure is no number or has no
+            source.
     """
     entry = _as_table(name, given)
     required = ("kind", "description", "source")
@@ -40,7 +41,7 @@ def checked_entry(name: str, given: object) -> dict[str, Any]:
     if entry["kind"] not in ("cpu", "gpu"):
         raise TargetError(f'target table [{name}]: kind={entry["kind"]!r:.200}; write "cpu" or "gpu".')
     texts = {"description": entry["description"], **{f"source.{key}": one for key, one in entry["source"].items()}}
-    # The description goes into a text that XLA reads.
+    # XLA parses the text that contains the description.
     wrong = [key for key, one in texts.items() if not isinstance(one, str) or not one.isprintable() or set(one) & {'"', "\\"}]
     if wrong:
         raise TargetError(f"target table [{name}]: {', '.join(wrong):.400}: write a text of one line, without quotation marks.")
@@ -79,7 +80,7 @@ def _check_figures(name: str, entry: dict[str, Any]) -> None:
 
 
 def _check_measured(name: str, given: object) -> None:
-    """Refuse what `Rates` would, with the name of the table; a table without measured figures has none to refuse."""
+    """Refuse figures that `Rates` refuses, with the table's name in the message."""
     measured = _as_table(f"{name}.measured", given)
     unknown = sorted(set(measured) - set(MEASURED))
     flops = measured.get("flops", {})
@@ -100,7 +101,7 @@ def _check_measured(name: str, given: object) -> None:
 
 
 def _check_reached(name: str, given: object) -> None:
-    """Refuse a figure without a source of its own, and what `Rates` would."""
+    """Refuse a figure without its own source, and figures that `Rates` refuses."""
     reached = _as_table(f"{name}.reached", given)
     source = _as_table(f"{name}.reached.source", reached.get("source", {}))
     figures = {key: value for key, value in reached.items() if key != "source"}

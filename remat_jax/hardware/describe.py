@@ -1,4 +1,4 @@
-"""What XLA's GPU compiler has to be told of a GPU that is not there: a ``GpuTargetConfigProto`` in text form."""
+"""The description of an absent GPU for XLA's compiler: a ``GpuTargetConfigProto`` in text form."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def describe(facts: Mapping[str, Any], compiler: Mapping[str, Any], name: str) -
     """The description of one GPU from its entry in the table of targets.
 
     Raises:
-        TargetError: a key of ``compiler`` is missing or unknown, or the entry has no memory or rate.
+        TargetError: a key of ``compiler`` is missing or unknown, or the entry lacks its memory or rate.
     """
     missing = [f"compiler.{key}" for key in KEYS if key not in compiler]
     missing += [key for key in ("memory_bytes", "hbm_bytes_per_s") if key not in facts]
@@ -63,6 +63,6 @@ def describe(facts: Mapping[str, Any], compiler: Mapping[str, Any], name: str) -
 
 
 def _is_positive(value: object, *, whole: bool) -> bool:
-    # What is written into the description must be a number of the field's type and nothing more.
+    # Only numbers of the field's type may go into the description.
     kinds = int if whole else int | float
     return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < 2**31

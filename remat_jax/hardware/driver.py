@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as NVIDIA's driver tells them: neither JAX nor PyTorch is asked."""
+"""The GPUs of this machine according to NVIDIA's driver, without JAX or PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _FIELDS = ("name", "driver_version", "memory.total")
 
 
 def gpus() -> list[dict[str, str]]:
-    """Name, driver and memory of each NVIDIA GPU, as the driver says; empty where there is none."""
+    """Name, driver and memory of each NVIDIA GPU according to the driver; empty if there is none."""
     try:
         asked = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader"]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=30)

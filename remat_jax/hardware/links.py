@@ -1,4 +1,4 @@
-"""What devices take to exchange arrays: rings over the links of a host and over the network between hosts."""
+"""The time to exchange arrays between devices: rings over the links of a host and the network between hosts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from remat_jax.errors import TargetError
 
 _TWICE = frozenset({"all-reduce"})
-"""A sum that everyone gets: a reduce-scatter, then an all-gather."""
+"""Collectives that send everything twice: an all-reduce is a reduce-scatter, then an all-gather."""
 _WHOLE = frozenset({"collective-permute", "collective-broadcast"})
-"""Sends what it has once, whatever the number of devices."""
+"""Collectives that send the whole array once, whatever the number of devices."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Links:
 
     Attributes:
         device_bytes_per_s: between the devices of a host.
-        network_bytes_per_s: between hosts, for each device; None where it is not known.
-        device_seconds, network_seconds: what one message takes over either, however small.
+        network_bytes_per_s: between hosts, for each device; None if unknown.
+        device_seconds, network_seconds: the latency of one message over either link.
 
     >>> links = Links(100.0, 10.0)
     >>> links.seconds("all-gather", 800.0, 8)  # seven eighths come from others
@@ -41,10 +41,10 @@ class Links:
                 raise TargetError(f"Links: {name}={rate!r}; expected a positive number of bytes per second")
 
     def seconds(self, kind: str, size: float, devices: int, *, hosts: int = 1) -> float | None:
-        """The time of one exchange of `size` bytes, of the larger of what a device gives and gets, among `devices` on `hosts`.
+        """The time of one exchange among `devices` on `hosts`; `size` is the larger of the bytes a device sends and receives.
 
-        The slowest link decides: within a host its own, between hosts the network of all devices that take part in one of
-        them. Messages go along a tree. None where the network would be needed and is not known.
+        The slowest link decides: within a host the device link, between hosts the combined network of the host's participating
+        devices. Messages go along a tree. None if the network is needed but unknown.
         """
         if devices < 2:
             return 0.0

@@ -1,4 +1,4 @@
-"""What share of a GPU's product rate a matrix product reaches by its shape: tiles, rounds of the cores, splits of the sum."""
+"""The share of a GPU's product rate that a matrix product reaches by its shape: tiles, rounds of the cores, split sums."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-"""Rows and columns of the result that one core computes at a time, as cuBLAS and CUTLASS choose among them."""
+"""The tiles, in rows and columns of the result, among which cuBLAS and CUTLASS choose; a core computes one tile at a time."""
 SPLITS = (1, 2, 4, 8)
-"""Parts of the sum that several cores may take, to be added up afterwards."""
+"""The numbers of parts into which a sum may be split over several cores."""
 FILL = 192
-"""Terms of the sum by which filling and draining a tile's pipeline is longer; assumed, three stages of 64."""
+"""The terms of the sum that filling and draining a tile's pipeline costs; assumed: three stages of 64."""
 REUSE = 16.0
-"""How fast a tile's rate grows with what it computes for each number that it loads; assumed: 64 × 64 reaches four fifths."""
+"""How fast a tile's rate grows with its operations per loaded number; assumed: 64 × 64 reaches four fifths."""
 REFERENCE = 8192
 """The rates of targets are those of square products of this size."""
 
@@ -34,7 +34,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """A multiplication and an addition for each term."""
+        """The operations: a multiplication and an addition for each term."""
         return 2 * self.batch * self.m * self.n * self.k
 
     @property
@@ -45,10 +45,10 @@ class Product:
 
 @lru_cache(maxsize=4096)
 def reached_share(batch: int, m: int, n: int, k: int, cores: int) -> float:
-    """The share of the rate of a large product that one of this shape reaches on `cores` multiprocessors, at most 1.
+    """The share of a large product's rate that a product of this shape reaches on `cores` multiprocessors, at most 1.
 
-    A tile is computed whole though a part of it may lie beyond the result, and all cores take tiles at a time until none is
-    left: 133 tiles on 132 cores take two rounds.
+    A tile is computed whole even if a part of it exceeds the result. Each core computes one tile per round: 133 tiles on 132
+    cores take two rounds.
 
     >>> reached_share(1, 8192, 8192, 8192, 132)
     1.0
@@ -60,7 +60,7 @@ def reached_share(batch: int, m: int, n: int, k: int, cores: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _used(batch: int, m: int, n: int, k: int, cores: int) -> float:
-    """What of the cores' time is spent on terms of the sum, for the best tile and split."""
+    """The share of the cores' time spent on terms of the sum, for the best tile and split."""
     return max(
         batch * m * n * k / (_rounds(batch, m, n, tile, split, cores) * cores * _terms(tile, k, split) / _speed(tile))
         for tile in TILES

@@ -1,4 +1,4 @@
-"""Rates: how fast a target really is, for estimates of time. Plain numbers; knows nothing of JAX."""
+"""Rates that programs reach on a target, for estimates of time. Plain numbers, without JAX."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from remat_jax.hardware.target import Target
 from remat_jax.hardware.target import target as target_named
 
 MATMUL_SHARE, MEMORY_SHARE, LINK_SHARE, HIDDEN_SHARE = 0.8, 0.9, 0.8, 0.9
-"""What programs reach of nominal figures, and the share of compute beside which copies run, where no measurement is known.
+"""The assumed shares of nominal rates that programs reach, and of compute that copies can overlap, without a measurement.
 
-Assumed: large matrix products, PCIe copies and collectives are commonly seen at about four fifths of what a data sheet says,
-and streaming reads at nine tenths. `remat-jax calibrate` measures all of them.
+Large matrix products, PCIe copies and collectives commonly reach about four fifths of a data sheet's figure, and streaming
+reads nine tenths. `remat-jax calibrate` measures all of them.
 """
 LAUNCH_SECONDS, COPY_SECONDS, DEVICE_LINK_SECONDS, NETWORK_SECONDS = 2e-6, 5e-6, 4e-6, 10e-6
-"""What starting a kernel, a copy to or from the host, a message between devices of a host and one between hosts take, where no
-measurement is known."""
+"""The assumed latencies of a kernel launch, a copy to or from the host, a message between devices of a host, and a message
+between hosts, without a measurement."""
 LATENCIES = ("launch_seconds", "copy_seconds", "device_link_seconds", "network_seconds")
 
-# Where a dtype has no figure of its own: the next one whose units it can run on, then the next.
+# The dtype whose units a dtype without its own figure can run on; followed repeatedly.
 _FALLBACK = {
     "tensorfloat32": "float32",
     "complex64": "float32",
@@ -53,21 +53,21 @@ _CPU = {"float32": 5e10, "float64": 2.5e10, "hbm_bytes_per_s": 1e10}
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device reaches.
+    """The rates that programs reach on a device.
 
     Attributes:
         flops: floating-point operations per second by dtype name.
-        hbm_bytes_per_s: of device memory, reading and writing together.
-        out_bytes_per_s, in_bytes_per_s: of the link to host memory, from the device and to it; None where there is none, as on
-            a CPU, whose memory is one.
-        hidden_share: the share of compute beside which a copy can run, from 0 to 1.
-        launch_seconds: what starting a kernel takes on the device.
-        copy_seconds: what one copy to or from the host takes, however small.
-        cores: multiprocessors, among which the tiles of a product are divided; None where every product reaches the rate.
-        products: the rate of square products by dtype and size, where it was measured; it counts instead of the tiles.
-        links: between devices; None where there are none or nothing is known of them.
-        source: where each figure is from, by attribute name.
-        assumed_dtypes: those whose rate nobody measured.
+        hbm_bytes_per_s: the rate of device memory, reading and writing together.
+        out_bytes_per_s, in_bytes_per_s: the rates of the link to host memory, from the device and to it; None if there is no
+            link, as on a CPU, which has one memory.
+        hidden_share: the share of compute that a copy can overlap, from 0 to 1.
+        launch_seconds: the latency of a kernel launch.
+        copy_seconds: the latency of a copy to or from the host.
+        cores: multiprocessors, among which the tiles of a product are divided; None if every product reaches the full rate.
+        products: the measured rates of square products by dtype and size, used instead of the tile model.
+        links: the links between devices; None if there are none or they are unknown.
+        source: the origin of each figure, by attribute name.
+        assumed_dtypes: the dtypes whose rate was not measured.
 
     Raises:
         TargetError: a rate is not a positive number, there is no rate at all, or the share is not between 0 and 1.
@@ -117,13 +117,13 @@ class Rates:
 
     @classmethod
     def of(cls, target: Target | str) -> Rates:
-        """The rates of a target: what was measured on it, else what published measurements reach, else a share of the nominal.
+        """The rates of a target: measured on it, else from published measurements, else a share of the nominal rates.
 
-        `source` says of each figure which of the three it is. The rates of the CPU are assumed until `remat-jax calibrate` has
-        measured them; there is no link then.
+        `source` gives the origin of each figure. The rates of the CPU are assumed until `remat-jax calibrate` measures them,
+        and the CPU has no link.
 
         Raises:
-            TargetError: the target has no rate of its operations or its memory.
+            TargetError: the target has no rate for its operations or its memory.
 
         >>> rates = Rates.of("l40s")
         >>> rates.flops["bfloat16"] / 1e12, rates.source["hbm_bytes_per_s"]
@@ -138,15 +138,15 @@ class Rates:
         return cls(**_figures(described))
 
     def flops_per_s(self, dtype: str) -> float:
-        """The rate for a dtype: its own, or that of the units it falls back on (`fallback`).
+        """The rate for a dtype: its own, or the rate of its `fallback`.
 
         Raises:
-            TargetError: neither has a rate.
+            TargetError: neither dtype has a rate.
         """
         return self.flops[self.fallback(dtype)]
 
     def fallback(self, dtype: str) -> str:
-        """The dtype whose rate counts for `dtype`: itself where it has one, else the nearest whose units it can run on.
+        """The dtype whose rate counts for `dtype`: itself if it has a rate, else the nearest whose units it can run on.
 
         >>> Rates({"float32": 1.0}, 1.0).fallback("tensorfloat32")
         'float32'
@@ -155,7 +155,7 @@ class Rates:
         while tried[-1] not in self.flops:
             following = _FALLBACK.get(tried[-1], "bfloat16" if tried[-1].startswith("float8") else None)
             if following is None or following in tried:
-                # Two narrow types fall back on each other; what is left is float32.
+                # Two narrow types fall back on each other; float32 is the last resort.
                 following = "float32" if following is not None and "float32" not in tried else None
             if following is None:
                 raise TargetError(
@@ -184,7 +184,7 @@ class Rates:
         return product.flops / (self.flops[dtype] * share)
 
     def assumed(self, dtypes: Iterable[str]) -> tuple[str, ...]:
-        """The rates and latencies that nobody measured, of those that matter to products of these dtypes.
+        """The unmeasured rates and latencies that matter to products of these dtypes.
 
         >>> Rates.of("h200").assumed(["bfloat16"])
         ('hidden_share', 'launch_seconds', 'copy_seconds', 'network_seconds')
@@ -198,7 +198,7 @@ class Rates:
 
 
 def _between(curve: Mapping[int, float], size: float) -> float:
-    """The rate at `size` on a curve, its logarithm interpolated over that of the size; beyond both ends that of the end."""
+    """The rate at `size` on a curve, by log-log interpolation; constant beyond both ends."""
     sizes = list(curve)
     place = bisect_left(sizes, size)
     if place in (0, len(sizes)):
@@ -209,7 +209,7 @@ def _between(curve: Mapping[int, float], size: float) -> float:
 
 
 def _figures(target: Target) -> dict[str, Any]:
-    """The arguments of `Rates` for a target that has figures."""
+    """The arguments of `Rates` for a target with figures."""
     source: dict[str, str] = {}
 
     def reached(name: str, otherwise: float | None, told: str) -> float | None:
@@ -259,7 +259,7 @@ def _curve(rates: Mapping[str, float]) -> dict[int, float]:
 
 
 def _flops(target: Target, source: dict[str, str]) -> dict[str, float]:
-    """Of each dtype the best figure that there is; `source` says of all where they are from."""
+    """The best available figure for each dtype; `source` receives the origin."""
     nominal = {dtype: MATMUL_SHARE * rate for dtype, rate in target.peak_flops.items()}
     published, measured = target.reached.get("flops", {}), target.measured.get("flops", {})
     said = [str(target.measured.get("source", ""))] if measured else []

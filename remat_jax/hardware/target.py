@@ -1,4 +1,4 @@
-"""Targets: the hardware that memory and time are asked about, read from ``targets.toml``."""
+"""Targets: the hardware for which memory and time are computed, read from ``targets.toml``."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ _find_attached: list[Callable[[], str]] = []
 # "8xh100": GPUs; "8x8xh200": hosts, and GPUs in each.
 _SEVERAL = re.compile(r"(?:(?P<hosts>\d{1,6})x)?(?P<each>\d{1,6})x(?P<one>(?!\d+x).+)", re.DOTALL)
 MOST_BYTES = 2**16
-"""A table of more is none."""
+"""The largest table that is read."""
 MOST_LETTERS = 2_000
-"""In a line: the time of reading a key of many parts grows with the square of their number."""
+"""The longest line: the time to read a key grows with the square of its parts."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a device is, in figures that do not depend on a program; None where a figure is not known.
+    """A device in figures that do not depend on a program; None for an unknown figure.
 
-    All rates are nominal; what a program reaches is lower.
+    All rates are nominal; programs reach less.
 
     Attributes:
-        name: what the target is asked by, in lower case.
+        name: the target's name, in lower case.
         kind: ``"cpu"`` or ``"gpu"``.
         description: one line for people.
         memory_bytes: memory of one device, in bytes.
         hbm_bytes_per_s: rate of that memory, in bytes per second.
-        host_memory_bytes: memory of the host that there is for one device, in bytes: of a host of eight devices, an eighth.
+        host_memory_bytes: one device's share of the host's memory, in bytes: an eighth for a host with eight devices.
         host_link_bytes_per_s: rate of the link to host memory, each way, in bytes per second.
         device_link_bytes_per_s: rate of the links to the other devices of the host, each way.
         network_bytes_per_s: rate of one device's share of the network between hosts, each way.
         peak_flops: FLOPs per second by dtype name, dense; ``tensorfloat32`` is float32 at reduced matmul precision.
-        compiler_description: what XLA needs in order to compile for the target where it is absent, a
-            ``GpuTargetConfigProto`` as text; None where it compiles for the machine it runs on.
-        devices: how many of them, on all hosts together.
-        hosts: how many hosts they are in, the same number in each.
-        device_kinds: what JAX calls the device (``device_kind``), the usual name first.
-        attached: whether it is there, to run on.
-        source: where each of these figures comes from, by attribute name.
+        compiler_description: the description with which XLA compiles for an absent target, a ``GpuTargetConfigProto`` as text;
+            None if XLA compiles for the machine it runs on.
+        devices: the number of devices on all hosts together.
+        hosts: the number of hosts, each with the same number of devices.
+        device_kinds: JAX's names for the device (``device_kind``), the usual name first.
+        attached: whether the device is attached, so that programs can run on it.
+        source: the origin of each figure, by attribute name.
         core_count: multiprocessors of a GPU.
-        reached: what published measurements reach, in the terms of ``Rates``, with a ``source`` for each figure.
-        measured: what was measured on such a device, with one ``source``; it counts before ``reached``. ``remat-jax calibrate``
-            writes it.
+        reached: the rates of published measurements, in the terms of ``Rates``, with a ``source`` for each figure.
+        measured: the rates measured on such a device, with one ``source``; they take precedence over ``reached``.
+            ``remat-jax calibrate`` writes them.
 
     Raises:
-        TargetError: no device or host, or not as many devices in each host.
+        TargetError: there is no device or host, or the devices do not divide evenly among the hosts.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Target:
         object.__setattr__(self, "device_kinds", tuple(self.device_kinds))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A read-only mapping cannot be pickled or copied, and targets go to the process that compiles.
+        # A read-only mapping cannot be pickled or copied, but targets go to the compile process.
         return _rebuild, (self.to_dict(),)
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,12 +109,12 @@ class Target:
 def target(name: str) -> Target:
     """The target called ``name``; case does not count.
 
-    ``8xh100`` are eight of them in one host, ``8x8xh200`` eight hosts with eight each. ``path/to/file.toml:name`` is a
-    target of a file of one's own, in the form of this package's ``targets.toml``, ``path/to/file.toml:8xname`` eight of it.
-    ``attached`` is the GPU of this machine, and what JAX or the driver calls a device, such as ``NVIDIA H200``, is a name too.
+    ``8xh100`` means eight H100s in one host, ``8x8xh200`` eight hosts with eight H200s each. ``path/to/file.toml:name`` is a
+    target from a user's file in the form of this package's ``targets.toml``, and ``path/to/file.toml:8xname`` is eight of it.
+    ``attached`` is the GPU of this machine. JAX's or the driver's name for a device, such as ``NVIDIA H200``, works too.
 
     Raises:
-        TargetError: there is none of that name (the message lists the names and the nearest), the file is wrong, or no GPU is
+        TargetError: no target has the name (the message lists the names and the nearest), the file is wrong, or no GPU is
             attached.
 
     >>> round(target("H200").memory_bytes / 2**30, 1), target("2x8xh100").devices
@@ -138,15 +138,15 @@ def target(name: str) -> Target:
 
 
 def _called(device_kind: str, known: Mapping[str, Target]) -> Target | None:
-    """The target that JAX or the driver calls ``device_kind``."""
+    """The target with JAX's or the driver's name ``device_kind``."""
     wanted = device_kind.lower()
     return next((one for one in known.values() if wanted in (kind.lower() for kind in one.device_kinds)), None)
 
 
 def find_attached_with(device_kind: Callable[[], str]) -> None:
-    """Let ``device_kind`` tell what the attached GPU is called: this package cannot ask, it knows nothing of JAX.
+    """Register ``device_kind``, which returns the attached GPU's name: this package does not import JAX.
 
-    It raises ``TargetError`` where no GPU is attached.
+    ``device_kind`` raises ``TargetError`` if no GPU is attached.
     """
     _find_attached[:] = [device_kind]
 
@@ -178,7 +178,7 @@ def _read_file(path: str) -> dict[str, Target]:
         return read_table(read_limited(path, MOST_BYTES).decode("utf-8"))
     except TargetError as error:
         raise TargetError(f"target file {path!r}: {error}") from error
-    except (OSError, ValueError) as error:  # a null byte in the path among them
+    except (OSError, ValueError) as error:  # a null byte in the path is a ValueError
         raise TargetError(f"target file {path!r} cannot be read: {error}. Give a TOML file in the form of {TABLE}.") from error
 
 
@@ -191,8 +191,8 @@ def read_table(text: str) -> dict[str, Target]:
     """The targets that a TOML text describes, by name.
 
     Raises:
-        TargetError: the text is no TOML, a line is very long, a key or kind is unknown, one is missing, a figure has no source
-            or a source no figure, or what should be a table is none.
+        TargetError: the text is no TOML, a line is very long, a key or kind is unknown or missing, a figure has no source or a
+            source no figure, or a value that should be a table is none.
     """
     longest = max(map(len, text.splitlines()), default=0)
     if longest > MOST_LETTERS:
@@ -201,7 +201,7 @@ def read_table(text: str) -> dict[str, Target]:
         )
     try:
         tables = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError of its own
+    except (ValueError, RecursionError) as error:  # an integer with thousands of digits is a ValueError
         raise TargetError(f"the TOML cannot be read: {error}. Give a file in the form of {TABLE}.") from error
     return {name: _read_target(name, entry) for name, entry in tables.items()}
 

@@ -1,4 +1,4 @@
-"""Writing a target as a TOML file that `target("path/to/file.toml:name")` reads."""
+"""Writes a target as a TOML file that `target("path/to/file.toml:name")` reads."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def entry(name: str) -> dict[str, Any]:
 
 
 def target_text(name: str, facts: Mapping[str, Any]) -> str:
-    """A target's entry as TOML, tables last, read back once so that a wrong one is never written.
+    """A target's entry as TOML, tables last. The text is read back once, so that a wrong entry is never written.
 
     Raises:
-        TargetError: as `target` raises it for the file.
+        TargetError: as in `target` for the file.
 
     >>> print(target_text("mine", {"kind": "cpu", "description": "a CPU", "source": {}}))
     [mine]
@@ -62,5 +62,5 @@ def _key(key: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """A text, a number, a truth value or a list of them; JSON writes these as TOML does, but for non-ASCII that must stay."""
+    """A text, number, boolean or list of these as TOML, which JSON writes alike; non-ASCII letters stay as they are."""
     return json.dumps(value, ensure_ascii=False)

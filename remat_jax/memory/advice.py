@@ -1,4 +1,4 @@
-"""Advice on memory that no policy on blocks reaches, read from the compiled schedule of the step that was measured."""
+"""Advice on memory that no policy on blocks can save, from the compiled schedule of the measured step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from remat_jax.train.traced import device_bytes, result_structs
 from remat_jax.workload import Workload
 
 LEAST = 0.02
-"""The share of the device memory of the step below which nothing is advised."""
+"""The least saving that is advised, as a share of the step's device memory."""
 
 SHOWN = 0.05
-"""The share from which on advice is printed with a report or a plan."""
+"""The least saving that is printed with a report or a plan, as a share of the step's device memory."""
 
 CHUNKS = 8
 MICRO_BATCHES = 2
@@ -36,15 +36,15 @@ MICRO, DONATION, DTYPE = "micro-batches", "donated arguments", "parameters in bf
 
 @dataclass(frozen=True)
 class Advice:
-    """One change beyond the policy of the blocks, and what it would give back by itself.
+    """One change beyond the policy of the blocks, and the memory that it would save alone.
 
     Attributes:
       what: the change in a few words, such as `"head in chunks"`.
-      bytes: how much less device memory the step would need; of one device of a mesh.
-      how: what to write.
-      why: what takes the memory now.
-      compiled: whether the changed step was compiled (`doctor`). Otherwise `bytes` is estimated: what the peak of the compiled
-        schedule loses where the buffers that the change takes away are left out.
+      bytes: the device memory that the change saves, on one device of a mesh.
+      how: the code to write.
+      why: the buffers that occupy the memory now.
+      compiled: whether the changed step was compiled (`doctor`). Otherwise `bytes` is estimated: the peak of the compiled
+        schedule is computed again without the buffers that the change removes.
     """
 
     what: str
@@ -68,12 +68,12 @@ def traced_products(workload: Workload) -> tuple[SoftmaxProduct, ...]:
 
 
 def advise(workload: Workload, sizes: Sizes, products: tuple[SoftmaxProduct, ...], devices: int = 1) -> tuple[Advice, ...]:
-    """What would give back at least 2 % of the device memory of a compiled step, the largest first; nothing for the CPU.
+    """Changes that would save at least 2 % of a compiled step's device memory, the largest first; empty for the CPU.
 
     Args:
-      sizes: of the step of `workload` under any policy.
+      sizes: the sizes of the step of `workload` under any policy.
       products: `traced_products` of the workload.
-      devices: among how many the step is divided.
+      devices: the number of devices among which the step is partitioned.
     """
     if sizes.timeline is None:
         return ()
@@ -83,7 +83,7 @@ def advise(workload: Workload, sizes: Sizes, products: tuple[SoftmaxProduct, ...
 
 
 def largest_advice(workload: Workload, sizes: Sizes, devices: int = 1) -> str | None:
-    """The first of `advise` in a sentence, for a step that had to be made smaller; None where it is below 5 %."""
+    """The first of `advise` in a sentence, for a step that must become smaller; None if it saves less than 5 %."""
     found = advise(workload, sizes, traced_products(workload), devices)
     return f"Beyond the blocks: {found[0]}" if found and found[0].bytes >= SHOWN * sizes.device else None
 
@@ -99,7 +99,7 @@ class _Adviser:
         self._sizes_of_parameters = {math.prod(leaf.shape) for leaf in jax.tree.leaves(self.parameters)}
 
     def all(self) -> Iterator[Advice]:
-        """All that could be advised, whatever it saves."""
+        """All possible advice, whatever its saving."""
         yield from self._head()
         yield from self._scores()
         yield from self._state()
@@ -134,9 +134,9 @@ class _Adviser:
         return f"{format_bytes(held)} at the peak are {what}, such as {list(product.shape)}{at}"
 
     def _is_product(self, buffer: LiveBuffer, products: list[SoftmaxProduct]) -> bool:
-        """Whether a buffer is the result of one of the products, or computed from it element by element."""
+        """Whether a buffer is the result of a product, or computed elementwise from the result."""
         primitive = buffer.name.rpartition(":")[2]
-        # In the backward pass products give gradients of their operands, and a head's may be as large as the logits.
+        # In the backward pass products compute gradients of their operands; a head's gradient may be as large as the logits.
         is_gradient = buffer.phase == "backward" and primitive in ("dot_general", "transpose")
         is_unnamed = self._is_unnamed(buffer)
         if buffer.phase in ("argument", RESULT) or is_gradient or (buffer.phase == "other" and not is_unnamed):
@@ -147,12 +147,12 @@ class _Adviser:
         )
 
     def _is_unnamed(self, buffer: LiveBuffer) -> bool:
-        """Whether a buffer is made by a fusion of which XLA has forgotten what it was made of, and is no gradient."""
+        """Whether a buffer comes from a fusion without XLA metadata on its origin, and is no gradient."""
         is_unnamed = not buffer.module and ":" not in buffer.name and buffer.phase == "other"
         return is_unnamed and _elements(buffer.shape) not in self._sizes_of_parameters
 
     def _is_part(self, buffer: LiveBuffer, elements: int) -> bool:
-        """Whether a buffer may be what one device has of so many elements."""
+        """Whether a buffer may be one device's part of an array with `elements` elements."""
         own = _elements(buffer.shape)
         return own > 0 and elements % own == 0 and self.devices % (elements // own) == 0
 
@@ -161,7 +161,7 @@ class _Adviser:
         if state is None or isinstance(self.workload.optimizer, OffloadedOptimizer):
             return
         without = self.timeline.peak(lambda one: 0 if one.phase == "argument" and one.module == "optimizer state" else 1)
-        # The update streams it: beside parameters and gradients stand a few of its arrays, which come, change and go.
+        # The update streams the state: only a few of its arrays are on the device at once, beside parameters and gradients.
         streamed = 3 * max(map(device_bytes, jax.tree.leaves(state)), default=0)
         updating = sum(map(device_bytes, [*self.parameters.values(), self.arguments["parameters"]])) + streamed
         saved = self.timeline.peak() - max(without, updating)
@@ -192,7 +192,7 @@ class _Adviser:
         given = [self.step.local_arguments[place] for place in undonated]
         twice = sum(map(device_bytes, given))
         elements = {math.prod(leaf.shape) for leaf in jax.tree.leaves(given)}
-        # What is not written yet has served as scratch, which then is needed beside the arguments.
+        # A result that is not written yet serves as scratch. With donation, that scratch is needed beside the arguments.
         left = self.timeline.peak(lambda one: 0 if one.phase == RESULT and _elements(one.shape) in elements else 1)
         how = f"jax.jit(step, donate_argnums={undonated!r}), and donate=True (or donate_argnums) in the Workload"
         named = [self.step.names[place] if self.step.names else f"argument {place}" for place in undonated]
@@ -229,7 +229,7 @@ class _Adviser:
 
 
 def micro_batches_divide(workload: Workload, local_arguments: tuple[Any, ...]) -> bool:
-    """Whether every array of the batch has the same rows, and each device an even number of them."""
+    """Whether all arrays of the batch have the same number of rows, and each device has an even number of rows."""
     if not workload.has_loss:
         return False
     batch = jax.tree.leaves(local_arguments[len(local_arguments) - len(workload.batch) :])
@@ -238,11 +238,11 @@ def micro_batches_divide(workload: Workload, local_arguments: tuple[Any, ...]) -
 
 
 def undonated_arguments(workload: Workload) -> tuple[int, ...]:
-    """The arguments of the step that it gives back in their shapes and dtypes, and that are not donated."""
+    """The arguments that are not donated although the step returns results of their shapes and dtypes."""
     step = workload.step("off")
     results = jax.eval_shape(step.function, *step.arguments)
     given_back = {_signature(one) for one in (results if isinstance(results, tuple | list) else (results,))}
-    # A gradient without an optimizer has the shapes of the parameters and is no new value of them.
+    # Without an optimizer the result is a gradient: it has the parameters' shapes but does not replace them.
     if workload.has_loss and workload.optimizer is None:
         return ()
     return tuple(
@@ -262,7 +262,7 @@ def _is_inside(module: str, path: str) -> bool:
 
 
 def _elements(shape: str) -> int:
-    """How many numbers a buffer has, of its shape as XLA writes it; 0 where that is none.
+    """The number of elements of a buffer, from its shape as XLA writes it; 0 if that is not an array shape.
 
     >>> _elements("bf16[2,8]"), _elements("(f32[2])")
     (16, 0)

@@ -1,4 +1,4 @@
-"""`measure`: the memory that one training step needs under a policy, as the target's own compiler lays it out."""
+"""`measure`: the memory of one training step under a policy, from the target's own compiler."""
 
 from __future__ import annotations
 
@@ -41,33 +41,32 @@ def measure(
 ) -> MemoryReport:
     """The memory of one training step of `workload` under `policy`, compiled for `target`; no GPU is needed or used.
 
-    The compiler runs in a process of its own. Where the policy offloads, or `replan` made the loss with a policy that does, a
-    second step with `save` for `offload` is compiled beside it, so that the receipt can say what the device gave back. The
-    same question of the same workload object is answered from memory, and what was compiled for a GPU before, from disk
-    (`remat_jax.memory.compile.cache`).
+    The compiler runs in its own process. If the policy offloads, or `replan` offloads in the loss, a second step with `save`
+    for `offload` is compiled too: the receipt reports the device memory that the offload saves. Results are cached on the
+    workload object, and programs compiled for a GPU also on disk (`remat_jax.memory.compile.cache`).
 
-    A workload with a mesh is compiled for a target of as many devices (`"8x8xh200"`); what is told is what one of them needs.
+    A workload with a mesh needs a target with as many devices (`"8x8xh200"`); the report is for one device.
 
-    On the target `"attached"`, the GPU of this machine, the step is also run once, on random numbers, in a process of its own:
-    `measured_peak_bytes` is what that took.
+    On the target `"attached"`, the GPU of this machine, the step also runs once, on random numbers, in its own process.
+    `measured_peak_bytes` is the allocator's peak of that run.
 
     Args:
-      policy: a policy, its name or text, a policy object of JAX's, policies by layer, or a mapping from block to any of these.
+      policy: a policy, its name or text, a JAX policy object, policies by layer, or a mapping from block to any of these.
       target: the name of a target (`"cpu"`, `"h200"`, `"attached"`) or a `Target`.
-      timeout: seconds that compiling may take, and as many that each run may take.
-      memory_limit: the device memory that XLA is to stay within, as a budget is written: bytes, a text (`"40GiB"`, `"80%"`) or
-        a share (0.8). XLA schedules for it, and recomputes by itself to meet it; the step may need more all the same. Run the
-        step with `jax.jit(step, compiler_options=report.compiler_options)`. None is XLA's own limit, 76 % of the device's
-        memory; a larger one has no effect.
+      timeout: seconds for compiling, and again for each run.
+      memory_limit: a device memory limit for XLA, written like a budget: bytes, a text (`"40GiB"`, `"80%"`) or a share (0.8).
+        XLA schedules for the limit and rematerialises by itself to meet it, but the step may still need more. Run the step
+        with `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, 76 % of the device's
+        memory; a larger limit has no effect.
 
     Raises:
-      TargetError: an unknown target, or no GPU is attached.
-      ArgumentError: the target has another number of devices than the workload's mesh, or `memory_limit` is no amount of its
-        memory, or the target is a CPU, which has no such limit.
-      UnsupportedError: a target of several devices, and a workload without a mesh.
+      TargetError: the target is unknown, or no GPU is attached.
+      ArgumentError: the target and the workload's mesh differ in the number of devices; or `memory_limit` is not an amount of
+        the target's memory; or the target is a CPU, which has no such limit.
+      UnsupportedError: the target has several devices, but the workload has no mesh.
       CompileError: the compiler failed, aborted, hung or ran out of memory.
       UnsupportedError: the target's compiler is not installed.
-      PolicyError, BlockError, NoEffectError: the policy is none, or has no effect on this workload.
+      PolicyError, BlockError, NoEffectError: the policy is invalid, or has no effect on this workload.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
     >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8)])
@@ -91,7 +90,7 @@ def measure_many(
     *,
     memory_limit: Any = None,
 ) -> list[MemoryReport]:
-    """`measure` of several policies, compiled side by side; `on_done` is told of each as it is compiled, in another thread."""
+    """`measure` for several policies, compiled in parallel; another thread calls `on_done` for each compiled policy."""
     described = target if isinstance(target, Target) else target_named(target)
     limit = limit_bytes(memory_limit, described)
     check_devices(workload, described)
@@ -106,8 +105,8 @@ def measure_many(
 
 
 def check_timeout(timeout: float) -> None:
-    """Raise ArgumentError for what is no positive number of seconds."""
-    # A timer cannot count further, and an integer may be larger than any float.
+    """Raise ArgumentError unless `timeout` is a positive number of seconds."""
+    # TIMEOUT_MAX is the limit of timers; an integer may be larger than any float.
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= threading.TIMEOUT_MAX:
         raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds, at most {threading.TIMEOUT_MAX:.3g}")
 
@@ -137,7 +136,7 @@ def _measured(
     with ThreadPoolExecutor(1) as pool, Children() as children:
         told: dict[str, Any] = {"timeout": timeout, "memory_limit": limit, "on_done": on_done, "children": children}
         compiling = pool.submit(compile_programs, programs, described, **told)
-        # While the steps are compiled the losses are traced.
+        # Trace the losses while the steps are compiled.
         tables = [_residuals(workload, one.policy) for one in asked]
         products = traced_products(workload) if described.kind == "gpu" else ()
         sizes = {policy: compiling.result()[key] for policy, key in keys.items()}
@@ -157,14 +156,14 @@ def _measured(
 
 @dataclass(frozen=True)
 class _NothingOffloaded:
-    """A policy, over a loss whose `replan` offloads, without that offload."""
+    """A policy, on a loss whose `replan` offloads, without that offload."""
 
     policy: Any
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A policy that is measured, and the one it is held against; a mapping from block to policy as its items."""
+    """A measured policy and its baseline; a mapping from block to policy is stored as its items."""
 
     policy: Any
     without_offload: Any
@@ -190,7 +189,7 @@ def _step(workload: Workload, policy: Any) -> TrainingStep:
 
 
 def _without_replanned_offload(workload: Workload) -> Callable[..., Any] | None:
-    """The loss replanned with `save` for `offload`; None where it is none that `replan` offloads in."""
+    """The loss replanned with `save` for `offload`; None if `replan` offloads nothing in it."""
     made = replanned_from(workload.own_loss) if workload.own_loss is not None else None
     if made is None or not _offloads(made[1]):
         return None
@@ -199,11 +198,11 @@ def _without_replanned_offload(workload: Workload) -> Callable[..., Any] | None:
 
 
 def _residuals(workload: Workload, policy: Any) -> ResidualTable | None:
-    """What `policy` keeps; None of a workload of a step, whose backward pass is not to be seen."""
+    """The residuals that `policy` keeps; None for a workload made from a step, whose backward pass is not visible."""
     with silenced():  # the report has this warning too
         if not workload.has_loss:
             return None
-        # What is computed again is of no interest here, but where checkpoints of the model's own may leave nothing to compute.
+        # The recomputed rows matter only if the model's own checkpoints may leave nothing to recompute.
         return (residuals if workload.own.keeps else kept_residuals)(workload, _given(policy))
 
 
@@ -212,7 +211,7 @@ def _given(policy: Any) -> Any:
 
 
 def _keys(policies: Sequence[Any]) -> dict[Any, str]:
-    """A text for each different policy; two policy objects of JAX's may well print alike."""
+    """A text for each different policy; two JAX policy objects may have the same text."""
     texts: dict[Any, str] = {}
     for policy in policies:
         if policy not in texts:
@@ -310,7 +309,7 @@ UNTILED = (
 
 
 def is_miscompiled(found: Sizes) -> bool:
-    """Whether the compiled step reads another slot back, or may do so: where the text does not tell, the version does."""
+    """Whether the compiled step reads, or may read, a wrong slot back: by its text, or else by the JAX version."""
     if found.miscompiled is None:
         return compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED
     return found.miscompiled

@@ -1,4 +1,4 @@
-"""What a measurement says: plain data, printable."""
+"""The report of a measurement: plain data, printable."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from remat_jax.memory.residuals import SharedInput
 from remat_jax.report.tables import format_bytes, format_estimate, format_seconds, render, table
 
 _SHOWN_SHARED = 3
-"""Shared inputs in a printed report."""
+"""The most shared inputs in a printed report."""
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What an offload really did.
+    """The measured effect of an offload.
 
     Attributes:
-      offered_bytes: the residuals that the policy hands to the host, from the linearisation; of all devices together.
-      host_bytes: what the compiled step keeps in host memory.
-      returned_bytes: how much less device memory it needs than under the same policy with `save` for `offload`
-        (an offloaded input: kept where it is); None where that was not compiled.
-      warnings: what did not happen as asked, in plain words; empty when all is well. On a mesh a residual that every device has
-        whole counts once for each in host memory, so that another one that is missing there may go unseen.
-      shared: the inputs that the policy offloads and that stay on the device, because several blocks read them: no part of
-        what is offered.
+      offered_bytes: the residuals that the policy offloads, from the linearisation; of all devices together.
+      host_bytes: the bytes of the compiled step in host memory.
+      returned_bytes: the device memory saved against the same policy with `save` for `offload` (an offloaded input stays on
+        the device); None if that step was not compiled.
+      warnings: failures of the offload, in words; empty if there are none. On a mesh, a replicated residual counts once for
+        each device in host memory, so another missing residual may go undetected.
+      shared: the inputs that the policy offloads but that stay on the device, because several blocks read them. They do not
+        count in `offered_bytes`.
     """
 
     offered_bytes: int | None
@@ -43,41 +43,42 @@ class Receipt:
 class MemoryReport:
     """The memory of one training step under one policy, as compiled for one target, in bytes.
 
-    Where the workload has a mesh, all figures are those of one device; but for the residuals, and what of them was offered for
-    offload, which are counted in the traced program and are those of all devices together.
+    On a mesh all figures are of one device, except those of residuals and `offered_bytes`: these are counted in the traced
+    program, for all devices together.
 
     Attributes:
-      workload, policy, target: what was asked.
-      device_bytes: device memory needed: arguments + outputs − aliased + temp. Host memory is never part of it.
-      temp_bytes: scratch and everything kept between the passes.
-      host_bytes: host memory needed (temp, arguments and outputs that live there).
-      argument_bytes, output_bytes, alias_bytes: device memory of arguments, outputs, and outputs in an argument's place.
-      residual_device_bytes, residual_host_bytes: what the linearisation keeps between the passes; None for a finished step.
-      receipt: what the offload did; None where the policy offloads nothing.
-      live: the device buffers that are alive where the step needs most, the largest first; empty for the target `cpu`.
+      workload, policy, target: the arguments of the measurement.
+      device_bytes: device memory: arguments + outputs − aliased + temp. Host memory never counts.
+      temp_bytes: scratch, and everything kept between the passes.
+      host_bytes: host memory (temp, arguments and outputs that live there).
+      argument_bytes, output_bytes, alias_bytes: device memory of arguments, outputs, and outputs that reuse an argument.
+      residual_device_bytes, residual_host_bytes: the residuals kept by the linearisation; None for a finished step.
+      receipt: the effect of the offload; None if the policy offloads nothing.
+      live: the device buffers alive at the peak, the largest first; empty for the target `cpu`.
       measured_peak_bytes: the allocator's peak on an attached device; None elsewhere.
-      jax_version: what compiled it.
-      overlap: what compute covers of the copies to and from the host, in the compiled schedule;
-        None where nothing is copied, or the target does not say its rates.
-      devices, hosts: how many devices the step is divided among, and in how many hosts they are.
-      collectives: what the devices send each other in one step, by kind and phase; None for one device, and the target `cpu`.
-      host_warning: that the hosts have too little memory, in plain words; None where they have enough, or it is not known.
-      policy_warning: that the policy has no effect, because the model has checkpoints of its own around the blocks; else None.
-      compiler_warning: that the compiler could not do without a GPU what it does on one, and what that changes; else None.
-      replaced_checkpoints: how many checkpoints of the model's own around the blocks gave way to the policy, those of a scanned
-        block counted once.
-      memory_limit: the bytes of device memory that XLA was asked to stay within; None for its own limit.
-      compiler_options: that limit for the step: `jax.jit(step, compiler_options=report.compiler_options)`. Empty where none was
-        asked for, or XLA's own is lower.
-      seconds: the estimated time of the step: its compiled schedule, played at the rates that programs reach on the target,
-        with copies to and from the host and collectives. None for the target `cpu`, and where a rate is not known.
-      no_time: why `seconds` is None, in plain words; empty where it is not.
-      compute_seconds: the part of it in which compute runs; the rest is waiting for copies and collectives.
-      exchanges: the collectives in the schedule, in the terms of `overlap`; None where there are none.
-      untimed: kernels whose operations nobody knows (custom calls): their bytes are counted alone.
-      assumed_rates: the rates that nobody measured on such a device, by their names in `Rates`.
-      advice: changes beyond the policy that would give back at least 2 % of `device_bytes`, each taken by itself, the largest
-        first; empty for the target `cpu`.
+      jax_version: the JAX version that compiled the step.
+      overlap: how far compute covers the copies to and from the host in the compiled schedule; None if nothing is copied, or
+        the target's rates are unknown.
+      devices, hosts: the number of devices among which the step is partitioned, and the number of their hosts.
+      collectives: the data exchanged between devices in one step, by kind and phase; None for one device, and the target `cpu`.
+      host_warning: a warning that the hosts have too little memory; None if they have enough, or it is unknown.
+      policy_warning: a warning that the policy has no effect, because the model has its own checkpoints around the blocks;
+        else None.
+      compiler_warning: what the compiler could not do without a GPU, and the effect on the figures; None if nothing.
+      replaced_checkpoints: the number of the model's own checkpoints around the blocks that the policy replaced, those of a
+        scanned block counted once.
+      memory_limit: the device memory limit given to XLA, in bytes; None for XLA's own limit.
+      compiler_options: the limit for the step: `jax.jit(step, compiler_options=report.compiler_options)`. Empty if no limit was
+        given, or XLA's own is lower.
+      seconds: the estimated time of the step: its compiled schedule, simulated at the rates that programs reach on the target,
+        with copies to and from the host and collectives. None for the target `cpu`, and if a rate is unknown.
+      no_time: why `seconds` is None, in words; empty if it is not None.
+      compute_seconds: the part of `seconds` in which compute runs; the rest is waiting for copies and collectives.
+      exchanges: the collectives in the schedule, in the terms of `overlap`; None if there are none.
+      untimed: kernels with unknown operations (custom calls): only their bytes count.
+      assumed_rates: the rates that were not measured on such a device, by their names in `Rates`.
+      advice: changes beyond the policy that would each save at least 2 % of `device_bytes`, the largest first; empty for the
+        target `cpu`.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_jax as rj
@@ -127,9 +128,9 @@ class MemoryReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """All that is to be known before the figures are used: of policy, offload, the hosts' memory, compiler and time.
+        """All warnings: on the policy, the offload, the hosts' memory, the compiler and the time.
 
-        That a CPU's step has no time is no warning: no step has one there.
+        A missing time on the CPU is no warning, because no step has a time there.
         """
         offload = self.receipt.warnings if self.receipt else ()
         no_time = f"no step time: {self.no_time}" if self.no_time and self.target != "cpu" else ""
@@ -137,14 +138,14 @@ class MemoryReport:
 
     @property
     def host_bytes_per_host(self) -> int:
-        """Host memory that the devices of one host need together."""
+        """Host memory for all devices of one host."""
         return self.host_bytes * self.devices // self.hosts
 
     @property
     def exchanged_bytes(self) -> int:
-        """Of what is alive at the peak, what a collective gives or takes: gathered parameters, gradients before their sum.
+        """The live bytes at the peak that a collective reads or writes: gathered parameters, gradients before their sum.
 
-        What the step is given does not count, and neither does what is copied from such a buffer, or into another order for it.
+        The step's arguments do not count, nor do copies and transposes of such a buffer.
         """
         return sum(one.nbytes for one in self.live if one.collective and one.phase != "argument")
 
@@ -159,14 +160,14 @@ class MemoryReport:
 
     @property
     def live_bytes_by_module(self) -> dict[tuple[str, str], int]:
-        """Bytes that are alive at the peak: (module path, phase) → bytes, the largest first."""
+        """Live bytes at the peak: (module path, phase) → bytes, the largest first."""
         found: dict[tuple[str, str], int] = {}
         for one in self.live:
             found[one.module, one.phase] = found.get((one.module, one.phase), 0) + one.nbytes
         return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
     def live_table(self, rows: int = 20) -> Any:
-        """What is alive at the peak, by module and phase, as a table of at most `rows` lines."""
+        """The live buffers at the peak, by module and phase, as a table of at most `rows` lines."""
         found = list(self.live_bytes_by_module.items())
         lines = [(module or "(elsewhere)", phase, format_bytes(nbytes)) for (module, phase), nbytes in found[:rows]]
         if len(found) > rows:
@@ -215,7 +216,7 @@ class MemoryReport:
         return table(title, ("memory", "bytes", ""), rows, caption=caption or None)
 
     def _estimate(self) -> str:
-        """The time of the step as text: a range where rates are assumed, and what it waits for besides computing."""
+        """The time of the step as text, with the time spent waiting; a range if rates are assumed."""
         said = format_estimate(self.seconds, bool(self.assumed_rates))
         if self.compute_seconds is not None and (self.overlap is not None or self.exchanges is not None):
             said += f", {format_seconds(self.compute_seconds)} of it compute"

@@ -1,7 +1,7 @@
-"""What share of each residual one device of a mesh has, as the compiler divides it.
+"""The share of each residual on one device of a mesh, as the compiler partitions it.
 
-How the arguments lie on a mesh is given; how what is computed from them does, XLA's propagation decides. It is asked once: the
-training step under `everything` is compiled with its residuals as results, and their shardings are read.
+The shardings of the arguments are given; XLA propagates them to all other arrays. To read the residuals' shardings, the
+training step under `everything` is compiled once with its residuals as results.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ DEFAULT_TIMEOUT = 300.0
 
 @dataclass(frozen=True)
 class Shares:
-    """What of each residual one device has.
+    """The share of each residual on one device.
 
     Attributes:
-      by_name: residual name → share, from 1 / devices to 1; what is made outside the blocks by its place in the program.
-      mean: of all of them together, by their bytes.
+      by_name: residual name → share, from 1 / devices to 1; residuals outside the blocks by their place in the program.
+      mean: the mean share of all residuals, weighted by bytes.
     """
 
     by_name: Mapping[str, float]
     mean: float
 
     def of(self, name: str) -> float:
-        """The share of the residual `name`; the mean where it is not known."""
+        """The share of the residual `name`; the mean if unknown."""
         return self.by_name.get(name, self.mean)
 
     def of_parts(self, parts: int) -> Shares:
-        """The shares of arrays of which each is one of `parts` parts already, as inside a `shard_map`.
+        """The shares of arrays that are already one of `parts` parts, as inside a `shard_map`.
 
         >>> Shares({"x": 0.25, "y": 1.0}, 0.4).of_parts(2)
         Shares(by_name={'x': 0.5, 'y': 1.0}, mean=0.8)
@@ -51,11 +51,11 @@ class Shares:
 
 
 def residual_shares(workload: Workload, target: Target, *, timeout: float = DEFAULT_TIMEOUT) -> Shares:
-    """The share of each residual that one device of the workload's mesh has; one step is compiled for `target`.
+    """The share of each residual on one device of the workload's mesh; compiles one step for `target`.
 
     Raises:
-      ArgumentError: the target is of another number of devices than the mesh.
-      CompileError, UnsupportedError: as `measure` raises them.
+      ArgumentError: the target and the mesh differ in the number of devices.
+      CompileError, UnsupportedError: as in `measure`.
     """
     check_devices(workload, target)
     step, function = workload.step_with_residuals("everything")
@@ -74,7 +74,7 @@ def residual_shares(workload: Workload, target: Target, *, timeout: float = DEFA
 
 
 def _names(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[tuple[str, ...], Any]]:
-    """For each array that `function` keeps, its names and its type; no names for arguments and constants."""
+    """The names and the type of each array that `function` keeps; arguments and constants have no names."""
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
     found: list[tuple[tuple[str, ...], Any]] = []
     for atom in jaxpr.outvars:

@@ -1,4 +1,4 @@
-"""What is compared: the checked arguments of a comparison, and what one run of either side gives."""
+"""The checked arguments of a comparison, and the result of one run of either framework."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ RUN = "run on inputs"
 
 @dataclass
 class Run:
-    """What one training step gave, as arrays of NumPy; gradients under PyTorch's names, updates under Flax's.
+    """The result of one training step as NumPy arrays; gradients have PyTorch's names, updates Flax's.
 
     Attributes:
         outputs: the arrays that the model returns, and the loss.
-        gradients: of every trained parameter.
-        input_gradients: of every floating-point input.
-        state: what the forward pass wrote, such as the statistics of a batch norm.
-        updates: what the optimizer's first step added to each parameter; in dtypes below float64 the parameter after it.
-        losses: those of a short training run.
+        gradients: the gradient of every trained parameter.
+        input_gradients: the gradient of every floating-point input.
+        state: the variables written by the forward pass, such as the statistics of a batch norm.
+        updates: each parameter's change in the optimizer's first step; in dtypes below float64 the updated parameter.
+        losses: the losses of a short training run.
     """
 
     outputs: Arrays = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    """The checked arguments of a comparison; `compare` says what they are."""
+    """The checked arguments of a comparison, documented in `compare`."""
 
     torch_module: Any
     flax_module: Any
@@ -74,10 +74,10 @@ class Case:
         return not _is_module(self.torch_module)
 
     def torch(self) -> Any:
-        """The PyTorch model as it was given, or as the function for it builds it now.
+        """The given PyTorch model, or a new model from the given function.
 
         Raises:
-            ArgumentError: the function cannot be run, or gave something else.
+            ArgumentError: the function fails, or returns no PyTorch module.
         """
         if not self.builds:
             return self.torch_module
@@ -91,7 +91,7 @@ class Case:
         """The Flax model for a dtype.
 
         Raises:
-            ArgumentError: a function of a dtype gave something else.
+            ArgumentError: the function of a dtype returned no Flax module.
         """
         if isinstance(self.flax_module, nn.Module | nnx.Module):
             return self.flax_module
@@ -107,7 +107,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of both models: arrays by name, and what is no array as it is."""
+    """The arguments of both models: arrays by name, and other values unchanged."""
 
     arrays: Arrays
     others: dict[str, Any]
@@ -134,11 +134,11 @@ class Inputs:
 
     @property
     def floating(self) -> list[str]:
-        """The names of the floating-point arrays: those that have gradients."""
+        """The names of the floating-point arrays, which have gradients."""
         return [name for name, array in self.arrays.items() if is_floating(array.dtype)]
 
     def arguments(self, arrays: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments, with these arrays."""
+        """The positional and keyword arguments with the given arrays."""
         every = {**self.others, **arrays}
         if self.positional is None:
             return (), every
@@ -146,7 +146,7 @@ class Inputs:
 
 
 def is_floating(dtype: Any) -> bool:
-    """Whether a NumPy dtype is one of floating-point numbers, bfloat16 too."""
+    """Whether a NumPy dtype is a floating-point type, including bfloat16."""
     return np.issubdtype(dtype, np.floating) or dtype.name.startswith(("bfloat16", "float8"))
 
 
@@ -154,7 +154,7 @@ def make_case(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) 
     """Check the arguments of `compare`; nothing is run.
 
     Raises:
-        ArgumentError, PolicyError, PortingError: naming the argument, its value and the remedy.
+        ArgumentError, PolicyError, PortingError: an argument is wrong; the message names it, its value and the remedy.
         UnsupportedError: PyTorch is not installed.
     """
     require_torch()
@@ -188,10 +188,10 @@ def make_case(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) 
 
 
 def require_torch() -> None:
-    """Refuse to go on without PyTorch.
+    """Require PyTorch.
 
     Raises:
-        UnsupportedError: it is not installed.
+        UnsupportedError: PyTorch is not installed.
     """
     try:
         import torch  # noqa: F401
@@ -201,7 +201,7 @@ def require_torch() -> None:
 
 @contextlib.contextmanager
 def running(argument: str, what: str = RUN) -> Iterator[None]:
-    """Whatever a user's model raises, as an error that names the argument; the model's own is its cause."""
+    """Turn any error of a user's model into an error that names the argument; the model's error is the cause."""
     try:
         yield
     except RematError:
@@ -216,7 +216,7 @@ def running(argument: str, what: str = RUN) -> Iterator[None]:
 
 
 def plain_call(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a model as it is."""
+    """Call a model directly."""
     return model(*args, **kwargs)
 
 

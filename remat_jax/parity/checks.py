@@ -1,4 +1,4 @@
-"""What must hold beside the tensors: precision, gradients that are there, a training run, and planted faults that are found."""
+"""The checks beside the tensors: full precision, nonzero gradients, a training run, and detection of planted faults."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from remat_jax.parity.tolerances import TOLERANCES
 
 _FULL = (None, "highest", "float32")
 _NAMED = 6
-"""How many tensors a sentence names."""
+"""The most tensors that a sentence names."""
 _SAME = 1e-9
-"""Numbers that float64 gives twice are as far apart at most, relatively."""
+"""The largest relative difference of two equal float64 results."""
 
 
 def precision_check() -> Check:
-    """Both frameworks multiply in full precision: a comparison in TF32 or under autocast measures that."""
+    """Whether both frameworks multiply in full precision: TF32 or autocast would dominate the errors."""
     import torch
 
     wrong, chosen = [], torch.get_float32_matmul_precision()
@@ -37,7 +37,7 @@ def precision_check() -> Check:
 
 
 def gradients_check(reference: Run, unused: Sequence[str] = ()) -> Check:
-    """There are gradients, and each is there: what is 0 on both sides shows nothing, unless neither model uses it."""
+    """Whether gradients exist and none is 0: a gradient of 0 on both sides proves nothing, except for unused weights."""
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
     if spoilt:
@@ -54,11 +54,11 @@ def gradients_check(reference: Run, unused: Sequence[str] = ()) -> Check:
 
 
 def statistics_check(before: Mapping[str, Any], reference: Arrays, candidate: Arrays) -> list[Check]:
-    """Running statistics that differ by a convention alone: how far a step moves them, or which variance of a batch they keep.
+    """Explains running statistics that differ only by a convention: the momentum, or the batch variance that they track.
 
-    A step moves statistics s by m·(u·b − s): b is of the batch, m is one minus Flax's momentum, and u is n / (n − 1) where the
-    variance is kept unbiased, else 1. So PyTorch's step is p·(Flax's step) + q·s with two numbers for all channels, which are
-    solved for; what no two numbers fit is another fault. None where nothing is explained.
+    A step moves statistics s by m·(u·b − s), where b are the batch statistics, m is one minus Flax's momentum, and u is
+    n / (n − 1) for an unbiased variance, else 1. So PyTorch's step is p·(Flax's step) + q·s with the same p and q for all
+    channels. p and q are solved for; if no pair fits, the fault is a different one. Empty if nothing is explained.
     """
     fits = {path: _convention(before[path], reference[path], candidate[path]) for path in reference.keys() & candidate.keys()}
     said: dict[str, list[str]] = {}
@@ -80,12 +80,12 @@ def statistics_check(before: Mapping[str, Any], reference: Arrays, candidate: Ar
 
 
 def _convention(before: Any, reference: Any, candidate: Any) -> tuple[float, float] | None:
-    """The two numbers of `statistics_check`; None where the statistics agree or none fit."""
+    """p and q of `statistics_check`; None if the statistics agree or no pair fits."""
     start, theirs, ours = (np.asarray(x, np.float64).reshape(-1) for x in (before, reference, candidate))
     if start.size < 3 or norm(theirs - ours) <= TOLERANCES["float64"].value * norm(theirs):
         return None
     step, factors = theirs - start, np.stack([ours - start, start], axis=1)
-    for columns in (1, 2):  # a momentum alone first: it needs one number
+    for columns in (1, 2):  # first the momentum alone, which needs only p
         found = np.linalg.lstsq(factors[:, :columns], step)[0]
         if norm(factors[:, :columns] @ found - step) <= _SAME * norm(step):
             return float(found[0]), float(found[1]) if columns == 2 else 0.0
@@ -93,7 +93,7 @@ def _convention(before: Any, reference: Any, candidate: Any) -> tuple[float, flo
 
 
 def losses_check(reference: list[float], yardstick: list[float], found: list[float], dtype: str) -> list[Check]:
-    """The losses of a short training run in both frameworks; below float32 they are said and not judged."""
+    """The losses of a short training run in both frameworks; below float32 they are reported but not judged."""
     measure = reference if dtype == "float64" else yardstick
     differences = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(measure, found, strict=True)]
     worst = max(differences) if np.isfinite(differences).all() else float("inf")
@@ -105,7 +105,7 @@ def losses_check(reference: list[float], yardstick: list[float], found: list[flo
 
 
 def planted_checks(planted: Planted, dtype: str) -> list[Check]:
-    """Every gradient with its sign flipped, and doubled: found wherever the gradient is above the rounding of the whole."""
+    """Whether sign flips and doublings are detected in every gradient above the rounding of all gradients together."""
     found = ", ".join(f"{fault}: {planted.count(fault)} of {planted.total} found" for fault in planted.caught)
     missed = f"; too small to tell: {_several(planted.missed)}" if planted.missed else ""
     if not planted.holds:
@@ -115,11 +115,11 @@ def planted_checks(planted: Planted, dtype: str) -> list[Check]:
 
 
 def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype: str, mode: str, *, agreed: bool) -> Check:
-    """One weight of Flax transposed, or shifted by one: its outputs must be judged as wrong, by the same step that passed.
+    """Transpose or shift one Flax weight: the step that passed must then be judged wrong by its outputs.
 
-    Where the outputs had not `agreed` without that, and do with it, the weight map does this to the weight: that is found too.
-    A weight that hardly matters, such as a query's of an untrained model, changes less than the dtype rounds: then larger ones
-    are tried, and one of them must be found.
+    If the outputs had not `agreed` before the change but do after it, the weight map has that very fault, which counts as
+    detected. A weight with little influence, such as a query weight of an untrained model, changes outputs less than rounding.
+    Then larger weights are tried, and one change must be detected.
     """
     floating = {name: x for name, x in reference.outputs.items() if np.issubdtype(x.dtype, np.floating)}
     measured = {name: yardstick.outputs[name] for name in floating}
@@ -145,7 +145,7 @@ def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype:
 
 
 def _chosen(flax: Any, weights: Any) -> list[str]:
-    """The matrix, or where there is none the array, that is neither the smallest nor the largest; then a few larger ones."""
+    """The matrix of median norm, or the array if there is no matrix; then a few larger ones."""
     paths = sorted(flax.trained, key=lambda path: (norm(weights[path]), path))
     matrices = [path for path in paths if weights[path].ndim > 1 and weights[path].size > 1]
     larger = (matrices or paths)[len(matrices or paths) // 2 :]

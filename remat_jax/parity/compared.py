@@ -1,4 +1,4 @@
-"""Two traces side by side: which calls are which, and how far apart what goes in and out of them is, in both passes."""
+"""Compares two traces: pairs their module calls and measures the distances of inputs, outputs and cotangents."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STATE_NAMES = {"mean": "running_mean", "var": "running_var"}
 
 @dataclass(frozen=True, eq=False)
 class TensorPair:
-    """A call of either model that are to do the same.
+    """A PyTorch call and a Flax call that should compute the same.
 
     Attributes:
         torch, flax: the calls.
-        around: the pair of the nearest calls around both that are a pair as well; None for the outermost.
-        distances: "input", "output", "state", "input cotangent", "output cotangent", "gradient" → what → how far apart, as far
-            as there is something to compare.
-        floors: the same, without what → the size below which a reference is no measure of an error.
+        around: the innermost pair of calls that encloses both; None for the outermost pair.
+        distances: "input", "output", "state", "input cotangent", "output cotangent", "gradient" → label → distance, for all
+            quantities present in both.
+        floors: by the same kinds, the norm below which a reference cannot measure a relative error.
     """
 
     torch: ModuleCall
@@ -36,18 +36,18 @@ class TensorPair:
     floors: Mapping[str, float]
 
     def bad(self, kind: str) -> tuple[str, Distance] | None:
-        """The worst of the things of a kind that disagree, and how far apart it is."""
+        """The label and the distance of the worst disagreement of a kind; None if none disagrees."""
         wrong = {what: found for what, found in self.distances[kind].items() if found.is_bad(self.floors[kind])}
         return max(wrong.items(), key=lambda entry: entry[1].relative(self.floors[kind]), default=None)
 
     @property
     def is_cut_otherwise(self) -> bool:
-        """Whether the cotangent is another one and all that is made of it the same: what leaves a part out is outside here."""
+        """Whether the output cotangent differs but all results agree: then the dropped part lies outside this pair."""
         made = {**self.distances["input cotangent"], **self.distances["gradient"]}
         return bool(made and self.bad("output cotangent")) and not (self.bad("input cotangent") or self.bad("gradient"))
 
     def all_around(self) -> Iterator[TensorPair]:
-        """The pairs around this one, the innermost first."""
+        """The enclosing pairs, the innermost first."""
         pair = self.around
         while pair is not None:
             yield pair
@@ -55,7 +55,7 @@ class TensorPair:
 
 
 def modules(trace: Trace) -> list[MatchedModule]:
-    """The modules of a trace, each once, in the order of their first calls."""
+    """The modules of a trace, each once, by first call."""
     leaves = trace.leaves()
     first = {call.path: (place, call) for place, call in reversed(list(enumerate(trace.calls))) if not call.number}
     ordered = sorted(first.values(), key=lambda entry: entry[1].started)
@@ -70,16 +70,16 @@ def modules(trace: Trace) -> list[MatchedModule]:
 def compared(
     torch: Trace, flax: Trace, matched: Mapping[str, str], gradients: Mapping[str, np.ndarray] | None = None
 ) -> list[TensorPair]:
-    """The pairs of calls, call by call of matched modules, in the order in which PyTorch's ended; the loss is the last.
+    """The pairs of calls of matched modules, in the order in which PyTorch's calls ended; the loss is the last.
 
-    `gradients` are Flax's by the names of PyTorch's parameters, where a weight map tells them; without one, parameters of one
+    `gradients` are Flax's gradients by PyTorch's parameter names, from a weight map. Without them, parameters with the same
     name in matched modules are compared.
     """
     floors = _floors(torch)
     flax_places = {call.name: place for place, call in enumerate(flax.calls)}
     owned = None if gradients is None else _by_owner(torch, matched, gradients)
     found: dict[int, TensorPair] = {}
-    # Calls end after those inside them: from the last on, what is around a call is there already.
+    # A call ends after its inner calls: in reverse order, an enclosing pair comes before its inner pairs.
     for place, call in reversed(list(enumerate(torch.calls))):
         if call.path not in matched:
             continue
@@ -90,7 +90,7 @@ def compared(
         outside = {id(flax.calls[index]) for index in flax.ancestors(flax_places[name])}
         around = (found[index] for index in torch.ancestors(place) if index in found)
         nearest = next((pair for pair in around if id(pair.flax) in outside), None)
-        # The gradient of a parameter is the sum over all calls: the first call is the last to add to it.
+        # A parameter's gradient is the sum over all calls; the first call adds to it last in the backward pass.
         known = {} if call.number else None if owned is None else owned.get(call.path, {})
         found[place] = TensorPair(call, other, nearest, distances(call, other, known), floors)
     losses = (
@@ -102,7 +102,7 @@ def compared(
 def distances(
     torch: ModuleCall, flax: ModuleCall, gradients: Mapping[str, Distance] | None = None
 ) -> dict[str, dict[str, Distance]]:
-    """How far apart what two calls got and gave is, kind by kind; `gradients` are those of the parameters, where known."""
+    """The distances between two calls, by kind; `gradients` are the distances of the parameters' gradients, if known."""
     inputs, outputs = pairs_of("input", torch, flax), pairs_of("output", torch, flax)
     names = {"input": _labels("input", inputs, torch, flax), "output": _labels("output", outputs, torch, flax)}
     return {
@@ -116,14 +116,14 @@ def distances(
 
 
 def pairs_of(role: str, torch: ModuleCall, flax: ModuleCall) -> list[tuple[int, int]]:
-    """Which of the inputs or outputs of two calls to compare, by their places."""
+    """The pairs of inputs or outputs of two calls to compare, by position."""
     names = (f"{role}s", f"{role}_names")
     theirs, ours = ([getattr(call, name) for name in names] for call in (torch, flax))
     return pairs(theirs[0], ours[0], (theirs[1], ours[1]))
 
 
 def _labels(role: str, which: Sequence[tuple[int, int]], torch: ModuleCall, flax: ModuleCall) -> dict[int, str]:
-    """What Flax's arrays are called: by a name that both sides and no other array have, else by number."""
+    """The labels of Flax's arrays: a name that is unique and in both calls, else a number."""
     theirs, ours = (getattr(call, f"{role}_names") for call in (torch, flax))
     named = {j: ours[j] for i, j in which if i < len(theirs) and j < len(ours) and theirs[i] == ours[j]}
     once = {j for j, name in named.items() if name and ours.count(name) == 1}
@@ -142,7 +142,7 @@ def _cotangents(
 ) -> Iterator[tuple[str, Distance]]:
     for i, j in which:
         one, other = torch[i], flax[j]
-        if one is not None and other is not None:  # on one side alone it may be a constant, or frozen
+        if one is not None and other is not None:  # a gradient on one side only may belong to a constant or frozen array
             yield f"gradient of {labels[j]}", distance(one, other)
 
 
@@ -154,7 +154,7 @@ def _gradients(torch: ModuleCall, flax: ModuleCall) -> Iterator[tuple[str, Dista
 
 
 def _by_owner(torch: Trace, matched: Mapping[str, str], gradients: Mapping[str, np.ndarray]) -> dict[str, dict[str, Distance]]:
-    """For every module how far apart its parameters' gradients are, and those of modules inside that have no counterpart."""
+    """For every module the distances of its parameters' gradients, including those of inner modules without a counterpart."""
     called = {call.path for call in torch.calls if call.path in matched}
     found: dict[str, dict[str, Distance]] = {}
     for name in torch.gradients.keys() & gradients.keys():
@@ -168,7 +168,7 @@ def _by_owner(torch: Trace, matched: Mapping[str, str], gradients: Mapping[str, 
 
 
 def _floors(torch: Trace) -> dict[str, float]:
-    """For every kind of quantity the part of the norm of all of them together that a tensor's own norm must exceed."""
+    """For every kind, the norm that a tensor must exceed: a share of the joint norm of all tensors of the kind."""
 
     def floor(arrays: Iterator[np.ndarray | None]) -> float:
         return TOLERANCES["float64_floor"].value * math.hypot(

@@ -1,4 +1,4 @@
-"""`compare`: whether a Flax model computes, trains and keeps in memory what a PyTorch model does."""
+"""`compare`: whether a Flax model computes, trains and keeps in memory the same as a PyTorch model."""
 
 from __future__ import annotations
 
@@ -32,38 +32,40 @@ def compare(
     target: str | None = None,
     progress: Tell | None = None,
 ) -> ParityReport:
-    """Say whether a Flax model computes what a PyTorch model does: outputs, gradients, training, and what they keep.
+    """Compare a Flax model with a PyTorch model: outputs, gradients, training, and residuals.
 
-    Float64 proves the mapping: plain PyTorch, kept from falling to float32 inside, against Flax in every mode, tensor by
-    tensor. Each working dtype is then judged against that float64 run by the parity rule of `judge`, PyTorch's own error in
-    the dtype being the measure. Faults are planted in every comparison, and one that is not found makes the report fail.
-    Neither model is changed. What is random cannot be compared: a PyTorch model that drops out is refused.
+    Float64 proves the mapping: plain PyTorch, without inner casts to float32, is compared with Flax in every mode, tensor by
+    tensor. Each working dtype is then judged against the float64 run by the parity rule of `judge`, relative to PyTorch's own
+    error in the dtype. Every comparison plants faults; an undetected fault fails the report.
+
+    Neither model is changed. A PyTorch model with active dropout is refused, because random results cannot be compared.
 
     Args:
-        torch_module: the PyTorch model, as it is to be run (in training or in evaluation); or a function that builds it, which
-            lets tables that a constructor computes in float32, such as rotary frequencies, be computed in float64.
-        flax_module: a Linen or NNX module, or a function of a dtype's name that makes one.
-        inputs: arrays or tensors for both: a tuple of arguments, or a dictionary of keywords.
-        rules: the weight map (`remat_jax.porting`); `"auto"` proposes and proves one.
-        variables: those of a Linen module that `init` cannot make, or with the values of what the rules name as missing.
-        loss: a function of the output to a scalar that takes both frameworks' arrays, or a pair, PyTorch's and JAX's. By
-            default the squared distance of every floating-point output from random numbers.
-        torch_blocks, flax_blocks: the classes that are checkpointed; by default what stands in PyTorch's lists of modules, and
-            the Flax classes that hold the same weights.
+        torch_module: the PyTorch model in the state to run it (training or evaluation), or a function that builds it. With a
+            function, tables that a constructor computes in float32, such as rotary frequencies, are computed in float64.
+        flax_module: a Linen or NNX module, or a function that makes the module for a dtype's name.
+        inputs: arrays or tensors for both models: a tuple of arguments, or a dictionary of keywords.
+        rules: the weight map (`remat_jax.porting`); `"auto"` proposes and proves a map.
+        variables: a Linen module's variables, if `init` cannot make them, or the values that the rules name as missing.
+        loss: a function from the output to a scalar for both frameworks' arrays, or a pair of functions, PyTorch's and JAX's.
+            The default is the squared distance of every floating-point output from random numbers.
+        torch_blocks, flax_blocks: the checkpointed classes; by default the classes in PyTorch's lists of modules, and the Flax
+            classes that hold the same weights.
         modes: `off`, `checkpoint`, `offload`, or any policy's name or text.
-        optimizer: `sgd`, `adam`, `adamw`, an `Optimizer`, or a pair (function that makes PyTorch's of the parameters, optax's).
+        optimizer: `sgd`, `adam`, `adamw`, an `Optimizer`, or a pair: a function from the parameters to PyTorch's optimizer, and
+            optax's optimizer.
         dtypes: `float64` and the working dtypes: float32, bfloat16, float16.
-        steps: of training with the optimizer.
-        torch_call, flax_call: run a model otherwise than `model(*inputs)`: `call(model, *inputs)`.
-        excite: give parameters that are constant, such as biases at 0, other values in both models, lest they hide faults.
-        keep_float64: in float64, make the Flax model compute in it where it asks for float32 by a cast or a dtype, as PyTorch
-            always is; without it such a fall is a fault.
-        memory: count what both frameworks keep between the passes.
-        target: compile the JAX step for this target too, for its peak memory; slow.
-        progress: told `(what, done, total)`.
+        steps: the number of training steps with the optimizer.
+        torch_call, flax_call: run a model by `call(model, *inputs)` instead of `model(*inputs)`.
+        excite: give constant parameters, such as biases at 0, other values in both models, because they could hide faults.
+        keep_float64: in float64, ignore the Flax model's own casts to float32, as is always done for PyTorch. Without it such a
+            cast is a fault.
+        memory: count the residuals of both frameworks.
+        target: also compile the JAX step for this target, for its peak memory; slow.
+        progress: called with `(what, done, total)`.
 
     Raises:
-        ArgumentError, PolicyError, PortingError: naming the argument, or the tensors, that do not fit.
+        ArgumentError, PolicyError, PortingError: the message names the argument or the tensors that do not fit.
         UnsupportedError: PyTorch is not installed.
 
     >>> import flax.linen as nn, numpy as np, torch

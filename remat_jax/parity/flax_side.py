@@ -32,7 +32,7 @@ from remat_jax.workload import Workload
 
 
 def structure(case: Case, dtype: str) -> tuple[Any, Any]:
-    """What makes a model of its variables, and those: a Linen module and shapes, or an NNX module's two parts."""
+    """The model without its variables, and the variables: a Linen module and shapes, or an NNX graph definition and state."""
     module = case.flax(dtype)
     if isinstance(module, nnx.Module):
         return nnx.split(module)
@@ -51,7 +51,7 @@ def structure(case: Case, dtype: str) -> tuple[Any, Any]:
 
 
 def arrays_in(case: Case, dtype: str) -> Arrays:
-    """The inputs, floating-point ones in a dtype, the others as JAX has them now."""
+    """The inputs: floating-point arrays in `dtype`, other arrays in JAX's present dtypes."""
     floating = case.inputs.floating
     canonical = jax.dtypes.canonicalize_dtype
     arrays = case.inputs.arrays
@@ -59,7 +59,7 @@ def arrays_in(case: Case, dtype: str) -> Arrays:
 
 
 def _arrays_only(tree: Any) -> tuple[list[Any], Any, list[tuple[bool, Any]]]:
-    """The arrays of a tree, and what fills it again: `jax.eval_shape` takes nothing else."""
+    """The arrays of a tree, and the data to rebuild it: `jax.eval_shape` takes only arrays."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
     is_array = [hasattr(leaf, "shape") for leaf in leaves]
     where = [(yes, None if yes else leaf) for yes, leaf in zip(is_array, leaves, strict=True)]
@@ -72,9 +72,9 @@ def _filled(treedef: Any, where: list[tuple[bool, Any]], arrays: Any) -> Any:
 
 
 def find_blocks(module: Any, seen: Mapping[str, type], torch: Any, sources: Mapping[str, tuple[str, ...]]) -> tuple[type, ...]:
-    """The classes of the Flax modules that hold exactly the weights of PyTorch's blocks; empty where there are none.
+    """The classes of the Flax modules that hold exactly the weights of PyTorch's blocks; empty if there are none.
 
-    `seen` has the classes of Linen's modules by path, met while one ran; `sources` the tensors that fill each variable.
+    `seen` has the classes of Linen's modules by path, recorded during a run; `sources` has the tensors of each variable.
     """
     classes = dict(seen)
     if isinstance(module, nnx.Module):
@@ -95,7 +95,7 @@ def _prefixes(names: list[str], paths: list[str]) -> list[str]:
 
 
 def _common(paths: list[str]) -> str:
-    """The path of the innermost module that has all these variables: without the collection, and the variable's name."""
+    """The path of the innermost module that has all these variables, without the collection and the variable's name."""
     modules = [path.split("/")[1:-1] for path in paths]
     shared = []
     for parts in zip(*modules, strict=False):
@@ -121,9 +121,9 @@ class FlaxSide:
     Attributes:
         names: Flax's name of an output → PyTorch's.
         sources: the path of a variable → the PyTorch tensors that fill it.
-        trained: the paths that have a gradient in both frameworks, without those that a comparison sets aside.
-        blocks: what is checkpointed; None where there is none.
-        down_casts: where the float64 step falls to a smaller dtype; known once it is compiled.
+        trained: the paths of variables with a gradient in both frameworks, without excluded ones.
+        blocks: the checkpointed classes; None if there are none.
+        down_casts: where the float64 step casts to a smaller dtype; known after compilation.
 
     Raises:
         ArgumentError: the outputs differ in names, shapes or dtype.
@@ -147,10 +147,10 @@ class FlaxSide:
         self.names, self.blocks = self._look()
 
     def set_aside(self, names: Collection[str]) -> set[str]:
-        """Leave out of `trained` the weights that only PyTorch's tensors `names` fill and that the traced step does not read.
+        """Exclude from `trained` the weights that only PyTorch's tensors `names` fill and that the traced step does not read.
 
-        Returns those of `names` all of whose places were left out. What a traced step reads says more than a gradient of 0,
-        which a value can have.
+        Returns the `names` whose variables are all excluded. A weight that the traced step does not read is unused; a gradient
+        of 0 could be a coincidence.
         """
         filled = {path: {self.torch.ties.get(name, name) for name in self.sources[path]} for path in self.trained}
         trained, others = self._shapes("float64")
@@ -161,16 +161,16 @@ class FlaxSide:
         return set(names).difference(*(filled[path] for path in self.trained))
 
     def weights(self, state_dict: Mapping[str, Any], dtype: str) -> Leaves:
-        """PyTorch's tensors as Flax's variables of a dtype, path → array."""
+        """PyTorch's tensors as Flax's variables in a dtype, path → array."""
         filled = Variables(from_torch(state_dict, self._tree(dtype), self.rules, dtype=dtype)).leaves
         return {path: x.astype(dtype) if is_floating(x.dtype) else x for path, x in filled.items()}
 
     def tree(self, weights: Leaves) -> Any:
-        """Variables in float64 as the model takes them."""
+        """Float64 variables in the model's own structure."""
         return self._variables("float64").rebuild(weights)
 
     def run(self, dtype: str, mode: str, weights: Leaves, *, steps: int = 0) -> FlaxRun:
-        """A training step with these weights, and with an optimizer so many steps."""
+        """A training step with these weights; with an optimizer, `steps` steps."""
         trained, others = self._divided(weights)
         step = self._step(dtype, mode)
         (loss, (outputs, state)), (gradients, input_gradients) = step(trained, others, *self._data(dtype))
@@ -193,11 +193,11 @@ class FlaxSide:
 
     @silenced()
     def kept(self, dtype: str, mode: str) -> ResidualTable:
-        """What stays between the passes, parameters and inputs excluded."""
+        """The residuals between the passes, without parameters and inputs."""
         return residuals(self._workload(dtype), mode)
 
     def peak_here(self, dtype: str, mode: str) -> int:
-        """Bytes that the compiled step of the comparison itself needs."""
+        """The bytes of the comparison's own compiled step."""
         self._step(dtype, mode)
         needed = self._compiled[dtype, mode].memory_analysis()
         outputs = needed.output_size_in_bytes - needed.alias_size_in_bytes
@@ -205,7 +205,7 @@ class FlaxSide:
 
     @silenced()
     def peak(self, dtype: str, mode: str, target: str) -> int:
-        """Bytes that a training step compiled for a target needs on its device."""
+        """The device bytes of a training step compiled for a target."""
         return measure(self._workload(dtype), mode, target).device_bytes
 
     # The model as a function.
@@ -218,7 +218,7 @@ class FlaxSide:
         return Variables(self._tree(dtype))
 
     def _apply(self, dtype: str, leaves: Leaves, arrays: Mapping[str, Any]) -> tuple[Any, Leaves]:
-        """The model's output, and the variables that are no parameters afterwards."""
+        """The model's output, and the updated variables that are not parameters."""
         maker, _ = self._structure(dtype)
         args, kwargs = self.case.inputs.arguments(arrays)
         tree = self._variables(dtype).rebuild(leaves)
@@ -226,7 +226,7 @@ class FlaxSide:
             mutable = [name for name in tree if name != "params"]
             found = nn.apply(self.case.flax_call, maker, mutable=mutable or False)(tree, *args, **kwargs)
             return (found[0], Variables(found[1]).leaves) if mutable else (found, {})
-        # Made anew at this level of tracing, or Flax would refuse to write to them.
+        # New variables at this trace level, because Flax refuses to write to variables of another level.
         model = nnx.merge(maker, jax.tree.map(lambda leaf: leaf, tree))
         with known_paths(model):
             found = self.case.flax_call(model, *args, **kwargs)
@@ -252,7 +252,7 @@ class FlaxSide:
         return loss
 
     def _look(self) -> tuple[dict[str, str], Any]:
-        """Run on paper: the names of the outputs, their dtype, and the blocks."""
+        """Trace the model for the names of the outputs, their dtype, and the blocks."""
         leaves = {path: jax.ShapeDtypeStruct(x.shape, _wide(x.dtype)) for path, x in self._variables("float64").leaves.items()}
         seen: dict[str, type] = {}
 
@@ -292,7 +292,7 @@ class FlaxSide:
         return lambda trained, others, *data: executable(trained, *self._ordered(others, data))
 
     def applied(self, mode: str) -> Callable[..., Any] | None:
-        """What puts a mode or a policy on a function that runs the model; None for `off`."""
+        """The transformation that applies a mode or a policy to a function that runs the model; None for `off`."""
         if mode == "off":
             return None
         blocks = dict.fromkeys(self._require_blocks(mode), mode)

@@ -1,4 +1,4 @@
-"""The HTML page of a report: its rows as a table and as a tree of modules."""
+"""The HTML page of a report, with its rows as a table and as a tree of modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def page(report: ParityData) -> str:
 
 
 def evidence(report: ParityData) -> dict[str, Any]:
-    """What the page has below the verdict, as plain data."""
+    """The page's content below the verdict, as plain data."""
     dtypes = [dtype for dtype in report.dtypes if dtype != "float64"]
     columns = [Column("kind"), Column("tensor"), Column("in Flax"), Column("shape"), Column("norm", "error")]
     columns += [Column("float64 error", "error"), *(Column(f"{dtype} ratio", "ratio") for dtype in dtypes), Column("verdict")]
@@ -41,7 +41,7 @@ def evidence(report: ParityData) -> dict[str, Any]:
 
 
 def module_tree(report: ParityData) -> TreeNode:
-    """The PyTorch modules as a tree, each parameter with its figures, and the first difference of each pass marked."""
+    """The PyTorch modules as a tree: parameters with their figures, and a mark at the first difference of each pass."""
     root = TreeNode(report.torch, "the whole model")
     for row in report.rows:
         if row.kind == "gradient" and not row.name.startswith("input:"):

@@ -1,4 +1,4 @@
-"""What a comparison found, printed as tables and written as a page."""
+"""The report of a comparison, printed as tables and written as a page."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from remat_jax.report.document import write_whole
 from remat_jax.report.tables import format_bytes, format_error, format_ratio, render, table
 
 _SHOWN, _SHOWN_ALONE = 60, 6
-"""Rows of the printed tables, of the second for each mode; `to_dict` and the page have them all."""
+"""The most rows of the printed tables; the second is per mode. `to_dict` and the page have all rows."""
 
 
 class ParityReport(ParityData):
-    """What `compare` found.
+    """The result of `compare`.
 
     Attributes:
-        rows: one per output, parameter, input, state and update.
+        rows: a row for each output, parameter, input, state and update.
         checks: the precision of both frameworks, the modes of PyTorch, the planted faults, the training run, …
         memory: residual bytes and peak memory of both frameworks in every mode.
-        kept_alone: the arrays that only one of them keeps; without these both keep the same bytes.
-        divergences: `forward` and `backward` → the first module that differs, or None; empty where nothing differs.
-        hidden: Flax modules that ran where nothing can be captured, such as in a `while` loop, so that none of them can be
-            named as the first that differs; empty where nothing differs.
-        differences: the settings of both models that differ, such as an epsilon, by module, read before either was run; those
-            that do no harm to the values fail nothing.
-        torch, flax: what was compared.
+        kept_alone: the arrays that only one framework keeps; without these both keep the same bytes.
+        divergences: `forward` and `backward` → the first module that differs, or None; empty if nothing differs.
+        hidden: Flax modules that ran where nothing can be captured, such as in a `while` loop. They cannot be named as the
+            first module that differs. Empty if nothing differs.
+        differences: the settings in which the models differ, such as an epsilon, by module, read before any run. A difference
+            without effect on the values fails nothing.
+        torch, flax: the names of the compared models.
         rules: the weight map, as text.
-        modes, dtypes, optimizer: what was asked.
+        modes, dtypes, optimizer: the arguments of the comparison.
 
     >>> row = TensorRow("output", "logits", errors={"off": 3e-16})
     >>> checks = (Check("planted faults", passed=True, found="12 of 12 were found"),)
@@ -43,7 +43,7 @@ class ParityReport(ParityData):
     """
 
     def to_html(self, path: str | Path) -> Path:
-        """Write one self-contained page: a table that sorts and filters, the tree of modules, memory bars; it loads nothing."""
+        """Write one self-contained page: a table that sorts and filters, the tree of modules, memory bars."""
         return write_whole(path, page(self))
 
     def __rich__(self) -> Any:
@@ -71,7 +71,7 @@ def _settings_table(report: ParityData) -> Any:
 
 
 def _rows_table(report: ParityData) -> Any:
-    """The worst rows first; a passed report needs no more than its largest figures."""
+    """The rows as a table, worst first; a passed report shows only its largest figures."""
     dtypes = [dtype for dtype in report.dtypes if dtype != "float64"]
     ordered = sorted(report.rows, key=lambda row: (row.passed, -_worst(row, dtypes)))
     shown, hidden = ordered[:_SHOWN], ordered[_SHOWN:]

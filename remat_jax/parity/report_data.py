@@ -1,4 +1,4 @@
-"""A comparison as plain data: one row per tensor, the checks around them, the memory of both frameworks."""
+"""A comparison as plain data: a row per tensor, the checks, and the memory of both frameworks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class TensorRow:
     """The verdict on one tensor, over all modes and dtypes.
 
     Attributes:
-        kind: `output`, `gradient` (of a parameter, or of an input as `input:NAME`), `state` (what the forward pass wrote) or
-            `update` (what the optimizer's first step added; in dtypes below float64 the parameter after it).
-        name: PyTorch's; of a state and an update the path in the Flax model.
-        flax: where a parameter is in the Flax model.
-        shape, norm: of PyTorch's tensor in float64; the norm is None where PyTorch has none.
+        kind: `output`, `gradient` (of a parameter, or of an input as `input:NAME`), `state` (written by the forward pass) or
+            `update` (the change in the optimizer's first step; in dtypes below float64 the updated parameter).
+        name: PyTorch's name; for a state and an update the path in the Flax model.
+        flax: a parameter's path in the Flax model.
+        shape, norm: of PyTorch's tensor in float64; the norm is None if PyTorch has no such tensor.
         errors: mode → relative error in float64.
         ratios: dtype → mode → err_jax / max(err_torch, ε·g), at most 4 by the parity rule.
-        caught: dtype → whether this gradient with its sign flipped, and doubled, would have been found.
-        problems: why it has not passed; empty where it has.
+        caught: dtype → whether a sign flip and a doubling of this gradient would be detected.
+        problems: why the row fails; empty if it passes.
 
     >>> row = TensorRow("gradient", "ffn.weight", errors={"off": 3e-16, "offload": 4e-16}, ratios={"float32": {"off": 0.9}})
     >>> row.passed, row.error, row.ratio("float32")
@@ -46,24 +46,24 @@ class TensorRow:
 
     @property
     def passed(self) -> bool:
-        """Whether it holds in every mode and dtype."""
+        """Whether the tensor agrees in every mode and dtype."""
         return not self.problems and bool(self.errors or self.ratios)
 
     @property
     def error(self) -> float | None:
-        """The largest relative error in float64 over the modes."""
+        """The largest relative error in float64 over all modes."""
         return max(self.errors.values()) if self.errors else None
 
     def ratio(self, dtype: str) -> float | None:
-        """The largest ratio of a dtype over the modes."""
+        """The largest ratio of a dtype over all modes."""
         return max(self.ratios[dtype].values()) if dtype in self.ratios else None
 
     def fail(self, problem: str, mode: str) -> None:
-        """Note what is wrong in a mode."""
+        """Add a problem in a mode."""
         self.problems.append(f"{mode}: {problem}")
 
     def fails_in(self, mode: str) -> bool:
-        """Whether something is wrong in a mode."""
+        """Whether the row has a problem in a mode."""
         return any(problem.startswith(f"{mode}: ") for problem in self.problems)
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Check:
-    """Something that must hold beside the tensors, and what was found.
+    """A check beside the tensors, and its finding.
 
     >>> Check("planted faults", passed=False, found="1 of 12 was not found").passed
     False
@@ -87,11 +87,11 @@ class Check:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """What one framework keeps between the passes in a mode, parameters and inputs excluded, in bytes; and its peak.
+    """The bytes that one framework keeps between the passes in a mode, without parameters and inputs; and its peak.
 
-    `peak_bytes` is the most that the forward and backward pass need on the device, parameters, inputs and gradients included,
-    and no optimizer's state or update in either framework. `peak_from` says how that is known, or why it is None;
-    docs/memory.md says what may be compared.
+    `peak_bytes` is the peak device memory of the forward and backward pass, including parameters, inputs and gradients, without
+    an optimizer's state or update. `peak_from` names the source of the peak, or why it is None. docs/memory.md explains which
+    figures may be compared.
 
     >>> MemoryRow("offload", "flax", device_bytes=0, host_bytes=4096).peak_bytes is None  # no peak was asked for
     True
@@ -107,7 +107,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class ParityData:
-    """The attributes of a `ParityReport`, which says what each is; and what follows from them alone."""
+    """The attributes of a `ParityReport`, documented there, and properties that follow from them alone."""
 
     rows: tuple[TensorRow, ...]
     checks: tuple[Check, ...]
@@ -125,22 +125,22 @@ class ParityData:
 
     @property
     def passed(self) -> bool:
-        """Whether every row and every check holds."""
+        """Whether every row and every check passes."""
         return bool(self.rows) and all(row.passed for row in self.rows) and all(check.passed for check in self.checks)
 
     @property
     def proves(self) -> bool:
-        """Whether the planted faults were found; if not, that the rest passed says nothing."""
+        """Whether the planted faults were detected; if not, the other results prove nothing."""
         planted = [check for check in self.checks if check.name.startswith("planted")]
         return bool(planted) and all(check.passed for check in planted)
 
     @property
     def failed_rows(self) -> tuple[TensorRow, ...]:
-        """The rows that have not passed."""
+        """The rows that fail."""
         return tuple(row for row in self.rows if not row.passed)
 
     def verdict(self) -> str:
-        """One sentence: whether it passed, and if not, why."""
+        """One sentence: whether the comparison passed, and if not, why."""
         if self.passed:
             return f"PASSED: {self.flax} computes what {self.torch} computes, {len(self.rows)} tensors"
         checks = [check.name for check in self.checks if not check.passed]
@@ -174,7 +174,7 @@ class ParityData:
 
 
 def differs(one: Mapping[str, Any]) -> str:
-    """What differs in a module's settings.
+    """The difference in a module's settings, as text.
 
     >>> differs({"path": "ln", "what": "epsilon", "torch": "1e-05", "flax": "1e-06"})
     'epsilon is 1e-05 in PyTorch and 1e-06 in Flax'
@@ -183,7 +183,7 @@ def differs(one: Mapping[str, Any]) -> str:
 
 
 def said(direction: str, found: Mapping[str, Any]) -> str:
-    """One line of the first module that differs.
+    """One line about the first module that differs.
 
     >>> said("forward", {"torch_path": "ln", "flax_path": "norm", "what": "output 0", "error": 1e-3, "reference": 10.0})
     'first difference, forward: ln (norm in Flax), output 0 1.0e-04 off'
@@ -194,7 +194,7 @@ def said(direction: str, found: Mapping[str, Any]) -> str:
 
 
 def unseen(hidden: Sequence[str]) -> str:
-    """One line of the modules that cannot be named as the first that differs.
+    """One line about the modules that cannot be named as the first that differs.
 
     >>> unseen(("solver/step",))
     'not looked into, because nothing can be captured where they run (such as in a while loop): solver/step'
@@ -204,7 +204,7 @@ def unseen(hidden: Sequence[str]) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape as it is written in tables.
+    """A shape as text for tables.
 
     >>> shape_text((2, 3)), shape_text(())
     ('2×3', 'scalar')
@@ -213,5 +213,5 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def relative(found: Mapping[str, Any]) -> float:
-    """How far off a divergence is, as a part of what it should be."""
+    """The error of a divergence relative to its reference."""
     return float(found["error"] / found["reference"]) if found["reference"] else float("inf")

@@ -1,4 +1,4 @@
-"""The parity rule: a port's error against float64 may be a few times that of the original, and no more.
+"""The parity rule: a port's error against float64 may be at most a few times the original's error.
 
 A fixed tolerance cannot judge gradients: their norms span many decades, and `rtol=atol=1e-2` passes most tensors with
 the sign flipped. So both frameworks are measured against the same computation in float64, tensor by tensor.
@@ -23,9 +23,9 @@ Tensors = Mapping[str, Any]
 class Row:
     """The verdict on one tensor.
 
-    `ratio` is err_jax / max(err_torch, ε·g), the number that may be at most 4; `problem` says what made the tensor
-    incomparable (missing, shape, dtype, not finite, no usable reference) and is empty otherwise. A row with a problem
-    has not passed.
+    `ratio` is err_jax / max(err_torch, ε·g), which may be at most 4. `problem` names the reason why the tensor is
+    incomparable (missing, shape, dtype, not finite, no usable reference), and is empty otherwise. A row with a problem
+    fails.
 
     >>> row = Row("kernel", err_jax=2e-7, err_torch=1e-7, bound=4e-7, ratio=2.0, passed=True)
     >>> row.passed is (row.err_jax <= row.bound)
@@ -44,14 +44,14 @@ class Row:
 def judge(reference64: Tensors, candidate_jax: Tensors, candidate_torch: Tensors, dtype: Any) -> list[Row]:
     """Judge every tensor by the parity rule: err_jax ≤ 4 · max(err_torch, ε(dtype) · g).
 
-    err = ‖x − x₆₄‖ (Euclidean, summed in float64) and g = the norm of all of `reference64` together: give one kind of
-    quantity at a time (all gradients, or all outputs). The three are flat: name → array; the candidates' arrays are in
-    `dtype`. There is a row for every name of any of them, the reference's first; a tensor that is missing, unexpected,
-    of another shape or dtype, or not finite on any side is a failed row. So is one where PyTorch itself is farther from
-    the reference than any rounding (0.1 · g): the two are not the same computation, and the bound would admit anything.
+    err = ‖x − x₆₄‖ (Euclidean, summed in float64), and g is the norm of all of `reference64` together. Judge one kind of
+    quantity at a time (all gradients, or all outputs). The three arguments are flat, name → array; the candidates' arrays
+    are in `dtype`. Every name in any argument has a row, the reference's names first. A tensor fails if it is missing,
+    unexpected, of another shape or dtype, or not finite on any side. It also fails if PyTorch is farther from the
+    reference than any rounding (0.1 · g): then the computations differ, and the bound would admit anything.
 
     Raises:
-        ArgumentError: when `reference64` is empty (nothing would be compared) or `dtype` is not in the table.
+        ArgumentError: `reference64` is empty (nothing would be compared), or `dtype` is not in the table.
 
     >>> reference = {"w": np.array([1.0, 2.0])}
     >>> torch = {"w": np.array([1.0, 2.0000002], np.float32)}
@@ -60,7 +60,7 @@ def judge(reference64: Tensors, candidate_jax: Tensors, candidate_torch: Tensors
     >>> [row.passed for row in judge(reference, {"w": np.array([1.0, -2.0], np.float32)}, torch, "float32")]
     [False]
     """
-    epsilon(dtype)  # an unknown dtype is an error of the caller's, not a failed row
+    epsilon(dtype)  # an unknown dtype is the caller's error, not a failed row
     whole = global_norm(reference64)
     return [
         _row(name, reference64, candidate_jax, candidate_torch, dtype_name(dtype), whole)
@@ -95,14 +95,14 @@ def _row(name: str, reference: Tensors, jax: Tensors, torch: Tensors, dtype: str
 
 
 def float64_error(reference: Tensors, candidate: Tensors) -> tuple[float, str]:
-    """Return the largest relative error of a float64 candidate, and the name of the tensor that has it.
+    """Return the largest relative error of a float64 candidate, and its tensor's name.
 
-    Per tensor ‖candidate − reference‖ / max(‖reference‖, 1e-3 · g), g being the norm of all of `reference` together;
-    compare it with `TOLERANCES["float64"]`. A tensor that is missing, unexpected, of another shape, not float64 or not
-    finite has the error infinity.
+    A tensor's error is ‖candidate − reference‖ / max(‖reference‖, 1e-3 · g), where g is the norm of all of `reference`
+    together; compare it with `TOLERANCES["float64"]`. A tensor that is missing, unexpected, of another shape, not float64
+    or not finite has the error infinity.
 
     Raises:
-        ArgumentError: when `reference` is empty: nothing would be compared.
+        ArgumentError: `reference` is empty: nothing would be compared.
 
     >>> float64_error({"w": np.array([3.0, 4.0])}, {"w": np.array([3.0, 4.5])})
     (0.1, 'w')
@@ -115,10 +115,10 @@ def float64_error(reference: Tensors, candidate: Tensors) -> tuple[float, str]:
 
 
 def float64_errors(reference: Tensors, candidate: Tensors) -> dict[str, float]:
-    """Return the relative error of every tensor of either side, as `float64_error` measures it, the reference's first.
+    """Return the relative error of every tensor of either side, as in `float64_error`, the reference's tensors first.
 
     Raises:
-        ArgumentError: when `reference` is empty: nothing would be compared.
+        ArgumentError: `reference` is empty: nothing would be compared.
 
     >>> float64_errors({"w": np.array([3.0, 4.0]), "b": np.ones(1)}, {"w": np.array([3.0, 4.5]), "b": np.ones(1)})
     {'w': 0.1, 'b': 0.0}
@@ -137,7 +137,7 @@ def float64_errors(reference: Tensors, candidate: Tensors) -> dict[str, float]:
 
 
 def incomparable(reference: Tensors, candidate: Tensors, name: str, dtype: str) -> str:
-    """Say what makes a tensor of JAX's incomparable with its reference, as in a `Row`; empty when nothing does."""
+    """Return why a JAX tensor is incomparable with its reference, as in a `Row`; empty if it is comparable."""
     found = (
         _problem("the reference", reference, name, "float64", reference),
         _problem("JAX", candidate, name, dtype, reference),
@@ -149,7 +149,7 @@ def global_norm(tensors: Tensors) -> float:
     """Return the Euclidean norm of all tensors together, summed in float64.
 
     Raises:
-        ArgumentError: when there is no tensor.
+        ArgumentError: there is no tensor.
 
     >>> global_norm({"a": np.array([3.0]), "b": np.array([[4.0]])})
     5.0
@@ -169,7 +169,7 @@ def norm(tensor: Any) -> float:
 
 
 def _norm(x: np.ndarray) -> float:
-    # Divided by the largest first, so that neither a square overflows nor a wrong tiny value squares to nothing.
+    # Dividing by the largest first prevents overflow of large squares and underflow of small ones.
     largest = float(np.max(np.abs(x), initial=0.0))
     return largest * float(np.linalg.norm(np.ravel(x) / largest)) if 0 < largest < math.inf else largest
 
@@ -179,7 +179,7 @@ def _names(*sides: Tensors) -> Iterable[str]:
 
 
 def _problem(side: str, tensors: Tensors, name: str, dtype: str, reference: Tensors) -> str:
-    """Say what makes this side's tensor incomparable; empty when nothing does."""
+    """Return why this side's tensor is incomparable; empty if it is comparable."""
     if name not in tensors:
         return f"missing in {side}"
     found = np.asarray(tensors[name])

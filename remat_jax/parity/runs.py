@@ -1,4 +1,4 @@
-"""The runs of a comparison, one after the other, and what each is judged to be."""
+"""The runs of a comparison, one after the other, and the verdict on each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Tell = Callable[[str, int, int], None]
 
 
 class Comparison:
-    """The runs of both sides, one after the other, and what they are judged to be."""
+    """Runs both frameworks, one run after the other, and judges the runs."""
 
     def __init__(self, case: Case, tell: Tell) -> None:
         self.case = case
@@ -62,7 +62,7 @@ class Comparison:
             rules = case.rules or self._proposed()
             _refuse_parted(self.torch, rules)
             self.flax = FlaxSide(case, self.torch, rules, made)
-            # Steps of training only where there is an optimizer.
+            # Training steps need an optimizer.
             self.steps = case.steps if case.optimizer else 0
             self.wants_state = len(self.flax.sources) > len(self.flax.trained)
             self.exact = self.torch.run("float64", steps=self.steps, wants_state=self.wants_state)
@@ -72,12 +72,12 @@ class Comparison:
         self.checks.append(gradients_check(self.reference, unused))
 
     def say(self, what: str) -> None:
-        """Tell what begins."""
+        """Report the activity that begins."""
         self._tell(what, min(self._done, self._total), self._total)
         self._done += 1
 
     def report(self, *, memory: bool, target: str | None) -> ParityReport:
-        """Run Flax in every dtype and mode, PyTorch in every mode, and say what was found."""
+        """Run Flax in every dtype and mode, PyTorch in every mode, and report the verdicts."""
         for dtype in self.case.dtypes:
             with _precision(dtype, self.case.keep_float64):
                 self._judge_dtype(dtype)
@@ -106,7 +106,7 @@ class Comparison:
         )
 
     def explain(self, mode: str) -> dict[str, Any]:
-        """The first module in either pass that differs in a mode."""
+        """The first module that differs in each pass, in a mode."""
         self.say("where the two first differ")
         with _precision("float64", self.case.keep_float64):
             model, variables = self.torch.make("float64"), self.flax.tree(self.before)
@@ -114,14 +114,14 @@ class Comparison:
                 self.case, model, variables, self.flax.rules, self.flax.applied(mode)
             )
             self.checks += checks
-            # In the modes before it nothing differs.
+            # Nothing differs in the earlier modes.
             only = f"only in {mode}" if mode != self.case.modes[0] else ""
             for found in filter(None, divergences.values()):
                 found["note"] = "; ".join(filter(None, (only, found["note"])))
             return divergences
 
     def _set_aside(self, candidates: frozenset[str]) -> list[str]:
-        """Compare no weight on which the results depend in neither framework, unless all are such: these are returned."""
+        """Exclude, and return, the weights on which the results depend in neither framework; none if all weights are such."""
         if not candidates or len(candidates) == len(self.torch.trained):
             return []
         unused = self.flax.set_aside(candidates)
@@ -132,7 +132,7 @@ class Comparison:
 
     def _proposed(self) -> porting.Rules:
         try:
-            with silenced():  # what no gradient proves, the check of the gradients says
+            with silenced():  # the gradients check reports unproven weights
                 return _proposed(self.case, self.torch)
         except PortingError as error:
             told = "".join(f"\n  {one['path'] or 'the whole model'}: {differs(one)}" for one in self.differences)
@@ -161,7 +161,7 @@ class Comparison:
         for kind, field in KINDS.items():
             reference, candidate, measure = (_group(run, field) for run in (self.reference, found, yardstick))
             if kind == "state":
-                # A checkpoint computes a batch norm's statistics twice in PyTorch.
+                # PyTorch updates a batch norm's statistics twice in a checkpoint.
                 if mode != "off":
                     continue
                 reference, measure = (
@@ -200,7 +200,7 @@ class Comparison:
             self.checks.append(Check("PyTorch's tables", False, text))
 
     def _mapped(self, found: Any, dtype: str, before: Any) -> Run:
-        """A run of PyTorch with its gradients under the rules' names, and its state and updates as Flax has them."""
+        """A PyTorch run with gradients under the rules' names, and with state and updates as Flax arrays."""
         run, rules = found.run, self.flax.rules
         for one, other in list(pairs(rules, run.gradients)):
             if one not in run.gradients:
@@ -214,7 +214,7 @@ class Comparison:
         return run
 
     def _updates(self, after: Any, before: Any, dtype: str) -> Arrays:
-        """What a step added; below float64, where the parameter's own rounding is as large, the parameter after it."""
+        """The change of each parameter in a step; below float64 the updated parameter, whose rounding is as large."""
         added = dtype == "float64"
         return {path: np.asarray(x) - np.asarray(before[path]) if added else np.asarray(x) for path, x in after.items()}
 
@@ -255,13 +255,13 @@ KINDS = {"output": "outputs", "gradient": "gradients", "state": "state", "update
 
 
 def _group(run: Run, field: str) -> Arrays:
-    """The tensors of one kind, that are judged together: the loss is an output, and inputs have gradients as well."""
+    """The tensors of one kind, which are judged together: outputs include the loss, gradients those of inputs."""
     found = dict(getattr(run, field))
     if field == "gradients":
         found |= {f"input:{name}": x for name, x in run.input_gradients.items()}
     if field == "outputs":
         found["loss"] = np.asarray(run.losses[0])
-        # Integers, such as a prediction, are the same or not.
+        # Integers, such as predictions, must be equal.
         found = {name: x if _is_float(x) else x.astype(np.float64) for name, x in found.items()}
     return found
 
@@ -271,7 +271,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _cast(tensors: Arrays, kind: str, dtype: str) -> Arrays:
-    """The loss, and what is an integer, in the working dtype: Python's numbers have none of their own."""
+    """The loss and integers in the working dtype, because Python numbers have no dtype."""
     if kind != "output":
         return tensors
     return {name: x.astype(dtype) if x.dtype == np.float64 else x for name, x in tensors.items()}
@@ -301,7 +301,7 @@ def _proposed(case: Case, torch: TorchSide) -> porting.Rules:
 
 
 def _refuse_parted(torch: TorchSide, rules: porting.Rules) -> None:
-    """A tie is one tensor under two names; two tensors that are equal today part with the first step of training."""
+    """Refuse ties of separate tensors: a tie is one tensor under two names; equal but separate tensors part in training."""
     names = {*torch.trained, *torch.ties}
     for one, other in pairs(rules, dict.fromkeys(names)):
         if {one, other} <= names and torch.ties.get(one, one) != torch.ties.get(other, other):
@@ -313,9 +313,9 @@ def _refuse_parted(torch: TorchSide, rules: porting.Rules) -> None:
 
 @contextlib.contextmanager
 def _precision(dtype: str, widens: bool = False) -> Iterator[None]:
-    """JAX's 64-bit types on for float64 and off for the rest, as a user has them; matmuls in full unless told otherwise.
+    """Enable JAX's 64-bit types only for float64; full matmul precision unless the user sets another.
 
-    `widens`: what falls to float32 in float64 does not.
+    With `widens`, casts to float32 inside a float64 run stay in float64.
     """
     chosen = jax.config.jax_default_matmul_precision
     kept = keep_jax_float64() if widens and dtype == "float64" else contextlib.nullcontext()

@@ -20,9 +20,9 @@ Tensors = dict[str, Any]
 
 
 class TorchRun(NamedTuple):
-    """A run, the state dict after its forward pass, and after the optimizer's first step, where they are asked for.
+    """A run, and on request the state dicts after the forward pass and after the optimizer's first step.
 
-    `unused` are the trained parameters that the backward pass did not reach.
+    `unused` has the trained parameters that the backward pass did not reach.
     """
 
     run: Run
@@ -36,14 +36,14 @@ class TorchSide:
 
     Attributes:
         weights: the state dict of all runs, in float64.
-        excited: the parameters that were constant and were given other values.
-        trained: the parameters that require a gradient, without those that a comparison sets aside.
-        ties: every further name of a shared parameter → the one under which PyTorch lists it.
-        blocks, block_paths: the classes that are checkpointed, and where they are.
-        shapes: of the outputs, by name: (shape, whether it is floating-point).
+        excited: the constant parameters that received other values.
+        trained: the parameters that require a gradient, without excluded ones.
+        ties: every further name of a shared parameter → the name under which PyTorch lists it.
+        blocks, block_paths: the checkpointed classes, and their modules' paths.
+        shapes: output name → (shape, whether it is floating-point).
 
     Raises:
-        ArgumentError: the model draws random numbers, or a function for it gives none.
+        ArgumentError: the model draws random numbers, or the function for it returns no model.
     """
 
     def __init__(self, case: Case) -> None:
@@ -73,7 +73,7 @@ class TorchSide:
         return model
 
     def run(self, dtype: str, mode: str = "off", *, steps: int = 0, wants_state: bool = False) -> TorchRun:
-        """A training step, and with an optimizer so many steps; `losses` are those of a run in mode off."""
+        """A training step; with an optimizer, `steps` steps, whose `losses` come from a run in mode off."""
         model, run, after = self.make(dtype), Run(), {}
         optimizer = self.case.optimizer.torch(_trained(model)) if self.case.optimizer and steps else None
         with _precisely(dtype), self.in_mode(model, mode):
@@ -93,7 +93,7 @@ class TorchSide:
         return TorchRun(run, state, after, unused)
 
     def inputs(self, dtype: str, *, with_gradients: bool = False) -> Tensors:
-        """The inputs as tensors, floating-point ones in a dtype."""
+        """The inputs as tensors, floating-point inputs in `dtype`."""
         floating = self.case.inputs.floating
         tensors = {
             name: as_torch(array.astype(dtype) if name in floating else array)
@@ -109,7 +109,7 @@ class TorchSide:
 
     @contextlib.contextmanager
     def in_mode(self, model: Any, mode: str) -> Iterator[None]:
-        """Put a mode or a policy on the model's blocks.
+        """Apply a mode or a policy to the model's blocks.
 
         Raises:
             ArgumentError: there are no blocks, or the policy has no effect on them.
@@ -131,11 +131,11 @@ class TorchSide:
             raise ArgumentError(f"modes: {mode!r} in PyTorch: {error}") from error
 
     def saved(self, dtype: str, mode: str) -> Any:
-        """What stays between the passes: torch_ref's `SavedBytes`."""
+        """The residuals between the passes as torch_ref's `SavedBytes`."""
         import torch_ref
 
         model = self.make(dtype)
-        gc.freeze()  # the count collects garbage, and need not look through all that was imported
+        gc.freeze()  # the count collects garbage: skip all imported objects
         try:
             with self.in_mode(model, mode):
                 return torch_ref.saved_for_backward(lambda inputs: self.loss(model, inputs, dtype), self.inputs(dtype))
@@ -143,9 +143,9 @@ class TorchSide:
             gc.unfreeze()
 
     def tables(self) -> list[str]:
-        """Buffers that are in no state dict and were not computed in float64: `.double()` keeps their rounding.
+        """Buffers outside the state dict that were not computed in float64: `.double()` keeps their rounding.
 
-        Whole numbers, as in a mask or a number to mask with, have none.
+        Buffers of whole numbers, such as masks, have no rounding and are not listed.
         """
         if self.case.builds:
             return []
@@ -167,7 +167,7 @@ class TorchSide:
         return self.case.torch_call(model, *args, **kwargs)
 
     def _shapes(self, model: Any) -> dict[str, tuple[tuple[int, ...], bool]]:
-        """The outputs' shapes by one forward pass, in which no random number may be drawn that changes them."""
+        """The outputs' shapes from one forward pass. Refuses a model whose outputs depend on random numbers."""
         import torch
 
         before = torch.get_rng_state()
@@ -211,7 +211,7 @@ class TorchSide:
 
 
 def _refuse_spoilt(model: Any) -> None:
-    """Parameters that hold no numbers."""
+    """Refuse a model whose parameters have no values or are not finite."""
     parameters = dict(model.named_parameters())
     empty = [name for name, parameter in parameters.items() if parameter.is_meta]
     if empty:
@@ -224,7 +224,7 @@ def _refuse_spoilt(model: Any) -> None:
 
 
 def _precisely(dtype: str) -> Any:
-    """Nothing falls to float32 where float64 is asked for; other dtypes run as a user runs them."""
+    """Prevent casts to float32 in float64 runs; other dtypes run unchanged."""
     return keep_float64() if dtype == "float64" else contextlib.nullcontext()
 
 
@@ -233,7 +233,7 @@ def _trained(model: Any) -> list[Any]:
 
 
 def _copies(model: Any) -> Tensors:
-    """The state dict, copied; what is one tensor under two names still is, which the weight map has to know."""
+    """A copy of the state dict in which a tensor with two names stays one tensor, as the weight map requires."""
     made: dict[int, Any] = {}
     named = model.state_dict(keep_vars=True).items()
     for _, tensor in named:
@@ -246,7 +246,7 @@ def _gradient(tensor: Any) -> np.ndarray:
 
 
 def _names_of_shared(model: Any) -> dict[str, str]:
-    """Every other name of a parameter that has several → the name under which PyTorch lists it."""
+    """Every further name of a parameter with several names → the name under which PyTorch lists it."""
     first: dict[int, str] = {}
     return {
         name: known
@@ -256,7 +256,7 @@ def _names_of_shared(model: Any) -> dict[str, str]:
 
 
 def _excite(model: Any) -> list[str]:
-    """Give what is constant other values: biases at 0 and scales at 1 would hide a wrong map."""
+    """Give constant parameters other values: biases at 0 and scales at 1 would hide a wrong map."""
     import torch
 
     random, excited = torch.Generator().manual_seed(5), []
@@ -273,7 +273,7 @@ def _excite(model: Any) -> list[str]:
 
 
 def _repeated(model: Any) -> tuple[type, ...]:
-    """The classes of modules that stand side by side in the outermost lists of the model; without any, in lists of one."""
+    """The classes of the modules in the model's outermost lists with several modules; else in lists of one module."""
     import torch
 
     def outermost(kinds: Any, least: int) -> tuple[type, ...]:

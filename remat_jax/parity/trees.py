@@ -15,10 +15,10 @@ ALONE = "output"
 
 
 def named_outputs(result: Any, side: str) -> dict[str, Any]:
-    """The arrays of an output by name: keys, fields and positions joined by dots; None is left out.
+    """The arrays of an output by name: keys, fields and positions joined by dots, without None.
 
     Raises:
-        ArgumentError: the output contains something else than arrays, or no array.
+        ArgumentError: the output contains other values than arrays, or no array.
 
     >>> sorted(named_outputs({"logits": np.zeros(2), "states": (np.zeros(1), None)}, "flax"))
     ['logits', 'states.0']
@@ -76,10 +76,10 @@ def in_order(value: Any) -> list[Any]:
 
 
 def same_names(torch: Mapping[str, tuple[int, ...]], flax: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Flax's name → PyTorch's name, for outputs given as name → shape; single outputs match whatever their names.
+    """Flax's name → PyTorch's name, for outputs given as name → shape; two single outputs match under any names.
 
     Raises:
-        ArgumentError: the names or the shapes differ; broadcasting would hide a different shape.
+        ArgumentError: the names or the shapes differ (broadcasting would hide a different shape).
     """
     if len(torch) == len(flax) == 1:
         names = dict(zip(flax, torch, strict=True))
@@ -109,9 +109,9 @@ def default_targets(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarr
 
 
 def default_loss(outputs: Mapping[str, Any], targets: Mapping[str, Any]) -> Any:
-    """The squared distance of all outputs from their targets, divided by the square root of their size, for both frameworks.
+    """The sum over outputs of the squared distance from the target, divided by √size, for both frameworks.
 
-    Dividing by the size itself would make gradients underflow in float16.
+    Division by the size itself would make gradients underflow in float16.
     """
     return sum(
         in_halves((outputs[name] - target) ** 2) * float(max(1, np.prod(target.shape)) ** -0.5)
@@ -122,7 +122,7 @@ def default_loss(outputs: Mapping[str, Any], targets: Mapping[str, Any]) -> Any:
 def in_halves(x: Any) -> Any:
     """The sum of an array of either framework by pairwise summation.
 
-    XLA's sequential sum on a CPU has several times PyTorch's rounding error, which is no fault of the port.
+    XLA's sequential sum on a CPU has several times PyTorch's rounding error, for which the port is not to blame.
 
     >>> float(in_halves(np.arange(7.0)))
     21.0

@@ -1,4 +1,4 @@
-"""Planning a workload: what its blocks keep, what making that again costs, and which plan fits a budget."""
+"""Planning a workload: the residuals of its blocks, the cost to recompute them, and the plan that fits a budget."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The step as the model's author wrote it, where the model has checkpoints of its own around the blocks.
+"""The step as its author wrote it, for a model with its own checkpoints around the blocks.
 
-There `off` is not a step without checkpoints: it is the author's policy. Plans hold it beside the named policies;
-`everything` takes the place of `off` among these, and is what computing again is counted against.
+For such a model `off` means the author's checkpoints, not a step without checkpoints. A plan lists this step beside the named
+policies. `everything` replaces `off` among the named policies, and recomputation is counted relative to `everything`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from remat_jax.workload import Workload
 
 
 def without_checkpoints(workload: Workload) -> Any:
-    """The policy under which the step computes nothing again.
+    """The policy under which the step recomputes nothing.
 
-    Of a model with checkpoints of its own around the blocks these give way to `everything`; of another it is `off`.
+    This is `everything` if the model has its own checkpoints around the blocks, else `off`.
     """
     return dict.fromkeys(workload.blocks, "everything") if workload.replaced_checkpoints else "off"
 
 
 def counted_flops(workload: Workload, policy: Any) -> int | None:
-    """What the step computes again under `policy`; None where a loop of unknown length keeps it from being counted."""
+    """The FLOPs that the step recomputes under `policy`; None if a loop of unknown length prevents the count."""
     counted = []
-    for one in (policy, without_checkpoints(workload)):
-        step = workload.step(one)
+    for step_policy in (policy, without_checkpoints(workload)):
+        step = workload.step(step_policy)
         try:
             counted.append(flops(step.function, *step.arguments))
         except UnsupportedError:
@@ -41,9 +41,10 @@ def counted_flops(workload: Workload, policy: Any) -> int | None:
 def as_written(
     workload: Workload, times: Times, full: StepCandidate | None, compile_: Callable[..., list[Compiled]], best: Any
 ) -> Point:
-    """What the step of a model with checkpoints of its own around the blocks takes as written.
+    """The memory and time of the step as written, for a model with its own checkpoints around the blocks.
 
-    Its time is that of its compiled schedule; else that of `full`, in proportion to the operations that are computed again.
+    The time is modelled from the compiled schedule. Without a compiled time, it is the time of `full`, scaled by the ratio of
+    recomputed operations.
     """
     answer = compile_([StepCandidate(AS_WRITTEN, (), 0.0)], best)
     compiled = answer[0] if answer and answer[0].device_bytes != FAILED else None

@@ -1,4 +1,4 @@
-"""The question turned round: the largest batch whose training step fits a budget."""
+"""The largest batch whose training step fits a budget."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class LargestBatch:
     """The largest batch that fits, and the plan for it.
 
     Attributes:
-      batch: what `make_workload` was given.
-      plan: for the workload that it made.
-      tried: each batch whose leanest step was compiled, in the order of asking, with its device bytes; None where parameters
-        and batch alone were too large, and nothing was compiled.
+      batch: the argument of `make_workload`.
+      plan: the plan for the workload of that batch.
+      tried: the batches tried, in order, with the device bytes of their leanest compiled step. None if parameters and batch
+        alone were too large, so that nothing was compiled.
     """
 
     batch: int
@@ -65,21 +65,22 @@ def largest_batch(
 ) -> LargestBatch:
     """The largest batch for which a training step fits, and the plan for it.
 
-    The batch is doubled until the leanest step does not fit, then bisected; where the memory of two batches says where the
-    limit must be, the next one asked lies there. Only the leanest step is compiled of each, until the plan for the largest.
+    The batch is doubled until the leanest step does not fit, then bisected. If the memory of two batches predicts the limit,
+    the next batch tried is the predicted one. Only the leanest step of each batch is compiled; a plan is made for the largest
+    batch alone.
 
     Args:
-      make_workload: gives the workload of a batch size, a whole number from 1 on; more must not need less memory. On a mesh it
-        is asked for sizes that do not divide: let it take the batch of one device, and multiply.
+      make_workload: returns the workload of a batch size, a whole number from 1 on. A larger batch must not need less memory.
+        The sizes tried need not be divisible by a mesh: let the argument be the batch of one device, and multiply.
       budget, target, host_budget: as for `plan`.
-      start: the first batch to ask.
+      start: the first batch to try.
       timeout: seconds that the compilations of one batch may take.
-      progress: told what is being done.
+      progress: called with the current activity.
 
     Raises:
-      InfeasibleBudget: a batch of 1 does not fit; the message says the least and what takes it.
-      ArgumentError: `make_workload` is no function, or gives something else than a workload.
-      PlanningError, TargetError, CompileError: as `plan` raises them.
+      InfeasibleBudget: a batch of 1 does not fit. The message states the smallest memory reached and what occupies it.
+      ArgumentError: `make_workload` is not a function, or does not return a workload.
+      PlanningError, TargetError, CompileError: as in `plan`.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
     >>> class Block(nn.Module):
@@ -109,7 +110,7 @@ def largest_batch(
 
 
 class _Probes:
-    """What the leanest step of each batch needs."""
+    """Compiles the leanest step of each batch that is tried."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class _Probes:
         self._open = 2 * MOST
 
     def workload(self, batch: int) -> Workload:
-        """The workload of a batch, which is one."""
+        """The workload of a batch, checked for its type."""
         made = self._make(batch)
         if not isinstance(made, Workload):
             raise ArgumentError(f"make_workload({batch}) gave {made!r}: expected a remat_jax.Workload")
@@ -156,16 +157,16 @@ class _Probes:
         return error is None
 
     def _next(self, fits: int, fails: int | None) -> int:
-        """Where two batches say that the limit is, else the double, or the middle."""
-        known = sorted((batch, size) for batch, size in self.tried if size is not None)
-        aim = _limit(known, self._budget)
+        """The limit predicted from two batches; without a prediction, twice the batch that fits, or the middle of the range."""
+        compiled_sizes = sorted((batch, size) for batch, size in self.tried if size is not None)
+        aim = _limit(compiled_sizes, self._budget)
         if fails is None:
-            # Once it fits where it should, the next one up decides.
+            # If the predicted batch fits, the next larger batch decides.
             return 2 * fits if aim is None else max(fits + 1, min(aim, 16 * fits))
         before, self._open = self._open, fails - fits
         last = [batch for batch, _ in self.tried[-2:]]
         crept = len(last) == 2 and abs(last[1] - last[0]) == 1
-        # Where memory jumps or bends, what two batches say leads on in small steps: then the middle is asked.
+        # Where memory does not grow linearly, the predictions advance in small steps: bisect instead.
         slow = crept if aim is not None and aim <= fits else 2 * self._open > before
         if aim is None or slow:
             return max(1, (fits + fails) // 2)
@@ -173,7 +174,7 @@ class _Probes:
 
 
 def _limit(known: list[tuple[int, int]], budget: int) -> int | None:
-    """Where the two largest batches say that the limit is; None where they do not."""
+    """The limit by linear extrapolation from the two largest batches; None if their memory does not grow."""
     if len(known) < 2:
         return None
     (first, small), (last, large) = known[-2:]

@@ -1,4 +1,4 @@
-"""Candidates that keep less than `full`: groups of layers, each one checkpoint, where the blocks' inputs alone are too much."""
+"""Candidates that keep less than `full`: several layers share one checkpoint, for when the blocks' inputs alone do not fit."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from remat_jax.solver.groups import GroupedLayer, Grouping, groupings
 from remat_jax.workload import Workload
 
 _INSIDE = "full"
-"""What each layer of a group is under, while the group's backward pass runs."""
+"""The policy of each layer of a group during the group's backward pass."""
 
 MOST_GROUPED = 2
-"""So many ways to group the layers are compiled."""
+"""The most groupings that are compiled."""
 
 
 def grouped_candidates(
     workload: Workload, described: Described, full: StepCandidate, full_bytes: int, budget: int
 ) -> list[StepCandidate]:
-    """Ways to group the layers that are predicted to fit, the fastest and the leanest; the leanest where none is.
+    """The fastest and the leanest grouping of the layers that are predicted to fit; only the leanest if none fits.
 
-    Empty where the blocks are of several kinds or in nested loops.
+    Empty if the blocks are of several kinds or in nested loops.
 
     Args:
-      full, full_bytes: the policy, and the device bytes of the step under it, as compiled or as predicted.
+      full, full_bytes: the policy `full`, and the compiled or predicted device bytes of its step.
     """
     (kind, *others), (block, *_) = described.kinds, described.stack.blocks
     if others or kind.program.call.nested or kind.program.call.stride != 1 or full_bytes >= FAILED:
@@ -34,16 +34,16 @@ def grouped_candidates(
     layers, load = block.repeats, full.loads[0]
     gradients = compat.tree_bytes(workload.params) / layers
     layer = GroupedLayer(load.saved, 0.0, 0.0, block.forward_seconds, full.seconds / layers, gradients if kind.scanned else 0.0)
-    # All that is there under `full` besides the layers' inputs is there in groups, too.
+    # Except for the layers' inputs, groups need the same memory as `full`.
     fixed = max(0.0, full_bytes - layers * load.saved)
-    found = groupings(layers, layer, float(budget), fixed_bytes=fixed, scanned=kind.scanned)
-    chosen = [*found[:1], *found[-1:]] or groupings(layers, layer, fixed_bytes=fixed, scanned=kind.scanned)[-1:]
-    return [_candidate(full, one) for one in dict.fromkeys(chosen)][:MOST_GROUPED]
+    fitting = groupings(layers, layer, float(budget), fixed_bytes=fixed, scanned=kind.scanned)
+    chosen = [*fitting[:1], *fitting[-1:]] or groupings(layers, layer, fixed_bytes=fixed, scanned=kind.scanned)[-1:]
+    return [_candidate(full, grouping) for grouping in dict.fromkeys(chosen)][:MOST_GROUPED]
 
 
 def _candidate(full: StepCandidate, grouping: Grouping) -> StepCandidate:
     policies = LayerPolicies.of([Policy.parse(_INSIDE)] * grouping.layers, groups=grouping.groups)
-    # A group keeps one input: each of its layers counts with its part of that.
+    # A group keeps one input, which is shared out among its layers.
     kept = round(full.loads[0].saved * len(grouping.groups) / grouping.grouped)
     grouped = tuple(replace(load, saved=kept) for load in full.loads[: grouping.grouped])
     return StepCandidate(

@@ -1,4 +1,4 @@
-"""The blocks of a workload as its loss calls them: in forward order, each with its program and what is differentiated."""
+"""The blocks of a workload in the order in which its loss calls them: their programs and their differentiated inputs."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Call:
 
     Attributes:
       key: the block as the workload names it: a class or a glob.
-      path: the module path that leads the names of its residuals.
+      path: the module path at the start of its residuals' names.
       block: its program, with every array named.
-      live: for each input of the program, whether it is differentiated along.
-      free: for each input, whether keeping it costs nothing: parameters, the batch, and what several calls share.
+      live: for each input of the program, whether the loss is differentiated with respect to it.
+      free: for each input, whether keeping it costs nothing: parameters, the batch, and arrays that several calls read.
       same: for each input, whether it is the same in all rounds.
-      shared: for each input, whether several blocks or rounds read it, so that it stays on the device (`graph.shared`).
-      rounds: how often it runs: the length of the scan around it.
-      scanned: whether there is one.
-      nested: whether there are several, one in another, so that its calls cannot have policies of their own.
+      shared: for each input, whether several blocks or rounds read it, so that it stays on the device.
+      rounds: how often the call runs: the length of the scan around it.
+      scanned: whether the call is in a scan.
+      nested: whether it is in nested scans, so that its rounds cannot have different policies.
       batches: the `vmap`s around it, the innermost first.
-      within: each `shard_map` that it stands in, whose devices run it on a part of their own.
-      position: where it comes first among all calls of its key; `stride` further for each round.
+      within: the `shard_map`s around it; each device runs the call on its own part of the arrays.
+      position: its first position among all calls of its key; each further round adds `stride`.
     """
 
     key: Block
@@ -62,14 +62,14 @@ class Call:
     batches: tuple[Batch, ...] = ()
 
     def batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` of the block's inputs under the `vmap`s around its call."""
+        """`function` under the `vmap`s around the call."""
         for batch in self.batches:
             function = vmapped(function, batch, len(batch.in_axes))
         return function
 
     @property
     def in_avals(self) -> list[Any]:
-        """The types of its inputs under the `vmap`s around its call."""
+        """The types of the inputs with the batch axes of the `vmap`s around the call."""
         avals = list(self.block.jaxpr.in_avals)
         for batch in self.batches:
             pairs = zip(avals, batch.in_axes, strict=True)
@@ -78,13 +78,13 @@ class Call:
 
     @property
     def parts(self) -> int:
-        """Into how many parts each of its arrays is divided already, where a `shard_map` divides them."""
+        """The number of parts into which the `shard_map`s divide its arrays."""
         return math.prod(map(compat.manual_devices, self.within))
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Equal for calls that run the same program on the same types, whatever module they are of."""
-        # Flax folds a number made of the module's path into the keys that it draws from.
+        """Equal for calls that run the same program on the same types, in whatever module."""
+        # Flax folds a hash of the module's path into its random keys.
         program = _FOLDED.sub(":u32[]", str(self.block.jaxpr))
         return self.key, self.live, self.free, self.same, self.shared, self.scanned, self.batches, program
 
@@ -97,8 +97,8 @@ def calls(workload: Workload) -> list[Call]:
     """The calls of the workload's blocks in forward order.
 
     Raises:
-      UnsupportedError: the workload was made by `Workload.from_step`; blocks stand inside each other, in a `while` loop, or
-        in a checkpoint of the model's own.
+      UnsupportedError: the workload was made by `Workload.from_step`; or a block is inside another block, in a `while` loop,
+        or in a checkpoint of the model's own.
       BlockError: a block is never called.
     """
     if not workload.has_loss:
@@ -108,12 +108,12 @@ def calls(workload: Workload) -> list[Call]:
         )
     jaxpr = _traced(workload)
     trained = jax.tree.leaves(workload.split_loss("off")[1])
-    known = [index >= len(trained) for index in range(len(jaxpr.in_avals))]
+    untrained = [index >= len(trained) for index in range(len(jaxpr.in_avals))]
     arrays = [_Source(argument=True) for _ in jaxpr.in_avals]
-    found = list(_walk(jaxpr, known, arrays, _Place()))
-    if not found:
+    marked_calls = list(_walk(jaxpr, untrained, arrays, _Place()))
+    if not marked_calls:
         raise BlockError(f"workload={workload.name!r}: its loss calls none of the blocks {workload.blocks!r}")
-    return _numbered(_calls(found))
+    return _numbered(_calls(marked_calls))
 
 
 def _traced(workload: Workload) -> Any:
@@ -136,7 +136,7 @@ _EVERYTHING = Policy.parse("everything")
 
 @dataclass(eq=False)
 class _Source:
-    """Where a value comes from: `argument` of the loss, or made in it; `shared` where all rounds of a loop have the same."""
+    """The origin of a value: an `argument` of the loss or computed in it; `shared` if all rounds of a loop read the same."""
 
     argument: bool = False
     shared: bool = False
@@ -163,7 +163,7 @@ class _Found:
     place: _Place
 
 
-# What only looks at an array: a view of the batch is there anyway.
+# These primitives only view an array: a view of the batch costs no memory of its own.
 _VIEWS = frozenset({"broadcast_in_dim", "copy", "dynamic_slice", "reshape", "slice", "squeeze", "transpose"})
 
 
@@ -172,7 +172,7 @@ def _is_known(eqn: Any, flags: list[bool]) -> bool:
 
 
 def _walk(jaxpr: Any, known: Sequence[bool], sources: Sequence[_Source], place: _Place) -> Iterator[_Found]:
-    """The block calls in the closed `jaxpr`; `known` says which inputs no trained parameter reaches."""
+    """The block calls in the closed `jaxpr`; `known` marks the inputs that depend on no trained parameter."""
     fixed = flagged(jaxpr, known, _is_known)
     where: dict[Any, _Source] = dict(zip(jaxpr.jaxpr.invars, sources, strict=True))
     for eqn in jaxpr.jaxpr.eqns:
@@ -180,7 +180,7 @@ def _walk(jaxpr: Any, known: Sequence[bool], sources: Sequence[_Source], place: 
         flags = [has(atom, fixed) for atom in eqn.invars]
         if (mark := mark_of(eqn)) is not None:
             found = _Found(eqn, mark, tuple(not flag for flag in flags), tuple(inputs), place)
-            # An array that a block is given twice is read by one block all the same.
+            # An array passed twice to one block has one reader.
             for source in {id(source): source for source in inputs}.values():
                 source.readers += 1
             yield found
@@ -198,7 +198,7 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
     if name == "scan":
         body = compat.closed(eqn.params["jaxpr"])
         consts, carry = compat.scan_layout(eqn)
-        # A row of an argument is there as long as the argument is.
+        # A row of an argument needs no memory beside the argument.
         rows = [_Source(argument=one.argument) for one in inputs[consts + carry :]]
         same = [_Source(argument=one.argument, shared=True) for one in inputs[:consts]]
         length = eqn.params["length"]
@@ -224,7 +224,7 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
 
 
 def _calls(found: Sequence[_Found]) -> list[Call]:
-    """Each call with its block as a program."""
+    """The calls, each with its block's program."""
     blocks: dict[int, PlannedBlock] = {}
     readers = _readers(found)
     result = []
@@ -252,7 +252,7 @@ def _calls(found: Sequence[_Found]) -> list[Call]:
 
 
 def _readers(found: Sequence[_Found]) -> dict[Any, set[int]]:
-    """By variable, the blocks that read it: a `jit` that is called for many layers is one program, as it is traced once."""
+    """The block calls that read each variable, by variable."""
     readers: dict[Any, set[int]] = {}
     for one in found:
         for atom in _atoms(one.eqn):
@@ -267,7 +267,7 @@ def _atoms(eqn: Any) -> list[Any]:
 
 
 def _strided(found: Sequence[tuple[Call, tuple[int, ...]]]) -> list[Call]:
-    """The calls with their strides: several of one key in one loop take turns."""
+    """The calls with their strides: calls of one key in one loop alternate."""
     together: dict[Any, int] = {}
     for call, loops in found:
         together[call.key, loops] = together.get((call.key, loops), 0) + 1
@@ -275,7 +275,7 @@ def _strided(found: Sequence[tuple[Call, tuple[int, ...]]]) -> list[Call]:
 
 
 def _numbered(found: Sequence[Call]) -> list[Call]:
-    """The calls with their positions among those of their key."""
+    """The calls with their positions among the calls of their key."""
     first: dict[Any, int] = {}
     turn: dict[Any, int] = {}
     result = []

@@ -15,10 +15,11 @@ def budget_bytes(budget: Any, target: Target, argument: str = "budget") -> int:
     Args:
       budget: an integer of bytes; a float above 0 and up to 1, a share of the target's memory; or a text: `"40GiB"` (1024³),
         `"38 GB"` (1000³), `"80%"`, `"0.8"`, or digits alone for bytes.
-      argument: what a message calls it.
+      argument: the argument's name in error messages.
 
     Raises:
-      PlanningError: it is none of these, not positive, more than the target has, or a share of a memory that is not known.
+      PlanningError: the budget has none of these forms, is not positive, exceeds the target's memory, or is a share of an
+        unknown memory.
 
     >>> from remat_jax.hardware import target
     >>> budget_bytes("40GiB", target("h200")) == 40 * 2**30, budget_bytes(0.5, target("h200"))
@@ -28,10 +29,10 @@ def budget_bytes(budget: Any, target: Target, argument: str = "budget") -> int:
 
 
 def host_budget_bytes(budget: Any, target: Target) -> int | None:
-    """The same of host memory; None stands for no limit, 0 for none of it.
+    """The bytes of host memory that `budget` stands for; None means no limit, 0 means no host memory.
 
     Raises:
-      PlanningError: as `budget_bytes`; a share too, which is one of device memory.
+      PlanningError: as `budget_bytes`, and for a share: shares are of device memory only.
 
     >>> from remat_jax.hardware import target
     >>> host_budget_bytes("1.5 kB", target("h200")), host_budget_bytes(None, target("h200"))

@@ -1,4 +1,4 @@
-"""Measuring what this machine's device reaches: products, memory, the link to the host, and how much of a copy hides."""
+"""Measure this machine's device: matrix products, memory, the link to the host, and how far copies overlap compute."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from remat_jax.report.document import write_whole
 
 DTYPES = ("bfloat16", "float16", "float32", "tensorfloat32", "float64")
 _ENOUGH = 0.05
-"""Seconds that one timed run takes at least: shorter ones measure Python."""
+"""The least seconds of a timed run: shorter runs measure Python."""
 _SMALLEST, _LARGEST, _MANY_NUMBERS, _MOST_CALLS = 128, 16384, 2**26, 100
 _KERNELS = 64
 _CHAIN = 4
@@ -32,20 +32,20 @@ _HOST, _DEVICE = "pinned_host", "device"
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured on a device.
+    """The rates measured on a device.
 
     Attributes:
-      name: what the target is called in the file.
-      device_kind: what JAX calls the device.
+      name: the target's name in the file.
+      device_kind: JAX's name for the device.
       flops: operations per second of a large matrix product, by dtype name; `tensorfloat32` is float32 at JAX's default
         precision, on a GPU only.
-      hbm_bytes_per_s: bytes per second that adding two large arrays reads and writes.
+      hbm_bytes_per_s: bytes per second read and written by the addition of two large arrays.
       out_bytes_per_s, in_bytes_per_s: bytes per second of copies to and from pinned host memory; None on a CPU, which has one
         memory.
-      hidden_share: the share of compute beside which a copy runs, from 0 to 1; None on a CPU.
-      source: what was measured, by what and when.
-      products: the rates of square products by dtype and size, small ones too.
-      launch_seconds: what one kernel takes that does next to nothing.
+      hidden_share: the share of compute that a copy can overlap, from 0 to 1; None on a CPU.
+      source: the device, the versions and the date of the measurement.
+      products: the rates of square matrix products by dtype and size, small sizes included.
+      launch_seconds: the time of a kernel that does next to nothing.
     """
 
     name: str
@@ -60,19 +60,19 @@ class Calibration:
     launch_seconds: float | None = None
 
     def measured(self) -> dict[str, Any]:
-        """The figures as a target file has them, under `measured`; what was not measured is left out."""
+        """The figures for `measured` in a target file, without those that were not measured."""
         figures = {key: value for key, value in asdict(self).items() if key not in ("name", "device_kind")}
         return {key: value for key, value in figures.items() if value not in (None, {})}
 
     def text(self) -> str:
-        """The target as TOML: what the table knows of the device, and the measured figures."""
+        """The target as TOML: the device's entry in the table of targets, and the measured figures."""
         return target_text(self.name, {**_known(self.device_kind), "measured": self.measured()})
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> str:
-        """Write the file, and return the name by which `target` finds it.
+        """Write the file, and return the target's name, `FILE:NAME`.
 
         Raises:
-          TargetError: the file is there already and `overwrite` is False, or it cannot be written.
+          TargetError: the file exists and `overwrite` is False, or it cannot be written.
         """
         where = Path(path)
         try:
@@ -93,15 +93,15 @@ def calibrate(
 ) -> Calibration:
     """Measure JAX's first device, a GPU or this machine's CPU.
 
-    Every figure is the best of a few runs, each long enough that starting it does not count. Let nothing else run meanwhile.
+    Every figure is the best of a few runs, each so long that its start-up is negligible. Run nothing else meanwhile.
 
     Args:
-      name: what the target is to be called: lower-case letters, digits, `-` and `_`.
-      seconds: about how long it may take in all, compiling not counted; sizes grow until then.
-      on_done: told what is being measured, how many parts are behind, and how many there are.
+      name: the target's name: lower-case letters, digits, `-` and `_`.
+      seconds: the approximate total time, without compiling; sizes grow until it is spent.
+      on_done: called with the part being measured, the number of finished parts, and the number of parts.
 
     Raises:
-      TargetError: the name cannot be one, or `seconds` is not a positive number.
+      TargetError: the name has other characters, or `seconds` is not a positive number.
     """
     _check(name, seconds)
     device = jax.devices()[0]
@@ -132,7 +132,7 @@ def calibrate(
 
 
 def launch_seconds(device: Any) -> float:
-    """What a kernel takes that adds a number to a few: one of a chain of them that the compiler may not fuse."""
+    """Seconds of one tiny kernel, from a chain of additions that the compiler may not fuse."""
 
     def chain(x: Any) -> Any:
         for _ in range(_KERNELS):
@@ -144,13 +144,13 @@ def launch_seconds(device: Any) -> float:
 
 
 def product_rates(device: Any, dtype: str, seconds: float) -> dict[int, float]:
-    """Operations per second of products of square matrices by their size, as large as `seconds` allow."""
+    """Operations per second of square matrix products by size; sizes grow until `seconds` are spent."""
     precision = "highest" if dtype in ("float32", "float64") else None
     kind = "float32" if dtype == "tensorfloat32" else dtype
 
     def chain(x: Any, y: Any) -> Any:
         for _ in range(_CHAIN):
-            # Scaled, so that no number grows out of its dtype.
+            # Scaled so that no number overflows its dtype.
             x = jnp.dot(x, y, precision=precision) * jnp.asarray(1 / y.shape[0], y.dtype)
         return x
 
@@ -170,9 +170,9 @@ def product_rates(device: Any, dtype: str, seconds: float) -> dict[int, float]:
 
 
 def memory_rate(device: Any, seconds: float) -> float:
-    """Bytes per second that adding two arrays, too large for any cache, reads and writes.
+    """Bytes per second read and written by the addition of two arrays that exceed any cache.
 
-    In a loop that writes to the same memory: the first write to new memory is slower, and programs do it rarely.
+    A loop writes to the same memory, because the first write to new memory is slower and rare in programs.
     """
     rounds = max(2, min(16, round(4 * seconds)))
     x, y = (jax.device_put(jnp.full(_MANY_NUMBERS, value, jnp.float32), device) for value in (1, 2))
@@ -181,10 +181,10 @@ def memory_rate(device: Any, seconds: float) -> float:
 
 
 def link_rates(device: Any, seconds: float) -> tuple[float, float, float]:
-    """Bytes per second of copies to pinned host memory and from it, and the share of compute beside which they run.
+    """Bytes per second of copies to and from pinned host memory, and the share of compute that the copies can overlap.
 
-    The share is found by running both: what copies and compute take together, less than one after the other, as a part of the
-    shorter one; of the two directions the smaller.
+    The share is the time saved by running a copy beside compute instead of after it, divided by the shorter of the two times.
+    The smaller share of the two directions counts.
     """
     here, there = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in (_DEVICE, _HOST))
     deadline, size = time.perf_counter() + seconds, 2**22
@@ -207,7 +207,7 @@ def link_rates(device: Any, seconds: float) -> tuple[float, float, float]:
 
 
 def _compute_of(device: Any, seconds: float) -> tuple[Callable[[], Any], float]:
-    """Something that computes for about `seconds`, and how long it really takes."""
+    """A function that computes for about `seconds`, and its measured time."""
     x = jax.device_put(jnp.ones((1024, 1024), jnp.float32), device)
 
     def chain(x: Any, rounds: Any) -> Any:
@@ -224,7 +224,7 @@ def _each(*runs: Callable[[], Any]) -> list[Any]:
 
 
 def fastest(run: Callable[[], Any]) -> float:
-    """The seconds of one call of `run`, called again and again, until all that it starts has ended; the best of a few times."""
+    """Seconds of one call of `run` in a series, until all started work has ended; the best of a few series."""
     jax.block_until_ready(run())
     took = _timed(run, 1)
     calls = min(_MOST_CALLS, max(1, round(_ENOUGH / max(took, 1e-9))))
@@ -240,7 +240,7 @@ def _timed(run: Callable[[], Any], calls: int) -> float:
 
 
 def _known(device_kind: str) -> dict[str, Any]:
-    """What the table says of a device, without its name; of one that it does not know, only what it is."""
+    """The device's entry in the table of targets, without its name; for an unknown device only its kind."""
     for name in targets():
         if device_kind.lower() in (kind.lower() for kind in target_named(name).device_kinds):
             return entry(name)

@@ -1,4 +1,4 @@
-"""Ways to run a step: what their blocks do, what that costs by the estimate, and what the compiler said of them."""
+"""Candidates for a step: the choices of their blocks, their estimated cost, and their compiled memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from remat_jax.planning.fitting import Loads
 
 @dataclass(frozen=True)
 class StepCandidate:
-    """A way to run the step.
+    """One way to run the step.
 
     Attributes:
-      name: of a named policy, or the text of groups of layers; empty for the planner's own.
-      loads: what every single block does to memory.
-      seconds: over a step that keeps everything, estimated.
-      choices: what every single block does with its residuals; None for a named policy.
-      like: of a named policy, choices that do the same; None where there are none.
-      inside: of groups of layers, the policy that each layer of a group is under; else empty.
-      grouped: how many layers are in groups, the first ones.
-      expected_bytes: on the device, where that is predicted in another way than by the loads.
-      cuts: where a scan is cut between blocks that do the same. It costs no time by the estimate, and other memory.
+      name: the named policy, or the text of groups of layers; empty for a plan of the solver.
+      loads: the effect of every single block on memory.
+      seconds: estimated, beyond a step that keeps everything.
+      choices: the choice of every single block for each of its residuals; None for a named policy.
+      like: the choices that are equivalent to a named policy; None if there are none.
+      inside: for groups of layers, the policy of each layer inside a group; else empty.
+      grouped: the number of layers in groups, which are the first layers.
+      expected_bytes: the predicted device bytes, if they are not predicted from the loads.
+      cuts: where a scan is cut between blocks with equal choices. By the estimate a cut changes memory but not time.
     """
 
     name: str
@@ -39,21 +39,21 @@ class StepCandidate:
 
     @property
     def of_a_layer(self) -> str:
-        """The named policy that each layer is under; empty for the planner's own."""
+        """The named policy of each layer; empty for a plan of the solver."""
         return self.inside or self.name
 
     @property
     def done(self) -> Choices | None:
-        """What every single block does with its residuals, as far as choices can say it."""
+        """The choices of every single block; None if no choices describe the candidate."""
         return self.like if self.choices is None else self.choices
 
     @property
     def host_bytes(self) -> int:
-        """In host memory, estimated."""
+        """Estimated bytes in host memory."""
         return sum(load.away for load in self.loads)
 
     def is_same(self, other: StepCandidate) -> bool:
-        """Whether the two are one and the same program, as far as can be told."""
+        """Whether the estimates cannot distinguish the two programs."""
         alike = (self.name == "off") == (other.name == "off") and (self.loads, self.cuts, self.inside) == (
             other.loads,
             other.cuts,
@@ -63,12 +63,12 @@ class StepCandidate:
 
 
 FAILED = 2**62
-"""The device bytes of what could not be compiled."""
+"""The device bytes of a candidate that could not be compiled."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler said of a candidate. `sound` is false where it must not be run."""
+    """The compiled memory of a candidate. `sound` is False if the compiled program must not be run."""
 
     device_bytes: int
     host_bytes: int
@@ -77,13 +77,13 @@ class Compiled:
 
     @property
     def seconds(self) -> float | None:
-        """The modelled time of the compiled step; None where it is not known."""
+        """The modelled time of the compiled step; None if unknown."""
         return None if self.sizes is None else self.sizes.seconds
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate that was compiled, and what had been expected of it."""
+    """A compiled candidate and its predicted memory."""
 
     candidate: StepCandidate
     compiled: Compiled
@@ -92,4 +92,4 @@ class Tried:
 
 Own = Callable[[Choices], StepCandidate]
 Recut = Callable[[StepCandidate, Cuts], StepCandidate]
-"""The same candidate with its scans cut at these places, as far as there is a scan, and nowhere else between equal blocks."""
+"""The same candidate with its scans cut at the given places and nowhere else between equal blocks."""

@@ -1,4 +1,4 @@
-"""What the blocks of a stack do, one by one: runs of equal ones, and the plans beside one."""
+"""The choices of the single blocks of a stack: runs of equal blocks, and neighbouring plans."""
 
 from __future__ import annotations
 
@@ -9,65 +9,65 @@ from remat_jax.planning.fitting import singles
 from remat_jax.solver import BlockPolicy, Choice, Stack, StackPlan, stack_plan
 
 Choices = tuple[tuple[Choice, ...], ...]
-"""Of every single block in forward order, what it does with its residuals."""
+"""For every single block in forward order, the choice for each of its residuals."""
 Cuts = tuple[int, ...]
-"""Before which single blocks, counted through the stack, a scan is cut though the blocks on both sides do the same."""
+"""The blocks, counted through the stack, before which a scan is cut although the blocks on both sides have equal choices."""
 
 _ORDERS: tuple[Callable[[BlockPolicy, BlockPolicy], Any], ...] = (
-    # What offloads comes first: the very last block may not.
-    lambda one, last: (one.host_bytes == 0, one.saved_bytes),
-    lambda one, last: one.choices == last.choices,
+    # Blocks that offload come first: the very last block may not offload.
+    lambda policy, last: (policy.host_bytes == 0, policy.saved_bytes),
+    lambda policy, last: policy.choices == last.choices,
 )
-"""Ranks of a block among those of its kind, of which one is the last, by its policy."""
+"""Sort keys for the blocks of a kind, from a block's policy and the last block's policy."""
 _ALIKE = 1 + 1e-9
-"""The same numbers added up in another order."""
+"""The tolerance for equal numbers that were summed in another order."""
 
 
 def together(stack: Stack, plan: StackPlan) -> Choices:
-    """What the blocks of a plan do, those of a kind that do the same brought together where that needs no more.
+    """The choices of a plan's blocks, with equal choices of a kind made adjacent if that costs neither memory nor time.
 
-    Those that keep least come first if they may: what the last ones keep, nearest the loss, is there for the shortest time.
+    Blocks that keep least come first if possible: residuals of the last blocks, nearest the loss, live shortest.
     """
-    chosen = [one.policy for one in plan.ranges for _ in range(one.count)]
+    chosen = [equal.policy for equal in plan.ranges for _ in range(equal.count)]
     for rank in _ORDERS:
         alike: list[BlockPolicy] = []
         for block in stack.blocks:
             of_kind = chosen[len(alike) : len(alike) + block.repeats]
-            order = list(dict.fromkeys(one.choices for one in of_kind))
-            alike += sorted(of_kind, key=lambda one: (rank(one, of_kind[-1]), order.index(one.choices)))
+            order = list(dict.fromkeys(policy.choices for policy in of_kind))
+            alike += sorted(of_kind, key=lambda policy: (rank(policy, of_kind[-1]), order.index(policy.choices)))
         changed = stack_plan(stack, alike)
         if changed.peak_bytes <= plan.peak_bytes * _ALIKE and changed.extra_seconds <= plan.extra_seconds * _ALIKE:
-            return tuple(one.choices for one in alike)
-    return tuple(one.choices for one in chosen)
+            return tuple(policy.choices for policy in alike)
+    return tuple(policy.choices for policy in chosen)
 
 
 def block_policies(stack: Stack, choices: Choices) -> list[BlockPolicy]:
-    """What every single block of a stack does."""
+    """The policy of every single block of a stack."""
     pairs = list(zip((at for at, block in enumerate(stack.blocks) for _ in range(block.repeats)), choices, strict=True))
-    # Layers that do the same are checked and added up once.
+    # Layers with equal choices are checked and summed once.
     each = {(at, chosen): BlockPolicy(stack.blocks[at], chosen) for at, chosen in dict.fromkeys(pairs)}
     return [each[pair] for pair in pairs]
 
 
 def one_residual_more(stack: Stack, choices: Choices, cuts: Cuts = ()) -> list[Choices]:
-    """Every way to save one residual more in a run of equal blocks that do the same."""
-    found = []
+    """Every way to save one residual more in a run of equal blocks with equal choices."""
+    neighbours = []
     blocks = singles(stack)
     for start, stop in runs(stack, choices, cuts):
         for index, (residual, choice) in enumerate(zip(blocks[start].residuals, choices[start], strict=True)):
             if choice is not Choice.SAVE and residual.may_save:
                 changed = (*choices[start][:index], Choice.SAVE, *choices[start][index + 1 :])
-                found.append((*choices[:start], *[changed] * (stop - start), *choices[stop:]))
-    return found
+                neighbours.append((*choices[:start], *[changed] * (stop - start), *choices[stop:]))
+    return neighbours
 
 
 def borders(stack: Stack, choices: Choices, cuts: Cuts) -> Cuts:
-    """Where every run begins: with these as cuts it stays a run, whatever it is changed to."""
+    """The start of every run: with these cuts each run stays a run after any change of its choices."""
     return tuple(start for start, _ in runs(stack, choices, cuts))
 
 
 def runs(stack: Stack, what: Sequence[Any], cuts: Cuts = ()) -> list[tuple[int, int]]:
-    """Where runs of equal blocks that do the same, and are not cut, begin and end, in forward order."""
+    """The start and end of each run of equal blocks with equal choices and no cut, in forward order."""
     found: list[tuple[int, int]] = []
     blocks = singles(stack)
     for index, (block, chosen) in enumerate(zip(blocks, what, strict=True)):

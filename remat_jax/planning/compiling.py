@@ -1,4 +1,4 @@
-"""The steps of candidates, compiled side by side."""
+"""Compiles the steps of candidates in parallel."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from remat_jax.planning.translate import policies_of
 from remat_jax.report.tables import format_bytes, format_seconds
 from remat_jax.workload import Workload
 
-# What keeps one step from being compiled, and says nothing of another: layers in nested scans cannot differ, say.
+# Errors of one step, which do not rule out another: layers in nested scans cannot differ, for example.
 _OF_ONE_STEP = (CompileError, PolicyError, BlockError, UnsupportedError)
 
 _LONGEST = 300
-"""Characters of an error in a note."""
+"""The most characters of an error in a note."""
 
 Progress = Callable[[str, int, int], None]
-"""What is being done, how many steps are compiled, how many may be."""
+"""Called with the current activity, the number of compiled steps, and the most that may be compiled."""
 
 
 @dataclass
 class Compiler:
-    """Compiles the steps of candidates until a deadline, and notes which it could not compile.
+    """Compiles the steps of candidates until a deadline, and notes failures.
 
     Attributes:
-      timeout: seconds, in all; `deadline` is its end by the monotonic clock.
-      progress: told what is being compiled, and the best so far.
-      notes: what it leaves out is added to these.
-      count: how many steps were asked for.
+      timeout: total seconds; `deadline` is its end by the monotonic clock.
+      progress: called with the steps being compiled and the best candidate so far.
+      notes: a note for each candidate left out is added here.
+      count: the number of steps submitted so far.
     """
 
     workload: Workload
@@ -55,25 +55,25 @@ class Compiler:
     notes: list[str]
     count: int = field(default=0, init=False)
     _tracing: float = field(default=0.0, init=False)
-    """The most seconds that tracing one step took."""
+    """The longest tracing time of a step, in seconds."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the deadline would pass while a step is traced and what the plan computes again is counted."""
+        """Whether the deadline would pass while a step is traced and the plan's recomputation is counted."""
         return time.monotonic() + 2 * self._tracing > self.deadline
 
     def compile(
         self, candidates: Sequence[StepCandidate], best: Tried | None, *, memory_limit: int | None = None
     ) -> list[Compiled]:
-        """What the compiler says of candidates; nothing where the time is up and something fits already.
+        """The compiled memory of each candidate; empty if the time is up and a candidate fits already.
 
         Args:
-          candidates: compiled side by side.
-          best: the best so far.
-          memory_limit: bytes that XLA schedules for; None for its own.
+          candidates: compiled in parallel.
+          best: the best candidate so far.
+          memory_limit: bytes that XLA schedules for; None for XLA's own limit.
 
         Raises:
-          CompileError, PolicyError, BlockError, UnsupportedError: of the first step, where no step could be compiled so far.
+          CompileError, PolicyError, BlockError, UnsupportedError: no step could be compiled so far; this is the first error.
         """
         if best is not None and self.is_over:
             self.notes.append(f"The search ended after timeout={self.timeout:g} s; with a longer one a plan may be faster")
@@ -81,8 +81,8 @@ class Compiler:
         keys = [one.name or f"plan {self.count + index + 1}" for index, one in enumerate(candidates)]
         self._tell(keys, best)
         with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool, Children() as children:
-            # Each by itself, so that one that cannot be compiled does not take the other with it; and while the first is
-            # compiled the next is traced.
+            # Each step is submitted alone, so that a failure does not affect the other; the next step is traced while the
+            # first is compiled.
             pairs = zip(keys, candidates, strict=True)
             asked = [self._asked(pool, children, key, one, memory_limit) for key, one in pairs]
             wait(asked)
@@ -97,7 +97,7 @@ class Compiler:
         ]
 
     def _judge(self, errors: Sequence[BaseException], best: Tried | None, *, all_failed: bool) -> None:
-        """Raise the first error where it ends the search: nothing else is known, no time is left, or it is none of one step."""
+        """Raise an error that ends the search: it concerns every step, or no step is compiled, or no time is left."""
         fatal = [error for error in errors if not isinstance(error, _OF_ONE_STEP)]
         if all_failed and (not self.count or (time.monotonic() > self.deadline and best is None)):
             fatal += errors
@@ -107,7 +107,7 @@ class Compiler:
     def _asked(
         self, pool: ThreadPoolExecutor, children: Children, key: str, candidate: StepCandidate, memory_limit: int | None
     ) -> Future[Sizes]:
-        """The sizes of a candidate's step, once it is compiled; it is traced here."""
+        """Trace a candidate's step here, and submit it for compilation."""
         begin = time.monotonic()
         try:
             program = export_step(key, self._step(candidate), self.target)
@@ -142,7 +142,7 @@ class Compiler:
 
 
 def first_sentence(error: BaseException) -> str:
-    """XLA's sentences can be of thousands of characters, with the types of all that a loop carries.
+    """The first sentence of an error, shortened: XLA lists every type that a loop carries, in thousands of characters.
 
     >>> len(first_sentence(ValueError("expected " + "f32[39,1,75600,5120] " * 99)))
     300
@@ -152,5 +152,5 @@ def first_sentence(error: BaseException) -> str:
 
 
 def one_line(text: str) -> str:
-    """What a plan's file takes: nothing that a terminal would not print as it is."""
+    """`text` in one line of printable characters, as a plan's file requires."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

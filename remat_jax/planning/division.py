@@ -1,4 +1,4 @@
-"""A block's program as one device of a mesh runs it: its share of each array, and of the work."""
+"""A block's program on one device of a mesh: the device's share of each array and of the work."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from remat_jax.planning.program import BlockProgram
 
 
 def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
-    """A program like `program` with the bytes and the work of one device; `program` itself stays as it is.
+    """A copy of `program` with the bytes and the work of one device.
 
-    The compiler's shares of residuals hold for them. Arrays between them are divided like what is made from them or what they
-    are made from. Parameters are whole: they are gathered where they are read. A constant is divided like what it is made into,
-    though the compiler leaves it whole: it writes constants where they are read. Each equation is divided like that of its
-    arrays which is divided most, and each kernel takes the time of its own arrays.
+    Residuals take the compiler's shares. An array between residuals is divided like its results or its operands. Parameters
+    are whole, because they are gathered where they are read. A constant is divided like its results, although the compiler
+    leaves it whole: the compiler writes constants where they are read. An equation is divided like its most divided array. A
+    kernel takes the time of its own arrays.
     """
     program = _copied(program)
     if not program.flat.eqns:
-        # No backward pass reaches it: nothing is known of it but how the others are divided.
+        # No backward pass reaches the program: assume the mean share of the other arrays.
         return replace(program, forward=_scaled(program.forward, {}, shares.mean))
     before = flat_cost(program.flat.eqns, program.flat.outputs)
     constants = _constants(program.flat.eqns)
@@ -34,12 +34,12 @@ def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
     known |= dict.fromkeys((array for array in parameters if array not in known), 1.0)
     _divide(program.flat.inputs, program.flat.eqns, known, parameters, shares.mean)
     after = flat_cost(program.flat.eqns, program.flat.outputs)
-    # The block's forward pass is what its residuals need, and a little more or less: each of their kernels stands for its part.
+    # The forward pass is approximately the program of its residuals, so the program's ratios apply to it.
     forward = _scaled(after, _ratios(program.forward, before), _ratio(program.forward.bytes, before.bytes))
     backward = program.backward_program
     given = dict(zip(backward.inputs, program.flat.outputs, strict=False))
     shapes = {array.aval.shape for array in parameters}
-    # A gradient is there whole before the devices add theirs up.
+    # A parameter's gradient is whole on each device before the devices sum theirs.
     whole = {array for array in backward.outputs if array.aval.shape in shapes}
     seen = {array: of.share for array, of in given.items()} | dict.fromkeys(whole - given.keys(), 1.0)
     _divide(backward.inputs, backward.eqns, seen, {array for array, of in given.items() if of in parameters}, shares.mean)
@@ -47,9 +47,10 @@ def divided(program: BlockProgram, shares: Shares) -> BlockProgram:
 
 
 def _backward(program: BlockProgram, work: Mapping[str, float]) -> Cost:
-    """The backward pass by the arrays of its kernels; of the operations as much is left, `work` by dtype, as of the forward's.
+    """The backward pass on one device: bytes of its kernels' arrays; operations scaled by `work`, the forward ratios by dtype.
 
-    How a gradient between two residuals is divided is not known; each product of the forward pass has two in the backward pass.
+    The division of a gradient between two residuals is unknown, and each product of the forward pass has two in the backward
+    pass, so the forward ratios are used.
     """
     backward = program.backward_program
     found = flat_cost(backward.eqns, backward.outputs)
@@ -59,7 +60,7 @@ def _backward(program: BlockProgram, work: Mapping[str, float]) -> Cost:
 
 
 def _copied(program: BlockProgram) -> BlockProgram:
-    """The same program with arrays of its own, whose shares may be set."""
+    """A copy of the program with its own arrays, so that their shares can be set."""
     copies: dict[Array, Array] = {}
     flat, backward = (one.copied(copies) for one in (program.flat, program.backward_program))
     return replace(
@@ -75,16 +76,16 @@ def _copied(program: BlockProgram) -> BlockProgram:
 
 
 def _constants(eqns: Iterable[FlatEqn]) -> set[Array]:
-    """What is made of literals alone."""
-    found: set[Array] = set()
-    for one in eqns:
-        if all(array.literal or array in found for array in one.inputs):
-            found.update(one.outputs)
-    return found
+    """Arrays computed from literals alone."""
+    constants: set[Array] = set()
+    for eqn in eqns:
+        if all(array.literal or array in constants for array in eqn.inputs):
+            constants.update(eqn.outputs)
+    return constants
 
 
 def gathered_bytes(program: BlockProgram) -> int:
-    """The parameters that one block reads, whole."""
+    """The bytes of the whole parameters that one block reads."""
     parameters = set(program.flat.inputs) - set(program.inputs.values())
     return sum(math.prod(one.aval.shape) * compat.itemsize(one.aval.dtype) for one in parameters if hasattr(one.aval, "dtype"))
 
@@ -93,7 +94,7 @@ def _said(array: Array, shares: Shares) -> float | None:
     return next((shares.by_name[name] for name in array.names if name in shares.by_name), None)
 
 
-# Makes parts of an array, or one of its parts: whatever the compiler divides of one, it divides of the other.
+# These primitives split an array or join parts: the compiler divides the parts like the whole.
 _PARTS = frozenset({"concatenate", "dynamic_slice", "pad", "slice", "split"})
 
 
@@ -102,9 +103,9 @@ def _divide(
 ) -> None:
     """Give every array its share.
 
-    It is what is known; else that of what is made of it, of the same size or its parts or with it as a part; else that of the
-    largest that it is made from; else that of any array of its shape, for a constant that only the backward pass reads. That a
-    small array is whole says nothing of a larger one that is made from it.
+    In this order: the known share; the share of a result that has the same size, is a part of it or contains it; the share of
+    its largest operand; the share of any array of its shape, for constants that only the backward pass reads; `otherwise`.
+    A whole small operand implies nothing about a larger result.
     """
     found, eqns = dict(known), list(eqns)
     _from_results(eqns, found)
@@ -124,7 +125,7 @@ def _divide(
 
 
 def _from_results(eqns: Sequence[FlatEqn], found: dict[Array, float]) -> None:
-    """Divide arrays like what is made of them, as far as that is found."""
+    """Divide arrays like their results, if these have a share."""
     for one in reversed(eqns):
         for array in one.inputs:
             in_parts = one.primitive in _PARTS
@@ -134,7 +135,7 @@ def _from_results(eqns: Sequence[FlatEqn], found: dict[Array, float]) -> None:
 
 
 def _ratios(after: Cost, before: Cost) -> dict[str, float]:
-    """What is left of the operations, by dtype."""
+    """The share of the operations that is left, by dtype."""
     left, whole = _operations(after), _operations(before)
     return {dtype: _ratio(left[dtype], count) for dtype, count in whole.items()}
 

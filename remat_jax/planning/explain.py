@@ -1,4 +1,4 @@
-"""A plan in words: what each layer does with each residual, why, and what more memory would buy."""
+"""A plan in words: each layer's action for each residual, its reason, and the gain from more memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from remat_jax.report.tables import format_bytes, format_estimate, table
 GIB = 2**30
 _SHORT = 3
 _SMALL = 0.01
-"""Residuals below this share of the largest are told together."""
+"""Residuals below this share of the largest are summarised in one line."""
 
 
 def plan_table(plan: PlanData) -> Any:
-    """What the layers do, a line for each run of equal ones, as a table."""
+    """The layers' actions as a table, a line for each run of equal layers."""
     columns = ("block and layers", "saved", "offloaded", "recomputed", "recompute", "copies not hidden", "what")
     rows = [
         (
@@ -37,7 +37,7 @@ def plan_table(plan: PlanData) -> Any:
 
 
 def named_table(plan: PlanData) -> Any:
-    """What the named policies would take beside the plan, as a table."""
+    """The memory and time of the named policies beside the plan, as a table."""
     own = Point("this plan", plan.device_bytes, plan.host_bytes, plan.seconds, True, timed=plan.timed)
     rows = [_named_row(own, plan, "fits")]
     rows += [_named_row(one, plan, _verdict(plan, one)) for one in sorted(plan.named, key=_by_time)]
@@ -46,10 +46,7 @@ def named_table(plan: PlanData) -> Any:
 
 
 def summary(plan: PlanData) -> str:
-    """The figures of the whole plan in a sentence or two.
-
-    The estimated time, what recomputing adds, and the best named policy that fits.
-    """
+    """The estimated time, the recomputation, the memory, and the best named policy that fits, in a few sentences."""
     of = " of the compiled schedule" if plan.timed else ""
     said = (
         f"Estimated {said_time(plan, plan.seconds)} a step{of}, {over_everything(plan, plan.seconds)}; "
@@ -65,14 +62,14 @@ def summary(plan: PlanData) -> str:
 
 
 def _limit(plan: PlanData) -> str:
-    """How the step is to be compiled, as a sentence with a space before it; empty where there is nothing to say."""
+    """The compiler options as a sentence with a space before it; empty if there are none."""
     if not plan.compiler_options:
         return ""
     return f" Compiled with a memory limit: jax.jit(step, compiler_options={dict(plan.compiler_options)!r})."
 
 
 def _bound(plan: PlanData) -> str:
-    """How much faster another plan could be, as a sentence with a space before it; empty where that is not known."""
+    """The lower bound on the time as a sentence with a space before it; empty if unknown."""
     if plan.lower_bound is None or not plan.seconds:
         return ""
     below = 100 * (1 - plan.lower_bound / plan.seconds)
@@ -81,13 +78,13 @@ def _bound(plan: PlanData) -> str:
 
 
 def explanation(plan: PlanData) -> str:
-    """Why each residual is where it is, and what the next GiB would buy, as text of several lines."""
+    """The reason for each residual's action and the gain from the next GiB, as text of several lines."""
     lines = [summary(plan), "Bytes and times are of one layer.", ""]
     if plan.is_off:
         lines.append("Nothing is checkpointed: the whole step fits as it is.")
     before: Part | None = None
     for part in plan.parts if not plan.is_off else ():
-        # Beside another that does the same it is told apart because the scan is cut there.
+        # Two adjacent runs with the same policy are separate because the scan is cut between them.
         cut = before is not None and (before.block, before.policy) == (part.block, part.policy)
         lines.append(f"{part.where}, in a scan of its own:" if cut else f"{part.where}:")
         lines += _lines(part, plan)
@@ -97,24 +94,24 @@ def explanation(plan: PlanData) -> str:
 
 
 def said_time(plan: PlanData, seconds: float | None) -> str:
-    """A time of the plan's estimates: a range where a rate behind them is assumed."""
+    """A time estimated by the plan; a range if a rate behind it is assumed."""
     return format_estimate(seconds, bool(plan.assumed_rates))
 
 
 def over_everything(plan: PlanData, seconds: float) -> str:
-    """A step beside one that keeps everything, which may be the slower of the two: it writes and reads what it keeps."""
+    """The difference from a step that keeps everything, which may be slower: keeping residuals costs writes and reads."""
     extra = seconds - plan.base_seconds
     share = f" ({100 * abs(extra) / plan.base_seconds:.2g} %)" if plan.base_seconds else ""
     return f"{said_time(plan, abs(extra))} {'over' if extra >= 0 else 'less than'} keeping everything{share}"
 
 
 def _how(point: Point, plan: PlanData) -> str:
-    """That a time beside compiled ones is the traced estimate."""
+    """Marks a traced estimate beside times from compiled schedules."""
     return ", estimated before compiling" if plan.timed and not point.timed else ""
 
 
 def next_gib(plan: PlanData) -> str:
-    """What more memory would buy, as a sentence."""
+    """The gain from more memory, as a sentence."""
     more = "GiB" if plan.next_bytes == GIB else format_bytes(plan.next_bytes).replace(".0 ", " ")
     if plan.next_gib_seconds is None and any(note.startswith(CUT_SHORT) for note in plan.notes):
         return f"What the next {more} would buy was not computed before the timeout."
@@ -127,7 +124,7 @@ def next_gib(plan: PlanData) -> str:
 
 
 def ranked(rows: Sequence[LayerRow]) -> list[LayerRow]:
-    """Rows as people want to read them: what is kept, then what is not, the largest first."""
+    """Rows in reading order: saved, offloaded, recomputed; the largest first."""
     order = ("save", "offload", "recompute")
     return sorted(rows, key=lambda row: (order.index(row.action), -row.bytes, row.residual))
 
@@ -137,7 +134,7 @@ def _compiled(plan: PlanData) -> str:
 
 
 def _lines(part: Part, plan: PlanData) -> list[str]:
-    """A line for each residual that matters, and one for all others of the same action."""
+    """A line for each large residual, and one line for all small residuals of the same action."""
     least = _SMALL * max((row.bytes for row in part.rows), default=0)
     lines, small = [], dict[str, list[LayerRow]]()
     for row in ranked(part.rows):
@@ -151,7 +148,7 @@ def _lines(part: Part, plan: PlanData) -> list[str]:
 
 
 def _what(part: Part) -> str:
-    """The names that a run of layers keeps, as many as can be read at a glance."""
+    """The names of the largest residuals that a run of layers keeps."""
     said = []
     for action in ("save", "offload"):
         names = [row.residual for row in ranked(part.rows) if row.action == action]
@@ -191,7 +188,7 @@ def _verdict(plan: PlanData, point: Point) -> str:
 
 
 def _by_time(point: Point) -> tuple[float, float]:
-    """The fastest first, of equal ones the smallest; what is not known comes last."""
+    """Sorts the fastest first, then the smallest; unknown values last."""
     seconds, size = point.seconds, point.device_bytes
     return math.inf if seconds is None else seconds, math.inf if size is None else size
 
@@ -205,5 +202,5 @@ def _named_row(one: Point, plan: PlanData, verdict: str) -> tuple[Any, ...]:
 
 
 def signed(plan: PlanData, extra: float | None) -> str:
-    """A difference of two times; with a range the sign would not be read."""
+    """A difference of two times, with its sign before the text: a range would hide it."""
     return said_time(plan, extra) if extra is None or extra >= 0 else f"-{said_time(plan, -extra)}"

@@ -1,4 +1,4 @@
-"""Plans as JSON: written with a version, read with every value checked. Nothing that a file names is imported or run."""
+"""Plans as JSON with a version. Every value read is checked; nothing that a file names is imported or run."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from remat_jax.workload import Workload
 
 VERSION = 3
 READ = (1, 2, 3)
-"""The versions that are read. Runs of one policy side by side are scans of their own from 2 on; in 1 there are none. From 3 on
-the mesh and the loss's own checkpoints are there, and blocks may be functions and checkpoints."""
+"""The versions that can be read. From 2 on, adjacent runs of one policy are separate scans. From 3 on, a file has the mesh and
+the number of the loss's own checkpoints, and blocks may be functions and checkpoints."""
 MOST_BYTES = 64 * 2**20
-"""A file of more is none of ours."""
+"""A larger file is not a plan."""
 
 MOST_RUNS = 10_000
-"""Of one block: no model has so many layers, and reading takes the square of it."""
+"""The most runs of one block: no model has more layers, and reading takes quadratic time."""
 
 MOST_FACTOR = 100
-"""Of the memory limit, in per cent."""
+"""The largest memory limit, in per cent."""
 
 _ACTIONS = ("save", "offload", "recompute")
 
@@ -54,10 +54,10 @@ def to_json(plan: PlanData) -> str:
 
 
 def write(path: str | os.PathLike[str], text: str, argument: str) -> Path:
-    """Write a file, so that whoever reads meanwhile finds the old one or the new one; others may write it at the same time.
+    """Write a file atomically: a concurrent reader finds the old or the new file, and concurrent writers are safe.
 
     Raises:
-      PlanningError: it cannot be written.
+      PlanningError: the file cannot be written.
     """
     try:
         return write_whole(path, text)
@@ -66,7 +66,7 @@ def write(path: str | os.PathLike[str], text: str, argument: str) -> Path:
 
 
 def read(path: str | os.PathLike[str], workload: Workload | None) -> dict[str, Any]:
-    """What `to_json` wrote, as the arguments of a `Plan`.
+    """The arguments of a `Plan` from a file that `to_json` wrote.
 
     Raises:
       PlanningError: the file cannot be read, is malformed or of another version, or is for another model.
@@ -87,11 +87,11 @@ def read(path: str | os.PathLike[str], workload: Workload | None) -> dict[str, A
 
 
 _Checks = dict[str, Callable[[Any, str], Any]]
-"""What each value of an object must be."""
+"""By key, the check of an object's value."""
 
 
 class _Malformed(Exception):
-    """What is wrong, and where."""
+    """A value of the file is wrong; the message names it."""
 
 
 def _refuse_constant(word: str) -> float:
@@ -124,7 +124,7 @@ def _checked(data: Any, workload: Workload | None, told: str) -> dict[str, Any]:
 def _model(data: Any) -> Model:
     checks: _Checks = {**dict.fromkeys(("parameters", "batch", "blocks"), _list), "mesh": _or_none(_list)}
     checks["checkpoints"] = _or_none(_count)
-    # Plans of before version 3 say neither.
+    # Plans before version 3 have neither.
     values = _fields({"mesh": None, "checkpoints": None, **data} if isinstance(data, dict) else data, checks, "model")
     parameters, batch = (tuple(_leaf(one) for one in values[name]) for name in ("parameters", "batch"))
     blocks = tuple(_key({"block": one}) for one in values["blocks"])
@@ -150,7 +150,7 @@ def _key(data: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _policies(data: list[Any], workload: Workload | None, told: str) -> dict[Block, Any]:
-    # Groups of layers are written where there are some: a reader that does not know them refuses the file.
+    # `groups` is written only if there are groups: an older reader refuses the file.
     full = [{"groups": [], **one} if isinstance(one, dict) else one for one in data]
     found = [(find_block(_key(one), workload, told), _policy(one)) for one in full if _has(one, "block", "runs", "groups")]
     if not found:
@@ -161,7 +161,7 @@ def _policies(data: list[Any], workload: Workload | None, told: str) -> dict[Blo
 
 
 def _policy(data: dict[str, Any]) -> Any:
-    """A policy, or one for each layer, from its runs."""
+    """A policy, or a policy for each layer, from runs of equal layers."""
     runs = []
     if len(_list(data["runs"], "runs")) > MOST_RUNS:
         raise _Malformed(f"runs has {len(data['runs'])} items, expected at most {MOST_RUNS}")
@@ -189,7 +189,7 @@ def _group(data: Any) -> tuple[int, int]:
 
 
 def _written(policy: Any) -> dict[str, Any]:
-    """A policy as runs of equal layers, and the groups of layers where there are some."""
+    """A policy as runs of equal layers, and the groups of layers if there are any."""
     if isinstance(policy, Policy):
         return {"runs": [[None, policy.to_dict()]]}
     groups = {"groups": [list(group) for group in policy.groups]} if policy.groups else {}
@@ -204,17 +204,17 @@ def _point(data: Any) -> Point:
 def _parts(data: list[Any]) -> tuple[Part, ...]:
     found = []
     for one in data:
-        # Plans of before did not say how far apart the layers are: 1.
+        # Older plans have no `every`; the layers were adjacent.
         values = _fields({"every": 1, **one} if isinstance(one, dict) else one, _PART, "a part")
         found.append(Part(**values | {"rows": tuple(LayerRow(**_fields(row, _ROW, "a residual")) for row in values["rows"])}))
     return tuple(found)
 
 
-# --- what values must be ----------------------------------------------------------------------------------------------
+# --- checks of values -------------------------------------------------------------------------------------------------
 
 
 def _text(value: Any, name: str) -> str:
-    # What a terminal or a file would not take is not printable.
+    # Unprintable text could harm a terminal or a file.
     if not isinstance(value, str) or not value.isprintable():
         raise _Malformed(f"{name}={ascii(value)[:40]} is no text of one line")
     return value
@@ -227,7 +227,7 @@ def _count(value: Any, name: str, least: int = 0) -> int:
 
 
 def _seconds(value: Any, name: str) -> float:
-    # No math.isfinite: it fails on an integer that is larger than any float. What is no number at all is not below either.
+    # math.isfinite fails on an integer larger than any float. The comparisons also refuse NaN.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
         raise _Malformed(f"{name}={str(value)[:40]} is no number of at least 0")
     return float(value)
@@ -246,7 +246,7 @@ def _list(value: Any, name: str) -> list[Any]:
 
 
 def _compiler_options(value: Any, name: str) -> dict[str, int]:
-    """The memory limit, and no other option: what a file says here is given to the compiler."""
+    """The memory limit and no other option, because the options go to the compiler."""
     if not isinstance(value, dict) or set(value) - {OPTION}:
         raise _Malformed(f"{name}={ascii(value)[:80]} is none of {{}} and {{{OPTION!r}: a factor}}")
     if not all(type(factor) is int and 1 <= factor <= MOST_FACTOR for factor in value.values()):
@@ -294,7 +294,7 @@ def _fields(data: Any, checks: _Checks, where: str) -> dict[str, Any]:
 
 
 _MOST = 2**127
-"""The FLOPs of a large cluster's step are above 2⁶³."""
+"""The largest count: the FLOPs of a large cluster's step exceed 2⁶³."""
 _SAID = ("version", "texts", "best_named")
 _ROW: _Checks = {"residual": _text, "action": _action, "bytes": _count, "seconds": _or_none(_seconds)}
 _PART: _Checks = {
@@ -315,7 +315,7 @@ _POINT: _Checks = {
     "timed": _flag,
 }
 _NEWER: dict[str, Any] = {"compiler_options": {}, "lower_bound": None, "timed": False, "assumed_rates": [], "next_bytes": 2**30}
-"""What older files lack: their plans were compiled without a memory limit, have traced times, and no bound."""
+"""The values of fields that older files lack: no memory limit, traced times, no bound."""
 _PLAN: _Checks = {
     "policies": _list,
     **dict.fromkeys(("device_bytes", "predicted_bytes", "host_bytes", "recompute_flops", "budget"), _count),

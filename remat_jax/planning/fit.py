@@ -1,4 +1,4 @@
-"""What the compiled steps of one search say: which fit, which is best, and what other candidates would need."""
+"""The compiled steps of one search: which fit, which is best, and the memory that they predict for other candidates."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from remat_jax.planning.fitting import Seen, fitted, predicted
 from remat_jax.solver import Stack
 
 _FITTED = 2
-"""So many compiled steps make predictions of others more than a guess."""
+"""The number of compiled steps from which predictions are more than a guess."""
 _OVER = 0.01
-"""The share of the budget by which a prediction must be over it to count as shown, at least."""
+"""The least excess of a prediction over the budget, as a share of the budget, that proves a candidate too large."""
 
 _OFF_SHARE = 0.5
-"""The share of what `off` keeps that it may really need, as XLA recomputes by itself: 0.55 was seen."""
+"""The least share of the kept bytes that `off` may need, since XLA rematerialises by itself: 0.55 was observed."""
 
 
 class Fit:
-    """The steps that were compiled, and the stack fitted to them.
+    """The compiled steps, and the stack fitted to them.
 
     Args:
-      guess: the stack as it was described before anything was compiled.
-      budget, host_budget: in bytes; the host's may be infinite.
-      arguments: the bytes that the step is given, which are on the device whatever the policy.
+      guess: the stack as described before any compilation.
+      budget, host_budget: in bytes; the host budget may be infinite.
+      arguments: the bytes of the step's arguments, which are on the device under every policy.
     """
 
     def __init__(self, guess: Stack, budget: float, host_budget: float = math.inf, arguments: float = 0.0) -> None:
@@ -34,7 +34,7 @@ class Fit:
         self._fitted: dict[tuple[int, float, bool], Stack] = {}
 
     def learn(self, candidates: Sequence[StepCandidate], compiled: Sequence[Compiled]) -> None:
-        """Enter what the compiler said of candidates."""
+        """Add compiled candidates."""
         expected = [self.expected(one) for one in candidates]
         self.tried += map(Tried, candidates, compiled, expected)
 
@@ -42,9 +42,9 @@ class Fit:
 
     @property
     def best(self) -> Tried | None:
-        """The fastest that was compiled and fits; of equal ones the one that moves nothing, then the one with less memory."""
+        """The fastest compiled step that fits; on ties a step without offload, then the step with less memory."""
 
-        # Of equal estimates, the step without any checkpoint is surely no slower.
+        # At equal estimates, the step without any checkpoint is surely no slower.
         def rank(one: Tried) -> tuple[float, bool, bool, int]:
             return one.candidate.seconds, one.candidate.name != "off", one.candidate.host_bytes > 0, one.compiled.device_bytes
 
@@ -52,7 +52,7 @@ class Fit:
 
     @property
     def smallest(self) -> Tried:
-        """The step that needs least, of those that may be run."""
+        """The sound step with the least device memory."""
         sound = [one for one in self.tried if one.compiled.sound]
         within = [one for one in sound if one.compiled.host_bytes <= self.host_budget]
         return min(within or sound or self.tried, key=lambda one: one.compiled.device_bytes)
@@ -63,24 +63,24 @@ class Fit:
         return found.sound and found.device_bytes <= self.budget and found.host_bytes <= self.host_budget
 
     def known(self, candidate: StepCandidate) -> Tried | None:
-        """What the compiler said of a candidate, if it was asked."""
+        """The compiled step of a candidate; None if it was not compiled."""
         return next((one for one in self.tried if one.candidate.is_same(candidate)), None)
 
     @property
     def host_left(self) -> float:
-        """What of the host budget is left for activations: the state of an offloaded optimizer counts against it."""
+        """The host budget left for activations, less the state of an offloaded optimizer."""
         seen = [one.compiled.host_bytes - one.candidate.host_bytes for one in self.tried if one.compiled.device_bytes < FAILED]
         return max(0.0, self.host_budget - max(0, min(seen, default=0)))
 
-    # --- what that says of others ---------------------------------------------------------------------------------------
+    # --- predictions for other candidates -------------------------------------------------------------------------------
 
     @property
     def stack(self) -> Stack:
-        """The stack as all compiled steps show it; `off` is another program and says nothing of it."""
+        """The stack fitted to all compiled steps except `off`, which is a different program."""
         return self.around(self.budget)
 
     def around(self, size: float, *, uncut: bool = False) -> Stack:
-        """The stack, exact at the compiled step that is nearest to a size. If `uncut`, fit only to one policy per kind."""
+        """The stack, exact at the compiled step nearest to `size`. If `uncut`, fit only to steps with one policy per kind."""
         key = len(self.tried), size, uncut
         if key not in self._fitted:
             seen = [
@@ -98,7 +98,7 @@ class Fit:
         return bool(candidate.cuts) or any(len(set(islice(loads, block.repeats))) > 1 for block in self.guess.blocks)
 
     def expected(self, candidate: StepCandidate, stack: Stack | None = None) -> int:
-        """The device bytes of a candidate: compiled where it was, else predicted."""
+        """The device bytes of a candidate, compiled if known, else predicted."""
         known = self.known(candidate)
         if known is not None:
             return known.compiled.device_bytes
@@ -107,7 +107,7 @@ class Fit:
         return round(predicted(stack or self.stack, candidate.loads))
 
     def least_expected(self, candidate: StepCandidate, stack: Stack | None = None) -> float:
-        """The same, less what XLA may recompute by itself under `off`, where there are no checkpoints."""
+        """The expected bytes, less the residuals that XLA may rematerialise by itself under `off`."""
         expected = float(self.expected(candidate, stack))
         if candidate.name == "off" and self.known(candidate) is None:
             expected -= (1 - _OFF_SHARE) * sum(load.saved for load in candidate.loads)
@@ -115,22 +115,22 @@ class Fit:
 
     @property
     def missed(self) -> float:
-        """The bytes by which the compiler missed the last plan predicted from compiled steps; infinite where there was none."""
+        """The error in bytes of the last prediction from compiled steps; infinite if there was none."""
         seen = [one for one in self.tried[_FITTED:] if not one.candidate.name and one.compiled.device_bytes < FAILED]
         return abs(seen[-1].predicted_bytes - seen[-1].compiled.device_bytes) if seen else math.inf
 
     def is_surely_over(self, candidate: StepCandidate, stack: Stack) -> bool:
-        """Whether a candidate that was not compiled needs more than the budget, by twice what predictions have missed."""
+        """Whether an uncompiled candidate is predicted over the budget by more than twice the prediction error."""
         return self.expected(candidate, stack) - self.budget > max(2 * self.missed, _OVER * self.budget)
 
     def shown(self, candidate: StepCandidate, stack: Stack | None = None) -> int:
-        """The same, predicted as exactly as the compiled step of the nearest size allows; `stack` is `self.stack`."""
+        """The expected bytes, predicted from the compiled step of the nearest size; `stack` is `self.stack`."""
         known = self.known(candidate)
         if known is not None:
             return known.compiled.device_bytes
         return round(predicted(self.around(predicted(stack or self.stack, candidate.loads)), candidate.loads))
 
     def may_fit(self, one: StepCandidate) -> bool:
-        """Whether its arguments and what it keeps do not exceed the budget; of `off` half, much of which XLA recomputes."""
+        """Whether the arguments and the kept bytes are within the budget; half of `off`'s, since XLA rematerialises much."""
         share = _OFF_SHARE if one.name == "off" else 1
         return self.arguments + sum(load.saved for load in one.loads) * share <= self.budget

@@ -1,8 +1,8 @@
-"""What compiled steps say of the memory of others: a stack's fixed bytes and shares, fitted to what was compiled.
+"""Predict memory from compiled steps: fit a stack's fixed bytes and shares to them.
 
-A stack says peak = F + (what is kept up to a block) + W + ρ · (recomputed) + φ · (offloaded). The kept bytes are known to the
-byte; F, ρ and φ are not, and are refitted to every step that is compiled, with the first guess of ρ and φ as a weak prior.
-The fit is then shifted so that it is exact at the compiled step that lies nearest to the budget.
+A stack predicts peak = F + (bytes kept up to a block) + W + ρ · (recomputed) + φ · (offloaded). The kept bytes are exact.
+F, ρ and φ are refitted after every compilation, with the first guess of ρ and φ as a weak prior. The fit is then shifted to
+be exact at the compiled step nearest to the budget.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from remat_jax.solver import Block, Stack
 
 @dataclass(frozen=True)
 class Load:
-    """What one block does to memory: bytes that it saves, computes again, and offloads."""
+    """The bytes that one block saves, recomputes and offloads."""
 
     saved: int
     again: int
@@ -25,31 +25,31 @@ class Load:
 
 
 Loads = tuple[Load, ...]
-"""Of every single block, in forward order."""
+"""The load of every single block, in forward order."""
 
 _PRIOR = 0.1
-"""The weight of the first guess of the shares beside one compiled step."""
+"""The weight of the first guess of the shares, relative to one compiled step."""
 _MOST_RECOMPUTED, _MOST_FETCHED = 2.0, 4.0
 _STARTS = ((0.5, 2.0), (1.0, 4.0))
-"""Shares that a fit is begun with, beside the first guess."""
+"""Starting shares of the fit, beside the first guess."""
 _ROUNDS = 8
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A step that was compiled: what its blocks do, and its device bytes."""
+    """The loads and the device bytes of a compiled step."""
 
     loads: Loads
     device_bytes: int
 
 
 def predicted(stack: Stack, loads: Loads) -> float:
-    """The device bytes that a stack expects of such blocks."""
+    """The device bytes that a stack predicts for blocks with these loads."""
     return stack.fixed_bytes + max(kept + again + away for kept, again, away, _ in _needs(stack, loads))
 
 
 def _needs(stack: Stack, loads: Loads) -> Iterator[tuple[float, float, float, Load]]:
-    """At each block: what is kept up to it with its working set, its shares of what it recomputes and fetches, its load."""
+    """At each block: the bytes kept up to it with its working set, its recomputed and fetched shares, and its load."""
     kept = 0.0
     for block, load in zip(singles(stack), loads, strict=True):
         kept += block.input_bytes + load.saved
@@ -62,7 +62,7 @@ def singles(stack: Stack) -> list[Block]:
 
 
 def fitted(stack: Stack, seen: Sequence[Seen], budget: float) -> Stack:
-    """The stack as the compiled steps show it, exact at the one that is nearest to `budget`.
+    """The stack fitted to the compiled steps, exact at the step nearest to `budget`.
 
     >>> from remat_jax.solver import Block, ResidualCosts
     >>> stack = Stack((Block("layer", (ResidualCosts("x", 8.0, 0.1),), 1.0, 2.0, repeats=3),))
@@ -73,7 +73,7 @@ def fitted(stack: Stack, seen: Sequence[Seen], budget: float) -> Stack:
     """
     if not seen:
         return stack
-    # Where the peak lies depends on the shares: one that is too small hides the blocks that would show it.
+    # The position of the peak depends on the shares: a share that is too small hides the blocks that would correct it.
     fits = [_settled(stack, _with_shares(stack, *start), seen) for start in ((*_first(stack),), *_STARTS)]
     found = min(fits, key=lambda one: _misfit(stack, one, seen))
     nearest = min(seen, key=lambda one: abs(one.device_bytes - budget))
@@ -81,7 +81,7 @@ def fitted(stack: Stack, seen: Sequence[Seen], budget: float) -> Stack:
 
 
 def _settled(guess: Stack, start: Stack, seen: Sequence[Seen]) -> Stack:
-    """The shares fitted to where the peaks lie, and these found again by the shares."""
+    """Fit the shares to the peaks' positions, then find the positions again, in turns."""
     found, peaks = start, None
     for _ in range(_ROUNDS):
         before, peaks = peaks, [_at_the_peak(found, one.loads) for one in seen]
@@ -94,7 +94,7 @@ def _settled(guess: Stack, start: Stack, seen: Sequence[Seen]) -> Stack:
 def _shares(guess: Stack, peaks: Sequence[tuple[float, int, int]], seen: Sequence[Seen]) -> Stack:
     rows = [(1.0, again, away) for _, again, away in peaks]
     values = [one.device_bytes - kept for one, (kept, _, _) in zip(seen, peaks, strict=True)]
-    # A quarter of the time that importing remat_jax took.
+    # Imported here: it took a quarter of the import time of remat_jax.
     from scipy.optimize import lsq_linear
 
     scale = np.maximum(np.abs(np.asarray(rows)).max(axis=0), 1.0)
@@ -118,7 +118,7 @@ def _with_shares(stack: Stack, recomputed: float, fetched: float) -> Stack:
 
 
 def _misfit(guess: Stack, found: Stack, seen: Sequence[Seen]) -> float:
-    """The squares of what a fit misses the compiled steps by, and of what its shares differ from the first guess."""
+    """The squared errors at the compiled steps, plus the squared differences of the shares from the first guess."""
     missed = [predicted(found, one.loads) - one.device_bytes for one in seen]
     weights = (max(load.again for one in seen for load in one.loads), max(load.away for one in seen for load in one.loads))
     pairs = zip(weights, _first(found), _first(guess), strict=True)
@@ -127,13 +127,13 @@ def _misfit(guess: Stack, found: Stack, seen: Sequence[Seen]) -> float:
 
 
 def _at_the_peak(stack: Stack, loads: Loads) -> tuple[float, int, int]:
-    """Where such blocks need most: what is kept with the working set, what is recomputed there, and what was offloaded."""
+    """At the block with the peak: the kept bytes with the working set, the recomputed bytes, and the offloaded bytes."""
     kept, _, _, load = max(_needs(stack, loads), key=lambda one: sum(one[:3]))
     return kept, load.again, load.away
 
 
 def _shifted(stack: Stack, by: float) -> Stack:
-    """The stack with so many bytes more, or fewer; what the fixed bytes cannot give, the working sets do."""
+    """The stack with `by` bytes more or fewer: taken from the fixed bytes first, then from the working sets."""
     fixed = stack.fixed_bytes + by
     if fixed >= 0:
         return replace(stack, fixed_bytes=fixed)

@@ -1,4 +1,4 @@
-"""What takes the memory of a step that does not fit, in words that say where to save."""
+"""The largest memory holders of a step that does not fit, and how to reduce them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _XLA_DTYPES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u", "complex":
 
 
 def check_arguments_fit(workload: Workload, budget: int) -> None:
-    """Refuse a budget below what the step is given: parameters, batch, and an optimizer's state on the device.
+    """Refuse a budget below the step's arguments: parameters, batch, and an optimizer's state on the device.
 
     Raises:
-      InfeasibleBudget: with what these take; nothing was compiled.
+      InfeasibleBudget: the arguments exceed the budget; the message lists their bytes. Nothing was compiled.
     """
     sizes = _arguments(workload)
     if sizes.total() > budget:
@@ -43,7 +43,7 @@ def check_arguments_fit(workload: Workload, budget: int) -> None:
 
 
 def argument_bytes(workload: Workload) -> int:
-    """What a step is given on the device, whatever the policy."""
+    """The bytes of a step's arguments on the device, the same under every policy."""
     return _arguments(workload).total()
 
 
@@ -56,7 +56,7 @@ def _arguments(workload: Workload) -> Counter[str]:
 
 
 def infeasible(workload: Workload, least: Tried, budget: int, host_budget: int | None, target: Target) -> InfeasibleBudget:
-    """The error that says the least that was reached, by the compiled step `least`, and what takes it."""
+    """The error with the least memory reached, by the compiled step `least`, and with what occupies it."""
     if host_budget is not None and least.compiled.host_bytes > host_budget:
         return InfeasibleBudget(
             f"host_budget={host_budget} ({format_bytes(host_budget)}): no policy of {workload.name!r} keeps within it; "
@@ -79,7 +79,7 @@ def infeasible(workload: Workload, least: Tried, budget: int, host_budget: int |
 
 
 def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
-    """What is on the device where a compiled step needs most, in bytes by what it is, the largest first."""
+    """The bytes on the device at a compiled step's peak, by category, the largest first."""
     if not sizes.live:
         return _without_text(workload, sizes)
     # The first argument and the frozen parameters.
@@ -102,7 +102,7 @@ def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
 
 
 def remedy(held: dict[str, int], *, on_mesh: bool = False) -> str:
-    """What can be done about the largest of them."""
+    """How to reduce the largest holder."""
     largest = next(iter(held), "")
     advice = {
         "parameters": "Ask for more, take a smaller dtype for the parameters, or more devices",
@@ -120,10 +120,10 @@ def remedy(held: dict[str, int], *, on_mesh: bool = False) -> str:
 
 
 def _without_text(workload: Workload, sizes: Sizes) -> dict[str, int]:
-    """The same where the compiler tells of no single buffers: what the step is given, and all the rest together."""
+    """The holders if the compiler lists no single buffers: the step's arguments, and the rest as one."""
     step = workload.step("off")
     found: Counter[str] = Counter()
-    # Where there is one memory, an array of the host's is on the device too.
+    # With one memory, an array in host memory is on the device too.
     taken = device_bytes if sizes.host_argument else compat.tree_bytes
     for name, argument in zip(step.names, step.local_arguments, strict=True):
         found[_argument(name) or name] += taken(argument)
@@ -144,7 +144,7 @@ def _argument(name: str) -> str | None:
 
 
 def _sized(leaf: Any) -> bool:
-    # An RNG key has a dtype of JAX's own; it is small.
+    # An RNG key has an extended dtype; it is small.
     return not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 

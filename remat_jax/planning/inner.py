@@ -1,4 +1,4 @@
-"""Checkpoints in the loops of a block: what they compute again for themselves, apart from what they compute for the block."""
+"""Checkpoints in the loops of a block: separates the residuals that they recompute for themselves from those of the block."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from remat_jax.cost.cost import is_pass
 from remat_jax.cost.flat import Array, Flat, FlatEqn, flatten
 
 _DROPS = (None, jax.checkpoint_policies.nothing_saveable)
-"""The policies of checkpoints that keep nothing but what they are given."""
+"""The policies of checkpoints that keep only their inputs."""
 
 
 def inner_names(jaxpr: Any) -> frozenset[str]:
-    """The names given inside the checkpoints of the closed `jaxpr` that keep nothing, but for those of their results."""
+    """The names inside the checkpoints of the closed `jaxpr` that keep only their inputs, without their results' names."""
     regions = filter(compat.is_checkpoint, equations(jaxpr))
     dropping = (eqn for eqn in regions if compat.checkpoint_parts(eqn)[1].get("policy") in _DROPS)
     inside = [body for eqn in dropping for body in bodies(eqn)]
@@ -28,12 +28,14 @@ def inner_names(jaxpr: Any) -> frozenset[str]:
 
 
 def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
-    """`flat` with each loop as two where it makes residuals of a checkpoint inside it and something else; and these residuals.
+    """`flat` with loops split in two, and the residuals of the checkpoints inside these loops.
 
-    They are what has a name of `inside` and is read by the backward pass alone.
+    A loop is split if it computes both residuals of an inner checkpoint and other arrays. An inner residual has a name of
+    `inside`, and only the backward pass reads it.
 
-    The backward pass of such a checkpoint starts from what it was given, whatever else is kept. Attention in chunks is one:
-    with its result kept, only the scores are computed again; with nothing kept, the result is, and the scores once more.
+    The backward pass of an inner checkpoint starts from the checkpoint's inputs, whatever else is kept. Chunked attention is
+    an example: if its result is kept, only the scores are recomputed; if nothing is kept, the result is recomputed, and the
+    scores are computed once more.
     """
     read = {array for one in flat.eqns for array in one.inputs}
     made = {array for one in flat.eqns if one.primitive == "scan" for array in one.outputs} - read
@@ -41,7 +43,7 @@ def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
     eqns: list[FlatEqn] = []
     for one in flat.eqns:
         parts = _parts(one, own)
-        # What else such a loop computes would be in both parts.
+        # The other computations of such a loop would be in both parts.
         if len(parts) > 1 and _has_other_work(parts[1].eqn, inside):
             parts = [one]
         if len(parts) == 1 and not own.issuperset(one.outputs):
@@ -51,7 +53,7 @@ def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
 
 
 def _has_other_work(eqn: Any, inside: frozenset[str]) -> bool:
-    """Whether the body of a loop computes what has no name of `inside`."""
+    """Whether the body of a loop computes arrays without a name of `inside`."""
     for one in flatten(compat.closed(eqn.params["jaxpr"])).eqns:
         if one.primitive == "scan":
             if _has_other_work(one.eqn, inside):
@@ -70,7 +72,7 @@ def _parts(one: FlatEqn, own: frozenset[Array]) -> list[FlatEqn]:
 
 
 def _part(one: FlatEqn, places: Sequence[int]) -> FlatEqn | None:
-    """What of an equation makes its outputs at `places`; None where that is no equation of its own."""
+    """The part of an equation that computes its outputs at `places`; None if that part is not a single equation."""
 
     def run(*values: Any) -> list[Any]:
         results = compat.bind(one.eqn, values)

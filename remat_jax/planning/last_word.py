@@ -1,4 +1,4 @@
-"""The last word among compiled steps that fit: the time of their compiled schedules. What was not compiled is estimated."""
+"""Chooses among the compiled steps that fit by the time of their compiled schedules; estimates the time of other steps."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from remat_jax.planning.candidate import FAILED, StepCandidate, Tried
 from remat_jax.planning.fit import Fit
 
 TELLS = 0.04
-"""The share of a step by which two compiled times must differ to be told apart.
+"""The least relative difference at which two compiled times are distinguished.
 
-By so much do ratios to a step without recomputation miss published ones where both compute the same
+It is the error of modelled time ratios against published ratios of steps with the same computation
 (`docs/notes/published_steps.md`).
 """
 
 
 @dataclass(frozen=True)
 class Times:
-    """The time of a whole step: as compiled where it was, else the traced estimate at the pace of the compiled steps.
+    """The time of a whole step: its compiled time, or the traced estimate scaled by `pace`.
 
-    Where the schedule of a compiled step could not be timed, as on a CPU, every time is the traced estimate.
+    If the schedule of a compiled step could not be timed, as on a CPU, every time is the traced estimate.
 
     Attributes:
       traced_base: the traced estimate of a step that keeps everything.
@@ -38,7 +38,7 @@ class Times:
 
     @property
     def pace(self) -> float:
-        """The compiled time over the traced one, the median of the compiled steps; 1 where traced times are shown."""
+        """Compiled time divided by traced time, the median of the compiled steps; 1 if traced times are shown."""
         if not self.compiled:
             return 1.0
         pairs = [(one.compiled.seconds, self.traced(one.candidate)) for one in self.fit.tried if one.compiled.seconds]
@@ -46,35 +46,35 @@ class Times:
         return statistics.median(found) if found else 1.0
 
     def traced(self, candidate: StepCandidate) -> float:
-        """By the traced program."""
+        """The seconds of a step by the traced program."""
         return self.traced_base + candidate.seconds
 
     def of(self, candidate: StepCandidate) -> tuple[float, bool]:
-        """The seconds of a step, and whether they are of its compiled schedule."""
+        """The seconds of a step, and whether they come from its compiled schedule."""
         known = self.fit.known(candidate)
         if known is not None and self.compiled and known.compiled.seconds:
             return known.compiled.seconds, True
         return self.pace * self.traced(candidate), False
 
     def of_compiled(self, tried: Tried) -> tuple[float, bool]:
-        """The same of a step that may have been compiled with a memory limit, beside one without."""
+        """As `of`, for a compiled step whose candidate may also have been compiled without a memory limit."""
         if self.compiled and tried.compiled.seconds:
             return tried.compiled.seconds, True
         return self.of(tried.candidate)
 
     @property
     def base(self) -> float:
-        """Of a step that keeps everything."""
+        """The seconds of a step that keeps everything."""
         kept = [one for one in self.fit.tried if one.candidate.name in ("off", "everything") and one.compiled.seconds]
         found = [one.compiled.seconds for one in kept if one.compiled.seconds]
         return min(found) if found and self.compiled else self.pace * self.traced_base
 
 
 def last_word(searched: Tried, able: Sequence[Tried]) -> tuple[Tried, list[str]]:
-    """The plan among the compiled steps that fit, and notes; `searched` is the search's, by the traced estimate.
+    """The plan among the compiled steps that fit, and notes; `searched` is the search's choice, by the traced estimate.
 
-    It is the fastest as compiled. Of steps that the estimate cannot tell from it the simplest is taken: a named policy before
-    a mix, no offload before offload. Where a step has no compiled time, the search's stays.
+    The plan is the fastest step as compiled. Among steps within `TELLS` of the fastest, the simplest is chosen: a named policy
+    before a mix, no offload before offload. If a step has no compiled time, `searched` is the plan.
     """
     if any(not one.compiled.seconds for one in able):
         return searched, []

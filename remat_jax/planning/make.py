@@ -1,4 +1,4 @@
-"""`plan`: workload → problem → solver → compiler → refit, until a plan fits and none better is left."""
+"""`plan`: workload → problem → solver → compiler → refit, until a plan fits and no better plan is left."""
 
 from __future__ import annotations
 
@@ -53,28 +53,29 @@ def plan(
 ) -> Plan:
     """The fastest policy of `workload` whose training step, compiled for `target`, fits a budget of memory.
 
-    The residuals of each block, their bytes and the time to recompute them make a problem. Its solution, a mix of a few
-    policies, is compiled beside the fastest named policy that is predicted to fit; what the compiler says corrects the problem,
-    which is solved again. The answer was compiled and fits. By the estimate no named policy that fits is faster: those that
-    might be are compiled, and a note names one that was not. What exactly is promised, and the mathematics, is in
-    `docs/how/planner.md`.
+    The planning problem consists of the residuals of each block, their bytes, and the time to recompute them. Its solution, a
+    mix of a few policies, is compiled beside the fastest named policy that is predicted to fit. The compiled memory corrects
+    the problem, which is solved again. The returned plan was compiled and fits. By the estimate, no named policy that fits is
+    faster: named policies that might be faster are compiled, or a note names them. `docs/how/planner.md` has the exact
+    guarantees and the mathematics.
 
     Args:
-      workload: with a loss; a finished step has taken its gradient already.
+      workload: a workload with a loss. A finished step does not do, because it takes its gradient inside.
       budget: memory of one device: bytes, a text (`"40GiB"`, `"38 GB"`, `"80%"`), or a share of the target's memory (0.8).
       target: the name of a target (`"h200"`), or a `Target`.
-      host_budget: of all that the step has in host memory for one device, the state of an offloaded optimizer too: bytes or a
-        text; None for no limit, 0 for no offload.
-      timeout: seconds for the whole call. At its end the fastest step that was compiled and fits is returned, with a note.
-      progress: told what is being done and what is best so far, how many steps are compiled, and how many may be.
+      host_budget: host memory for one device, including the state of an offloaded optimizer: bytes or a text; None for no
+        limit, 0 for no offload.
+      timeout: seconds for the whole call. At the timeout, the fastest compiled step that fits is returned, with a note.
+      progress: called with the current activity and the best step so far, the number of compiled steps, and the most that may
+        be compiled.
 
-    On a mesh every figure is that of one device, but for `recompute_flops`; how the compiler divides the residuals is asked
-    with one compilation more (`docs/how/planner.md`, "On a mesh").
+    On a mesh every figure except `recompute_flops` is of one device. One additional compilation shows how the compiler
+    partitions the residuals (`docs/how/planner.md`, "On a mesh").
 
     Raises:
-      InfeasibleBudget: nothing fits; the message says the least that was reached, and what takes it.
+      InfeasibleBudget: nothing fits. The message states the smallest memory reached and what occupies it.
       PlanningError: a budget or a rate is wrong.
-      TargetError, CompileError, UnsupportedError: as `measure` raises them.
+      TargetError, CompileError, UnsupportedError: as in `measure`.
       BlockError: the loss does not call the blocks.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
@@ -101,7 +102,7 @@ def plan(
     return made
 
 
-# Notes on how far the search went, and advice; the other notes change what the plan's step does, and are warnings too.
+# Notes about the search, and advice. Notes that begin otherwise affect the plan's step and are warnings too.
 _OF_THE_SEARCH = ("Not shown", "Left out", "The policy takes the place", "Beyond the blocks", "As compiled")
 
 
@@ -109,9 +110,9 @@ _OF_THE_SEARCH = ("Not shown", "Left out", "The policy takes the place", "Beyond
 def leanest(
     workload: Workload, budget: int, target: Target, host_budget: int | None, *, timeout: float = DEFAULT_TIMEOUT
 ) -> tuple[int | None, InfeasibleBudget | None]:
-    """The least device bytes that are reached with a compilation or two, and the error where that is over the budget.
+    """The least device bytes reached with one or two compilations, and the error if they exceed the budget.
 
-    None where what the step is given is too large already, and nothing was compiled.
+    None instead of bytes if the step's arguments alone are too large, so that nothing was compiled.
     """
     _check(workload, timeout)
     check_devices(workload, target)
@@ -124,7 +125,7 @@ def leanest(
 
 
 def _silent(what: str, done: int, of: int) -> None:
-    """Tell nobody."""
+    """The `progress` that reports nothing."""
 
 
 def _check(workload: Any, timeout: Any) -> None:
@@ -139,14 +140,14 @@ def _check(workload: Any, timeout: Any) -> None:
 
 
 _NEAR = 1.1
-"""How much over the budget a step may be that is compiled with the budget as XLA's memory limit."""
+"""The largest memory, relative to the budget, of a step that is compiled again with the budget as XLA's memory limit."""
 _FASTER = 0.999
-"""By which factor such a step must be faster than the best without a limit, as both are compiled."""
+"""The largest compiled time of such a step, relative to the best step without a limit."""
 
 
 @dataclass
 class _Making:
-    """One plan in the making."""
+    """The making of one plan."""
 
     workload: Workload
     budget: int
@@ -214,7 +215,7 @@ class _Making:
         )
 
     def _chosen(self) -> tuple[Tried, Tried]:
-        """The best step by the traced estimate, by which the search goes, and the plan, by what was compiled."""
+        """The search's best step by the traced estimate, and the plan by the compiled times."""
         try:
             found = self._with_named(self._or_groups(self.search.run(self.compiler.compile)))
             self._compile_leaner(found)
@@ -236,10 +237,10 @@ class _Making:
         return first, best
 
     def _with_limit(self, best: Tried | None) -> list[Tried]:
-        """Steps that are faster than the best as compiled with the budget as XLA's memory limit.
+        """Steps that are faster than the best when compiled with the budget as XLA's memory limit.
 
-        That is asked of what needs a little more than the budget without the limit, and of `off` where layers are unrolled: XLA
-        then recomputes by itself. In a scan it hardly can: there it is asked only where nothing fits.
+        Under a limit XLA rematerialises by itself. Steps a little over the budget are compiled so, and `off` with unrolled
+        layers. XLA can hardly rematerialise in a scan, so scanned steps are compiled with a limit only if nothing fits.
         """
         unrolled = not any(kind.scanned for kind in self.described.kinds)
         if best is not None and not unrolled:
@@ -257,7 +258,7 @@ class _Making:
         if best is None:
             return able
         seconds = best.compiled.seconds or 0.0
-        # Its estimate knows nothing of what XLA recomputes: it takes as much more or less as the compiled steps do.
+        # The estimate does not include XLA's rematerialisation: scale it by the ratio of the compiled times.
         return [self._at_pace(one, best) for one in able if (one.compiled.seconds or math.inf) < _FASTER * seconds]
 
     def _at_pace(self, tried: Tried, best: Tried) -> Tried:
@@ -267,7 +268,7 @@ class _Making:
         return replace(tried, candidate=replace(tried.candidate, seconds=seconds))
 
     def _in_groups(self) -> Tried | None:
-        """The fastest way to group the layers that fits, where the inputs of single layers are too much; None if none does."""
+        """The fastest grouping of the layers that fits, for when single layers' inputs are too large; None if none fits."""
         asked = self._grouped(compiled=True)
         if not asked or self.compiler.is_over:
             return None
@@ -275,13 +276,13 @@ class _Making:
         return self.fit.best
 
     def _or_groups(self, best: Tried) -> Tried:
-        """The best; or, where it offloads, the fastest way to group the layers if that is faster, as over a slow link."""
+        """The best step; if it offloads, the fastest grouping of the layers instead if faster, as with a slow link."""
         least = best.candidate.seconds - self.proposals.worth
         asked = self._grouped(compiled=False) if best.candidate.host_bytes else []
         return self._one_more(best, [one for one in asked if one.seconds < least and self.fit.expected(one) <= self.budget])
 
     def _with_named(self, best: Tried) -> Tried:
-        """The best, or the named policy that would be faster, was not compiled yet, and is predicted to need least of these."""
+        """The best step after compiling the smallest of the named policies that might be faster."""
         return self._one_more(best, self.proposals.unknown(best))
 
     def _compile_leaner(self, best: Tried) -> None:
@@ -291,13 +292,13 @@ class _Making:
             self.fit.learn(asked, self.compiler.compile(asked, best))
 
     def _one_more(self, best: Tried, asked: Sequence[StepCandidate]) -> Tried:
-        """The best after one compilation more, of the first that is asked for, while time is left."""
+        """The best step after compiling the first candidate of `asked`, if time is left."""
         if asked and not self.compiler.is_over:
             self.fit.learn(asked[:1], self.compiler.compile(asked[:1], best))
         return self.fit.best or best
 
     def _grouped(self, *, compiled: bool) -> list[StepCandidate]:
-        """Ways to group the layers, judged by the step under `full`, compiled or else as predicted."""
+        """Groupings of the layers, predicted from the step under `full`; empty if `compiled` and that step was not compiled."""
         full = next((one for one in self.proposals.named if one.name == "full"), None)
         if full is None or (compiled and self.fit.known(full) is None):
             return []
@@ -311,7 +312,7 @@ class _Making:
         return best is not None and best.candidate.is_same(candidate)
 
     def _note(self, searched: Tried, best: Tried) -> None:
-        """What could not be shown: by the traced estimate of the search's step, and of the plan's memory."""
+        """Note what was not shown: about the search's step by the traced estimate, and about the plan's memory."""
         why = "; the compilations were used up" if len(self.fit.tried) >= MOST_COMPILED else ""
         unknown = [one.name for one in self.proposals.unknown(searched)]
         if unknown:
@@ -326,7 +327,7 @@ class _Making:
             self.notes.append(f"{UNTILED[0].upper()}{UNTILED[1:]}")
 
     def _described(self) -> Described:
-        """The problem; where offload cannot be run, nothing may be offloaded."""
+        """The problem; without any offload if offload cannot run."""
         found = describe(self.workload, self.target, timeout=max(1.0, self.deadline - time.monotonic()))
         stack = found.stack
         self._no_offload = ""
@@ -354,11 +355,11 @@ class _Making:
         return replace(found, stack=replace(stack, blocks=blocks, link=None if all(scanned) else stack.link))
 
     def _named(self) -> tuple[list[StepCandidate], list[Point]]:
-        """The named policies as candidates; those that are not legal here as points with a remark."""
+        """The named policies as candidates, and the inapplicable ones as points with a remark."""
         able, remarks = [], []
         for name, meant in NAMED.items():
             if is_off(meant) and self.workload.replaced_checkpoints:
-                continue  # the model as written, which is no policy of ours: `as_written`
+                continue  # the model as its author wrote it: `as_written` adds it
             if meant.offloads and self._no_offload:
                 remarks.append(Point(name, None, 0, None, False, remark=self._no_offload))
                 continue
@@ -369,13 +370,13 @@ class _Making:
         return able, remarks
 
     def _recompute_flops(self, policies: Mapping[Any, Any]) -> int:
-        """Counted, not estimated: the step under the plan against the step that computes nothing again."""
+        """The recomputed FLOPs, counted: the step under the plan less the step without recomputation."""
         counted = None if self._is_late() else counted_flops(self.workload, dict(policies))
-        # Too late to trace, or a loop of unknown length, as in a Pallas kernel: what is computed again is known block by block.
+        # No time to trace, or a loop of unknown length, as in a Pallas kernel: sum the recomputation of the blocks instead.
         return recompute_flops(self.described, dict(policies)) if counted is None else counted
 
     def _add_as_written(self, best: Tried, times: Times) -> None:
-        """The author's own checkpoints beside the named policies, and that the plan takes their place."""
+        """Add the author's own checkpoints to the named policies, and a note that the plan replaces them."""
         if not self.workload.replaced_checkpoints:
             return
         self.notes.append(replaced_text(self.workload.replaced_checkpoints))

@@ -1,4 +1,4 @@
-"""Which model a plan is for, so that it can refuse another one."""
+"""The model that a plan was made for; the plan refuses any other model."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Model:
 
     Attributes:
       parameters, batch: path, shape and dtype of every array.
-      blocks: of each block what it is (a `class`, a `function`, a `glob`, the `checkpoints`), its name, and its module (empty
-        for a glob).
-      mesh: the axes with more than one device, and their sizes; None where a file of before does not say.
-      checkpoints: how many `jax.checkpoint` regions the loss has, a scanned one counted once; None where nobody said.
+      blocks: for each block its kind (`class`, `function`, `glob` or `checkpoints`), its name, and its module (empty for a
+        glob).
+      mesh: the axes with more than one device, and their sizes; None if an older file has no mesh.
+      checkpoints: the number of `jax.checkpoint` regions in the loss, a scanned region counted once; None if unknown.
     """
 
     parameters: tuple[Leaf, ...]
@@ -58,7 +58,7 @@ class Model:
         """Refuse a workload of another model, or with another batch.
 
         Raises:
-          PlanningError: with the first thing that differs; `told` says which plan.
+          PlanningError: the message names the first difference; `told` names the plan in the message.
         """
         other = Model.of(workload)
         for what in ("parameters", "batch"):
@@ -76,20 +76,20 @@ class Model:
         self.check_number(other.checkpoints, told)
 
     def check_arguments(self, arguments: Any, told: str) -> None:
-        """Refuse arguments of a loss among which the model's parameters are not.
+        """Refuse arguments of a loss without the model's parameters.
 
         Raises:
-          PlanningError: naming a parameter that is missing.
+          PlanningError: the message names a missing parameter.
         """
         self._check_parameters(_types(arguments), told)
 
     def check_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], told: str) -> None:
-        """Refuse a call of `fn` for which the plan was not made: of another model, on another batch or mesh.
+        """Refuse a call of `fn` with another model, batch or mesh than planned.
 
-        What a call is given beside the parameters and the batch is not looked at.
+        Arguments beside the parameters and the batch are ignored.
 
         Raises:
-          PlanningError: with what differs.
+          PlanningError: the message names the difference.
         """
         given = _types((args, kwargs))
         self._check_parameters(given, told)
@@ -107,10 +107,10 @@ class Model:
             raise PlanningError(f"{told} was planned for the mesh {planned}, called under {called}. {_REMEDY}")
 
     def check_checkpoints(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], told: str) -> None:
-        """Refuse a function with another number of checkpoints of its own; traces it once.
+        """Refuse a function with another number of its own checkpoints; traces the function once.
 
         Raises:
-          PlanningError: with both numbers.
+          PlanningError: the message has both numbers.
         """
         flat, arrays = of_arrays(fn, args, kwargs)
 
@@ -123,7 +123,7 @@ class Model:
         """Refuse a loss with another number of `regions`.
 
         Raises:
-          PlanningError: with both numbers.
+          PlanningError: the message has both numbers.
         """
         if None not in (regions, self.checkpoints) and regions != self.checkpoints:
             raise PlanningError(
@@ -149,7 +149,7 @@ _REMEDY = (
 
 
 def _regions(function: Callable[..., Any], arguments: Sequence[Any]) -> int | None:
-    """How many checkpoint regions a function has; None where it takes its gradient itself."""
+    """The number of checkpoint regions in a function; None if the function takes its gradient itself."""
     try:
         return count_regions(jax.make_jaxpr(function)(*arguments))
     except UnsupportedError:
@@ -157,7 +157,7 @@ def _regions(function: Callable[..., Any], arguments: Sequence[Any]) -> int | No
 
 
 def _axes(mesh: Any) -> tuple[tuple[str, int], ...]:
-    """The axes of a mesh that divide arrays, without those of a `shard_map` around: inside it arrays are as on one device."""
+    """The axes of a mesh that divide arrays, without the axes of an enclosing `shard_map`, whose arrays are of one device."""
     manual = getattr(mesh, "manual_axes", ())
     return tuple((str(axis), int(size)) for axis, size in mesh.shape.items() if size > 1 and axis not in manual)
 
@@ -192,7 +192,7 @@ def _types(arguments: Any) -> tuple[Leaf, ...]:
 
 
 def block_key(block: Block) -> tuple[str, str, str]:
-    """A block as text: what it is, its name, its module.
+    """A block as text: its kind, its name, its module.
 
     >>> block_key("layers_*"), block_key(linen.Dense)[:2]
     (('glob', 'layers_*', ''), ('class', 'Dense'))
@@ -203,19 +203,19 @@ def block_key(block: Block) -> tuple[str, str, str]:
 
 
 def block_name(block: Block) -> str:
-    """What reports call a block."""
+    """A block's name in reports."""
     return block_key(block)[1]
 
 
 def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) -> Block:
-    """The block that `block_key` wrote as `key`: one of the workload, or what is loaded. Nothing is imported.
+    """The block with this `block_key`, from the workload or among the loaded classes. Nothing is imported.
 
     Raises:
-      PlanningError: there is none of that name, or several from other modules.
+      PlanningError: no block has the name, or several blocks from other modules have it.
     """
     kind, name, module = key
     if workload is not None:
-        # Two modules may each have a class of that name; another module's is taken where a file was run, then imported.
+        # Prefer the class of the same module. Its module's name differs if the file was first run, then imported.
         found_here = sorted(workload.blocks, key=lambda block: block_key(block) != key)
         for block in found_here:
             if block_key(block)[:2] == (kind, name):
@@ -228,7 +228,7 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) 
         known = [one for one in _subclasses(object) if any("__call__" in vars(base) for base in one.__mro__)]
     found = {one for one in known if one.__qualname__ == name}
     exact = {one for one in found if one.__module__ == module}
-    # A file that is run has another module name than the same file imported. Defined again in a notebook, the last one counts.
+    # A file that is run has another module name than the same file imported. If a notebook redefines a class, the last counts.
     chosen = exact if exact else found
     modules = sorted({one.__module__ for one in chosen})
     if len(modules) != 1:
@@ -246,7 +246,7 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) 
 
 
 def _subclasses(base: Any) -> list[Any]:
-    """All subclasses, each once, in the order in which they were made."""
+    """All subclasses, each once, in the order of their definition."""
     found: dict[Any, None] = {}
     waiting = list(type.__subclasses__(base))
     while waiting:
@@ -258,7 +258,7 @@ def _subclasses(base: Any) -> list[Any]:
 
 
 def _state(leaf: Any) -> Any:
-    """An NNX object as its state: it need not be a pytree."""
+    """The state of an NNX object, because the object need not be a pytree."""
     return nnx.state(leaf) if is_node(leaf) and not isinstance(leaf, nnx.Variable) else leaf
 
 

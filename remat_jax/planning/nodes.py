@@ -1,4 +1,4 @@
-"""From a block's program to the residuals that a solver decides on: few, with nothing lost that matters."""
+"""Reduces a block's program to the few residuals that a solver decides on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remat_jax.cost.flat import Array, FlatEqn, region
 from remat_jax.planning.program import BlockProgram
 
 SMALL = 0.01
-"""Residuals below this share of the largest are decided on together."""
+"""Residuals below this share of the largest join other residuals."""
 
 _MOVES = frozenset(
     "bitcast_convert_type broadcast_in_dim convert_element_type copy expand_dims reshape rev slice squeeze transpose".split()
@@ -23,15 +23,15 @@ _PLACED = ":sharding_constraint#"
 
 @dataclass(eq=False)
 class Node:
-    """Arrays that are decided on together.
+    """Arrays that share one decision.
 
     Attributes:
       members: the arrays.
-      needed: whether the backward pass reads one of them.
-      parents: the nodes that they are computed from.
-      is_input: whether it is an input of the block.
-      only_again: whether keeping it gains nothing over keeping others.
-      others: how many nodes before it have the name of its largest member, which a user gave to all of them.
+      needed: whether the backward pass reads a member.
+      parents: the nodes from which the members are computed.
+      is_input: whether the node is an input of the block.
+      only_again: whether the node can only be recomputed, because keeping other nodes is at least as good.
+      others: how many earlier nodes have the same name as its largest member; a user gave the name to all of them.
     """
 
     members: list[Array]
@@ -43,7 +43,7 @@ class Node:
 
     @property
     def bytes(self) -> int:
-        """Of all members together."""
+        """The bytes of all members."""
         return sum(array.bytes for array in self.members)
 
     @property
@@ -52,33 +52,33 @@ class Node:
         return tuple(self._asked_by(array) for array in sorted(self.members, key=lambda array: -array.bytes))
 
     def _asked_by(self, array: Array) -> str:
-        """The name by which a policy keeps it: of an array that is given its place on a mesh, where it lies in that place.
+        """The name by which a policy keeps `array`: the name after a sharding constraint, if it has one.
 
-        Kept as it was before, it would be exchanged again; and the stack of a scan's layers, of which nobody said where it lies
-        then, was exchanged as a whole for each of them. An input is kept as it comes.
+        Saving the array before its sharding constraint would reshard it. The stacked array of a scan's layers has no
+        constraint then, and was resharded as a whole for every layer. An input is kept as it is.
         """
         placed = [] if self.is_input else [name for name in array.names if _PLACED in name]
         return placed[-1] if placed else array.names[0]
 
     @property
     def name(self) -> str:
-        """The name of the largest member, told apart from other nodes of that name."""
+        """The name of the largest member, numbered if earlier nodes have the same name."""
         return f"{self.names[0]} ({self.others + 1})" if self.others else self.names[0]
 
 
 def nodes(program: BlockProgram) -> list[Node]:
     """The residuals of `program` that a policy may choose among, in the order of execution.
 
-    What backward does not read stands between others, and is not worth keeping where another choice is as good:
+    An array that the backward pass does not read is an intermediate. It is not worth keeping in two cases:
 
-    - all that is computed from it takes no more bytes, so that keeping that instead is at least as good;
-    - it is one pass over one other array that takes no more bytes, so that keeping that gains all but the pass.
+    - the arrays computed from it take no more bytes together, so that keeping these is at least as good;
+    - it is one pass over another array that takes no more bytes, so that keeping the other array saves all but the pass.
 
-    It is then left out, and computed with what is computed from it; where that is several, and it is more than a pass, it
-    stays as something that can only be computed, so that its time counts once.
+    Such an array is left out and computed with the arrays that need it. If several arrays need it and it costs more than a
+    pass, it stays as a node that can only be recomputed, so that its time counts once.
 
-    What is made from the same arrays by nothing more than a pass is decided on together: it costs the same per byte. So is what
-    is below `SMALL` of the largest, with what it is made with or from.
+    Arrays made by single passes from the same arrays become one node, because they cost the same per byte. An array below
+    `SMALL` of the largest joins an array with the same sources, one of its sources, or one of its results.
     """
     found = _all_nodes(program)
     _of_one_name(found)
@@ -113,7 +113,7 @@ def _all_nodes(program: BlockProgram) -> list[Node]:
 
 
 def _of_one_name(found: list[Node]) -> None:
-    """Join what a user gave one name: a policy decides on all of it. What cannot be joined is kept where the first one is."""
+    """Join nodes to which a user gave one name, since a policy decides on all; nodes that cannot join follow the first."""
     first: dict[str, Node] = {}
     others: Counter[str] = Counter()
     for node in list(found):
@@ -125,7 +125,7 @@ def _of_one_name(found: list[Node]) -> None:
     waiting = list(found)
     found.clear()
     while waiting:
-        # What was joined to an earlier one may be computed from others between the two: parents first.
+        # A node joined to an earlier node may depend on nodes between the two: order parents first.
         found.append(next(node for node in waiting if node.parents.isdisjoint(waiting)))
         waiting.remove(found[-1])
 
@@ -165,7 +165,7 @@ def _remove(node: Node, found: list[Node], children: dict[Node, list[Node]]) -> 
 
 
 def _is_beaten(node: Node, children: Sequence[Node]) -> bool:
-    """Whether keeping all that is computed from it takes no more than keeping it."""
+    """Whether keeping all its results takes no more bytes than keeping the node."""
     return not node.is_input and sum(child.bytes for child in children) <= node.bytes
 
 
@@ -183,7 +183,7 @@ def _is_one_pass(program: BlockProgram, node: Node, found: Sequence[Node]) -> bo
 
 
 def _is_view_of_parent(program: BlockProgram, node: Node, found: Sequence[Node]) -> bool:
-    """Whether it is another view of one parent that is as large or smaller, so that it never pays to keep both."""
+    """Whether it is a view of a single parent of its size or smaller, so that keeping both never pays."""
     if node.is_input or len(node.parents) != 1:
         return False
     (parent,) = node.parents
@@ -191,7 +191,7 @@ def _is_view_of_parent(program: BlockProgram, node: Node, found: Sequence[Node])
 
 
 def _together(program: BlockProgram, found: list[Node]) -> None:
-    """Join what is decided on together, as far as no other lies on the way from one to the other."""
+    """Join nodes that share one decision, unless another node is on the path between them."""
     least = _small(program, found)
     small = {node for node in found if node.bytes < least and not node.is_input}
     sources: dict[Node, frozenset[Node]] = {}
@@ -202,14 +202,14 @@ def _together(program: BlockProgram, found: list[Node]) -> None:
     large = [node for node in found if node not in small]
     passes = {node for node in large if node.needed and not node.is_input and _is_pass_from(program, node, large)}
     for node in [one for one in large if one in passes]:
-        # The key of a node that was joined to another is that other's.
+        # Nodes with equal sources join the first of them.
         into = alike.setdefault(sources[node], node)
         if into is not node:
             _join(node, into, found)
     waiting = [node for node in found if node in small]
     joined = True
     while joined:
-        # What lies between two others is joined first.
+        # Nodes on the path between two others are joined first.
         left = [node for node in waiting if not any(_join(node, into, found) for into in _hosts(node, found, small, sources))]
         joined, waiting = len(left) < len(waiting), left
     for place, node in enumerate(waiting):
@@ -219,15 +219,15 @@ def _together(program: BlockProgram, found: list[Node]) -> None:
 def _small(program: BlockProgram, found: Sequence[Node]) -> float:
     """The bytes below which a residual is small.
 
-    What a checkpoint inside the block is there to compute again is no measure: beside the scores of a long attention, which
-    nothing can hold, all else would be small.
+    Residuals that an inner checkpoint recomputes do not count as the largest: beside the scores of a long attention, every
+    other residual would be small.
     """
     kept = [node.bytes for node in found if program.own.isdisjoint(node.members)]
     return SMALL * max(kept or [node.bytes for node in found], default=0)
 
 
 def _hosts(node: Node, found: Sequence[Node], small: set[Node], sources: dict[Node, frozenset[Node]]) -> list[Node]:
-    """The large nodes that a small one may be joined to: those made with it, from it, and what it is made from."""
+    """The large nodes that a small node may join: nodes with the same sources, its results, and its parents."""
     near = [*_children(found)[node], *(one for one in found if one in node.parents)]
     beside = [one for one in found if sources[one] == sources[node]]
     return [one for one in (*beside, *near) if one.needed and one not in small and not one.is_input]
@@ -238,7 +238,7 @@ def _is_pass_from(program: BlockProgram, node: Node, large: Sequence[Node]) -> b
 
 
 def _join(node: Node, into: Node, found: list[Node]) -> bool:
-    """Make `node` a part of `into`; False, and nothing done, where another node is computed from one and leads to the other."""
+    """Join `node` to `into`. Do nothing and return False if a third node is on the path between the two."""
     if node is into or _leads_by_way(node, into, found) or _leads_by_way(into, node, found):
         return False
     into.members += node.members
@@ -253,7 +253,7 @@ def _join(node: Node, into: Node, found: list[Node]) -> bool:
 
 
 def _leads_by_way(start: Node, end: Node, found: Sequence[Node]) -> bool:
-    """Whether `end` is computed from `start` by way of another node."""
+    """Whether `end` depends on `start` through a third node."""
     seen: set[Node] = set()
     waiting = [parent for parent in end.parents if parent is not start]
     while waiting:
@@ -267,12 +267,12 @@ def _leads_by_way(start: Node, end: Node, found: Sequence[Node]) -> bool:
 
 
 def residual(program: BlockProgram, node: Node, found: Sequence[Node], rates: HasSeconds) -> solver.ResidualCosts:
-    """`node` as a solver sees it: what computing it again takes once its parents are there."""
+    """`node` for the solver, with the cost to recompute it from its parents."""
     seconds = None
     if not node.is_input:
         seconds = sum(map(program.seconds(rates).__getitem__, _between(program, node, found)))
-    # Scalars and empty arrays are not copied, whatever a policy says. What a checkpoint in a loop of the block drops is large,
-    # and where the layers are scanned XLA refuses to compile its copies: "Expected instruction to have shape equal to".
+    # Scalars and empty arrays are never offloaded. Residuals that a checkpoint in a loop of the block drops are not offloaded
+    # either: with scanned layers XLA refuses their copies, "Expected instruction to have shape equal to".
     movable = any(getattr(array.aval, "shape", ()) and array.bytes for array in node.members)
     movable &= program.own.isdisjoint(node.members)
     return solver.ResidualCosts(
@@ -281,7 +281,7 @@ def residual(program: BlockProgram, node: Node, found: Sequence[Node], rates: Ha
         seconds,
         tuple(parent.name for parent in found if parent in node.parents),
         may_save=not node.only_again,
-        # A copy of a small array costs more than the bytes it moves.
+        # Copying a small array costs more than its bytes.
         may_offload=movable and not node.only_again and (node.is_input or node.bytes >= _small(program, found)),
         needed=node.needed,
     )

@@ -1,4 +1,4 @@
-"""What a search found, as the plain data of a plan."""
+"""The result of a search as the plain data of a plan."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def outcome(
     remarks: Sequence[Point],
     is_over: Callable[[], bool],
 ) -> dict[str, Any]:
-    """The fields of a `Plan` that a search decides; nothing is solved for once `is_over`.
+    """The fields of a `Plan` that a search decides; no further problem is solved once `is_over`.
 
-    `searched` is the best step by the traced estimate, `best` the plan.
+    `searched` is the best step by the traced estimate; `best` is the plan.
     """
     fit = times.fit
     stack = fit.stack
@@ -77,7 +77,7 @@ def outcome(
 
 
 def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tuple[Part, ...]:
-    """What the layers do, a part for each run of equal ones."""
+    """The layers' actions, a part for each run of equal layers."""
     kinds = {block.name: kind for block, kind in zip(stack.blocks, described.kinds, strict=True)}
     blocks = singles(stack)
     first = {block.name: at for at, block in reversed(list(enumerate(blocks)))}
@@ -109,27 +109,27 @@ def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tu
 
 
 def _assumed(best: Tried, target: Target) -> tuple[str, ...]:
-    """The assumed rates behind the plan's time; where its schedule was not timed, those of products and memory."""
+    """The assumed rates behind the plan's time; if its schedule was not timed, only rates of products and memory."""
     time = best.compiled.sizes.time
     return time.assumed if time is not None else Rates.of(target).assumed(Rates.of(target).flops)[:2]
 
 
 _ALIKE = 1 + 1e-9
-"""The same numbers added up in another order."""
+"""The tolerance for equal numbers that were summed in another order."""
 
 
 def _lower_bound(proposals: Proposals, times: Times, best: Tried) -> float | None:
-    """Seconds of a step that no plan is below; None where the solver's problem does not contain `best`.
+    """A lower bound on a step's seconds under any plan; None if the solver's problem does not contain `best`.
 
-    The problem has no groups of layers, no recomputation by XLA itself under a memory limit, and not all arrays that a named
-    policy may keep. The bound is of the traced estimate; it is scaled as the plan's own time is.
+    The problem contains no groups of layers, no rematerialisation by XLA under a memory limit, and not every array that a
+    named policy may keep. The bound is for the traced estimate, and is scaled like the plan's own time.
     """
     candidate, sizes = best.candidate, best.compiled.sizes
     limited = sizes is not None and bool(sizes.limit_options)
     if limited or (candidate.done is None and candidate.name != "off"):
         return None
     extra = proposals.bound()
-    # A policy priced as a whole may cost less than its residuals one by one, and a step may need less than is predicted.
+    # A policy priced as a whole may cost less than the sum of its residuals, and a step may need less than predicted.
     if extra > candidate.seconds * _ALIKE:
         return None
     seconds, _ = times.of_compiled(best)
@@ -137,7 +137,7 @@ def _lower_bound(proposals: Proposals, times: Times, best: Tried) -> float | Non
 
 
 def _next_gib(proposals: Proposals, times: Times, searched: Tried, best: Tried) -> float | None:
-    """What more memory would win, from the traced estimate at the pace of the step that the search took."""
+    """The seconds gained by more memory, from the traced estimate scaled by the pace of the search's step."""
     if best.candidate.seconds <= 0:
         return None
     found = proposals.solve(times.fit.stack, proposals.fit.budget + next_bytes(proposals.fit.budget))

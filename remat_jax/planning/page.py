@@ -1,4 +1,4 @@
-"""The HTML page of a plan, and its picture: plain data for the report."""
+"""Plain data for the HTML page of a plan and its picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def page(plan: PlanData) -> str:
 
 
 def page_data(plan: PlanData) -> dict[str, Any]:
-    """What the page shows, as plain data."""
+    """The page's content as plain data."""
     points = with_plan(plan)
     named = [one for one in plan.named if _place(one) is not None and not one.remark]
     return {
@@ -48,7 +48,7 @@ def _place(point: Point) -> tuple[int, float, bool] | None:
 
 
 def with_plan(plan: PlanData) -> tuple[Point, ...]:
-    """The frontier with the plan itself on it, the smallest first."""
+    """The frontier including the plan, the smallest first."""
     line = tuple(one for one in plan.frontier if _place(one) is not None)
     if any(_is_plan(plan, one) for one in line):
         return line
@@ -73,7 +73,7 @@ def _point(plan: PlanData, point: Point) -> dict[str, Any]:
 
 
 def _known(point: Point) -> str:
-    """What a time is of."""
+    """The origin of a point's time, as text."""
     return "of the compiled schedule" if point.timed else "of the traced program"
 
 

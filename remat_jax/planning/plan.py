@@ -1,4 +1,4 @@
-"""A plan: policies for a workload that fit a budget, what they cost, and what else was possible."""
+"""A plan: policies for a workload that fit a budget, their cost, and the alternatives."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ class Plan(PlanData):
     """Policies for a workload, compiled for its target within its budget.
 
     Attributes:
-      policies: block → a policy, or one for each of its layers; `off` where no checkpointing at all fits.
-      device_bytes, host_bytes: of one training step, as the compiler lays it out.
-      predicted_bytes: what was expected before it was compiled.
-      recompute_flops: what a step computes again, in FLOPs, counted in its jaxpr; of all devices of a mesh together.
-      seconds: of a step, estimated; `base_seconds` of one that keeps everything.
-      timed: whether `seconds` are of the compiled schedule, as on a GPU target; else they are the traced estimate.
-      assumed_rates: the rates behind them that nobody measured on such a device, by their names in `Rates`.
-      frontier: the unbeaten ways to run the step, smallest first, some compiled and some predicted.
-      named: what the named policies take, the same way.
-      parts: what the layers do, in forward order.
-      workload, target, budget, host_budget: what was asked; bytes, and None for no limit.
-      next_gib_seconds: how much less a step would take with `next_bytes` more; None where nothing is left to win, or `timeout`
-        ended the search.
-      next_bytes: a GiB; of a budget below 16 GiB, a 32nd to a 16th of it.
-      tried: every policy that was compiled, with its device bytes.
-      notes: what else is to be known.
-      model: which model it is for.
-      jax_version: what compiled it.
-      compiler_options: the memory limit that it was compiled with, for the `jax.jit` of the step: `jax.jit(step,
-        compiler_options=plan.compiler_options)`. Empty where the plan fits without a limit.
-      lower_bound: seconds of a step that no plan of this model within the budgets is below, by the same estimate; it bounds the
-        estimate, and not what a GPU takes. None where the planner's problem does not have the plan in it: groups of layers, a
-        memory limit, a named policy that keeps other arrays; and where `timeout` ended the search.
+      policies: block → a policy, or a policy for each of its layers; `off` if the step fits without any checkpoint.
+      device_bytes, host_bytes: the memory of one training step as compiled.
+      predicted_bytes: the device bytes predicted before compilation.
+      recompute_flops: the recomputed FLOPs of a step, counted in its jaxpr, for all devices of a mesh together.
+      seconds: the estimated time of a step; `base_seconds` is the time of a step that keeps everything.
+      timed: whether `seconds` come from the compiled schedule, as on a GPU target; else they are the traced estimate.
+      assumed_rates: the rates behind the times that were not measured on such a device, by their names in `Rates`.
+      frontier: the Pareto-optimal points of time and device memory, smallest first, some compiled and some predicted.
+      named: the memory and time of the named policies, some compiled and some predicted.
+      parts: the layers' actions, in forward order.
+      workload, target, budget, host_budget: the arguments of the plan; budgets in bytes, None for no limit.
+      next_gib_seconds: the time that a step would gain from `next_bytes` more memory; None if no plan is faster, or if
+        `timeout` ended the search.
+      next_bytes: one GiB, or for a budget below 16 GiB a 32nd to a 16th of the budget.
+      tried: the compiled policies with their device bytes.
+      notes: further remarks on the plan and the search.
+      model: the model that the plan was made for.
+      jax_version: the JAX version that compiled the plan.
+      compiler_options: the memory limit under which the plan was compiled, for the `jax.jit` of the step: `jax.jit(step,
+        compiler_options=plan.compiler_options)`. Empty if the plan fits without a limit.
+      lower_bound: a lower bound on the estimated seconds of a step, for every plan of this model within the budgets. It bounds
+        the estimate, not the time on a GPU. None if the planner's problem does not contain the plan (groups of layers, a
+        memory limit, a named policy that keeps other arrays), or if `timeout` ended the search.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_jax as rj
@@ -66,7 +66,7 @@ class Plan(PlanData):
     """
 
     def apply(self, fn: Callable[P, R], *, strict: bool = True) -> Callable[P, R]:
-        """`fn`, a loss or anything else that runs the model, with the plan's policies on its blocks.
+        """`fn`, a loss or another function that runs the model, with the plan's policies on its blocks.
 
         A plan may fit only with a memory limit for XLA, which belongs to the outermost `jax.jit`:
 
@@ -75,17 +75,17 @@ class Plan(PlanData):
 
         Without it XLA may use the memory of the whole device.
 
-        A call for which the plan was not made is refused: with another batch (an evaluation on another number of tokens: call
-        the plain function), under another mesh, of a function with other checkpoints of its own.
+        A call is refused if the plan was made for another batch, another mesh, or a function with other checkpoints of its
+        own. For an evaluation on another number of tokens, call the plain function.
 
         Args:
-          fn: takes the parameters and the batch that the plan was made for, and maybe other arguments.
-          strict: False lets every call pass that has the model's parameters. Then nobody has measured its memory.
+          fn: takes the parameters and the batch of the plan, and possibly other arguments.
+          strict: False accepts every call with the model's parameters. The memory of such a call was not measured.
 
         Raises:
-          ArgumentError: at once, for what is no function.
-          PlanningError: when called, with what differs from what the plan was made for.
-          BlockError, NoEffectError: when called, as `checkpoint_blocks` raises them.
+          ArgumentError: at once, if `fn` is not a function.
+          PlanningError: when called; the message names the difference from the planned call.
+          BlockError, NoEffectError: when called, as in `checkpoint_blocks`.
         """
         if not callable(fn):
             raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
@@ -106,7 +106,7 @@ class Plan(PlanData):
                     f"{self._told} is not for this function: it was made with JAX {self.jax_version}, and the model's code or "
                     f"dtypes, or JAX, are others here, so that it has other residuals. Plan again. ({error})"
                 ) from None
-            # Counting them takes another trace, once for each signature, and only where there are some.
+            # Counting checkpoints takes another trace: do it once for each signature, and only if there are checkpoints.
             if strict and (regions or self.model.checkpoints) and (signature := call_signature(args, kwargs)) not in passed:
                 self.model.check_checkpoints(fn, args, kwargs, self._told)
                 passed.add(signature)
@@ -123,34 +123,34 @@ class Plan(PlanData):
         return files.to_dict(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the plan as JSON; gives the path back.
+        """Write the plan as JSON, and return the path.
 
         Raises:
-          PlanningError: it cannot be written.
+          PlanningError: the file cannot be written.
         """
         return files.write(path, files.to_json(self), "path")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], workload: Workload | None = None) -> Plan:
-        """The plan that `save` wrote. With a workload, one for another model, batch or blocks is refused at once.
+        """The plan that `save` wrote. With a workload, a plan for another model, batch or blocks is refused at once.
 
-        Without one, a block that is a class is looked for among those that are loaded, and another model is refused when the
-        plan is applied. Nothing that the file names is imported or run.
+        Without a workload, a block's class is looked up among the loaded classes, and another model is refused when the plan
+        is applied. Nothing that the file names is imported or run.
 
         Raises:
-          PlanningError: the file cannot be read, is none of `save`'s or of another version, or the model is another one.
+          PlanningError: the file cannot be read, was not written by `save`, has an unknown version, or is for another model.
         """
         return cls(**files.read(path, workload))
 
     def explain(self) -> str:
-        """Why each residual is where it is, and what the next GiB would buy."""
+        """The reason for each residual's action, and the gain from the next GiB."""
         return explanation(self)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write the plan as one self-contained page with a slider over the frontier; gives the path back.
+        """Write the plan as one self-contained page with a slider over the frontier, and return the path.
 
         Raises:
-          PlanningError: it cannot be written.
+          PlanningError: the page cannot be written.
         """
         return files.write(path, page(self), "path")
 

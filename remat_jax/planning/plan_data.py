@@ -1,4 +1,4 @@
-"""A plan as plain data: policies for a workload that fit a budget, what they cost, and what else was possible."""
+"""A plan as plain data: policies for a workload that fit a budget, their cost, and the alternatives."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from remat_jax.planning.point import Part, Point
 from remat_jax.policy import Policy
 
 NOT_MAXIMAL = "Not shown: that no residual more can be saved in a run of layers"
-"""How a note begins; `PlanData.is_maximal` goes by it."""
+"""The start of a note from which `PlanData.is_maximal` is read."""
 CUT_SHORT = "Not shown: the whole frontier"
-"""How the note begins of a search whose `timeout` came before the frontier."""
+"""The start of the note for a search whose `timeout` came before the frontier."""
 
 
 @dataclass(frozen=True)
 class PlanData:
-    """The attributes of a `Plan`, which says what each is; and what follows from them alone."""
+    """The attributes of a `Plan`, documented there, and properties that follow from them alone."""
 
     policies: Mapping[Block, Any]
     device_bytes: int
@@ -48,12 +48,12 @@ class PlanData:
 
     @property
     def texts(self) -> dict[str, str]:
-        """The policies as text, by the names of their blocks."""
+        """The policies as text, by block name."""
         return {block_name(block): str(policy) for block, policy in self.policies.items()}
 
     @property
     def best_named(self) -> Point | None:
-        """The fastest named policy that fits, of those that were compiled, else as predicted; None where none does."""
+        """The fastest compiled named policy that fits, else the fastest predicted; None if none fits."""
         fits = [one for one in self.named if self._fits(one) and one.seconds is not None]
         return min(fits, key=lambda one: (one.timed < self.timed, one.seconds, one.device_bytes)) if fits else None
 
@@ -63,14 +63,14 @@ class PlanData:
 
     @property
     def is_off(self) -> bool:
-        """Whether the plan is to checkpoint nothing."""
+        """Whether the plan checkpoints nothing."""
         return all(isinstance(one, Policy) and not one.checkpoint for one in self.policies.values())
 
     @property
     def is_maximal(self) -> bool:
         """Whether compiling showed that no residual more can be saved in a run of equal layers within the budget.
 
-        Only residuals that save 0.3 % of the step count. It is one residual in all layers of one run, and the runs stay as
-        they are (`docs/how/planner.md`).
+        Only residuals that save 0.3 % of the step's time count. One residual is saved in all layers of one run, and the runs
+        stay the same (`docs/how/planner.md`).
         """
         return not any(note.startswith(NOT_MAXIMAL) for note in self.notes)

@@ -1,4 +1,4 @@
-"""What a plan says of its layers and of the ways beside it: plain data."""
+"""Plain data for the layers of a plan and for the alternatives to it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerRow:
-    """What happens to one residual in a run of equal layers.
+    """The action for one residual in a run of equal layers.
 
     Attributes:
       residual: its name.
       action: `save`, `offload` or `recompute`.
-      bytes: of one layer.
-      seconds: what computing it again takes in one layer, its parents being there; None where that is impossible.
+      bytes: its bytes in one layer.
+      seconds: the time to recompute it from its parents in one layer; None if it cannot be recomputed.
     """
 
     residual: str
@@ -25,18 +25,18 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Part:
-    """A run of layers that do the same.
+    """A run of layers with equal actions.
 
     Attributes:
-      block: the block, as reports call it.
-      every: how far apart they are: 2 where two kinds of layers of one block take turns in a scan.
-      first, layers: the position of the first of them among the calls of the block, in forward order, and how many there are.
-      policy: the text of what each of them does.
-      saved_bytes, offloaded_bytes, recomputed_bytes: of all these layers together.
+      block: the block's name in reports.
+      every: the distance between the layers: 2 if two kinds of layers of one block alternate in a scan.
+      first, layers: the position of the first layer among the calls of the block, in forward order, and the number of layers.
+      policy: the policy of each layer, as text.
+      saved_bytes, offloaded_bytes, recomputed_bytes: of all layers of the run together.
       rows: the residuals of one layer.
-      forward_seconds, backward_seconds: the compute of one layer that keeps everything.
-      recompute_seconds, copy_seconds: what one layer takes more: computing again, and copies that its compute does not hide,
-        the mean of the layers.
+      forward_seconds, backward_seconds: the compute time of one layer that keeps everything.
+      recompute_seconds, copy_seconds: the extra time of one layer, averaged over the run, for recomputation and for copies
+        that its compute does not hide.
     """
 
     block: str
@@ -68,17 +68,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Point:
-    """One way to run the step: what it needs, and what it takes.
+    """The memory and time of one way to run the step.
 
     Attributes:
-      name: of a named policy; empty for a plan of the planner's own.
-      device_bytes: of the compiled step where `compiled`, else as predicted; None where the policy is not legal here.
-      host_bytes: in host memory, the same way.
-      seconds: of a whole step, estimated.
-      compiled: whether the compiler was asked.
-      parts: what the layers do.
-      remark: why it is not considered; empty where it is.
-      timed: whether `seconds` are of the compiled schedule; else they are the traced estimate.
+      name: the named policy; empty for a plan of the solver.
+      device_bytes: compiled if `compiled`, else predicted; None if the policy cannot be applied here.
+      host_bytes: bytes in host memory, compiled or predicted likewise.
+      seconds: the estimated time of a whole step.
+      compiled: whether the step was compiled.
+      parts: the layers' actions.
+      remark: why the point is not considered; empty if it is.
+      timed: whether `seconds` come from the compiled schedule; else they are the traced estimate.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Point:
 
 
 def next_bytes(budget: float) -> int:
-    """How much more memory a plan asks about: a power of two, from a 32nd to a 16th of the budget, and one GiB at most.
+    """The additional memory whose gain a plan reports: a power of two, a 32nd to a 16th of the budget, at most one GiB.
 
     >>> next_bytes(40 * 2**30) == 2**30, next_bytes(4 * 2**30) == 2**28
     (True, True)
@@ -101,7 +101,7 @@ def next_bytes(budget: float) -> int:
 
 
 def unbeaten(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Those that no other beats in both time and device memory, the smallest first.
+    """The points that no other point beats in both time and device memory, the smallest first.
 
     >>> [one.device_bytes for one in unbeaten([Point("", n, 0, s, False) for n, s in ((3, 1.0), (1, 2.0), (2, 2.5))])]
     [1, 3]

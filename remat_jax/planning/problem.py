@@ -1,4 +1,4 @@
-"""A workload as a planning problem: kinds of blocks, their residuals, and what keeping or making each of them costs."""
+"""A workload as a planning problem: kinds of blocks, their residuals, and the cost of keeping or recomputing each residual."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from remat_jax.workload import TrainingStep, Workload
 
 @dataclass(frozen=True)
 class Kind:
-    """Blocks that follow each other and are alike: the same program on the same types.
+    """Consecutive equal blocks: they run the same program on the same types.
 
     Attributes:
-      name: that of the planner's block.
-      block: the key as in the workload's blocks, a class or a glob.
-      layers: their positions in forward order among all calls of that key.
-      scanned: whether they are rounds of one scan.
-      paths: the module path of each of these; one and the same where they are rounds of a scan.
-      residuals: the full residual names, as the first of them has them, in the order of the planner's residuals.
-      members: for each of these, the names of all arrays that are decided on with it, its own first.
+      name: the name of the solver's block.
+      block: the key in the workload's blocks, a class or a glob.
+      layers: the blocks' positions in forward order among all calls of the key.
+      scanned: whether the blocks are rounds of one scan.
+      paths: the module path of each block; rounds of a scan share one path.
+      residuals: the full residual names in the first block, in the order of the solver's residuals.
+      members: for each residual, the names of all arrays that share its decision, its own name first.
     """
 
     name: str
@@ -58,10 +58,10 @@ class Described:
     """A workload as a planning problem.
 
     Attributes:
-      stack: the problem, for the planner's solvers.
-      kinds: one for each block of the stack, in the same order.
-      outside_seconds: what runs outside of the blocks: embedding, head, loss, optimizer.
-      rates: by which everything was priced.
+      stack: the problem for the solver.
+      kinds: a kind for each block of the stack, in the same order.
+      outside_seconds: the time of the work outside the blocks: embedding, head, loss, optimizer.
+      rates: the rates behind all times.
     """
 
     stack: solver.Stack
@@ -86,22 +86,22 @@ def describe(
     working: Working | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Described:
-    """The planning problem of `workload` on `target`: nothing is compiled, nothing runs.
+    """The planning problem of `workload` on `target`. Nothing is compiled without a mesh, and nothing runs.
 
-    On a mesh, bytes and times are those of one device, and one step is compiled to see how the compiler divides the residuals.
+    On a mesh, bytes and times are of one device, and one step is compiled to see how the compiler partitions the residuals.
 
-    Equal blocks that follow each other are one kind, and so are the rounds of a scan. The times are estimates by the cost model
-    (`docs/how/planner.md`), the bytes those of the residuals. Kinds that take turns in one scan stand one after the other.
+    Consecutive equal blocks are one kind, as are the rounds of a scan. Kinds that alternate in one scan follow each other in
+    the problem. The times are estimates of the cost model (`docs/how/planner.md`); the bytes are the residuals' sizes.
 
     Args:
-      target: its name, or a `Target`; says the rates, unless `rates` does.
-      working: the bytes that a block's backward pass needs besides its residuals: for all, by the kind's name, or a function of
-        the kind. Without it a first guess: the most that is alive in its backward pass, when it runs in the order in which
-        JAX writes it down.
+      target: a target's name, or a `Target`; gives the rates, unless `rates` is given.
+      working: the bytes that a block's backward pass needs besides its residuals: a number for all, by the kind's name, or a
+        function of the kind. Without it, a first guess is the peak of live bytes in the backward pass, run in the order of
+        its jaxpr.
 
     Raises:
-      TargetError: nothing is known of the target's rates.
-      UnsupportedError: a finished step, or blocks inside each other or in a `while` loop.
+      TargetError: the target's rates are unknown.
+      UnsupportedError: the workload is a finished step, or a block is inside another block or in a `while` loop.
       BlockError: a block is never called.
 
     >>> import flax.linen as nn, jax.numpy as jnp
@@ -136,11 +136,11 @@ def describe(
     if rates.out_bytes_per_s is not None and rates.in_bytes_per_s is not None:
         link = solver.HostLink(rates.out_bytes_per_s, rates.in_bytes_per_s, rates.hidden_share)
     inside = sum(block.repeats * (block.forward_seconds + block.backward_seconds) for block in blocks)
-    # Without a policy, checkpoints of the blocks' own would be counted in.
+    # Without a policy, the cost would include recomputation by the blocks' own checkpoints.
     step = workload.step("everything" if any(kind.program.dropped for kind in kinds) else "off")
     whole = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(rates)
     stack = solver.Stack(tuple(blocks), link, _fixed_bytes(workload, step, kinds, shares, target))
-    # What runs outside of the blocks is divided as these are.
+    # The work outside the blocks is assumed to be divided like the blocks.
     outside = max(0.0, whole - alone) * (inside / alone if alone else 1.0)
     return Described(stack, tuple(kinds), outside, rates)
 
@@ -148,7 +148,7 @@ def describe(
 def _kind(number: int, same: Sequence[Call], program: BlockProgram, chosen: Sequence[Node]) -> Kind:
     first, key = same[0].layers(), same[0].key
     path = {layer: call.path for call in same for layer in call.layers()}
-    # Equal calls that take turns in one scan fill each other's gaps.
+    # Equal calls that alternate in one scan form one contiguous range.
     layers = first if len(same) == 1 else range(min(path), max(path) + 1)
     return Kind(
         f"{number}:{key if isinstance(key, str) else key.__name__}",
@@ -181,25 +181,25 @@ def _block(
 
 
 def _fixed_bytes(workload: Workload, step: TrainingStep, kinds: Sequence[Kind], shares: Shares | None, target: Target) -> float:
-    """Arguments, gradients, and what is kept outside of the blocks: all that is kept, less what the blocks keep."""
+    """The bytes of arguments, gradients, and residuals outside the blocks: all residuals less those of the blocks."""
     inside = 0
     for kind in kinds:
         saved, constant = kind.program.saved_bytes, kind.program.constant_bytes
         inside += len(kind.layers) * saved + (1 if kind.scanned else len(kind.layers)) * constant
-    # Shares go by the names that a policy gives; without one there are none, and checkpoints of the model's own keep less.
+    # Shares need the names that only a policy gives; and without a policy the model's own checkpoints keep less.
     named = shares is not None or any(kind.program.dropped for kind in kinds) or workload.replaced_checkpoints > 0
     rows = [row for row in residuals(workload, "everything" if named else "off") if row.action == Action.SAVE.value]
     kept = sum(row.bytes * (shares.of(row.name) if shares else 1.0) for row in rows)
-    # A processor has one memory: an array of the host's is on the device too.
+    # A CPU has one memory: an array in host memory is on the device too.
     taken = compat.tree_bytes if target.kind == "cpu" else device_bytes
-    # The first argument is what is trained, and its gradients are as large.
+    # The first argument holds the trained parameters; their gradients are as large.
     return float(taken((step.local_arguments, step.local_arguments[0])) + max(0, kept - inside))
 
 
 def policy_of(kind: Kind, choice: solver.BlockPolicy) -> Policy:
-    """What a solver chose for a block of `kind`, as a policy: what is kept, by name; the rest is recomputed.
+    """The solver's choice for a block of `kind` as a policy: kept residuals by name; the rest is recomputed.
 
-    The names hold in every block of the kind: where these have paths of their own, the selectors leave the path open.
+    The policy holds for every block of the kind: if the blocks have different paths, its selectors match any path.
 
     Raises:
       PlanningError: `choice` is for a block with other residuals.
@@ -230,14 +230,15 @@ def policy_of(kind: Kind, choice: solver.BlockPolicy) -> Policy:
 
 
 def extra_seconds(described: Described, policy: Any) -> float:
-    """What `policy` costs over saving everything: computing again, and the copies that a block's compute does not hide.
+    """The time of `policy` beyond saving everything: recomputation, and copies that a block's compute does not hide.
 
     Args:
-      policy: for all layers of all blocks, or a mapping from block to policy; a policy is a `Policy`, its name or text,
-        `LayerPolicies` or a text of theirs, or a sequence with one for each layer.
+      policy: for all layers of all blocks, or a mapping from block to policy. A policy is a `Policy`, its name or text,
+        `LayerPolicies` or their text, or a sequence with a policy for each layer.
 
     Raises:
-      PlanningError: too few or too many layers, groups of layers, or a JAX policy object, of which nothing is known beforehand.
+      PlanningError: the policy has too few or too many layers, or groups of layers, or is a JAX policy object, whose choices
+        cannot be read in advance.
     """
     return sum(
         price.seconds + copy_seconds(described.stack.link, block, price.host_bytes, price.seconds, last=last)
@@ -246,9 +247,10 @@ def extra_seconds(described: Described, policy: Any) -> float:
 
 
 def copy_seconds(link: solver.HostLink | None, block: solver.Block, away: float, again: float, *, last: bool) -> float:
-    """What the compute of one block does not hide of its copies to the host and back: of `away` bytes, with `again` seconds.
+    """Seconds of one block's copies of `away` bytes to the host and back that compute does not hide.
 
-    The very last block's backward pass follows at once: nothing runs beside its copies back.
+    The compute includes `again` seconds of recomputation. The backward pass of the very last block follows at once, so nothing
+    overlaps its copies back.
     """
     if link is None or not away:
         return 0.0
@@ -257,21 +259,21 @@ def copy_seconds(link: solver.HostLink | None, block: solver.Block, away: float,
 
 
 def recompute_flops(described: Described, policy: Any) -> int:
-    """The operations of the matrix products and convolutions that `policy` computes again in one step.
+    """The operations of matrix products and convolutions that `policy` recomputes in one step.
 
-    They are counted in what JAX would run: `graph.count.flops` of the step under `policy`, less that under `everything`.
+    They agree with the jaxprs: `cost.count.flops` of the step under `policy`, less that of the step under `everything`.
     """
     return sum(price.flops for _, _, price, _ in _priced(described, policy))
 
 
 def kept_bytes(described: Described, policy: Any) -> tuple[int, int]:
-    """What `policy` keeps of the blocks' residuals between the passes: on the device, and on the host."""
+    """The bytes of the blocks' residuals that `policy` keeps between the passes, on the device and on the host."""
     prices = [price for _, _, price, _ in _priced(described, policy)]
     return sum(price.saved_bytes for price in prices), sum(price.host_bytes for price in prices)
 
 
 def _priced(described: Described, policy: Any) -> list[tuple[solver.Block, int, Price, bool]]:
-    """For each layer its block, its position, the price of its policy, and whether it is the very last."""
+    """For each layer: its block, its position, the price of its policy, and whether it is the very last layer."""
     result = []
     for block, kind in zip(described.stack.blocks, described.kinds, strict=True):
         wanted = _for_block(policy, kind.block, described)

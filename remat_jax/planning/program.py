@@ -1,4 +1,4 @@
-"""What one block computes for its backward pass: the array that it reads, and how each is made from the others."""
+"""The program of one block's residuals: the arrays that its backward pass reads, and how to recompute each from others."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from remat_jax.policy import Policy
 
 @dataclass(frozen=True)
 class Price:
-    """What a policy costs in one block, in one step.
+    """The cost of a policy in one block, in one step.
 
     Attributes:
-      seconds: of what is computed again.
-      flops: of the matrix products and convolutions in it.
+      seconds: the time of recomputation.
+      flops: the recomputed operations of matrix products and convolutions.
       saved_bytes, host_bytes: kept from the forward to the backward pass, on the device and on the host.
     """
 
@@ -40,16 +40,16 @@ class Price:
 
 @dataclass(eq=False)
 class BlockProgram:
-    """One block's forward computation of what its backward pass reads, with everything saved.
+    """One block's forward computation of the residuals of its backward pass, with everything saved.
 
     Attributes:
-      call: the block.
-      flat: the program; its inputs are the block's, its outputs what backward reads.
+      call: the call of the block.
+      flat: the program: from the block's inputs to the residuals.
       forward, backward: the cost of the two passes.
-      inputs: the arrays that `@inputs` means, by name.
-      backward_program: the backward pass as a flat program of what it reads and the cotangents.
-      own: what checkpoints in the block's loops compute again for themselves: whoever wrote them wants it not kept.
-      dropped: the names of what the block's own checkpoints drop, in loops or not.
+      inputs: the arrays that `@inputs` selects, by name.
+      backward_program: the backward pass as a flat program of the residuals and the cotangents.
+      own: the residuals that checkpoints in the block's loops recompute for themselves; their author does not want them kept.
+      dropped: the names of the residuals that the block's own checkpoints drop, in loops or elsewhere.
     """
 
     call: Call
@@ -66,19 +66,19 @@ class BlockProgram:
 
     @cached_property
     def needed(self) -> tuple[Array, ...]:
-        """What the backward pass reads, inputs and parameters too, each once."""
+        """The arrays that the backward pass reads, including inputs and parameters, each once."""
         return tuple(dict.fromkeys(array for array in self.flat.outputs if not array.literal))
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """Every array of the program: its inputs, and what is made, in order."""
+        """Every array of the program: inputs, then results in order."""
         return (*self.flat.inputs, *(array for one in self.flat.eqns for array in one.outputs))
 
     @cached_property
     def free(self) -> frozenset[Array]:
-        """What is there anyway: views of parameters, inputs that are arguments of the loss or of several blocks, constants.
+        """The arrays that cost nothing to keep: views of parameters, inputs shared with the loss or other blocks, constants.
 
-        JAX takes out of a loop what does not change from round to round, and the compiler writes constants where they are read.
+        JAX hoists loop-invariant values out of a loop, and the compiler writes constants where they are read.
         """
         fixed = {array for array, same in zip(self.flat.inputs, self.call.same, strict=True) if same and self.call.scanned}
         parameters = set(self.flat.inputs) - set(self.inputs.values())
@@ -92,16 +92,16 @@ class BlockProgram:
         return frozenset(fixed.union(there))
 
     def seconds(self, rates: HasSeconds) -> dict[FlatEqn, float]:
-        """What computing each equation again takes: its share of the time in which all of them are."""
+        """Seconds to recompute each equation: its share of the time to recompute all."""
         if id(rates) not in self._seconds:
             again = region(self.flat.eqns, self.needed, self._given)
             self._seconds[id(rates)] = rates, shares(again, [array for array in self.needed if array not in self._given], rates)
         return self._seconds[id(rates)][1]
 
     def names(self, policy: Policy, path: str | None = None) -> tuple[frozenset[str], frozenset[str]]:
-        """The names that `policy` saves and those that it offloads in a block like this one at `path`, as this one has them.
+        """The names in this block of the residuals that `policy` saves, and offloads, in an equal block at `path`.
 
-        Without a checkpoint around it a block keeps all but what its own checkpoints drop.
+        A block without a checkpoint keeps every residual except those that its own checkpoints drop.
         """
         if not policy.checkpoint:
             return _all_names(self) - self.dropped, frozenset()
@@ -120,11 +120,11 @@ class BlockProgram:
         return self._names[key]
 
     def price(self, policy: Policy, rates: HasSeconds, path: str | None = None) -> Price:
-        """What `policy` costs in a block like this one at `path`."""
+        """The cost of `policy` in an equal block at `path`."""
         return self.price_of(*self.names(policy, path), rates)
 
     def price_of(self, saved: frozenset[str], offloaded: frozenset[str], rates: HasSeconds) -> Price:
-        """The same of what is saved and what is offloaded, by name; an input is kept in any case."""
+        """The cost of saving and offloading residuals by name; inputs are always kept."""
         key = saved, offloaded, id(rates)
         if key not in self._prices:
             self._prices[key] = self._priced(saved, offloaded, rates)
@@ -135,7 +135,7 @@ class BlockProgram:
         here = {array for array in self.arrays if saved.intersection(array.names)} | self._given
         again = region(self.flat.eqns, self.needed, here | away)
         read = {*self.needed, *(array for one in again for array in one.inputs)}
-        # A constant that is moved is moved in each block; JAX takes it out of a loop first, and moves it once.
+        # Each block copies an offloaded constant. JAX hoists the constant out of a loop, and copies it once.
         once = self.free.difference(self.flat.inputs) if self.call.scanned else frozenset[Array]()
         host = sum(array.bytes for array in (read & away) - once)
         kept = (read & here) - away - self._uncounted
@@ -148,32 +148,32 @@ class BlockProgram:
 
     @cached_property
     def _shared(self) -> frozenset[Array]:
-        """The inputs that other blocks or rounds read, too: they stay on the device whatever a policy says."""
+        """The inputs that other blocks or rounds also read: they stay on the device under every policy."""
         return frozenset(array for array, shared in zip(self.flat.inputs, self.call.shared, strict=True) if shared)
 
     @property
     def saved_bytes(self) -> int:
-        """What is kept with everything saved."""
+        """The bytes kept if everything is saved."""
         return sum(array.bytes for array in self.needed if array not in self._uncounted)
 
     @property
     def constant_bytes(self) -> int:
-        """What backward reads that depends on nothing, or on nothing that changes from round to round."""
+        """The bytes of residuals that are constant or loop-invariant."""
         return sum(array.bytes for array in self.needed if array in self.free and array not in self.flat.inputs)
 
     @cached_property
     def _given(self) -> frozenset[Array]:
-        """What no policy has to keep: every input, and what is there anyway."""
+        """The arrays that no policy has to keep: all inputs, and `free`."""
         return self.free.union(self.flat.inputs)
 
     @cached_property
     def _uncounted(self) -> frozenset[Array]:
-        """Parameters, keys, and what is there anyway: no residuals."""
+        """Parameters, keys, and `free`: these are no residuals."""
         return (frozenset(self.flat.inputs) - frozenset(self.inputs.values())) | self.free
 
 
 def _moved(name: str, path: str, to: str) -> str:
-    """A residual name of the block at `path` as the same block at `to` has it; a name that a user gave stays."""
+    """A residual name of the block at `path`, renamed for an equal block at `to`; a user's own name stays."""
     return to + name[len(path) :] if name.startswith((path + ":", path + "/")) else name
 
 
@@ -204,7 +204,7 @@ _EVERYTHING = Policy.parse("everything")
 def block_program(call: Call) -> BlockProgram:
     """The program of the block that `call` calls.
 
-    A block that no trained parameter reaches has no backward pass, and needs nothing for it.
+    A block that depends on no trained parameter has no backward pass and no residuals.
     """
     if not any(call.live):
         only_inputs = Flat(tuple(Array(aval) for aval in call.in_avals), (), ())
@@ -214,7 +214,7 @@ def block_program(call: Call) -> BlockProgram:
         for around in call.within:
             stack.enter_context(compat.inner_context(around))
         stack.enter_context(compat.axes_of_vmaps(call.batches))
-        # Kept with the call's block: who asks again is not inside.
+        # Computed here, where the axes are bound: `linearised` is cached on the block for later readers.
         (forward, backward), linearised = _passes(block, call), call.block.linearised.jaxpr
     names = [array.names for array in flatten(linearised).inputs[: len(call.live)]]
     flat = flatten(compat.dce(forward))
@@ -233,14 +233,14 @@ def block_program(call: Call) -> BlockProgram:
 
 
 def _cost(call: Call) -> Cost:
-    """Of the block's forward pass."""
+    """The cost of the block's forward pass."""
     if not call.batches:
         return jaxpr_cost(call.block.jaxpr)
     return jaxpr_cost(jax.make_jaxpr(call.batched(compat.jaxpr_function(call.block.jaxpr)))(*call.in_avals))
 
 
 def _passes(block: PlannedBlock, call: Call) -> tuple[Any, Any]:
-    """The closed jaxprs of the block's inputs to what backward reads, and of that and the cotangents to the gradients."""
+    """Two closed jaxprs: from the block's inputs to the residuals, and from residuals and cotangents to the gradients."""
     run, places = call.batched(block.checkpointed(prevent_cse=False)), [nth for nth, flag in enumerate(call.live) if flag]
     outputs = jax.eval_shape(run, *call.in_avals)
     kept: list[Any] = []

@@ -1,4 +1,4 @@
-"""Candidates that a search can ask the compiler about: the solver's plans, the leanest, and variants of what is known."""
+"""Candidates for a search to compile: the solver's plans, the leanest plan, and variants of compiled steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from remat_jax.solver import Solver as StackSolver
 from remat_jax.solver.solve import MOST_POLICIES
 
 WORTH_COMPILING = 3e-3
-"""The share of a step by which a plan must be faster for its compilation to be worth while."""
+"""The least gain of a plan that is worth a compilation, as a share of the step's time."""
 
 
 _LITTLE = 0.25
@@ -23,14 +23,14 @@ _LITTLE = 0.25
 
 
 class Proposals:
-    """Ways to run the step, made from what a fit knows.
+    """Candidates derived from a fit.
 
     Args:
-      fit: what was compiled.
-      named: the named policies that are legal, `off` among them.
-      own: makes a candidate of choices, with its price.
-      recut: cuts the scans of a candidate elsewhere; None where nothing is scanned.
-      most_runs: different policies among the layers of one kind; None for as many as the solver mixes.
+      fit: the compiled steps.
+      named: the applicable named policies, including `off`.
+      own: makes a priced candidate from choices.
+      recut: moves the cuts of a candidate's scans; None if nothing is scanned.
+      most_runs: the most different policies among the layers of one kind; None for the solver's own limit.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class Proposals:
         self._solvers: dict[tuple[Stack, int], StackSolver] = {}
 
     def solve(self, stack: Stack, budget: float, *, most_runs: int | None = None) -> StepCandidate | None:
-        """The planner's fastest within `budget`, of as many runs as the search may have or fewer; None where nothing fits.
+        """The solver's fastest plan within `budget`, with at most `most_runs` runs; None if nothing fits.
 
-        Where it offloads, the fastest without the host is asked for too: the solver adds up what residuals cost one by one,
-        and priced as a whole, by its kernels, a plan without copies may turn out the faster one.
+        If the plan offloads, the fastest plan without offload is solved for too. The solver sums the costs of single residuals;
+        priced as a whole, by kernels, the plan without copies may be faster.
         """
         found = self._solved_within(stack, budget, self.fit.host_left, most_runs)
         if found is None or not found.host_bytes:
@@ -63,7 +63,7 @@ class Proposals:
         return self.own(together(stack, plan))
 
     def _solver(self, stack: Stack, most_runs: int) -> StackSolver:
-        """One for each stack that the compiled steps show; it begins with what the one before has learned."""
+        """A solver for each fitted stack; a new solver starts from the previous solver's policies."""
         if (stack, most_runs) not in self._solvers:
             known = next(reversed(self._solvers.values()), None)
             solver = self._solvers[stack, most_runs] = StackSolver(stack, most_runs, known)
@@ -73,11 +73,11 @@ class Proposals:
         return self._solvers[stack, most_runs]
 
     def bound(self) -> float:
-        """Seconds over keeping everything that no plan within both budgets is below, by the stack as it is fitted now."""
+        """A lower bound on the extra seconds of any plan within both budgets, by the stack as fitted now."""
         return self._solver(self.fit.stack, self._most_runs).bound(self.fit.budget, self.fit.host_left)
 
     def frontier(self, stack: Stack, points: int, is_over: Callable[[], bool]) -> list[StepCandidate]:
-        """The planner's plans at so many budgets, from the least to that of keeping everything; fewer once `is_over`."""
+        """The solver's plans at `points` budgets, from the least memory to keeping everything; fewer once `is_over`."""
         if is_over():
             return []
         least = self.least(stack)
@@ -87,9 +87,10 @@ class Proposals:
         return [least, *filter(None, (self.solve(stack, budget) for budget in budgets if not is_over()))]
 
     def least(self, stack: Stack) -> StepCandidate:
-        """A plan that needs as little as can be told: what is kept counts in every block behind, the rest where it runs."""
+        """The plan with the least predicted memory among a few heuristic plans."""
         count = len(singles(stack))
-        # A byte that is kept is there with the working sets of all blocks behind; how much that weighs depends on the shares.
+        # A kept byte adds to the peak of every later block, a transient byte only to its own block. The weight of kept bytes
+        # depends on the fitted shares, so try several.
         offloads = (False,) if stack.link is None else (True,) if math.isinf(self.fit.host_budget) else (True, False)
         weights = dict.fromkeys((1.0, math.sqrt(count), float(count)))
         plans = [self._lean(stack, weight, offload=offload) for weight in weights for offload in offloads]
@@ -107,7 +108,7 @@ class Proposals:
             choices[-1] = cheapest_policy(last, stack.link, Prices(saved=1.0, transient=1.0)).choices
         return self.own(tuple(choices))
 
-    # --- variants of what is known --------------------------------------------------------------------------------------
+    # --- variants of compiled steps -------------------------------------------------------------------------------------
 
     def leaner(self, best: Tried, base_seconds: float) -> list[StepCandidate]:
         """Named policies without offload that keep less than `best`, were not compiled and are predicted to fit; fastest first.
@@ -128,7 +129,7 @@ class Proposals:
     def unknown(self, best: Tried) -> list[StepCandidate]:
         """Named policies that were not compiled, would be faster than `best`, and might fit.
 
-        What keeps too much by itself is not among them.
+        Policies whose kept bytes alone exceed the budget are excluded.
         """
         stack = self.fit.stack
         able = [
@@ -141,10 +142,10 @@ class Proposals:
         return sorted(able, key=lambda one: predicted(stack, one.loads))
 
     def is_maximal(self, best: Tried) -> bool:
-        """Whether no single residual more that is worth it can be saved in a run of its layers.
+        """Whether no further residual that is worth saving can be saved in a run of its layers.
 
-        The one that takes least memory, as the compiled steps tell, and the one that keeps fewest bytes were compiled as well
-        and do not fit, or are predicted to be over the budget by far more than predictions have missed.
+        This holds if both variants of `least_more` were compiled and do not fit, or are predicted over the budget by far more
+        than the prediction error.
         """
         if best.candidate.seconds <= 0:
             return True
@@ -154,9 +155,9 @@ class Proposals:
         return all(one is not None and one.compiled.device_bytes < FAILED and not self.fit.fits(one) for one in known)
 
     def least_more(self, best: Tried) -> list[StepCandidate]:
-        """With one residual more that is worth it: the one that keeps fewest bytes, and the one predicted to need least.
+        """Variants of `best` with one worthwhile residual more: the one with fewest kept bytes, and the smallest predicted.
 
-        Those that are surely over the budget are left out.
+        Variants that are surely over the budget are left out.
         """
         stack, worth = self.fit.around(best.compiled.device_bytes), best.candidate.seconds - self.worth
         faster = [one for one in self.one_more(best.candidate) if one.seconds <= worth]
@@ -168,14 +169,14 @@ class Proposals:
         return [one for one in found if self.fit.known(one) is not None or not self.fit.is_surely_over(one, stack)]
 
     def one_more(self, found: StepCandidate) -> list[StepCandidate]:
-        """With one residual more in one of its runs, which stay cut as they are."""
+        """The faster variants with one residual more in one run; the cuts stay the same."""
         assert found.done is not None, "choices say what it does"
         kept = borders(self.fit.guess, found.done, found.cuts)
         options = [self.cut(self.own(one), kept) for one in one_residual_more(self.fit.guess, found.done, found.cuts)]
         return [one for one in options if one.seconds < found.seconds]
 
     def without_host(self, found: StepCandidate) -> StepCandidate | None:
-        """The candidate with what it offloads saved on the device; None where it offloads nothing, or what may not be saved."""
+        """The candidate with offloaded residuals saved; None if it offloads none, or a residual that may not be saved."""
         if not found.host_bytes or found.done is None:
             return None
         moved = zip(singles(self.fit.guess), found.done, strict=True)
@@ -190,5 +191,5 @@ class Proposals:
         return self.cut(self.own(saved), found.cuts)
 
     def cut(self, candidate: StepCandidate, cuts: Cuts) -> StepCandidate:
-        """The candidate with its scans cut at `cuts`, where there are any."""
+        """The candidate with its scans, if any, cut at `cuts`."""
         return candidate if self._recut is None else self._recut(candidate, cuts)

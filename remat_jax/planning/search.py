@@ -1,7 +1,7 @@
-"""The search: solve, compile, refit, until a plan fits and none better is left, within so many compilations.
+"""The search: solve, compile, refit, until a plan fits and no better plan is left, within a limit of compilations.
 
-It knows candidates by what their blocks do and by their estimated seconds; what compiles them is given to `run`. The first two
-compilations are the fastest named policy that is predicted to fit and a plan; from then on the answer only gets better.
+The search sees only the choices of a candidate's blocks and its estimated seconds; `run` takes the function that compiles. The
+first two compilations are the fastest named policy that is predicted to fit, and a plan. After that the answer only improves.
 """
 
 from __future__ import annotations
@@ -17,39 +17,38 @@ from remat_jax.planning.proposals import Proposals
 from remat_jax.solver import Stack
 
 Compile = Callable[[Sequence[StepCandidate], Tried | None], list[Compiled]]
-"""Compiles candidates side by side, told the best so far; an empty list ends the search."""
+"""Compiles candidates in parallel, given the best so far; an empty list ends the search."""
 
 MOST_COMPILED = 6
 MORE_COMPILED = 4
-"""So many more, one after another, until it is shown that no residual more fits into the plan."""
+"""Additional compilations, one after another, to show that no further residual fits into the plan."""
 UNMOVED_COMPILED = 2
-"""So many more, where plans offload, to see whether they have to."""
+"""Additional compilations, if plans offload, to see whether offload is necessary."""
 SIDE_BY_SIDE = 2
 MOST_RUNS = 3
-"""Runs of layers of one kind: layers that are scanned become as many scans, each compiled by itself."""
+"""The most runs of layers of one kind: each run of scanned layers becomes a scan of its own and is compiled separately."""
 
 PREDICTION_SLACK = 1.1
-"""How much over the budget a prediction may be for the step to be compiled all the same."""
+"""The largest prediction, relative to the budget, at which a step is still compiled."""
 _MUCH_LEFT = 0.01
-"""The share of the budget that is much, where it is left."""
+"""The share of the budget from which unused memory counts as much."""
 _FAR_OFF = 0.02
-"""The share of the budget by which predictions miss for a second plan, half way to the best, to be compiled beside each."""
+"""The prediction error, as a share of the budget, above which a second, safer plan is compiled beside each plan."""
 _AFTER_FAILURE = 0.05
-"""The share of the budget by which a plan is made smaller where the last one could not be compiled."""
+"""The share of the budget by which the next plan is smaller if the last could not be compiled."""
 
 _WORTH_DARING = 5.0
-"""How many times that must be gained where predictions have been too low before."""
+"""The factor on the least gain if earlier predictions were too low."""
 
 
 class Search:
     """One search.
 
     Args:
-      fit: what is known; nothing yet.
+      fit: the compiled steps; empty at first.
       proposals: makes the candidates.
-      most_compiled: how many steps may be compiled, but for `MORE_COMPILED`, `UNMOVED_COMPILED`, and named policies that may
-        be faster.
-      scanned: whether different policies in a kind cut a scan, which costs what no prediction knows.
+      most_compiled: the most compilations, without `MORE_COMPILED`, `UNMOVED_COMPILED`, and named policies that may be faster.
+      scanned: whether different policies in a kind cut a scan, whose memory cost cannot be predicted.
     """
 
     def __init__(self, fit: Fit, proposals: Proposals, *, most_compiled: int = MOST_COMPILED, scanned: bool = False) -> None:
@@ -59,10 +58,10 @@ class Search:
         self._worth = proposals.worth
 
     def run(self, compile_them: Compile) -> Tried:
-        """The fastest candidate that was compiled and fits.
+        """The fastest compiled candidate that fits.
 
         Raises:
-          InfeasibleBudget: none did; the message says the least that was reached.
+          InfeasibleBudget: no candidate fits; the message states the least memory reached.
         """
         while (left := self._limit - len(self.fit.tried)) > 0 and (wanted := self._wanted()[:left]):
             answers = compile_them(wanted, self.fit.best)
@@ -76,7 +75,7 @@ class Search:
         return found
 
     def probe(self, compile_them: Compile) -> bool:
-        """Whether anything fits, by the leanest named policy, and by the planner's leanest where that does not."""
+        """Whether anything fits: compiles the leanest named policy, then the solver's leanest plan if that does not fit."""
         for candidates in (self._named("full"), [self.proposals.least(self.fit.stack)]):
             new = [one for one in candidates if self.fit.known(one) is None]
             if self.fit.best is None and new:
@@ -88,7 +87,7 @@ class Search:
 
     @property
     def _limit(self) -> int:
-        """How many steps may be compiled, as far as is known now."""
+        """The most steps that may be compiled, by the present state of the search."""
         best, count = self.fit.best, len(self.fit.tried)
         if best is None or count < self._most:
             return self._most
@@ -97,9 +96,9 @@ class Search:
         return min(count + 1, self._most + MORE_COMPILED) if self._is_open(best) else self._most
 
     def _is_open(self, best: Tried) -> bool:
-        """Whether it is still to be shown that no residual more fits; where no choices say what it does, if much is left.
+        """Whether it is not yet shown that no further residual fits, or that the offload is necessary.
 
-        And whether what it offloads has to be.
+        For a step without choices, the question is open if much memory is left.
         """
         if self.unmoved(best):
             return True
@@ -109,9 +108,9 @@ class Search:
         return self.fit.budget - best.compiled.device_bytes > _MUCH_LEFT * self.fit.budget
 
     def unmoved(self, best: Tried | None) -> list[StepCandidate]:
-        """The best with what it offloads left on the device, where that may fit and was not compiled.
+        """The best step without its offload, if that may fit and was not compiled.
 
-        What the compiler needs for copies can be more than they spare, and no step that makes them all shows it.
+        The compiler's buffers for copies can exceed the memory that offload saves; only a step without copies shows this.
         """
         found = None if best is None else self.proposals.without_host(best.candidate)
         if found is None or self.fit.known(found) is not None or self.fit.expected(found) > PREDICTION_SLACK * self.fit.budget:
@@ -119,7 +118,7 @@ class Search:
         return [found]
 
     def _wanted(self) -> list[StepCandidate]:
-        """What to compile next, side by side; empty where no better plan is to be expected."""
+        """The next candidates to compile in parallel; empty if no better plan is expected."""
         stack, best = self.fit.stack, self.fit.best
         if best is not None and best.candidate.seconds <= 0:
             return []
@@ -137,26 +136,26 @@ class Search:
         return new[:SIDE_BY_SIDE]
 
     def _better(self, stack: Stack, best: Tried | None) -> list[StepCandidate]:
-        """What would be faster than the best and is expected to fit."""
+        """Candidates that would be faster than the best and are expected to fit."""
         named = self._faster_named(best)
         fits = [one for one in named if self.fit.expected(one, stack) <= self.fit.budget]
         found = (named if best is not None else fits or named)[:1]
         count = len(self.fit.tried)
-        # What lies beyond is kept for one residual more, of a plan that has one.
+        # Compilations beyond this limit are reserved for one residual more, if the best step has choices.
         kept = best is not None and best.candidate.done is not None
         much = best is not None and self._much_is_left(best) and self._most <= count < self._most + MORE_COMPILED - 1
         return found + (self._own(stack, best) if not kept or count < self._most or much else [])
 
     def _last(self, best: Tried) -> list[StepCandidate]:
-        """What is left to be shown of the best.
+        """Candidates to show that the best cannot be improved.
 
-        No plan for all layers alike is faster and fits, no residual more fits, no named policy is faster and fits.
+        To be shown: no plan with equal layers is faster and fits, no further residual fits, no named policy is faster and fits.
         """
         found = self._uniform(best) or self._one_more(best)
         return [*found, *self.proposals.unknown(best)] if not found or len(self.fit.tried) < self._most - 1 else found
 
     def _first(self, stack: Stack) -> list[StepCandidate]:
-        """`off` where it may fit; else the fastest named policy that is predicted to fit, or the leanest, and a plan."""
+        """`off` if it may fit; else a plan, and the fastest named policy that is predicted to fit, or the leanest."""
         off = self._named("off")
         needs = predicted(stack, off[0].loads) if off else math.inf
         if needs <= PREDICTION_SLACK**2 * self.fit.budget:
@@ -167,12 +166,12 @@ class Search:
         return [*named, *self._own(stack, None)] or [self.proposals.least(stack)]
 
     def _with_leanest(self, stack: Stack, found: list[StepCandidate]) -> list[StepCandidate]:
-        """The leanest too, while nothing fits: behind the others, and before them where no more can be compiled after these."""
+        """While nothing fits, add the leanest candidate: last, or first if no further compilation is allowed."""
         lean = [one for one in (self.proposals.least(stack), *self._named("full")) if self.fit.known(one) is None]
         return [*lean, *found] if len(self.fit.tried) >= self._most - SIDE_BY_SIDE else [*found, *lean]
 
     def _faster_named(self, best: Tried | None) -> list[StepCandidate]:
-        """Named policies that would be faster than the best and may fit, the fastest first."""
+        """The named policies that would be faster than the best and may fit, the fastest first."""
         stack, bound = self.fit.stack, best.candidate.seconds if best else math.inf
         able = [
             one
@@ -184,21 +183,21 @@ class Search:
         return sorted(able, key=lambda one: one.seconds)
 
     def _uniform(self, best: Tried) -> list[StepCandidate]:
-        """The fastest plan under which all layers of a kind do the same, where it is faster and may fit."""
+        """The fastest plan with equal layers in each kind, if it is faster and may fit."""
         if not self._scanned:
             return []
         found = self._solved(self.fit.around(self.fit.budget, uncut=True), self.fit.budget, best, most_runs=1, worth=0.0)
         return [found] if found else []
 
     def _own(self, stack: Stack, best: Tried | None) -> list[StepCandidate]:
-        """The planner's plan at the budget; beside it one without a cut, or while predictions miss one half way to the best."""
+        """The solver's plan at the budget, and a safer plan: without cuts, or smaller while predictions are far off."""
         bold = self._solved(stack, self._within(self._share) if self.fit.tried else self.fit.budget, best)
         if bold is None and self._share < 1:
             bold = self._solved(stack, self.fit.budget, best, worth=_WORTH_DARING * self._worth)
         if not self.fit.tried:
             found = [bold]
         elif self._scanned and not any(self._is_uncut_plan(one.candidate) for one in self.fit.tried):
-            # What cutting a scan costs is not predicted: a plan that cuts none is what is surest to fit.
+            # The memory cost of cutting a scan is not predicted: a plan without cuts is the surest to fit.
             found = [bold, self._solved(self.fit.around(self.fit.budget, uncut=True), self.fit.budget, best, most_runs=1)]
         elif self.fit.missed > _FAR_OFF * self.fit.budget:
             found = [bold, self._solved(stack, self._within(0.5 * self._share), best)]
@@ -208,12 +207,12 @@ class Search:
 
     @property
     def _share(self) -> float:
-        """How much of the room that is left to dare: half as much each time that the compiler needed more than predicted."""
+        """The share of the remaining room to use: halved each time a step needed more memory than predicted."""
         over = sum(one.compiled.device_bytes > max(self.fit.budget, 1.02 * one.predicted_bytes) for one in self.fit.tried)
         return 0.5 ** max(0, over - 1)
 
     def _within(self, share: float) -> float:
-        """The budget, or less: so much of the way to it from what is known to fit."""
+        """The memory at `share` of the way from the step that fits to the budget."""
         low = min(
             self.fit.best.compiled.device_bytes if self.fit.best else self.fit.smallest.compiled.device_bytes, self.fit.budget
         )
@@ -222,7 +221,7 @@ class Search:
     def _solved(
         self, stack: Stack, budget: float, best: Tried | None, *, most_runs: int | None = None, worth: float | None = None
     ) -> StepCandidate | None:
-        """The fastest within `budget` that was not compiled yet, and would be faster than the best by what that is worth."""
+        """The fastest uncompiled plan within `budget` that would be faster than the best by at least `worth`."""
         least = math.inf if best is None else best.candidate.seconds - (self._worth if worth is None else worth)
         for _ in range(4):
             if budget <= 0:
@@ -244,15 +243,12 @@ class Search:
         return None
 
     def _one_more(self, best: Tried) -> list[StepCandidate]:
-        """The best with what still seems to fit saved as well; at least with one residual more.
-
-        That one keeps fewest bytes of those that save time, or is taken to need least.
-        """
+        """The best with every further residual saved that is predicted to fit, or with only one, from `least_more`."""
         if best.candidate.done is None:
             return []
         last = len(self.fit.tried) >= (self._most + MORE_COMPILED if self._much_is_left(best) else self._most) - 1
-        # Beside a compiled step with the same runs a prediction is exact, or nearly: nothing is left to dare at first. What
-        # that step needed less than was predicted of it, more of the same may need less again; until that was once in vain.
+        # Near a compiled step with the same runs, predictions are almost exact. If that step needed less than predicted, its
+        # variant may need less by as much again: allow for this until it fails once.
         dares = self._much_is_left(best) and best is self.fit.tried[-1]
         spared = max(0, best.predicted_bytes - best.compiled.device_bytes) if dares else 0
         for room in () if last else dict.fromkeys((self.fit.budget + spared, self.fit.budget, self._within(self._share))):
@@ -262,7 +258,7 @@ class Search:
         return [one for one in self.proposals.least_more(best) if self.fit.known(one) is None][:1]
 
     def _filled(self, best: Tried, room: float) -> StepCandidate:
-        """The best with one residual more after another, the best bargain first."""
+        """The best with further residuals saved one by one, the fastest result first, within `room`."""
         stack, found = self.fit.around(best.compiled.device_bytes), best.candidate
         while True:
             able = [one for one in self.proposals.one_more(found) if predicted(stack, one.loads) <= room]

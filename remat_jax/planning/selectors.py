@@ -1,4 +1,4 @@
-"""Residual names as the selectors of a policy that holds for several blocks."""
+"""Turns residual names into selectors of a policy for several blocks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from remat_jax.policy import Action, Policy, PolicyRule
 
 
 def selectors(chosen: Mapping[str, Sequence[str]], paths: Sequence[str], names: Sequence[str]) -> Policy:
-    """The policy that does with each of `chosen` what its action says, and recomputes the rest.
+    """The policy with the given action for each name in `chosen`; it recomputes the rest.
 
     Args:
-      chosen: action → residual names, as the block at the first of `paths` has them.
-      paths: the module paths of all blocks that the policy is for.
-      names: all names of that block.
+      chosen: action → residual names in the block at the first of `paths`.
+      paths: the module paths of all blocks of the policy.
+      names: all residual names in that first block.
 
     >>> selectors({"save": ["a_0/up:add#0"], "offload": []}, ["a_0", "a_1"], ["a_0/up:add#0", "a_0/b/up:add#0"])
     Policy.parse('recompute: */b/up:add#0; save: */up:add#0')
@@ -27,7 +27,7 @@ def selectors(chosen: Mapping[str, Sequence[str]], paths: Sequence[str], names: 
     wanted = [(_selector(name, paths[0]) if open_ else _escaped(name), word) for name, word in action.items()]
     if not open_:
         return _policy([(selector, word) for word in chosen for selector, other in wanted if other == word])
-    # An open path lets a selector match what lies deeper and ends alike; there the other one must come first.
+    # A selector that matches any path also matches deeper names with the same ending: their rule must come first.
     others = [name for name in names if name not in action and any(_matches(selector, name) for selector, _ in wanted)]
     wanted += [(_selector(name, paths[0]), "recompute") for name in others]
     full = {_selector(name, paths[0]): name for name in (*action, *others)}
@@ -52,7 +52,7 @@ def _selector(name: str, path: str) -> str:
 
 
 def _escaped(name: str, *, glob: bool = False) -> str:
-    """A name as a selector that matches it: commas and semicolons would end it; in a glob, brackets would be a set."""
+    """A selector that matches the name: commas and semicolons would end the selector; in a glob, brackets would be a set."""
     if glob:
         name = re.sub(r"([*?[])", r"[\1]", name)
     return name.replace(",", "?").replace(";", "?")

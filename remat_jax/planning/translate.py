@@ -1,4 +1,4 @@
-"""Between the planner's choices, named policies, and the policies that are applied."""
+"""Translates between the solver's choices, named policies, and applied policies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Policies = dict[marking.Block, Any]
 
 
 def own_candidate(described: Described, choices: Choices) -> StepCandidate:
-    """What a solver chose, priced like any policy. Layers of a kind with the same choices are priced once."""
+    """A candidate from the solver's choices, priced like any policy. Equal layers of a kind are priced once."""
     stack, loads, seconds, first = described.stack, list[Load](), 0.0, 0
     for kind, block in zip(described.kinds, stack.blocks, strict=True):
         chosen = choices[first : first + block.repeats]
@@ -48,12 +48,12 @@ def _load(policy: BlockPolicy) -> Load:
 
 
 def recut(described: Described, candidate: StepCandidate, cuts: Cuts) -> StepCandidate:
-    """The same choices with scans cut at `cuts`: where there is a scan, between blocks that do the same."""
+    """The same choices with scans cut at those of `cuts` that are in a scan, between blocks with equal choices."""
     choices = candidate.choices
     assert choices is not None, "a named policy is one for all layers"
     kept, first = [], 0
     for kind, block in zip(described.kinds, described.stack.blocks, strict=True):
-        # Kinds that take turns in one scan are cut together: not by one of them.
+        # Kinds that alternate in one scan are cut together, so a single kind cannot be cut.
         if kind.scanned and kind.program.call.stride == 1:
             kept += [at for at in cuts if first < at < first + block.repeats and choices[at - 1] == choices[at]]
         first += block.repeats
@@ -70,7 +70,7 @@ def named_candidate(described: Described, name: str) -> StepCandidate:
     if meant.checkpoint:
         audit = Audit()
         for kind in described.kinds:
-            # What tracing the loss under the policy would meet in each of its layers.
+            # Tracing the loss under the policy would meet the same block in each layer.
             audit.saw(kind.paths[0], replace(kind.program.call.block, policy=meant))
         audit.check()
     loads = []
@@ -80,7 +80,7 @@ def named_candidate(described: Described, name: str) -> StepCandidate:
         loads += [Load(price.saved_bytes, again, price.host_bytes)] * block.repeats
     found = StepCandidate(name, tuple(loads), extra_seconds(described, meant))
     like = None if name == "off" else _like(described, found)
-    # What is only made on the way to others is computed again under a named policy, too: the same program has the same loads.
+    # Intermediates are recomputed under a named policy, too: the same program has the same loads.
     return found if like is None else replace(found, like=like, loads=own_candidate(described, like).loads)
 
 
@@ -96,7 +96,7 @@ def _like(described: Described, named: StepCandidate) -> Choices | None:
     try:
         own = own_candidate(described, tuple(chosen))
     except PlanningError:
-        # It keeps what no solver is offered.
+        # The policy keeps an array that the solver is not offered.
         return None
     kept = [[(load.saved, load.away) for load in one.loads] for one in (own, named)]
     alike = kept[0] == kept[1] and math.isclose(own.seconds, named.seconds, rel_tol=1e-9, abs_tol=1e-15)
@@ -104,7 +104,7 @@ def _like(described: Described, named: StepCandidate) -> Choices | None:
 
 
 def policies_of(described: Described, candidate: StepCandidate) -> Policies:
-    """Block → policy, or a policy for each layer where they differ."""
+    """Block → policy, or a policy for each layer if the layers differ."""
     choices, cuts = candidate.choices, candidate.cuts
     if choices is None:
         named = as_block_policy(candidate.name)
@@ -132,7 +132,7 @@ def _one_or_many(key: marking.Block, layers: dict[int, Policy], cuts: list[int])
 
 
 def text_of(kind: Kind, block: Block, candidate: StepCandidate, at: int) -> str:
-    """What the block at a position does, as text."""
+    """The policy of the block at a position, as text."""
     if candidate.choices is None:
         return candidate.name
     found = policy_of(kind, BlockPolicy(block, candidate.choices[at]))
@@ -140,7 +140,7 @@ def text_of(kind: Kind, block: Block, candidate: StepCandidate, at: int) -> str:
 
 
 def recompute_seconds(described: Described, kind: Kind, block: Block, candidate: StepCandidate, at: int) -> float:
-    """What the block at a position computes again, priced as the whole policy is: a named one may keep other arrays, too."""
+    """Seconds of recomputation in the block at a position, for the whole policy: a named policy may keep further arrays."""
     if candidate.choices is not None:
         policy = policy_of(kind, BlockPolicy(block, candidate.choices[at]))
     else:
@@ -151,7 +151,7 @@ def recompute_seconds(described: Described, kind: Kind, block: Block, candidate:
 
 
 def rows_of(kind: Kind, block: Block, candidate: StepCandidate, at: int) -> tuple[LayerRow, ...]:
-    """What the block at a position does with its residuals; those that are neither kept nor made again are left out."""
+    """The action for each residual of the block at a position; residuals neither kept nor recomputed are left out."""
     if candidate.choices is not None:
         actions = [choice.value for choice in candidate.choices[at]]
     else:
@@ -177,12 +177,12 @@ def _actions(kind: Kind, block: Block, name: str) -> list[str]:
 
 
 def _short(kind: Kind, name: str) -> str:
-    """A residual's name without the path of its block, which is another one in each layer."""
+    """A residual's name without its block's path, which differs in each layer."""
     return name.removeprefix(kind.paths[0]).lstrip("/:") or name
 
 
 def name_of(kind: Kind) -> str:
-    """What reports call the block of a kind."""
+    """The name of a kind's block in reports."""
     return block_name(kind.block)
 
 

@@ -1,4 +1,4 @@
-"""A first guess of what a block's backward pass needs on the device besides its residuals."""
+"""A first guess of the device memory that a block's backward pass needs besides its residuals."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from remat_jax.planning.program import BlockProgram
 
 
 def working_bytes(program: BlockProgram) -> int:
-    """The most that is alive at once in the backward pass, run in the order in which JAX writes it down.
+    """The peak of live bytes in the backward pass, run in the order of its jaxpr.
 
-    Counted are the arrays that are in memory between two kernels, cotangents and gradients too; what the backward pass is
-    given, residuals and parameters, is not.
+    Arrays in memory between two kernels count, including cotangents and gradients. The inputs of the backward pass, residuals
+    and parameters, do not count.
     """
     flat = program.backward_program
     cotangents = set(flat.inputs[len(program.flat.outputs) :])

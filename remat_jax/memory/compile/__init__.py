@@ -1,1 +1,1 @@
-"""Compiling a training step in processes of their own, for a GPU that is named or for the one that is there."""
+"""Compiles training steps in child processes, for a named GPU or for the attached one."""

@@ -1,4 +1,4 @@
-"""The GPU of this machine: what it is called, and the memory that a step takes on it when it runs."""
+"""The GPU of this machine: its name, and the memory that a step needs when it runs on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECONDS_TO_START = 120.0
 
 
 def device_kind() -> str:
-    """What JAX calls the attached GPU, asked in a process of its own: this one's JAX may be set up for the CPU.
+    """JAX's name for the attached GPU, from a child process, because JAX in this process may be set up for the CPU.
 
     Raises:
       TargetError: no GPU is attached, or JAX cannot use it.
@@ -40,13 +40,13 @@ def device_kind() -> str:
 
 
 def measured_peak(program: ExportedProgram, timeout: float, compiler_options: Mapping[str, Any] | None = None) -> int:
-    """The peak of the device's allocator in bytes while `program` runs once there, on random numbers, in a process of its own.
+    """The allocator's peak in bytes while `program` runs once on the device, on random numbers, in a child process.
 
-    What the step allocates, no more: nothing is preallocated, and kernels are chosen as for the compiled figures. It is
+    Only the step's allocations count: nothing is preallocated, and kernels are chosen as for the compiled figures. The step is
     compiled with `compiler_options`.
 
     Raises:
-      CompileError: it could not be compiled or run there; not enough free memory among the reasons.
+      CompileError: the program could not be compiled or run, for example for lack of free memory.
     """
     with scratch() as folder:
         path = folder / "program.jaxexport"

@@ -1,8 +1,8 @@
-"""What the compiler said of a program before, kept in memory and, for GPUs, on disk, by the content of what it depends on.
+"""A cache of the compiler's answers in memory and, for GPUs, on disk; the key hashes everything that an answer depends on.
 
-The folder is `remat_jax` in the user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`); the environment variable
-`REMAT_JAX_CACHE` names another one, or `off`. For the CPU nothing is kept on disk: there the answer depends on the machine.
-A checksum shows what was damaged, and not who wrote it: a folder that others may write is not used, with a `RematWarning`.
+The folder is `remat_jax` in the user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`). The environment variable
+`REMAT_JAX_CACHE` names another folder, or is `off`. CPU answers are not kept on disk, because they depend on the machine.
+A checksum detects damaged files but not forged ones: a folder that others may write is not used, with a `RematWarning`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from remat_jax.warning import warn
 
 VARIABLE = "REMAT_JAX_CACHE"
 MOST_FILES = 1000
-"""Files kept, of some 10 kB each, and of 1 MB for the largest unrolled models; beyond it the oldest go."""
+"""The most files, of about 10 kB each, or 1 MB for the largest unrolled models; the oldest are removed first."""
 
 MOST_BYTES = 256 * 2**20
-"""A file of more is none of ours."""
+"""A larger file is not from this cache."""
 
 _OFF = ("off", "0", "no", "false", "none", "disable", "disabled")
 _REMEDY = f"Name another folder in {VARIABLE}, or 'off'"
@@ -40,7 +40,7 @@ _memory: dict[str, Any] = {}
 
 
 class Plain(Protocol):
-    """What can be kept."""
+    """A value that can be cached."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -50,7 +50,7 @@ Kept = TypeVar("Kept", bound=Plain)
 
 
 def digest(program: ExportedProgram, target: Target, options: dict[str, Any], child: Path) -> str:
-    """A name for all that the compiler's answer depends on: another answer is never found under it."""
+    """A hash of everything that the compiler's answer depends on."""
     content = {
         "donated": program.donated,
         "arguments": program.arguments,
@@ -68,7 +68,7 @@ def digest(program: ExportedProgram, target: Target, options: dict[str, Any], ch
 
 
 def read(key: str, target: Target, from_dict: Callable[[dict[str, Any]], Kept]) -> Kept | None:
-    """What is kept under `key`; None where nothing is, or where a file is not as it was written."""
+    """The value cached under `key`; None if there is none, or if its file was altered."""
     if key not in _memory and (folder := _folder(target)) is not None:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             checksum, text = read_limited(folder / f"{key}.json", MOST_BYTES).decode("utf-8").split("\n", 1)
@@ -78,7 +78,7 @@ def read(key: str, target: Target, from_dict: Callable[[dict[str, Any]], Kept]) 
 
 
 def write(key: str, target: Target, value: Plain) -> None:
-    """Keep `value`. A folder that cannot be written is a warning: next time it is compiled again."""
+    """Cache `value`. If the folder cannot be written, warn: the next call compiles again."""
     _memory[key] = value
     folder = _folder(target)
     if folder is None:
@@ -88,7 +88,7 @@ def write(key: str, target: Target, value: Plain) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:
             Path(own, "new").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}", encoding="utf-8")
-            # A reader sees the whole file or none.
+            # Atomic: a reader sees the whole file or none.
             os.replace(Path(own, "new"), folder / f"{key}.json")
         files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
         for oldest in files[:-MOST_FILES]:
@@ -98,7 +98,7 @@ def write(key: str, target: Target, value: Plain) -> None:
 
 
 def forget() -> None:
-    """Forget what is kept in memory; the folder stays."""
+    """Clear the cache in memory; the folder stays."""
     _memory.clear()
 
 
@@ -118,9 +118,9 @@ def _folder(target: Target) -> Path | None:
 
 
 def _of_others(folder: Path) -> Path | None:
-    """The folder, or the first one above it, by which others could put their own files in its place; None where they cannot.
+    """The folder, or its first parent, through which other users could replace its files; None if they cannot.
 
-    What lies in a folder above that is sticky, such as `/tmp`, can be exchanged by its owner alone.
+    In a sticky parent, such as `/tmp`, only an entry's owner can replace it.
     """
     if os.name != "posix":
         return None
@@ -130,7 +130,7 @@ def _of_others(folder: Path) -> Path | None:
 
 
 def _is_others(folder: Path, *, sticky: bool) -> bool:
-    """Whether a folder is another user's, or others may write it; where it is sticky, they may, if that is allowed."""
+    """Whether another user owns a folder or may write it; `sticky` allows writing by others in a sticky folder."""
     try:
         found = folder.stat()
     except OSError:
@@ -141,13 +141,13 @@ def _is_others(folder: Path, *, sticky: bool) -> bool:
 
 
 def _is_private(group: int) -> bool:
-    """Whether a group has this user alone: it has the user's name, and lists nobody else."""
+    """Whether a group has this user as its only member: it has the user's name and lists nobody else."""
     import grp
     import pwd
 
     try:
         user, found = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(group)
-    except KeyError:  # in a container, where neither has a name
+    except KeyError:  # in a container, neither user nor group has a name
         return group == os.getgid() == os.getuid()
     return found.gr_name == user and set(found.gr_mem) <= {user}
 
@@ -161,7 +161,7 @@ def _packages() -> dict[str, str]:
 
 @functools.cache
 def _sources(child: Path) -> str:
-    """What reads the compiler's answer: the code of `remat_jax.memory`."""
+    """A hash of the code that reads the compiler's answer: `remat_jax.memory`."""
     found = hashlib.sha256(child.read_bytes())
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         found.update(path.read_bytes())

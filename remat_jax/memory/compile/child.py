@@ -1,8 +1,8 @@
-"""The process that compiles: reads exported programs, compiles each for the target, prints what the compiler says.
+"""The compile process: reads exported programs, compiles each for the target, and prints the compiler's answer.
 
-Run as a script, by path, so that it imports nothing but JAX: the CUDA plugin is loaded here and nowhere else, and whatever the
-compiler does (abort, hang, run out of memory) it does here. One JSON object per program on standard output, flushed at once. It
-waits for more requests: starting takes longer than compiling a small program.
+It runs as a script, by path, so that it imports only JAX. The CUDA plugin is loaded only here, and if the compiler aborts,
+hangs or runs out of memory, only this process is affected. It prints one JSON object per program and flushes at once. Then it
+waits for more requests, because starting takes longer than compiling a small program.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from jax import export
 from jax.experimental import topologies
 
 NO_TILES = ("Couldn't find output tile sizes", "No supported config found for HLO: %gemm_fusion")
-"""What XLA says of a matrix product that Triton cannot tile as it is guessed; on a GPU it would try other kernels."""
+"""XLA's errors for a matrix product without a fitting Triton tile; on a GPU XLA would try other kernels."""
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 jax.config.update("jax_platforms", "cpu")  # the process itself computes on the CPU; the GPU is only described
 
 
 def devices(request: dict[str, Any]) -> list[Any]:
-    """Where the programs run: described devices, or the CPUs of this process."""
+    """The devices of the programs: described devices, or the CPUs of this process."""
     if request["compiler_description"] is None:
         return list(jax.devices("cpu"))
     hosts = request["hosts"]
@@ -37,7 +37,7 @@ def devices(request: dict[str, Any]) -> list[Any]:
 
 
 class PinnedHost(jax.sharding.SingleDeviceSharding):
-    """The host memory of a described device, which a sharding of JAX's own takes to have none and silently forgets."""
+    """A sharding in the host memory of a described device; JAX's own sharding silently drops that memory kind."""
 
     @property
     def memory_kind(self) -> str:
@@ -46,7 +46,7 @@ class PinnedHost(jax.sharding.SingleDeviceSharding):
 
 
 class PinnedHostOfMesh(jax.sharding.NamedSharding):
-    """The same of the devices of a mesh; to JAX's caches it must not be equal to what lies so on the devices."""
+    """A sharding in the host memory of a mesh's devices; JAX's caches must not confuse it with device memory."""
 
     @property
     def memory_kind(self) -> str:
@@ -61,7 +61,7 @@ class PinnedHostOfMesh(jax.sharding.NamedSharding):
 
 
 def shardings(exported: Any, program: dict[str, Any], where: list[Any]) -> list[Any]:
-    """Where each argument lives: on the mesh as it was exported, or in a memory of the one device; a CPU has one memory."""
+    """The sharding of each argument: on the mesh as exported, or in a memory of the single device; a CPU has one memory."""
     on_host = [aval.memory_space is jax.memory.Space.Host and where[0].platform != "cpu" for aval in exported.in_avals]
     if program["mesh"]:
         names, sizes = zip(*program["mesh"], strict=True)
@@ -72,7 +72,7 @@ def shardings(exported: Any, program: dict[str, Any], where: list[Any]) -> list[
 
 
 def compiled(program: dict[str, Any], where: list[Any]) -> dict[str, Any]:
-    """The sizes in bytes that the compiler reports for one program, and the shapes of what each device has of its results."""
+    """The sizes in bytes that the compiler reports for one program, and the shapes of its results on each device."""
     with open(program["path"], "rb") as file:
         exported = export.deserialize(bytearray(file.read()))
     places = shardings(exported, program, where)
@@ -92,10 +92,10 @@ def compiled(program: dict[str, Any], where: list[Any]) -> dict[str, Any]:
         executable = lowered.compile(compiler_options=options | NO_TRITON)
     analysis = executable.memory_analysis()
     names = ("temp", "argument", "output", "alias", "host_temp", "host_argument", "host_output", "host_alias")
-    # The peak that XLA reports beside these is left out on purpose: on a GPU target it counts host buffers as device memory.
+    # XLA's own peak is left out on purpose: for a GPU target it counts host buffers as device memory.
     sizes = {name: int(getattr(analysis, f"{name}_size_in_bytes")) for name in names}
     if "text" in program and any(sizes[name] for name in names if name.startswith("host")):
-        # What XLA dumps by itself is older: a loop's copies to and from the host are not set yet.
+        # XLA's own dump is earlier: it lacks the final copies to and from the host in loops.
         with open(program["text"], "w", encoding="utf-8") as file:
             file.write(executable.as_text())
     results = zip(exported.out_avals, executable.output_shardings, strict=True) if program["mesh"] else ()
@@ -105,11 +105,11 @@ def compiled(program: dict[str, Any], where: list[Any]) -> dict[str, Any]:
 
 _asked = threading.Event()
 IDLE_SECONDS = 60.0
-"""Longer than the process that asks keeps this one."""
+"""Longer than the parent process keeps this one."""
 
 
 def end_with(parent: int) -> None:
-    """Leave when the process that asked is gone, maybe while JAX was imported, or has asked nothing for long."""
+    """Exit when the parent process is gone, maybe already during the import of JAX, or has been silent for long."""
     idle = 0.0
     while os.getppid() == parent and idle < IDLE_SECONDS:
         time.sleep(1.0)
@@ -118,7 +118,7 @@ def end_with(parent: int) -> None:
 
 
 def main() -> None:
-    """Answer the requests on standard input, a line each, until it ends."""
+    """Answer the requests on standard input, one per line, until it ends."""
     watched = False
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
@@ -126,7 +126,7 @@ def main() -> None:
         if not watched:
             threading.Thread(target=end_with, args=(request["parent"],), daemon=True).start()
             watched = True
-        # What the compiler leaves behind goes with the call.
+        # The call removes the compiler's files with its folder.
         os.environ["TMPDIR"] = request["folder"]
         answer_programs(request)
         jax.clear_caches()
@@ -135,14 +135,14 @@ def main() -> None:
 
 
 def answer_programs(request: dict[str, Any]) -> None:
-    """Compile the programs one after another, and print what the compiler says of each."""
+    """Compile the programs one after another, and print the compiler's answer to each."""
     where = devices(request)
     for program in request["programs"]:
         answer: dict[str, Any]
         try:
             answer = compiled(program, where)
         except Exception as error:
-            # Whatever the compiler raises is the answer; the other programs may still compile.
+            # Any error is the answer: the other programs may still compile.
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps({"key": program["key"], **answer}), flush=True)
 

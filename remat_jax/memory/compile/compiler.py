@@ -1,4 +1,4 @@
-"""Compiling for a target in processes of their own: the sizes, what is alive at the peak, how host copies are scheduled."""
+"""Compiles for a target in child processes: sizes, buffers alive at the peak, and the schedule of host copies."""
 
 from __future__ import annotations
 
@@ -30,29 +30,28 @@ from remat_jax.memory.hlo.timeline import Timeline
 from remat_jax.reading import from_plain
 
 MOST_CHILDREN = 4
-"""Compiling processes at a time: each holds a compiler of its own, about 1 GB."""
+"""The most compile processes at a time: each has its own compiler, of about 1 GB."""
 
 OPTIMISED = "gpu_after_optimizations.txt"
-"""How the file ends to which XLA writes the optimised module."""
+"""The ending of the file to which XLA writes the optimised module."""
 
 CHILD = Path(__file__).with_name("child.py")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the compiler reports, in bytes; `host_*` live in host memory.
+    """The compiler's answer, in bytes; `host_*` is in host memory.
 
     Attributes:
-      live: what is on the device at the peak; empty for the target `cpu`.
-      timeline: what is on the device over the schedule; None for the target `cpu`.
-      time: the modelled time of the compiled schedule; None for the target `cpu`, and where the compiled text or a rate is
-        not known.
-      no_time: why the time is not known, in plain words; empty where it is.
-      miscompiled: whether a loop copies another slot of a host buffer than the program asks for; None where the compiled text
-        does not tell.
-      collectives: what the devices of a mesh send each other; None for one device, and where the compiled text is not known.
-      untiled: whether a matrix product was one that Triton's guessed tiles do not fit, and all were compiled without Triton.
-      limit_options: the memory limit that it was compiled with, as options for `jax.jit`; empty for XLA's own.
+      live: the buffers on the device at the peak; empty for the target `cpu`.
+      timeline: the buffers on the device over the schedule; None for the target `cpu`.
+      time: the modelled time of the compiled schedule; None for the target `cpu`, and if the compiled text or a rate is
+        unknown.
+      no_time: why the time is unknown, in words; empty if it is known.
+      miscompiled: whether a loop copies a wrong slot of a host buffer; None if the compiled text does not show it.
+      collectives: the data exchanged between the devices of a mesh; None for one device, and if the compiled text is unknown.
+      untiled: whether a matrix product fits no Triton tile, so that all products were compiled without Triton.
+      limit_options: the memory limit of the compilation, as options for `jax.jit`; empty for XLA's own limit.
     """
 
     temp: int
@@ -74,12 +73,12 @@ class Sizes:
 
     @property
     def seconds(self) -> float | None:
-        """The modelled time of the step; None where it is not known."""
+        """The modelled time of the step; None if unknown."""
         return None if self.time is None else self.time.seconds
 
     @property
     def overlap(self) -> Overlap | None:
-        """How the copies to and from the host are scheduled; None where there are none, or a rate is not known."""
+        """The schedule of copies to and from the host; None if there are none, or a rate is unknown."""
         found = None if self.time is None else self.time.overlap
         return found if found is not None and found.out.count + found.back.count else None
 
@@ -90,7 +89,7 @@ class Sizes:
 
     @property
     def host(self) -> int:
-        """The same in host memory."""
+        """Arguments + outputs − aliased + temp in host memory."""
         return self.host_temp + self.host_argument + self.host_output - self.host_alias
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,7 +98,7 @@ class Sizes:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sizes:
-        """What `to_dict` gave; anything else raises ValueError."""
+        """The inverse of `to_dict`; raises ValueError for other data."""
         found: Sizes = from_plain(cls, data)
         return found
 
@@ -115,21 +114,21 @@ def compile_programs(
     kernels: Kernels | None = None,
     children: Children | None = None,
 ) -> dict[str, Sizes]:
-    """The compiler's sizes of each program on `target`, by key; several are compiled side by side, one process for each core.
+    """The compiler's sizes of each program on `target`, by key. Programs are compiled in parallel, one process per core.
 
-    What was compiled before, by the same compiler with the same options, is not compiled again (`cache.py`).
+    A program that the same compiler compiled before with the same options comes from the cache (`cache.py`).
 
     Args:
-      timeout: seconds for all of them together.
-      memory_limit: the bytes of device memory that XLA is to stay within (`limit.py`); a CPU has no such limit.
-      on_done: told each key as its program is compiled.
-      kernels: what an earlier call has made for the same target with the same options; None where nothing is known.
-      children: the processes of a larger call, which ends them; where one of several programs fails here, all
-        of that call's are ended, and those that it starts later. One program that fails ends no other.
+      timeout: seconds for all programs together.
+      memory_limit: a device memory limit for XLA in bytes (`limit.py`); a CPU has no such limit.
+      on_done: called with each key when its program is compiled.
+      kernels: the kernels of earlier calls for the same target with the same options; None if there are none.
+      children: the processes of a larger call, which ends them. If one of several programs fails here, all present and later
+        processes of that call are ended. A failure of a single program ends no other process.
 
     Raises:
-      CompileError: the compiler failed, aborted, hung or ran out of memory, with what it said last.
-      TargetError: the target is a GPU that nothing describes to the compiler.
+      CompileError: the compiler failed, aborted, hung or ran out of memory; the message has its last output.
+      TargetError: the target is a GPU without a compiler description.
       UnsupportedError: the target is a GPU and its compiler is not installed.
     """
     if target.kind == "gpu":
@@ -145,7 +144,7 @@ def compile_programs(
     options = {key: (compiler_options or {}) | limit for key, limit in limits.items()}
     digests = {one.key: cache.digest(one, target, options[one.key], CHILD) for one in programs}
     found = {digest: sizes for digest in set(digests.values()) if (sizes := cache.read(digest, target, Sizes.from_dict))}
-    # Of programs that are equal, one is compiled.
+    # Equal programs are compiled once.
     new: dict[str, ExportedProgram] = {}
     for one in programs:
         if digests[one.key] not in found:
@@ -165,10 +164,10 @@ def compile_programs(
 
 
 def result_shapes(program: ExportedProgram, target: Target, *, timeout: float) -> list[tuple[int, ...]]:
-    """The shapes of what each device of a mesh has of the results of `program`, as the compiler divides them.
+    """The shapes of the results of `program` on each device of a mesh, as the compiler partitions them.
 
     Raises:
-      CompileError, UnsupportedError: as for `compile_programs`.
+      CompileError, UnsupportedError: as in `compile_programs`.
     """
     if target.kind == "gpu":
         compat.require_gpu_compiler()
@@ -212,7 +211,7 @@ def _compiled(
 
 
 def _entry(folder: Path, program: ExportedProgram, target: Target, options: dict[str, Any]) -> dict[str, Any]:
-    """What the compiling process is told of one program; what it writes goes to the folder."""
+    """The request for one program; the compile process writes its files to `folder`."""
     folder.mkdir()
     path = folder / "program.jaxexport"
     path.write_bytes(program.blob)
@@ -220,9 +219,9 @@ def _entry(folder: Path, program: ExportedProgram, target: Target, options: dict
     entry = {"key": program.key, "path": str(path), "donated": program.donated, "compiler_options": options}
     entry["mesh"] = program.mesh
     if target.kind == "gpu":
-        # Having XLA write down what it decided costs no time that could be measured.
+        # XLA's dump costs no measurable time.
         dump = {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
-        # A program may have set XLA_FLAGS to write down its own step alone, as MaxText does.
+        # The user's XLA_FLAGS may restrict dumps to one module, as MaxText does: override it.
         entry["compiler_options"] = options | dump | {"xla_dump_hlo_module_re": ".*"}
         entry["text"] = str(folder / "compiled.hlo")
     return entry
@@ -237,7 +236,7 @@ def _answers(
     kernels: Kernels,
     children: Children | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """What the compiling processes answer together; the first failure ends them all."""
+    """The answers of all compile processes; the first failure ends them all."""
     side_by_side = max(1, min(len(entries), os.cpu_count() or 1, MOST_CHILDREN))
     environment = compiler_environment(target)
     ends = time.monotonic() + timeout
@@ -261,7 +260,7 @@ def _answers(
             except CompileError as error:
                 if not refuse(error):
                     raise
-                # Without the option that it refused; without any where it was the file.
+                # Retry without the refused option; without any option if the file was refused.
                 options = fewer if (fewer := kernel_options(file)) != options else {}
             else:
                 kernels.give_back(file)
@@ -274,7 +273,7 @@ def _answers(
     with ThreadPoolExecutor(side_by_side) as pool, own:
         parts = [pool.submit(run, number) for number in range(side_by_side)]
         ended, _ = wait(parts, return_when=FIRST_EXCEPTION)
-        # What failed comes first: the others run on, and are ended with it.
+        # Ended parts first, so that a failure is raised at once and ends the others.
         return {key: answer for part in (*ended, *parts) for key, answer in part.result().items()}
 
 
@@ -284,7 +283,7 @@ def _with(entry: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
     dump = folder / "dump"
-    copied = folder / "compiled.hlo"  # the child writes it where something is copied to or from the host
+    copied = folder / "compiled.hlo"  # the child writes it if something is copied to or from the host
     miscompiled: bool | None = False
     module = played = _module(_last(dump, OPTIMISED))
     if copied.exists():
@@ -310,13 +309,13 @@ def _sizes(answer: dict[str, Any], folder: Path, program: ExportedProgram, targe
 
 
 def _last(dump: Path, ending: str) -> str | None:
-    """The text of the last file with this ending; None where the compiler wrote none down."""
+    """The text of the last file with this ending; None if the compiler wrote none."""
     paths = sorted(dump.glob(f"*{ending}"))
     return paths[-1].read_text(encoding="utf-8", errors="replace") if paths else None
 
 
 def _module(text: str | None) -> HloModule | None:
-    """The compiled module; None where its text is missing or has a form that is not known: the sizes hold all the same."""
+    """The compiled module; None if its text is missing or has an unknown form. The sizes are valid either way."""
     try:
         return None if text is None else parse(text)
     except UnsupportedError:
@@ -324,7 +323,7 @@ def _module(text: str | None) -> HloModule | None:
 
 
 def _step_time(module: HloModule | None, target: Target, program: ExportedProgram) -> tuple[StepTime | None, str]:
-    """The modelled time of a step; or None, and why: a rate that the target does not say. The sizes hold all the same."""
+    """The modelled time of a step, or None and the reason: the target lacks a rate. The sizes are valid either way."""
     if module is None:
         return None, "not modelled for a CPU" if target.kind == "cpu" else "the compiled module could not be read"
     try:
@@ -334,7 +333,7 @@ def _step_time(module: HloModule | None, target: Target, program: ExportedProgra
 
 
 def _live(module: HloModule, dump: Path, program: ExportedProgram) -> tuple[tuple[LiveBuffer, ...], Timeline | None]:
-    """What is on the device at the peak and over the schedule, arguments by their names; nothing where none is written down."""
+    """The buffers on the device at the peak and over the schedule, arguments by name; empty if XLA wrote no buffers."""
     assignment, ranges = _last(dump, "-buffer-assignment.txt"), _last(dump, "-live-range.txt")
     if assignment is None or ranges is None:
         return (), None
@@ -345,7 +344,7 @@ def _live(module: HloModule, dump: Path, program: ExportedProgram) -> tuple[tupl
 
 
 def _miscompiled(module: HloModule | None) -> bool | None:
-    """Whether a host copy takes the wrong slot; None where the text does not tell, and it is up to the receipt."""
+    """Whether a host copy takes the wrong slot; None if the text does not show it, so that the receipt decides."""
     try:
         return None if module is None else scanned_offload_is_miscompiled(module)
     except UnsupportedError:

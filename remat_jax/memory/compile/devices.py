@@ -1,4 +1,4 @@
-"""Whether a workload and a target are of as many devices, and what host memory the devices of one host share."""
+"""Checks that a workload and a target have as many devices, and that host memory suffices for all devices of a host."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from remat_jax.workload import Workload
 
 
 def check_devices(workload: Workload, target: Target) -> None:
-    """Refuse a target of more or fewer devices than the workload's mesh has; without a mesh it is one.
+    """Refuse a target with more or fewer devices than the workload's mesh; without a mesh the workload has one device.
 
     Raises:
-      ArgumentError: the mesh is of another size.
-      UnsupportedError: a workload without a mesh on several devices, or one with a mesh on the attached device.
+      ArgumentError: the mesh has another size.
+      UnsupportedError: the workload has no mesh but the target has several devices, or it has a mesh on the attached device.
     """
     if workload.mesh is None:
         if target.devices > 1:
@@ -37,10 +37,10 @@ def check_devices(workload: Workload, target: Target) -> None:
 
 
 def check_size(mesh: AbstractMesh, target: Target, called: str) -> None:
-    """Refuse a mesh of more or fewer devices than the target; `called` is what the message says of the mesh.
+    """Refuse a mesh with more or fewer devices than the target; `called` describes the mesh in the message.
 
     Raises:
-      ArgumentError: it is of another size.
+      ArgumentError: the mesh has another size.
     """
     if mesh.size != target.devices:
         one = re.sub(r"^(\d+x){1,2}", "", target.name)
@@ -51,7 +51,7 @@ def check_size(mesh: AbstractMesh, target: Target, called: str) -> None:
 
 
 def host_shortage(host_bytes: int, target: Target) -> str | None:
-    """That a step with `host_bytes` of host memory a device needs more than the hosts of `target` have; None where it does not.
+    """A warning if a step with `host_bytes` of host memory per device exceeds the memory of the target's hosts, else None.
 
     >>> from remat_jax.hardware import target
     >>> host_shortage(10**12, target("l4")) is None  # nothing is known of its hosts

@@ -22,13 +22,13 @@ from remat_jax.mesh import check_context
 from remat_jax.train.traced import device_bytes
 from remat_jax.workload import TrainingStep
 
-# "ALL" is understood from JAX 0.11 on; before, each target that is refused is named in the error, and is let pass then.
+# JAX understands "ALL" from 0.11 on. Before, the error names each refused custom call, which is then allowed.
 _CUSTOM_CALLS = ("annotate_device_placement", "ALL")
 _REFUSED = re.compile(r'custom_call @"?([^\s("]+)"?\(')
 
 
 def _check_process() -> None:
-    """Say at once what would fail later, or wait for ever."""
+    """Raise at once for a process in which compiling would fail later or hang."""
     if not Path(__file__).is_file():
         raise UnsupportedError(
             f"remat_jax was imported from {__file__.partition('/remat_jax/')[0]!r}, which is no folder, and the process that "
@@ -42,13 +42,13 @@ class ExportedProgram:
     """A training step, exported for a platform.
 
     Attributes:
-      key: what the caller knows it by.
+      key: the caller's key for the program.
       blob: the serialised program.
-      donated: the flat arguments whose buffers it may reuse.
-      arguments: what each flat argument is called.
-      mesh: the axes of the mesh that it is divided over, with their sizes; empty for a single device.
-      kernels: the operations of its Pallas kernels, by their names.
-      held_bytes: device memory of one device for the arguments, and the results that reuse no argument's buffer.
+      donated: the flat arguments whose buffers the program may reuse.
+      arguments: the name of each flat argument.
+      mesh: the axes of the program's mesh with their sizes; empty for a single device.
+      kernels: the operations of its Pallas kernels, by name.
+      held_bytes: one device's memory for the arguments and for results that reuse no argument's buffer.
     """
 
     key: str
@@ -64,9 +64,9 @@ def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram
     """`step` lowered for the platform of `target`; nothing is compiled or allocated here.
 
     Raises:
-      ArgumentError: this call stands under a `jax.set_mesh` of another size.
+      ArgumentError: the call is under a `jax.set_mesh` of another size.
       CompileError: a kernel needs cuDNN, which is not installed.
-      UnsupportedError: the step names a mesh of its own, of another size; or this package is in a zip file.
+      UnsupportedError: the step has its own mesh of another size, or this package is in a zip file.
     """
     _check_process()
     devices = 1 if step.mesh is None else step.mesh.size
@@ -90,7 +90,7 @@ def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram
             if "device assignment" not in str(error):
                 raise
             raise _of_another_mesh(devices, str(error)) from error
-    # A program for one device, without any sharding, runs on each of several.
+    # A program for one device, without any sharding, runs on every device.
     if exported.nr_devices not in (1, devices):
         raise _of_another_mesh(devices, f"it is a program for {_counted(exported.nr_devices)}")
     mesh = tuple(zip(step.mesh.axis_names, step.mesh.axis_sizes, strict=True)) if step.mesh is not None else ()
@@ -99,7 +99,7 @@ def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram
 
 
 def _held_bytes(step: TrainingStep, results: Sequence[Any], donated: Sequence[int]) -> int:
-    """What one device holds for the whole step; a result of an argument's type is taken to lie on the mesh as that does."""
+    """The bytes that one device holds for the whole step; a result is assumed to be sharded like an argument of its type."""
     local = jax.tree.leaves(step.local_arguments)
     reusable: Counter[Any] = Counter()
     alike: dict[Any, Any] = {}
@@ -122,9 +122,9 @@ def _type(leaf: Any) -> tuple[Any, ...]:
 def _exported(
     flat: Callable[..., Any], leaves: Sequence[Any], target: Target, shardings: Sequence[Any]
 ) -> tuple[Any, tuple[tuple[str, float], ...]]:
-    """`flat` exported, and the operations of its Pallas kernels, of which the exported program says nothing.
+    """`flat` exported, and the operations of its Pallas kernels, which the exported program does not contain.
 
-    Kernels whose form JAX does not promise to keep are let pass: they are compiled at once.
+    Kernels without a stable serialised form are allowed, because the program is compiled at once.
     """
     platform = "cuda" if target.kind == "gpu" else "cpu"
     described: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -136,7 +136,7 @@ def _exported(
         try:
             with described():
                 exported = export.export(jitted, platforms=[platform], disabled_checks=checks)(*leaves)
-            # The trace is there already: exporting made it.
+            # The trace is cached: exporting made it.
             return exported, tuple(sorted(named_kernels(jitted.trace(*leaves).jaxpr).items()))
         except ValueError as error:
             refused = tuple(dict.fromkeys(_REFUSED.findall(str(error))))
@@ -144,7 +144,7 @@ def _exported(
                 raise
             allowed += refused
         except RuntimeError as error:
-            # A Pallas kernel is lowered for the device that is there, unless another one is named.
+            # A Pallas kernel is lowered for the attached device unless another device is named.
             if "AbstractDevice" not in str(error) or described is not contextlib.nullcontext:
                 raise
             described = functools.partial(compat.lowering_for, target.name, target.device_kinds)

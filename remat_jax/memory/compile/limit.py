@@ -1,12 +1,12 @@
-"""XLA's memory limit: the bytes that a compiled step should stay within, as the compiler option that says so.
+"""XLA's memory limit for a compiled step, as a compiler option.
 
-XLA:GPU schedules, and recomputes by itself, so that what a step computes with fits
+XLA:GPU schedules and rematerialises so that a step's temporary memory fits
 
     (device memory · 80 % − held) · factor / 100,
 
-where *held* are the arguments, and the results that reuse no argument's buffer. The option is the factor, an integer; 95 unless
-given. On an attached GPU the first term is not 80 % of the device's memory but the pool of JAX's allocator, 75 % unless
-XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. It is a limit that XLA works towards, and no promise: a step may need more.
+where *held* are the arguments and the results that reuse no argument's buffer. The option is the integer factor; its default is
+95. On an attached GPU the first term is not 80 % of the device's memory but the pool of JAX's allocator, 75 % unless
+XLA_PYTHON_CLIENT_MEM_FRACTION changes it. XLA works towards the limit but does not guarantee it: a step may need more.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from remat_jax.hardware.amounts import device_amount
 OPTION = "xla_gpu_memory_limit_slop_factor"
 
 LARGEST_FACTOR = 95
-"""XLA's own: a limit that would be larger is left to it."""
+"""XLA's default factor: a larger factor is not set."""
 
 _AVAILABLE_PERCENT = 80
-"""What XLA takes for available of a described device's memory."""
+"""The share of a described device's memory that XLA takes as available."""
 
 
 def limit_bytes(memory_limit: Any, target: Target) -> int | None:
-    """The bytes that a user's `memory_limit` stands for on `target`, written as a budget is; None for none.
+    """A user's `memory_limit`, written like a budget, in bytes on `target`; None for no limit.
 
     Raises:
-      ArgumentError: it is no amount of memory, not positive, more than the target has, or the target has no such limit.
+      ArgumentError: the limit is not an amount of memory, not positive, or above the target's memory; or the target has no
+        such limit.
 
     >>> from remat_jax.hardware import target
     >>> limit_bytes("40GiB", target("h200")) == 40 * 2**30, limit_bytes(None, target("cpu"))
@@ -47,12 +48,12 @@ def limit_bytes(memory_limit: Any, target: Target) -> int | None:
 
 
 def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[str, int]:
-    """The compiler options under which XLA's limit is the largest within `limit` bytes; empty where it is so without any.
+    """The compiler options that set XLA's limit to the largest within `limit` bytes; empty if the default limit is lower.
 
-    Also empty where there is no such limit: `limit` is None, or the target is a CPU or a GPU of unknown memory.
+    Also empty if `limit` is None, or the target is a CPU or a GPU of unknown memory.
 
     Args:
-      held_bytes: device memory of the step's arguments, and of its results that reuse no argument's buffer.
+      held_bytes: device memory of the step's arguments and of results that reuse no argument's buffer.
 
     >>> from remat_jax.hardware import target
     >>> limit_options(40 * 2**30, target("h200"), 10 * 2**30)
@@ -64,6 +65,6 @@ def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[st
         return {}
     available = target.memory_bytes * _AVAILABLE_PERCENT // 100 - held_bytes
     if available <= 0:
-        return {}  # XLA's limit is 0 whatever the factor
+        return {}  # XLA's limit is 0 for every factor
     factor = max(1, 100 * (limit - held_bytes) // available)
     return {OPTION: factor} if factor < LARGEST_FACTOR else {}

@@ -1,4 +1,4 @@
-"""Asking a process of its own: a compiler that aborts, hangs or runs out of memory does so there, and is an error here."""
+"""Child processes for the compiler: if it aborts, hangs or runs out of memory, the child dies, and this process raises."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from remat_jax.hardware import Target
 from remat_jax.memory.compile.scratch import full_disk
 
 ENVIRONMENT = ("JAX_", "XLA_", "TF_", "CUDA_", "NVIDIA_")
-"""How the variables begin on which a compiler's answer depends."""
+"""The prefixes of environment variables that affect a compiler's answer."""
 
 IDLE_SECONDS, MOST_IDLE = 30.0, 4
-"""How long a child waits for another question, holding some 500 MB, and how many do."""
+"""The seconds that a child waits for another question, holding about 500 MB, and the most waiting children."""
 
 _OUT_OF_MEMORY = (
     "RESOURCE_EXHAUSTED",
@@ -43,18 +43,18 @@ _OUT_OF_MEMORY = (
 
 @dataclass(frozen=True)
 class Question:
-    """What a child is asked.
+    """A question to a child process.
 
     Attributes:
-      child: the script, which reads `request` as a line of JSON on standard input, with the process that asks as `parent`, and
-        prints one JSON object for each of `keys`.
-      doing: what it does, for error messages, such as `compiling for target='h200'`.
-      environment: of the process.
+      child: the script. It reads `request` as a line of JSON on standard input, with this process's id as `parent`, and prints
+        one JSON object for each of `keys`.
+      doing: the activity for error messages, such as `compiling for target='h200'`.
+      environment: the child's environment variables.
       timeout: seconds for all keys together.
-      who: who refuses a key, for error messages.
-      left: what earlier processes of the same call have left of these seconds; None for all of them.
-      again: whether the child prints `{"done": true}` in the end and waits to be asked again, for `IDLE_SECONDS` at most:
-        starting one is most of the time that a small program takes.
+      who: the program that refuses a key, for error messages.
+      left: the seconds left by earlier processes of the same call; None for all of `timeout`.
+      again: whether the child prints `{"done": true}` at the end and waits for another question, for at most `IDLE_SECONDS`.
+        Starting a child is most of the time for a small program.
     """
 
     child: Path
@@ -69,9 +69,9 @@ class Question:
 
 
 class Children:
-    """The processes of one call, which end where it does: who interrupts a call does not wait for a compiler.
+    """The processes of one call, which end with the call: Ctrl-C kills the compile processes.
 
-    As a context it ends them when an error passes through it.
+    Used as a context manager, it ends the processes when an error leaves the context.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Children:
             self.end()
 
     def end(self) -> None:
-        """Kill those that run, and those that are started from now on."""
+        """Kill the running processes, and all that are started later."""
         with self._lock:
             self._ended = True
             for child in self._running:
@@ -94,7 +94,7 @@ class Children:
 
     @contextlib.contextmanager
     def running(self, child: _Child) -> Iterator[None]:
-        """While the child is one of them; it must not have been waited for before the end."""
+        """A context in which the child is a running process; the child must not be waited for inside."""
         with self._lock:
             self._running.add(child)
             if self._ended:
@@ -109,10 +109,10 @@ class Children:
 def ask(
     question: Question, on_done: Callable[[str], None] | None = None, children: Children | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The child's answer for each key; `on_done` is told of each as it comes, and `children` may end it.
+    """The child's answer for each key. `on_done` is called for each answer as it comes; `children` may end the child.
 
     Raises:
-      CompileError: the child refused a key, died, hung or ran out of memory, with what it said last.
+      CompileError: the child refused a key, died, hung or ran out of memory; the message has its last output.
     """
     child = _idle.take(question) or _Child.started(question)
     alarm = _Alarm(child, question.timeout if question.left is None else question.left)
@@ -135,10 +135,10 @@ def ask(
 def _converse(
     child: _Child, question: Question, on_done: Callable[[str], None] | None
 ) -> tuple[dict[str, dict[str, Any]], str, bool]:
-    """What the child answers by key, the first key that it refused with its reason, and whether it waits for more."""
+    """The child's answers by key, the first refused key with its reason, and whether the child waits for more."""
     source, sink = child.process.stdout, child.process.stdin
     assert source is not None and sink is not None
-    # A broken pipe: the child died at once, and its exit status says why.
+    # A broken pipe means that the child died at once; its exit status tells why.
     with contextlib.suppress(BrokenPipeError):
         sink.write(json.dumps(question.request | {"parent": os.getpid()}) + "\n")
         sink.flush()
@@ -162,7 +162,7 @@ def _converse(
 
 
 def _answer(line: str) -> dict[str, Any] | None:
-    """What the child says in a line; None for what some library prints there."""
+    """The child's answer in a line; None for output of a library."""
     try:
         answer = json.loads(line)
     except ValueError:
@@ -171,7 +171,7 @@ def _answer(line: str) -> dict[str, Any] | None:
 
 
 class _Child:
-    """A process that answers; what distinguishes it from others is its `kind`."""
+    """A process that answers questions of one `kind`."""
 
     def __init__(self, process: subprocess.Popen[str], errors: TextIO, kind: tuple[Any, ...]) -> None:
         self.process, self.kind, self.killed, self.waits_since = process, kind, False, 0.0
@@ -179,7 +179,7 @@ class _Child:
 
     @classmethod
     def started(cls, question: Question) -> _Child:
-        """A new one for a question."""
+        """A new child for a question."""
         errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         process = subprocess.Popen(
             # -P: the modules beside the script must not hide others of their names.
@@ -194,7 +194,7 @@ class _Child:
         return cls(process, errors, _kind(question))
 
     def said(self) -> str:
-        """What it said on standard error for the last question."""
+        """Its standard error for the last question."""
         self._errors.seek(0)
         said = self._errors.read().strip()
         self._errors.seek(0)
@@ -202,13 +202,13 @@ class _Child:
         return said
 
     def kill(self) -> None:
-        """Kill it and the processes that the compiler has started: they are a process group of their own."""
+        """Kill the child and the processes started by the compiler: together they are one process group."""
         self.killed = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill it if it runs, and close what leads to it."""
+        """Kill the child if it runs, and close its pipes and files."""
         if self.process.poll() is None:
             self.kill()
             self.process.wait()
@@ -219,25 +219,25 @@ class _Child:
 
 
 def _kind(question: Question) -> tuple[Any, ...]:
-    """Questions of one kind can be answered by one process: the same script, under all that a compiler's answer depends on."""
+    """The kind of a question: the script and all settings that affect the answer. One process can answer all of one kind."""
     told = {name: value for name, value in question.environment.items() if name.startswith(ENVIRONMENT)}
     return str(question.child), tuple(sorted(told.items()))
 
 
 class _Idle:
-    """Children that wait to be asked again."""
+    """Children that wait for another question."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: list[_Child] = []
 
     def take(self, question: Question) -> _Child | None:
-        """One that answers questions of this kind; those that have waited too long are ended."""
+        """A waiting child for questions of this kind; children that have waited too long are ended."""
         if not question.again:
             return None
         kind, now = _kind(question), time.monotonic()
         with self._lock:
-            # A child leaves by itself a while later, so that one that is taken here is there.
+            # A child exits by itself only later, so a child taken here is alive.
             for child in [
                 one for one in self._waiting if now - one.waits_since > IDLE_SECONDS or one.process.poll() is not None
             ]:
@@ -249,7 +249,7 @@ class _Idle:
             return found
 
     def give_back(self, child: _Child) -> None:
-        """Keep a child that waits, in place of the one that has waited longest where there are many."""
+        """Keep a waiting child; if there are too many, end the one that has waited longest."""
         child.waits_since = time.monotonic()
         with self._lock:
             self._waiting.append(child)
@@ -257,11 +257,11 @@ class _Idle:
                 self._waiting.pop(0).end()
 
     def forget(self) -> None:
-        """Leave them alone: in a process that was forked they are the other one's."""
+        """Drop the children without ending them: after a fork they belong to the parent process."""
         self._lock, self._waiting = threading.Lock(), []
 
     def end(self) -> None:
-        """End them all."""
+        """End all waiting children."""
         with self._lock:
             for child in self._waiting:
                 child.end()
@@ -272,7 +272,7 @@ _idle = _Idle()
 
 
 def end_idle() -> None:
-    """End the compilers that wait to be asked again: what they took is counted from then on."""
+    """End the waiting compile processes, so that the operating system counts their resource use."""
     _idle.end()
 
 
@@ -300,12 +300,12 @@ def _raise_for(question: Question, answers: dict[str, Any], failed: str, status:
 
 
 def _shortened(said: str) -> str:
-    """The first and the last that was said: an abort gives its reason before a long stack, an exception after it."""
+    """The beginning and the end of an output: an abort gives its reason before a long stack, an exception after it."""
     return said if len(said) <= 1500 else f"{said[:500]}\n…\n{said[-1000:]}"
 
 
 def _remedy(said: str, status: int) -> str:
-    """What to do, as the end of a message, where the reason is known."""
+    """The remedy at the end of a message, if the reason is known."""
     if remedy := full_disk(said):
         return remedy
     if any(word in said for word in _OUT_OF_MEMORY):
@@ -328,7 +328,7 @@ class _Alarm:
         self._timer.start()
 
     def _expire(self) -> None:
-        # What it started may hold the pipe after it: the group is ended, whether or not the child is.
+        # Its own child processes may keep the pipe open: kill the group even if the child has ended.
         self.expired = True
         self._child.kill()
 

@@ -1,7 +1,7 @@
-"""The process that runs: what device is there, and what its allocator's peak is after one step of each exported program.
+"""The run process: the attached device's name, and its allocator's peak after one step of an exported program.
 
-Run as a script, by path, so that it imports nothing but JAX. A process runs one program, so that the peak is that step's alone.
-It compiles before anything is on the device, and makes the arguments on the host: nothing but the step adds to the peak.
+It runs as a script, by path, so that it imports only JAX. A process runs one program, so that the peak is of that step alone.
+It compiles before any array is on the device and makes the arguments on the host, so that only the step adds to the peak.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ TILE = np.random.default_rng(0).standard_normal(65_536, np.float32) * 0.02
 
 
 def place(aval: Any, device: Any) -> Any:
-    """Where an argument lives; a CPU has one memory."""
+    """The sharding of an argument; a CPU has one memory."""
     on_host = aval.memory_space is jax.memory.Space.Host and device.platform != "cpu"
     return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host" if on_host else None)
 
 
 def argument(aval: Any, device: Any) -> Any:
-    """Random numbers of the argument's type: small ones, 0 and 1 for integers and truth values."""
+    """Small random numbers of the argument's type; 0 and 1 for integers and booleans."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         kinds: list[Any] = []
         jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), aval)
@@ -42,7 +42,7 @@ def argument(aval: Any, device: Any) -> Any:
 
 
 def stats(device: Any) -> dict[str, int]:
-    """What the device's allocator counts; empty where it counts nothing, as on a CPU."""
+    """The statistics of the device's allocator; empty if it has none, as on a CPU."""
     return device.memory_stats() or {}
 
 
@@ -65,7 +65,7 @@ def peak(program: dict[str, Any], device: Any) -> int:
 
 
 def end_with(parent: int) -> None:
-    """Leave the device when the process that asked is gone: nobody reads the answer any more."""
+    """Exit when the parent process is gone, since nobody reads the answer then."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -85,7 +85,7 @@ def main() -> None:
         try:
             answer["peak"] = peak(request["program"], device)
         except Exception as error:
-            # Whatever the device or the compiler raises is the answer.
+            # Any error of the device or the compiler is the answer.
             answer = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps({"key": request["key"], **answer}), flush=True)
 

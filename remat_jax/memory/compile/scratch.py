@@ -1,4 +1,4 @@
-"""Folders for what a compilation writes: they go with it, and those of a killed process when the next one starts."""
+"""Folders for a compilation's files: removed with the compilation, or, after a kill, when the next one starts."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from remat_jax.errors import CompileError
 
 try:
     import fcntl
-except ImportError:  # Windows, where nothing is swept
+except ImportError:  # on Windows nothing is swept
     fcntl = None  # type: ignore[assignment]
 
 _PREFIX, _LOCK = "remat_jax_compile_", "held"
 _NEW, _OLD = 2.0, 24 * 3600.0
-"""Seconds in which a folder may not be locked yet; and after which one without a lock is left over."""
+"""Seconds in which a folder may not be locked yet, and seconds after which a folder without a lock is a leftover."""
 _FULL = {one: os.strerror(one) for one in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)}
 
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder of its own in the temporary folder.
+    """A new folder in the temporary folder.
 
     Raises:
       CompileError: the temporary folder is full.
@@ -45,7 +45,7 @@ def scratch() -> Iterator[Path]:
 
 
 def full_disk(said: str) -> str:
-    """What to do where a disk has no place for a file, as the end of a message; nothing where `said` is of something else."""
+    """The remedy for a full disk, as the end of a message; empty if `said` reports another error."""
     if not any(word in said for word in _FULL.values()):
         return ""
     where = tempfile.gettempdir()
@@ -54,10 +54,10 @@ def full_disk(said: str) -> str:
 
 @functools.cache
 def _sweep(parent: str) -> None:
-    """Remove what processes left that are gone: nobody holds its lock."""
+    """Remove the folders of ended processes, whose locks nobody holds."""
     for folder in Path(parent).glob(f"{_PREFIX}*") if fcntl else ():
         with contextlib.suppress(OSError):
-            # Its owner was killed before it made the lock, or while it removed the folder.
+            # The owner was killed before it made the lock, or while it removed the folder.
             if not (folder / _LOCK).exists() and time.time() - folder.stat().st_mtime > _OLD:
                 shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError), open(folder / _LOCK, "r+") as held:

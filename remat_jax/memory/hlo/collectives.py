@@ -1,7 +1,7 @@
-"""What the devices of a mesh send each other in one step, read from the compiled module.
+"""The collectives of one step on a mesh, read from the compiled module.
 
-The compiler's partitioner, not the program, decides where an array is gathered, summed or scattered. What stands in the body of
-a loop runs as often as the loop does, and of the calls that were combined into one every array counts.
+The compiler's partitioner, not the program, decides where an array is gathered, summed or scattered. A collective in a loop
+counts once per iteration. If collectives were combined into one call, each of its arrays counts.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Collective:
     """The exchanges of one kind in one phase of a step.
 
     Attributes:
-      kind: as XLA calls it: `all-gather`, `reduce-scatter`, `all-reduce`, …
-      phase: `forward`, `recomputed`, `backward`, or `other`. What both the recomputation and the gradient read is exchanged
-        once, and is in the phase that the compiler names.
-      count: how many arrays are exchanged; one in a loop counts once for each of its iterations.
-      bytes: what one device gives or gets of them, the larger of the two: of an all-gather the whole array, of a
-        reduce-scatter the whole sum's parts.
+      kind: XLA's name: `all-gather`, `reduce-scatter`, `all-reduce`, …
+      phase: `forward`, `recomputed`, `backward`, or `other`. An array that both the recomputation and the gradient read is
+        exchanged once, in the phase that the compiler names.
+      count: the number of exchanged arrays; an array in a loop counts once per iteration.
+      bytes: the larger of the bytes that one device sends and receives: for an all-gather the whole result, for a
+        reduce-scatter the whole operand.
     """
 
     kind: str
@@ -45,10 +45,10 @@ class Collective:
 def read_collectives(text: str | HloModule) -> tuple[Collective, ...]:
     """The collectives that one execution of the compiled module `text` runs, by kind and phase.
 
-    A loop runs as often as the compiler knows it does (once where it does not), and of a `conditional` every branch is counted.
+    A loop runs for the trip count that the compiler knows, else once. Every branch of a `conditional` counts.
 
     Raises:
-      UnsupportedError: the text has a line of a form that is not known.
+      UnsupportedError: the text has a line of an unknown form.
 
     >>> read_collectives('''ENTRY %main (x: f32[2]) -> f32[8] {
     ...   %x = f32[2] parameter(0)
@@ -66,7 +66,7 @@ def read_collectives(text: str | HloModule) -> tuple[Collective, ...]:
 
 
 def executed(collectives: Sequence[Collective]) -> dict[str, tuple[int, int]]:
-    """By kind, how many arrays are exchanged in all phases together, and their bytes.
+    """By kind, the number of arrays exchanged in all phases together, and their bytes.
 
     >>> executed([Collective("all-gather", "forward", 2, 10), Collective("all-gather", "backward", 2, 10)])
     {'all-gather': (4, 20)}
@@ -87,7 +87,7 @@ def _within(module: HloModule, computation: Computation, times: int, phase: str)
         own = _phase(one) or phase
         kind = one.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
-            # A ragged one has a buffer for its result, offsets and sizes beside the array that is sent.
+            # Besides its array, a ragged collective has a result buffer, offsets and sizes as operands.
             count = 1 if _is_ragged(one) else len(one.operands)
             yield kind, own, times * count, times * _bytes(computation, one)
         for name in _inside(one):
@@ -107,7 +107,7 @@ def _inside(one: Instruction) -> list[str]:
 
 
 def _phase(one: Instruction) -> str | None:
-    """The phase that an instruction's own name tells; what XLA made of several has none, and is in that of its loop."""
+    """The phase in an instruction's op name; None if it has none, as for merged instructions, which take their loop's phase."""
     named = re.search(r'op_name="([^"]*)"', one.rest)
     phase = module_path(named[1])[2] if named else "other"
     return None if phase == "other" else phase
@@ -124,11 +124,11 @@ def _bytes(computation: Computation, one: Instruction) -> int:
     return max(given, whole - given if one.opcode in _WITH_OPERANDS else whole)
 
 
-# --- what an exchange takes --------------------------------------------------------------------------------------------
+# --- the time of an exchange -------------------------------------------------------------------------------------------
 
 
 def exchange_of(module: HloModule, computation: Computation, one: Instruction) -> tuple[Computation, Instruction] | None:
-    """The collective that an instruction is, starts, or wraps as an asynchronous call; None for any other instruction."""
+    """The collective that an instruction is, starts, or wraps in an asynchronous call; None for other instructions."""
     if one.opcode.removesuffix("-start") in COLLECTIVES:
         return computation, one
     called = module.computations.get(one.attribute("calls") or "") if one.opcode == "async-start" else None
@@ -137,7 +137,7 @@ def exchange_of(module: HloModule, computation: Computation, one: Instruction) -
 
 
 def exchange_seconds(computation: Computation, one: Instruction, target: Target, links: Links | None) -> float | None:
-    """What a collective takes over the target's links; None where the rate of a link that it needs is not known."""
+    """Seconds of a collective over the target's links; None if the rate of a link that it needs is unknown."""
     kind = one.opcode.removesuffix("-start")
     group = largest_group(one.rest, target.devices)
     hosts = len({device // (target.devices // target.hosts) for device in group})
@@ -147,7 +147,7 @@ def exchange_seconds(computation: Computation, one: Instruction, target: Target,
 
 
 def largest_group(attributes: str, devices: int) -> list[int]:
-    """The devices of the largest group that exchanges something, by their numbers, of all that a collective names.
+    """The device numbers of the largest group that exchanges data in a collective.
 
     >>> largest_group("replica_groups={{0,1},{2,3}}", 4), largest_group("replica_groups=[2,4]<=[4,2]T(1,0)", 8)
     ([0, 1], [0, 2, 4, 6])

@@ -1,4 +1,4 @@
-"""How long the kernels of a compiled module take: the bytes and the operations of what XLA fused, at the rates of a target."""
+"""The times of the kernels of a compiled module, from the bytes and operations of each fusion at the rates of a target."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ KNOWN = frozenset(
     shift-left shift-right-arithmetic shift-right-logical sign sine slice sort sqrt stochastic-convert subtract tan tanh
     transpose triangular-solve xor""".split()
 )
-"""Instructions whose work is their bytes, or a product's operations."""
+"""Instructions whose time depends on their bytes or a product's operations."""
 ATTENTION_SHARE = 0.65
-"""Of the rate of a large product, what kernels of attention reach between their products and exponentials.
+"""The share of a large product's rate that attention kernels reach, with products and exponentials together.
 
 Dao, FlashAttention-2 (2023), Figures 4 to 6, A100, heads of 128: 0.6 to 0.73 of 312 TFLOP/s forward, 0.5 to 0.6 backward, where
 a large product reaches 0.87.
 """
 _PASSES = ("__cub$", "__gpu$TopK", "Sharding", "AllocateBuffer", "topk")
-"""Custom calls that read and write, and compute little."""
+"""Custom calls that mostly read and write, with little compute."""
 
 
 class KernelTimes:
-    """The time of each kernel of `module`: starting it, and the longer of its operations and its bytes.
+    """The time of each kernel of `module`: its launch, and the longer of the times for its operations and its bytes.
 
-    `kernels` are the operations of Pallas kernels by name, which the compiled module does not tell.
+    `kernels` has the operations of Pallas kernels by name, which the compiled module does not contain.
 
     Attributes:
-      dtypes: of the products.
-      unknown: what custom calls and instructions are counted by their bytes alone, because nobody knows their operations.
+      dtypes: the dtypes of the products.
+      unknown: custom calls and instructions with unknown operations, of which only the bytes count.
     """
 
     def __init__(self, module: HloModule, rates: Rates, kernels: Mapping[str, float] | None = None) -> None:
@@ -48,7 +48,7 @@ class KernelTimes:
         self._seconds: dict[tuple[str, str], float] = {}
 
     def seconds(self, computation: Computation, one: Instruction) -> float:
-        """Of an instruction that is no loop, no copy to or from the host and no collective."""
+        """The seconds of an instruction that is not a loop, a copy to or from the host, or a collective."""
         if one.opcode in FREE or one.opcode.endswith("-done"):
             return 0.0
         key = computation.name, one.name
@@ -83,7 +83,7 @@ class KernelTimes:
             self.unknown.add(one.opcode)
 
     def _written_by_hand(self, one: Instruction) -> float | None:
-        """The operations of a Pallas kernel; None where its name is not known, or of another instruction."""
+        """The operations of a Pallas kernel; None for an unknown kernel or another instruction."""
         named = _PALLAS.search(one.rest) if one.opcode == "custom-call" else None
         return self.kernels.get(named[1]) if named else None
 
@@ -92,12 +92,12 @@ _PALLAS = re.compile(r'op_name="[^"]*?([^"/]+)/pallas_call')
 
 
 def attention_products(computation: Computation, one: Instruction) -> list[Product]:
-    """The products of a kernel of attention, cuDNN's or one written in Pallas, by its operands; nothing for another call.
+    """The products of an attention kernel, of cuDNN or Pallas, from its operands; empty for other calls.
 
-    Query, key and value are its first three arrays of four axes (three without a batch) with the same last one, a head's
-    width. Forward there are two products over all pairs of positions. A kernel of the backward pass computes these and the
-    scores' gradient again, and one product for each of the gradients that it returns; one that returns all three does five. A
-    causal mask halves them where the call says that it is causal: cuDNN's does.
+    Query, key and value are the first three operands with four axes (three without a batch) and an equal last axis, the head
+    width. The forward kernel has two products over all pairs of positions. A backward kernel recomputes the scores, computes
+    their gradient, and has one product for each gradient that it returns: a kernel that returns all three has five products.
+    A causal mask halves the products if the call is marked causal, as cuDNN's calls are.
 
     >>> from remat_jax.memory.hlo.text import parse
     >>> module = parse('''ENTRY %main (q: bf16[2,64,4,16]) -> bf16[2,64,4,16] {
@@ -126,5 +126,5 @@ def attention_products(computation: Computation, one: Instruction) -> list[Produ
 
 
 def _positions(dims: tuple[int, ...]) -> int:
-    """The axis of positions of (…, positions, heads, width) or (…, heads, positions, width): there are more positions."""
+    """The size of the positions axis in (…, positions, heads, width) or (…, heads, positions, width): the larger axis."""
     return max(dims[-3:-1])

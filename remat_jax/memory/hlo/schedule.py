@@ -1,9 +1,9 @@
-"""How long a compiled step takes, played from its schedule, and what compute covers of its copies and exchanges.
+"""The modelled time of a compiled step, simulated from its schedule, and how far compute covers copies and exchanges.
 
-XLA:GPU writes the order in which it starts things into the module: a copy or a collective is started at one line and waited
-for at another, and what stands between may run meanwhile. Here the schedule is played. Compute runs line by line on one stream;
-copies to the host run one after the other on a second, copies back on a third, collectives on a fourth. Each starts when its
-line is reached and its stream is free, and the line that waits for it holds compute up until it is done. Nothing is run.
+XLA:GPU writes its schedule into the module: one line starts a copy or a collective, a later line waits for it, and the lines
+between may overlap it. This module simulates the schedule; nothing is run. Compute runs line by line on one stream, copies to
+the host on a second, copies back on a third, collectives on a fourth. A copy or a collective starts when its line is reached
+and its stream is free. The line that waits for it delays compute until it is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled as scanned
 from remat_jax.memory.hlo.text import Computation, HloModule, Instruction, parse
 
 Lane = Literal["out", "back", "exchange"]
-"""Where something runs beside compute: copies to the host, copies back, collectives."""
+"""The streams beside compute: copies to the host, copies back, collectives."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class StepTime:
     """The modelled time of one execution of a compiled module.
 
     Attributes:
-      seconds: of all of it: compute, and what compute waits for copies and exchanges.
-      compute_seconds: of compute alone.
+      seconds: the whole time: compute, and waiting for copies and exchanges.
+      compute_seconds: the time of compute alone.
       overlap: the copies to and from the host.
       exchanges: the collectives, in the same terms.
-      untimed: custom calls and instructions whose operations nobody knows: their bytes are counted.
-      assumed: the rates that nobody measured, by their names in `Rates`; latencies only where they are 5 % of the time or more.
+      untimed: custom calls and instructions with unknown operations: only their bytes count.
+      assumed: the rates that were not measured, by their names in `Rates`; latencies only if they are 5 % of the time or more.
     """
 
     seconds: float
@@ -56,20 +56,20 @@ def step_time(
 ) -> StepTime:
     """The modelled time of the compiled module `text` on one device of `target`.
 
-    A kernel takes what starting it takes and the longer of its operations and its bytes; products reach the rate of their shape
-    (`remat_jax.hardware.products`), attention that of its operands. A loop runs as often as the compiler knows it does (once
-    where it does not), and of a `conditional` the longest branch.
+    A kernel takes its launch time plus the longer of the times for its operations and its bytes. Products reach the rate of
+    their shape (`remat_jax.hardware.products`), attention kernels the rate of their operands. A loop runs for the trip count
+    that the compiler knows, else once. A `conditional` takes its longest branch.
 
     Args:
       text: `compiled.as_text()` of a program compiled for a GPU.
-      target: whose devices, hosts and links it is.
-      rates: instead of those of the target, `Rates.of(target)`.
-      kernels: the operations of Pallas kernels by name, as `Program.kernels` has them.
+      target: gives the devices, hosts and links.
+      rates: used instead of the target's `Rates.of(target)`.
+      kernels: the operations of Pallas kernels by name, as in `ExportedProgram.kernels`.
 
     Raises:
-      ArgumentError: a rate that the module needs is not known of the target.
-      TargetError: nothing at all is known of its rates.
-      UnsupportedError: the text has a line of a form that is not known.
+      ArgumentError: the target lacks a rate that the module needs.
+      TargetError: the target has no rates at all.
+      UnsupportedError: the text has a line of an unknown form.
 
     >>> from remat_jax.hardware import target
     >>> text = '''
@@ -92,7 +92,7 @@ def step_time(
 
 
 _MATTERS = 0.05
-"""The share of a step from which an assumed latency makes its time a range."""
+"""The least share of a step's time at which an assumed latency makes the time a range."""
 
 
 def _played(module: HloModule, target: Target, rates: Rates, kernels: Mapping[str, float] | None) -> StepTime:
@@ -102,7 +102,7 @@ def _played(module: HloModule, target: Target, rates: Rates, kernels: Mapping[st
 
 
 def _at_once(rates: Rates, late: Collection[str]) -> Rates:
-    """The rates without these latencies."""
+    """The rates without the latencies in `late`."""
     links = rates.links
     if links is not None:
         between = [name for name in late if name in ("device_link_seconds", "network_seconds")]
@@ -119,16 +119,16 @@ def read_overlap(
     hbm_bytes_per_s: float | None = None,
     host_link_bytes_per_s: float | None = None,
 ) -> Overlap:
-    """What compute covers of the host copies in the compiled module `text`, as `step_time` plays it.
+    """How far compute covers the host copies in the compiled module `text`, as simulated by `step_time`.
 
     Args:
       text: `compiled.as_text()` of a program compiled for a GPU.
-      target: whose rates are used.
-      flops_per_s: a rate for every product of every dtype instead; starting a kernel then takes no time.
-      hbm_bytes_per_s, host_link_bytes_per_s: rates instead of the target's; `math.inf` leaves the device memory out.
+      target: gives the rates.
+      flops_per_s: one rate for all products of all dtypes, used instead of the target's; a kernel launch then takes no time.
+      hbm_bytes_per_s, host_link_bytes_per_s: rates used instead of the target's; `math.inf` ignores device memory traffic.
 
     Raises:
-      ArgumentError: a rate is not positive, or neither given nor known of the target.
+      ArgumentError: a rate is not positive, or neither given nor known for the target.
 
     >>> from remat_jax.hardware import target
     >>> text = '''
@@ -155,7 +155,7 @@ def read_overlap(
 
 
 def _with(target: Target, flops: float | None, memory: float | None, link: float | None) -> Rates:
-    """The rates of a target, but for those that are given."""
+    """The rates of a target, except those given."""
     if flops is None and not (target.peak_flops or target.reached or target.measured):
         raise ArgumentError(f"flops_per_s: target={target.name!r} has no rate of products; pass flops_per_s=")
     rates = Rates.of(target)
@@ -166,7 +166,7 @@ def _with(target: Target, flops: float | None, memory: float | None, link: float
     return rates if link is None else replace(rates, out_bytes_per_s=link, in_bytes_per_s=link, copy_seconds=0.0)
 
 
-# --- playing the schedule ---------------------------------------------------------------------------------------------
+# --- simulating the schedule ------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -187,7 +187,7 @@ class _Player:
         self.now = self.compute = 0.0
         self.busy: list[tuple[float, float]] = []
         self.streams: dict[Lane, _Stream] = {"out": _Stream(), "back": _Stream(), "exchange": _Stream()}
-        # How much was computed before an instruction and once it is done, and how long the copy takes that it starts.
+        # By instruction: the compute time before it, the compute time after it, and the duration of the copy that it starts.
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self.copying: dict[str, float] = {}
@@ -221,7 +221,7 @@ class _Player:
             self._work(self.kernels.seconds(computation, one))
 
     def _beside(self, computation: Computation, one: Instruction) -> tuple[Lane, int, float] | None:
-        """What an instruction starts beside compute: where, its bytes, and how long it takes; None where it computes."""
+        """The lane, bytes and seconds of a copy or collective that an instruction starts; None if it computes."""
         found = exchange_of(self.module, computation, one)
         if found is not None:
             seconds = exchange_seconds(*found, self.target, self.rates.links)
@@ -261,7 +261,7 @@ class _Player:
         return max(branches, key=lambda branch: (self._sends(branch), self._total(branch)), default=None), 1
 
     def _sends(self, computation: Computation) -> bool:
-        """Whether something runs beside compute in it: then every round is played."""
+        """Whether a computation starts copies or collectives: then every round of its loop is simulated."""
         if computation.name not in self._sending:
             inner = (self._body(one)[0] for one in computation if one.opcode in ("while", "call", "conditional"))
             self._sending[computation.name] = any(self._beside(computation, one) for one in computation) or any(
@@ -270,7 +270,7 @@ class _Player:
         return self._sending[computation.name]
 
     def _total(self, computation: Computation) -> float:
-        """The compute of one round."""
+        """The compute seconds of one round."""
         if computation.name not in self._totals:
             total = 0.0
             for one in computation:
@@ -330,8 +330,8 @@ class _Player:
 
     def _coverable(self, out: Copies, back: Copies) -> float:
         entry = self.module.computations[self.module.entry]
-        # By the copy out, what an array's two copies cannot have together (of one that is fetched more than once, its longest
-        # wait); by each copy, what it could not have if all the compute between were its own.
+        # `together`: the uncoverable time of an array's two copies, by the copy out (the longest wait if the array is fetched
+        # more than once). `alone`: the uncoverable time of each copy if it could use all compute between the copies.
         together: dict[str, float] = {}
         alone: dict[Direction, dict[str, float]] = {"out": {}, "back": {}}
         for trip in round_trips(entry, lambda one: (host_copy(self.module, entry, one) or (None,))[0]):
@@ -358,7 +358,7 @@ def _branches(module: HloModule, one: Instruction) -> Iterator[Computation]:
 
 
 def _common(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """The time that two lists of spans, each in order and without overlap, have in common."""
+    """The total intersection of two lists of spans, each in order and without overlap."""
     total, place = 0.0, 0
     for begin, end in some:
         while place < len(others) and others[place][1] <= begin:

@@ -1,4 +1,4 @@
-"""Proposing a weight map from two models, and proving it by running both."""
+"""Proposes a weight map between two models, and proves it by running both."""
 
 from __future__ import annotations
 

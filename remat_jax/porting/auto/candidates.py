@@ -1,4 +1,4 @@
-"""The candidates for a weight map: which unit goes where, and in which of its ways."""
+"""The candidates for a weight map: the Flax unit of each PyTorch unit, and the way to convert it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Values = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class MapCandidate:
-    """For every PyTorch unit the index of its Flax unit, and which of the ways between the two."""
+    """For every PyTorch unit, the index of its Flax unit and of the way between the two."""
 
     places: tuple[int, ...]
     choices: tuple[int, ...]
 
     def chosen(self, unit: int, choice: int) -> MapCandidate:
-        """The same with another way for one unit."""
+        """The same candidate with another way for one unit."""
         return replace(self, choices=(*self.choices[:unit], choice, *self.choices[unit + 1 :]))
 
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates: the units of both models, the ways between them, and the rules that are given beside them."""
+    """All candidates: the units of both models, the ways between them, and the user's rules."""
 
     torch: list[TorchUnit]
     flax: list[FlaxUnit]
@@ -51,7 +51,7 @@ class Space:
         return [self.torch[unit].full(local) for local, _ in self.torch[unit].tensors]
 
     def groups(self) -> list[list[int]]:
-        """The units that could be exchanged by their shapes, those that are alone left out."""
+        """The groups of units that their shapes allow to be exchanged, without groups of one."""
         groups: list[list[int]] = []
         for unit in range(len(self.torch)):
             home = next((group for group in groups if self._exchangeable(group[0], unit)), None)
@@ -72,7 +72,7 @@ class Space:
         return values | {name: (x + x.T) / 2 for name, x in square.items()}
 
     def alike(self, values: Values) -> Values:
-        """The values with all units that could be exchanged made equal, and every square matrix symmetric."""
+        """The values with all exchangeable units equal, and every square matrix symmetric."""
         values = self.symmetric(values)
         for group in self.groups():
             for unit in group[1:]:
@@ -80,11 +80,11 @@ class Space:
         return values
 
     def with_one_other(self, values: Values, other: Values, unit: int) -> Values:
-        """The values with those of one unit taken from `other`."""
+        """The values with one unit's values taken from `other`."""
         return values | {name: other[name] for name in self.names(unit)}
 
     def moved(self, candidate: MapCandidate, unit: int, place: int) -> MapCandidate | None:
-        """The candidate with a unit at a place, whose unit takes the first one's; None where no way is between them."""
+        """The candidate with `unit` at `place`, exchanged with the unit there; None if no way fits."""
         if candidate.places[unit] == place:
             return candidate
         return self._exchanged(candidate, [(unit, candidate.places.index(place))])
@@ -101,7 +101,7 @@ class Space:
         return MapCandidate(tuple(places), tuple(choices))
 
     def uniform_choices(self, start: MapCandidate) -> Iterator[MapCandidate]:
-        """The candidate with all units of one kind and shapes in another way together: first as it is."""
+        """The candidate unchanged, then with all units of one kind and shape converted in another way together."""
         kinds: dict[tuple[object, ...], list[int]] = {}
         for unit, place in enumerate(start.places):
             if len(self.table[unit][place]) > 1:
@@ -116,7 +116,7 @@ class Space:
             yield trial
 
     def exchanges(self, answer: MapCandidate, equal: Callable[[int, int], bool]) -> Iterator[MapCandidate]:
-        """The candidate with two units exchanged, or two modules that hold several each, where `equal` says they may be."""
+        """The candidate with two units, or two modules of several units, exchanged; only units that are `equal`."""
         seen = set()
         for group in self.groups():
             for one, other in itertools.combinations(group, 2):
@@ -130,7 +130,7 @@ class Space:
                             yield trial
 
     def _modules(self, one: int, other: int) -> list[tuple[int, int]]:
-        """The pairs of units of the two largest modules that differ, one in each."""
+        """The pairs of units in the two largest differing modules that contain one of the units each."""
         first, second = (self.torch[unit].name.split(".") for unit in (one, other))
         depth = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
         prefixes = [".".join(parts[: depth + 1]) for parts in (first, second)]

@@ -1,4 +1,4 @@
-"""Rules for single names as rules with placeholders, where these say the same."""
+"""Merges rules for single names into equivalent rules with placeholders."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Names = list[list[str]]
 
 
 def compress(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]) -> Rules:
-    """The same map with `{i}`, `{j}`, … for numbers that run, such as a layer's.
+    """The same map with `{i}`, `{j}`, … for running numbers, such as a layer's.
 
-    Rules that differ in numbers alone become one rule, unless the map would be another with it.
+    Rules that differ only in numbers become one rule, unless this changes the map.
     """
     tied = {other.text for _, other in rules.ties}
     names = {name: shape for name, shape in tensors.items() if name not in tied}
@@ -36,7 +36,7 @@ def compress(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Sh
     every = [rule for group in shorter.values() for rule in group]
     if links(every) == wanted:
         return Rules(tuple(every), rules.ties, rules.extra, rules.missing)
-    # One of them takes a name of another: each is tried by itself.
+    # A merged rule matches a name of another rule: try each merge separately.
     for key in groups:
         trial = {**groups, key: shorter[key]}
         if len(shorter[key]) < len(groups[key]) and links([rule for group in trial.values() for rule in group]) == wanted:
@@ -45,7 +45,7 @@ def compress(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Sh
 
 
 def _split(rule: Rule) -> Names:
-    """The pieces of every name: numbers stand at odd places."""
+    """The pieces of every name, with numbers at odd places."""
     texts = [*(name.text for name in rule.torch), *map(str, rule.flax)]
     pieces = []
     for text in texts:
@@ -55,14 +55,14 @@ def _split(rule: Rule) -> Names:
 
 
 def _skeleton(rule: Rule) -> object:
-    """What is the same in rules that differ in numbers alone; a rule with placeholders stays by itself."""
+    """The common part of rules that differ only in numbers; a rule with placeholders is never merged."""
     if rule.torch[0].placeholders:
         return rule
     return str(rule.transform), len(rule.torch), tuple(tuple(pieces[::2]) for pieces in _split(rule))
 
 
 def _general(rules: Sequence[Rule]) -> Iterator[Rule]:
-    """As few rules as say the same as these, of one skeleton."""
+    """The fewest rules that are equivalent to these rules of one skeleton."""
     whole = [_split(rule) for rule in rules]
     varying = [place for place in _places(whole[0][0]) if len({names[0][place] for names in whole}) > 1]
     if len(rules) == 1 or not varying:
@@ -74,7 +74,7 @@ def _general(rules: Sequence[Rule]) -> Iterator[Rule]:
         flax = tuple(FlaxPattern.parse(path) for path in placed[count:])
         yield Rule(tuple(Pattern(name) for name in placed[:count]), flax, rules[0].transform)
         return
-    # A number that the other names do not follow is left in place: a rule for each.
+    # A number that the other names do not follow stays as it is, with a rule for each value.
     parted = []
     for place in varying:
         parts: dict[str, list[Rule]] = {}
@@ -85,7 +85,7 @@ def _general(rules: Sequence[Rule]) -> Iterator[Rule]:
 
 
 def _with_placeholders(whole: Sequence[Names], varying: Sequence[int]) -> list[str] | None:
-    """The names with a placeholder for each varying number of the first; None where another name does not follow."""
+    """The names with a placeholder for each varying number of the first name; None if another name does not follow."""
     letters: dict[str, list[int]] = {}
     for place in varying:
         values = [int(names[0][place]) for names in whole]
@@ -110,7 +110,7 @@ def _with_placeholders(whole: Sequence[Names], varying: Sequence[int]) -> list[s
 
 
 def _followed(values: list[int], letters: Mapping[str, list[int]]) -> tuple[str, int]:
-    """The placeholder that these numbers follow at one distance, and the distance; an empty one where there is none."""
+    """The placeholder that these numbers follow at a constant distance, and the distance; empty if there is none."""
     for letter, others in letters.items():
         offsets = {value - other for value, other in zip(values, others, strict=True)}
         if len(offsets) == 1:

@@ -1,9 +1,8 @@
-"""Finding out by questions to both models which module is which, and whether there is only one answer.
+"""Finds the Flax module of each PyTorch module by running both models, and checks that the answer is unique.
 
-A question is a set of values. Where all modules that could be exchanged have the same values, it does not matter which is
-which, and where a square matrix is symmetric, it does not matter which way it lies. So one module, or one matrix, can be asked
-about at a time: only it is made different, and the models agree where it is in its place. That takes a run for each pair of
-modules at most, and not one for each of their permutations.
+A question is a set of values. If all exchangeable modules have equal values, their order does not matter; if a square matrix
+is symmetric, its orientation does not matter. So each question is about one module or matrix: only its values differ, and the
+models agree if it is in the right place. This takes at most one run per pair of modules, not one per permutation.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from remat_jax.porting.auto.candidates import MapCandidate, Space
 from remat_jax.porting.auto.pair import LIMIT, ModelPair, Values
 from remat_jax.porting.float64 import FLOAT32_REMEDY
 
-# Two gradients that are equal by symmetry differ by rounding alone.
+# Gradients that are equal by symmetry differ only by rounding.
 EQUAL = 1e-9
 
 
 def identify(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
-    """The candidate by which the models agree, whatever the names say, found from `start`.
+    """The candidate for which the models agree, regardless of names, searched from `start`.
 
     Raises:
-        PortingError: they agree by none: they differ in more than their weights.
+        PortingError: the models agree for no candidate: they differ in more than their weights.
     """
     start = _agreeing_when_alike(pair, space, start)
     places, used = list(start.places), set[int]()
@@ -44,7 +43,7 @@ def identify(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate
 
 
 def _agreeing_when_alike(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
-    """With everything exchangeable alike, the only questions are those of each kind of module as a whole."""
+    """The candidate for which the models agree while all exchangeable units are equal: only whole kinds are varied."""
     values = space.alike(pair.generic(1))
     errors = []
     for trial in space.uniform_choices(start):
@@ -65,7 +64,7 @@ def _orient(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
         ways = space.table[unit][start.places[unit]]
         if len(ways) < 2:
             continue
-        # The others stay symmetric, so that only this unit's way is asked about.
+        # The other units stay symmetric, so that the question is only about this unit's way.
         values = space.with_one_other(space.symmetric(pair.generic(3)), pair.generic(3), unit)
         for choice in _first(start.choices[unit], range(len(ways))):
             trial = start.chosen(unit, choice)
@@ -76,11 +75,11 @@ def _orient(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
 
 
 def other_answers(pair: ModelPair, space: Space, answer: MapCandidate) -> Iterator[MapCandidate]:
-    """Candidates beside `answer` by which the models agree as well.
+    """Candidates beside `answer` for which the models agree as well.
 
-    Were exchanging two modules a symmetry of the model, their gradients would be equal where their values are; were
-    transposing a matrix one, its gradient would be symmetric where it is. One gradient rules out almost every other candidate
-    so; the rest are tried.
+    If exchanging two modules were a symmetry of the model, equal values would give equal gradients. If transposing a matrix
+    were a symmetry, a symmetric matrix would have a symmetric gradient. So one gradient rules out almost every other
+    candidate; the rest are run.
     """
     alike = space.alike(pair.generic(4))
     gradients = pair.flax_gradients(space.rules(answer), alike)
@@ -102,9 +101,9 @@ def _equal(space: Space, gradients: Values, one: int, other: int) -> bool:
 
 
 def unexercised(pair: ModelPair, space: Space, answer: MapCandidate) -> list[int]:
-    """The units that the outputs do not depend on at all, so that nothing can be proved of them.
+    """The units on which the outputs do not depend at all, so that nothing can be proved about them.
 
-    A gradient of 0 is not enough: a frozen weight has none, and the outputs change with it.
+    A gradient of 0 is not enough: a frozen weight has no gradient, but the outputs depend on it.
     """
     values, other = pair.generic(5), pair.generic(6)
     gradients = pair.flax_gradients(space.rules(answer), values)

@@ -1,4 +1,4 @@
-"""Which module of PyTorch's is which of Flax's, by their names, among those that shapes allow."""
+"""Matches PyTorch modules to Flax modules by name, among the pairs that shapes allow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from remat_jax.porting.auto.recipes import Way, ways
 from remat_jax.porting.auto.units import FlaxUnit, TorchUnit, natural
 
-# What the same thing is called in one project and another.
+# Different projects' words for the same part.
 _SAME = {
     "query": "q",
     "key": "k",
@@ -41,7 +41,7 @@ _SAME = {
 }
 _NOTHING = {"proj", "dense", "linear", "weight", "kernel", "model", "module", "base", "self"}
 
-# For every pair of units the ways between them; empty where none fits.
+# The ways between every pair of units; empty if none fits.
 Table = list[list[list[Way]]]
 
 
@@ -51,7 +51,7 @@ def table(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit]) -> Table:
 
 
 def by_names(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit], found: Table) -> list[int] | None:
-    """For every PyTorch unit the index of its Flax unit, each used once, by the names; None where shapes allow none."""
+    """For every PyTorch unit the index of a Flax unit, each used once, by name; None if shapes allow no assignment."""
     from scipy.optimize import linear_sum_assignment
 
     if len(torch) != len(flax) or not torch:
@@ -61,14 +61,14 @@ def by_names(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit], found: Table)
     for i, one in enumerate(torch):
         for j, other in enumerate(flax):
             if found[i][j]:
-                # Where names say nothing, the order of definition is better than none.
+                # Without help from names, prefer the order of definition.
                 cost[i, j] = -likeness(one.name, other.name) + 1e-3 * abs(i - order[j]) / len(torch)
     rows, columns = linear_sum_assignment(cost)
     return None if cost[rows, columns].max() >= 1e6 else [int(column) for column in columns]
 
 
 def likeness(torch: str, flax: str) -> float:
-    """How much two names are alike, from 0; the same numbers count most, then the last words.
+    """The similarity of two names, from 0; equal numbers count most, then the last words.
 
     >>> query = "layers_1/attention/query"
     >>> likeness("layers.1.attn.q_proj", query) > likeness("layers.1.attn.k_proj", query) > likeness("head", query)

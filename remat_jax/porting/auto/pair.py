@@ -1,4 +1,4 @@
-"""Both models in float64 on the same inputs, with weights of our choice: what a weight map is proved by."""
+"""Runs both models in float64 on the same inputs with chosen weights, to prove a weight map."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Values = dict[str, np.ndarray]
 
 # Between rounding (1e-12 and less for models of this depth) and anything else (1e-8 for a softmax in float32).
 LIMIT = 1e-9
-# As large as what float32 rounds somewhere inside makes of a tensor: a few hundred times its ε, and less.
+# The error of a tensor after rounding to float32 somewhere inside: at most a few hundred times float32's ε.
 FLOAT32_ERROR = 1e-5
-# A tensor is judged by its own norm, but not below this share of the norm of all: an exact 0 has no digits.
+# A tensor's error is relative to its own norm, but at least to this share of the norm of all: an exact 0 has no digits.
 FLOOR = 1e-3
 
 
 def as_module(flax_module: Any) -> Any:
-    """The Flax module that is given, or that a function of a dtype makes in float64."""
+    """The given Flax module, or the float64 module made by the given function of a dtype."""
     if isinstance(flax_module, (nn.Module, nnx.Module)):
         return flax_module
     if wrapped := wrapper_text(flax_module):
@@ -47,7 +47,7 @@ def as_module(flax_module: Any) -> Any:
 
 
 def wrapper_text(flax_module: Any) -> str:
-    """What to do with a wrapper that holds a module, such as those of transformers; empty for all else."""
+    """The remedy for a wrapper that holds a module, such as those of transformers; empty for other values."""
     inner = getattr(flax_module, "module", None)
     if isinstance(flax_module, (nn.Module, nnx.Module, type)) or not isinstance(inner, nn.Module):
         return ""
@@ -58,7 +58,7 @@ def wrapper_text(flax_module: Any) -> str:
 
 
 def torch_copy(torch_module: Any) -> Any:
-    """A copy in float64 of the PyTorch module that is given, or what a function makes in float64."""
+    """A float64 copy of the given PyTorch module, or the float64 module made by the given function."""
     import torch
 
     is_module = isinstance(torch_module, torch.nn.Module)
@@ -74,14 +74,14 @@ def torch_copy(torch_module: Any) -> Any:
 
 
 def call_hint(argument: str, error: Exception) -> str:
-    """What to do where a model, an argument of ours, asks for one of its own that nobody gave; empty for all else."""
+    """The remedy if the model in `argument` misses an argument of its own call; empty for other errors."""
     missing = isinstance(error, TypeError) and re.search(r"missing \d+ required .*argument", str(error))
     return f"; add it to inputs, or pass it in {argument.partition('_')[0]}_call" if missing else ""
 
 
 @contextlib.contextmanager
 def _running(argument: str, module: Any) -> Iterator[None]:
-    """Whatever a model raises, as an error that says whose it is; the model's own is its cause."""
+    """Turn any error of a model into an error that names the argument; the model's error is the cause."""
     try:
         yield
     except RematError:
@@ -92,7 +92,7 @@ def _running(argument: str, module: Any) -> Iterator[None]:
 
 
 class ModelPair:
-    """A PyTorch and a Flax model, run with the same values; the caller's PyTorch module is copied, never changed."""
+    """A PyTorch and a Flax model that run with the same values; the caller's PyTorch module is copied, never changed."""
 
     def __init__(self, torch_module: Any, flax_module: Any, inputs: Any, variables: Any, calls: tuple[Any, Any]) -> None:
         self.torch = torch_copy(torch_module)
@@ -111,7 +111,7 @@ class ModelPair:
         self.written = weights | {name for name in self.initial if name.endswith(("running_mean", "running_var"))}
 
     def generic(self, seed: int) -> Values:
-        """Values of all weights, such that no two are alike and none is at 0 or 1, in the model's own scale."""
+        """Values for all weights in the model's own scale: all different, and none at 0 or 1."""
         random = np.random.default_rng(seed)
         values = dict(self.initial)
         for name, old in self.initial.items():
@@ -121,7 +121,7 @@ class ModelPair:
         return values
 
     def disagreement(self, rules: Rules, values: Values, *, gradients: bool = True) -> tuple[float, str]:
-        """The largest relative error of Flax against PyTorch with these values, and the name of what has it."""
+        """The largest relative error of Flax against PyTorch with these values, and its tensor's name."""
         theirs, their_gradients = self._answer(values, gradients)
         leaves = self.leaves(rules, values)
         ours = [np.asarray(x) for x in self._outputs(leaves)]
@@ -137,22 +137,22 @@ class ModelPair:
         return max(worst, _largest(their_gradients, self.flax_gradients(rules, values)))
 
     def change(self, rules: Rules, values: Values, others: Values) -> float:
-        """By how much Flax's outputs differ between two sets of values, relatively."""
+        """The relative difference of Flax's outputs between two sets of values."""
         before, after = (self._outputs(self.leaves(rules, each)) for each in (values, others))
         return _largest(_named(before), _named(after))[0]
 
     def _answer(self, values: Values, gradients: bool) -> tuple[list[np.ndarray], Values]:
-        """PyTorch's answer, which is asked for once where several maps are held against it."""
+        """PyTorch's outputs and gradients, cached for comparisons with several maps."""
         if self._last is None or self._last[0] is not values or (gradients and not self._last[1]):
             self._last = (values, gradients, self.run_torch(values, gradients=gradients))
         return self._last[2]
 
     def run_torch(self, values: Values, *, gradients: bool = True) -> tuple[list[np.ndarray], Values]:
-        """PyTorch's outputs, and the gradients of its parameters that are not frozen; 0 where there is none."""
+        """PyTorch's outputs, and the gradients of its parameters that are not frozen; 0 for a missing gradient."""
         import torch
 
         with torch.no_grad():
-            # By parameters and not by the state dict, which has tied ones twice.
+            # Not by the state dict, which lists tied parameters twice.
             for name, tensor in (*self.torch.named_parameters(), *self.torch.named_buffers()):
                 if name in self.written:
                     tensor.copy_(torch.from_numpy(np.array(values[name])))
@@ -180,7 +180,7 @@ class ModelPair:
         return result
 
     def leaves(self, rules: Rules, values: Values) -> dict[str, Any]:
-        """The Flax variables, by path, that the rules make of these values."""
+        """The Flax variables that the rules make from these values, by path."""
         problems: list[str] = []
         tied = {other.text for _, other in rules.ties}
         filled = fill(
@@ -208,7 +208,7 @@ class ModelPair:
         tree = self.variables.rebuild(leaves)
         args, kwargs = jax.tree.map(jnp.asarray, (self.args, self.kwargs))  # NumPy's own casts are not JAX's
         if isinstance(self.module, nn.Module):
-            # Statistics are written in training, and of no interest here.
+            # A training model writes statistics, which are ignored here.
             mutable = [name for name in tree if name != "params"]
             result = nn.apply(self.flax_call, self.module, mutable=mutable)(tree, *args, **kwargs)[0]
         else:
@@ -255,7 +255,7 @@ def _leaves(result: Any) -> list[Any]:
 
 
 def _weights(index: int, shape: Any) -> np.ndarray:
-    """What an output is multiplied by to make a loss: all different, so that no gradient is hidden in a sum."""
+    """The weights of an output's elements in the loss: all different, so that no gradient is hidden in a sum."""
     return np.random.default_rng((7, index)).normal(size=tuple(shape))
 
 

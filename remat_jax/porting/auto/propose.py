@@ -1,4 +1,4 @@
-"""`propose`: a weight map from two models, by names, shapes and kinds of modules, and proved by running both."""
+"""`propose`: a weight map between two models from names, shapes and kinds of modules, proved by running both."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def propose(
 ) -> Rules:
     """Return a weight map between two models of the same function, proved by running both in float64 with random weights.
 
-    Names, shapes and kinds of modules say where to begin; the models decide. By the map that is returned, outputs and the
-    gradients of all parameters agree to 1e-9 on `inputs`, and by no other one: not with two modules of the same shapes
-    exchanged, not with a square kernel transposed. Where several maps agree, as in a model that has a symmetry, it is an error
-    that lists them, and `rules` for the modules in question decide. A weight on which the outputs do not depend is mapped where
-    its name, shape and kind leave one place and one way, with a `RematWarning`, and is an error otherwise.
+    Names, shapes and kinds of modules give the first guess; running the models decides. With the returned map, outputs and the
+    gradients of all parameters agree to 1e-9 on `inputs`. With any other map they do not: not with two modules of the same
+    shapes exchanged, not with a square kernel transposed. If several maps agree, as in a model with a symmetry, the error lists
+    them; give `rules` for the modules in question. A weight on which the outputs do not depend is mapped, with a
+    `RematWarning`, if its name, shape and kind leave one place and one way; otherwise it is an error.
 
     `inputs` are arrays for both models: a tuple of positional ones, or a dictionary by name. `torch_call` and `flax_call` run
     a model otherwise than `model(*inputs)`, each `call(model, *inputs)`, as where one takes images with channels last.
@@ -75,10 +75,10 @@ def propose(
 
 
 def _space(pair: ModelPair, given: Rules) -> tuple[Space, MapCandidate]:
-    """The units of both models and the candidate that names speak for, in the first way of seeing Flax's that fits."""
+    """The units of both models and the candidate suggested by names, for the first division of Flax's units that fits."""
     fits, reason = _fitting(pair, given)
     frozen = tuple(name for name, parameter in pair.torch.named_parameters() if not parameter.requires_grad)
-    if fits is None and frozen:  # a table that a constructor computes, and that Flax computes where it is used
+    if fits is None and frozen:  # a table from a constructor, which Flax computes at its use
         pair.written -= set(frozen)
         fits, _ = _fitting(pair, given | Rules((), (), frozen))
     if fits is None:
@@ -87,14 +87,14 @@ def _space(pair: ModelPair, given: Rules) -> tuple[Space, MapCandidate]:
 
 
 def _fitting(pair: ModelPair, given: Rules) -> tuple[tuple[Space, MapCandidate] | None, str]:
-    """What `_space` gives, or None and why nothing fits."""
+    """The result of `_space`, or None and why nothing fits."""
     covered = links_of_tensors(given, pair.initial)
     taken = {name for link in covered.values() for name in link.torch} | {n for n in pair.initial if given.allows_extra(n)}
     filled = {place.path for place in links_of_places(given, pair.shapes)}
     shapes = {path: s for path, s in pair.shapes.items() if path not in filled and not given.allows_missing(path)}
     parts = torch_parts(pair.torch, taken)
     ties = tuple(tie for tie in parts.ties if tie not in [(one.text, other.text) for one, other in given.ties])
-    given = given | Rules((), ties, tuple(parts.buffers))  # type: ignore[arg-type]  # texts are taken
+    given = given | Rules((), ties, tuple(parts.buffers))  # type: ignore[arg-type]  # texts are accepted
     if not parts.units and not shapes:
         return (Space([], [], [], given), MapCandidate((), ())), ""
     for stack in ("", *stack_candidates(shapes)):
@@ -108,7 +108,7 @@ def _fitting(pair: ModelPair, given: Rules) -> tuple[tuple[Space, MapCandidate] 
 
 
 def _together(parts: TorchParts, found: Sequence[str]) -> list[list[str]]:
-    """In which of Flax's attentions query, key and value come of one tensor: none, all, or those that are alike in name."""
+    """The candidate sets of Flax attentions whose query, key and value share one tensor: none, all, or those of one name."""
     fused = [unit.name for unit in parts.units if unit.kind == "MultiheadAttention"]
     alike = {max(found, key=lambda name: likeness(unit, name)) for unit in fused} if found else set()
     return [[], list(found), sorted(alike)]
@@ -149,7 +149,7 @@ def _require_proof(pair: ModelPair, space: Space, candidate: MapCandidate) -> No
 
 
 def _require_forced(space: Space, answer: MapCandidate, unused: Sequence[int]) -> None:
-    """Of what the outputs do not depend on nothing is proved: names, shapes and kinds must leave one place and one way."""
+    """Require one place and one way, by name, shape and kind, for units on which the outputs do not depend."""
     places = [answer.places[unit] for unit in unused]
     open_units = []
     for unit in unused:

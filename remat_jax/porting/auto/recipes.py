@@ -1,4 +1,4 @@
-"""In which ways the tensors of one PyTorch module can become the arrays of one Flax module, by its kind and by the shapes."""
+"""The ways to convert the tensors of a PyTorch module into the arrays of a Flax module, by its kind and by shapes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LOCAL = {
 
 
 def ways(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
-    """Every way that fits, the one that the kind of the module speaks for first."""
+    """Every way that fits, the usual way for the module's kind first."""
     if flax.children:
         return _cell(torch, flax) if torch.kind in ("LSTM", "GRU") else _fused(torch, flax)
     if torch.kind in ("LSTM", "GRU") or len(torch.tensors) != len(flax.arrays):
@@ -84,7 +84,7 @@ def _fits(text: str, before: list[Shape], after: list[Shape]) -> bool:
 
 
 def _fused(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
-    """One weight for query, key and value, as PyTorch's own attention and GPT-2's have it."""
+    """The ways for one weight with query, key and value, as in PyTorch's attention and GPT-2's."""
     places = {local: (place, shape) for local, place, shape in flax.arrays}
     choices = []
     for local, shape in torch.tensors:
@@ -107,7 +107,7 @@ def _fused(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
 
 
 def _cell(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
-    """A recurrent cell: gates one by one, or fused into two layers."""
+    """The ways for a recurrent cell: gates one by one, or fused into two layers."""
     places = {local: place for local, place, _ in flax.arrays}
     layer = torch.tensors[0][0].removeprefix("weight_ih_")
     biases = (f"bias_ih_{layer}", f"bias_hh_{layer}")

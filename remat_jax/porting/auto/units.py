@@ -1,4 +1,4 @@
-"""The parts of both models that weights belong to: what one module keeps is one unit, and goes where one module keeps it."""
+"""The units of both models: the weights of one PyTorch module are a unit, and map to the weights of one Flax module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from remat_jax.porting.tensors import address
 
 Shape = tuple[int, ...]
 
-# What a module of Flax's calls its arrays. Under other names each array is a unit of its own, as a bare parameter is.
+# Flax modules' names for their arrays. An array with another name is a unit of its own, like a bare parameter.
 _OF_A_MODULE = {"kernel", "bias", "scale", "embedding", "weight", "mean", "var"}
 _TOGETHER = (("query", "key", "value"), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"))
 _LSTM = ("ii", "if", "ig", "io", "hi", "hf", "hg", "ho")
@@ -24,20 +24,20 @@ CELLS = (_LSTM, _LSTM_NNX, _GRU, ("dense_i", "dense_h"))
 
 @dataclass(frozen=True)
 class TorchUnit:
-    """A module's own tensors: local name → shape; `kind` is the name of its class, or of the base of PyTorch's that it has."""
+    """A module's own tensors: local name → shape; `kind` is the name of its class, or of its PyTorch base class."""
 
     name: str
     kind: str
     tensors: tuple[tuple[str, Shape], ...]
 
     def full(self, local: str) -> str:
-        """The name of one of its tensors in the state dict."""
+        """A tensor's full name in the state dict."""
         return ".".join(filter(None, (self.name, local)))
 
 
 @dataclass(frozen=True)
 class FlaxUnit:
-    """A module's own arrays: local name → place and shape; of several modules where these go together."""
+    """A module's own arrays: local name → place and shape; also of several modules that are one unit."""
 
     name: str
     arrays: tuple[tuple[str, Place, Shape], ...]
@@ -46,7 +46,7 @@ class FlaxUnit:
 
 @dataclass(frozen=True)
 class TorchParts:
-    """The units of a PyTorch model, its tied names, and the buffers that are no weights."""
+    """The units of a PyTorch model, its tied names, and its buffers that are not weights."""
 
     units: list[TorchUnit]
     ties: list[tuple[str, str]]
@@ -108,9 +108,9 @@ def _divided(prefix: str, kind: str, own: Mapping[str, Shape]) -> Iterator[Torch
 
 
 def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collection[str] = ()) -> list[FlaxUnit]:
-    """The units of a Flax model, by path → shape; those below `stack` once per layer of it.
+    """The units of a Flax model from path → shape; modules below `stack` give a unit per layer.
 
-    In the attentions named in `together`, query, key and value are one unit; the parts of a recurrent cell always are.
+    In the attentions named in `together`, query, key and value are one unit. The parts of a recurrent cell always are.
     """
     joined = _joined(_modules(shapes, stack), together)
     return [
@@ -162,7 +162,7 @@ def _child(parent: str, name: str) -> str:
 
 
 def stack_candidates(shapes: Mapping[str, Shape]) -> list[str]:
-    """The modules all of whose arrays have the same leading size, as layers that are stacked have; outermost first."""
+    """The modules whose arrays all have the same leading size, like stacked layers; outermost first."""
     by_module: dict[str, list[Shape]] = {}
     for path, shape in shapes.items():
         parts = path.split("/")[1:-1]
