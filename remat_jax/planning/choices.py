@@ -68,11 +68,11 @@ def borders(stack: Stack, choices: Choices, cuts: Cuts) -> Cuts:
 
 def runs(stack: Stack, what: Sequence[Any], cuts: Cuts = ()) -> list[tuple[int, int]]:
     """The start and end of each run of equal blocks with equal choices and no cut, in forward order."""
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     blocks = singles(stack)
     for index, (block, chosen) in enumerate(zip(blocks, what, strict=True)):
-        if found and index not in cuts and blocks[found[-1][0]].name == block.name and what[found[-1][0]] == chosen:
-            found[-1] = (found[-1][0], index + 1)
+        if spans and index not in cuts and blocks[spans[-1][0]].name == block.name and what[spans[-1][0]] == chosen:
+            spans[-1] = (spans[-1][0], index + 1)
         else:
-            found.append((index, index + 1))
-    return found
+            spans.append((index, index + 1))
+    return spans

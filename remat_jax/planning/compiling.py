@@ -84,16 +84,16 @@ class Compiler:
             # Each step is submitted alone, so that a failure does not affect the other; the next step is traced while the
             # first is compiled.
             pairs = zip(keys, candidates, strict=True)
-            asked = [self._asked(pool, children, key, one, memory_limit) for key, one in pairs]
-            wait(asked)
-        errors = {key: error for key, one in zip(keys, asked, strict=True) if (error := one.exception()) is not None}
+            futures = [self._asked(pool, children, key, candidate, memory_limit) for key, candidate in pairs]
+            wait(futures)
+        errors = {key: error for key, future in zip(keys, futures, strict=True) if (error := future.exception()) is not None}
         self._judge(list(errors.values()), best, all_failed=len(errors) == len(keys))
         self.count += len(keys)
         for key, error in errors.items():
             self.notes.append(f"Left out: {key} could not be compiled: {first_sentence(error)}")
         return [
-            Compiled(FAILED, 0, sound=False) if key in errors else self._seen(one, told.result())
-            for key, one, told in zip(keys, candidates, asked, strict=True)
+            Compiled(FAILED, 0, sound=False) if key in errors else self._seen(candidate, future.result())
+            for key, candidate, future in zip(keys, candidates, futures, strict=True)
         ]
 
     def _judge(self, errors: Sequence[BaseException], best: Tried | None, *, all_failed: bool) -> None:

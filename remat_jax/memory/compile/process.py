@@ -220,8 +220,8 @@ class _Child:
 
 def _kind(question: Question) -> tuple[Any, ...]:
     """The kind of a question: the script and all settings that affect the answer. One process can answer all of one kind."""
-    told = {name: value for name, value in question.environment.items() if name.startswith(ENVIRONMENT)}
-    return str(question.child), tuple(sorted(told.items()))
+    relevant = {name: value for name, value in question.environment.items() if name.startswith(ENVIRONMENT)}
+    return str(question.child), tuple(sorted(relevant.items()))
 
 
 class _Idle:
