@@ -29,7 +29,7 @@ from remat_jax.planning import compiling, make
 from remat_jax.planning.plan_data import NOT_MAXIMAL
 from remat_jax.planning.search import MORE_COMPILED, MOST_COMPILED, UNMOVED_COMPILED
 from remat_jax.policy import NAMED
-from remat_jax.report.tables import format_seconds
+from remat_jax.report.tables import format_estimate
 from tests.plan_models import LAYERS, WIDTH, MlpLayer, MlpStack, job
 from tests.small_models import assert_same
 
@@ -75,7 +75,7 @@ def test_the_bound_is_of_the_whole_step_and_below_every_way_that_fits(made):
     assert len(within) > 3 and min(one.seconds for one in within) >= plan.lower_bound
     below = 100 * (1 - plan.lower_bound / plan.seconds)
     assert (
-        f"By the same estimate no plan within the budget takes less than {format_seconds(plan.lower_bound)}: {below:.1f} %"
+        f"By the same estimate no plan within the budget takes less than {format_estimate(plan.lower_bound, True)}: {below:.1f} %"
         in (plan.explain())
     )
 
