@@ -8,6 +8,7 @@ from typing import Any
 
 from remat_jax.planning.plan_data import CUT_SHORT, PlanData
 from remat_jax.planning.point import LayerRow, Part, Point
+from remat_jax.policy import NAMED
 from remat_jax.report.tables import format_bytes, format_estimate, table
 
 GIB = 2**30
@@ -148,7 +149,9 @@ def _lines(part: Part, plan: PlanData) -> list[str]:
 
 
 def _what(part: Part) -> str:
-    """The names of the largest residuals that a run of layers keeps."""
+    """The named policy of a run of layers, or the names of the largest residuals that it keeps."""
+    if part.policy in NAMED:
+        return part.policy
     said = []
     for action in ("save", "offload"):
         names = [row.residual for row in ranked(part.rows) if row.action == action]

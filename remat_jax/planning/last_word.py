@@ -110,4 +110,4 @@ def _name(tried: Tried) -> str:
 
 
 def _complexity(candidate: StepCandidate) -> tuple[bool, bool]:
-    return not candidate.name or bool(candidate.inside), candidate.host_bytes > 0
+    return not candidate.name or bool(candidate.inside or candidate.by_layer), candidate.host_bytes > 0

@@ -29,6 +29,7 @@ from remat_jax.planning.fit import Fit
 from remat_jax.planning.holders import argument_bytes, check_arguments_fit, infeasible
 from remat_jax.planning.last_word import Times, last_word
 from remat_jax.planning.model import Model
+from remat_jax.planning.named_mixes import best_mix, can_be_mixed, ends
 from remat_jax.planning.outcome import outcome
 from remat_jax.planning.plan import Plan
 from remat_jax.planning.plan_data import CUT_SHORT, NOT_MAXIMAL
@@ -219,6 +220,7 @@ class _Making:
         try:
             found = self._with_named(self._or_groups(self.search.run(self.compiler.compile)))
             self._compile_leaner(found)
+            self._compile_mix(found)
             searched: Tried | None = found
         except InfeasibleBudget:
             searched = None
@@ -290,6 +292,18 @@ class _Making:
         asked = self.proposals.leaner(best, self.described.base_seconds)[:2] if best.compiled.seconds else []
         if asked and not self.compiler.is_over:
             self.fit.learn(asked, self.compiler.compile(asked, best))
+
+    def _compile_mix(self, best: Tried) -> None:
+        """Compile a mix of two named policies for the last word, where one is too large and the other clearly slower."""
+        named = self.proposals.named
+        if not best.compiled.seconds or not self.proposals.mixes or not can_be_mixed(self.described):
+            return
+        if (ahead := ends(self.fit, named)) and not self.compiler.is_over:
+            self.fit.learn(ahead, self.compiler.compile(ahead, best))
+        seconds = min(one.compiled.seconds or math.inf for one in self.fit.tried if self.fit.fits(one))
+        mix = best_mix(self.fit, named, seconds)
+        if mix is not None and self.fit.known(mix) is None and not self.compiler.is_over:
+            self.fit.learn([mix], self.compiler.compile([mix], best))
 
     def _one_more(self, best: Tried, asked: Sequence[StepCandidate]) -> Tried:
         """The best step after compiling the first candidate of `asked`, if time is left."""

@@ -110,6 +110,11 @@ class Proposals:
 
     # --- variants of compiled steps -------------------------------------------------------------------------------------
 
+    @property
+    def mixes(self) -> bool:
+        """Whether layers may be under several policies."""
+        return self._most_runs != 1
+
     def leaner(self, best: Tried, base_seconds: float) -> list[StepCandidate]:
         """Named policies without offload that keep less than `best`, were not compiled and are predicted to fit; fastest first.
 
