@@ -98,7 +98,7 @@ def main() -> None:
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     planned = plan.apply(loss)
 
-    @functools.partial(eqx.filter_jit, compiler_options=small.compiler_options)
+    @functools.partial(eqx.filter_jit, compiler_options=plan.compiler_options)
     def step(model: Decoder, state: optax.OptState, tokens: jax.Array) -> tuple[Decoder, optax.OptState, jax.Array]:
         value, gradients = eqx.filter_value_and_grad(planned)(model, tokens)
         updates, state = optimizer.update(gradients, state)
