@@ -159,7 +159,7 @@ def test_h200_figures(on_h200, scan):
         assert overlap.out.bytes == overlap.back.bytes == reports[offload].host_bytes
         assert overlap.out.count == overlap.back.count == LAYERS
         # A copy of a byte takes 40 times what it takes to make it: some hides beside the starting of small kernels, not all.
-        assert overlap.out.seconds == pytest.approx(overlap.out.bytes / 5.5e10)
+        assert overlap.out.seconds == pytest.approx(overlap.out.bytes / 5.5e10 + LAYERS * 5e-6)  # each copy has a latency
         assert 0 < overlap.out.covered <= overlap.out.coverable < 1
         # What compute does not cover it waits for, unless copies out and back cover each other.
         uncovered = overlap.out.seconds + overlap.back.seconds - overlap.out.covered_seconds - overlap.back.covered_seconds
