@@ -90,7 +90,7 @@ def _notes(searched: Tried, fastest: Tried, chosen: Tried) -> Iterable[str]:
             f"As compiled {_name(fastest)} is {_percent(fastest, chosen)} % faster, less than the {100 * TELLS:.0f} % that "
             f"the estimate can tell apart: the plan is the simpler step, {_name(chosen)}"
         )
-    if _seconds(chosen) < _seconds(searched):
+    if _seconds(chosen) < _seconds(searched) and _name(chosen) != _name(searched):
         yield (
             f"As compiled {_name(chosen)} is {_percent(chosen, searched)} % faster than {_name(searched)}, which the traced "
             "estimate has before it"
