@@ -318,7 +318,7 @@ def test_what_cannot_be_priced():
         extra_seconds(found, {Attending: "full"})
     with pytest.raises(PlanningError, match="JAX policy object"):
         extra_seconds(found, jax.checkpoint_policies.dots_saveable)
-    other = solver.Block("other", (solver.Residual("x", 1.0),), 1.0, 1.0)
+    other = solver.Block("other", (solver.ResidualCosts("x", 1.0),), 1.0, 1.0)
     with pytest.raises(PlanningError, match="the choice is for a block of"):
         policy_of(found.kinds[0], solver.BlockPolicy(other, ("save",)))
 
