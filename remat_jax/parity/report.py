@@ -34,6 +34,7 @@ class ParityReport(ParityData):
         rules: the weight map, as text.
         modes, dtypes, optimizer: the arguments of the comparison.
 
+    >>> from remat_jax.parity.report_data import Check, TensorRow
     >>> row = TensorRow("output", "logits", errors={"off": 3e-16})
     >>> checks = (Check("planted faults", passed=True, found="12 of 12 were found"),)
     >>> ParityReport((row,), checks, (), "Net", "Net", "", ("off",), ("float64",)).passed
