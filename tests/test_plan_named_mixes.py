@@ -7,12 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
+import remat_jax as rj
+from remat_jax import compat
 from remat_jax.planning.candidate import Compiled, StepCandidate
 from remat_jax.planning.fit import Fit
 from remat_jax.planning.fitting import Load
 from remat_jax.planning.named_mixes import best_mix, ends
+from remat_jax.planning.proposals import Proposals
 from remat_jax.solver import Block, ResidualCosts, Stack
+from tests.plan_models import job
 
+needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="needs XLA's GPU compiler")
 LAYERS = 10
 
 
@@ -54,3 +59,19 @@ def test_a_mix_must_be_clearly_faster_than_what_fits():
     # Four layers of ten save 0.8 of 2 seconds: 12.2 against 12.5 is less than 4 %.
     assert best_mix(fit, NAMED, 12.5) is None and best_mix(fit, NAMED, 12.8) is not None
     assert best_mix(fit_of(200, (FULL, 100, 11.0), (DOTS, 300, 13.0)), NAMED, 11.0) is None  # keeping costs time
+
+
+def test_leaner_policies_are_those_that_fit_offload_nothing_and_recompute_little():
+    fit = fit_of(1000, (OFF, 900, 20.0))
+    proposals = Proposals(fit, NAMED, lambda choices: None)
+    # `dots` adds a second, `full` three: more than a quarter of a step of 10 seconds.
+    assert [one.name for one in proposals.leaner(fit.tried[0], 10.0)] == ["dots"]
+    assert [one.name for one in proposals.leaner(fit.tried[0], 12.0)] == ["dots", "full"]
+    fit.learn([DOTS], [Compiled(300, 0)])
+    assert proposals.leaner(fit.tried[0], 10.0) == []  # compiled already
+
+
+@needs_gpu_compiler
+def test_where_off_fits_leaner_policies_are_compiled_for_the_last_word():
+    found = rj.plan(job(), "1GiB", "h200")
+    assert {"off", "dots"} <= {name for name, _ in found.tried} and found.timed

@@ -33,9 +33,9 @@ def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryRep
         return advice
     try:
         program = export_step(advice.what, step, target)
-    except Exception:
+    except Exception:  # whatever the author's loss raises of a dtype that it refuses
         if advice.what == DTYPE:
-            return advice  # the loss refuses parameters in bfloat16, with whatever error its author chose
+            return advice
         raise
     try:
         sizes = compile_programs([program], target, timeout=timeout)[advice.what]
