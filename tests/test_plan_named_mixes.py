@@ -12,7 +12,7 @@ from remat_jax import compat
 from remat_jax.planning.candidate import Compiled, StepCandidate
 from remat_jax.planning.fit import Fit
 from remat_jax.planning.fitting import Load
-from remat_jax.planning.named_mixes import best_mix, ends
+from remat_jax.planning.named_mixes import best_mix, can_be_mixed, ends
 from remat_jax.planning.proposals import Proposals
 from remat_jax.solver import Block, ResidualCosts, Stack
 from tests.plan_models import job
@@ -75,3 +75,22 @@ def test_leaner_policies_are_those_that_fit_offload_nothing_and_recompute_little
 def test_where_off_fits_leaner_policies_are_compiled_for_the_last_word():
     found = rj.plan(job(), "1GiB", "h200")
     assert {"off", "dots"} <= {name for name, _ in found.tried} and found.timed
+
+
+@pytest.mark.parametrize(
+    ("kinds", "mixed"),
+    [
+        (
+            (("layer", range(0, 1), 1), ("layer", range(1, 4), 3)),
+            True,
+        ),  # a first layer that takes the batch is a kind of its own
+        ((("encoder", range(0, 2), 2), ("decoder", range(0, 2), 2)), False),
+        ((("layer", range(0, 4, 2), 2), ("layer", range(1, 4, 2), 2)), False),  # two kinds that take turns
+    ],
+)
+def test_layers_of_one_class_in_a_row_can_be_mixed(kinds, mixed):
+    described = SimpleNamespace(
+        kinds=[SimpleNamespace(block=block, layers=layers) for block, layers, _ in kinds],
+        stack=SimpleNamespace(blocks=[SimpleNamespace(repeats=repeats) for *_, repeats in kinds]),
+    )
+    assert can_be_mixed(described) is mixed
