@@ -26,7 +26,7 @@ def llama(**changed):
     return Stack((replace(layer, **changed),), None, LLAMA["fixed_bytes"])
 
 
-def drawn(draw):
+def drawn(draw, keeping_costs=False):
     """A random stack of up to three kinds, and a host budget."""
     blocks = []
     for kind in range(draw.randint(1, 3)):
@@ -36,7 +36,9 @@ def drawn(draw):
             seconds = draw.choice([0.1, 0.5, 1.0, 3.0]) * draw.uniform(0.5, 1.5) if index else None
             size = draw.choice([1.0, 2.0, 8.0, 30.0]) * draw.uniform(0.5, 1.5)
             needed = index == 0 or draw.random() < 0.8
-            residuals.append(ResidualCosts(f"r{index}", size, seconds, parents, True, draw.random() < 0.7, needed))
+            kept_seconds = draw.choice([0.0, 0.1, 1.0]) if keeping_costs else 0.0
+            moved = draw.random() < 0.7
+            residuals.append(ResidualCosts(f"r{index}", size, seconds, parents, True, moved, needed, kept_seconds))
         shares = {"recomputed_share": draw.choice([0.0, 0.5, 1.0]), "fetched_share": draw.choice([0.0, 1.0, 2.0])}
         times = draw.uniform(0.1, 2), draw.uniform(0.1, 3)
         repeats = draw.choice([1, 2, 4, 8, 12])
@@ -54,7 +56,7 @@ def beside_the_exact():
     found = []
     for seed in range(500):
         draw = random.Random(seed)
-        stack, host = drawn(draw)
+        stack, host = drawn(draw, keeping_costs=seed % 2 == 1)
         solver = Solver(stack)
         most = solver.plan(math.inf, host).peak_bytes
         with pytest.raises(InfeasibleBudget) as caught:

@@ -33,6 +33,7 @@ def random_block(draw, most, name="layer", **fixed):
                 may_save=may_save or seconds is None,
                 may_offload=draw.random() < 0.7,
                 needed=draw.random() < 0.75,
+                kept_seconds=draw.choice([0, 0, 1, 3]),
             )
         )
     draw.shuffle(residuals)
@@ -57,7 +58,7 @@ def every_policy(block, link):
             legal &= ~(does[RECOMPUTE] & (grid[:, at[parent]] == UNUSED))
         for choice, row in ((SAVE, 0), (OFFLOAD, 1), (RECOMPUTE, 2)):
             sums[row] += one.bytes * does[choice]
-        sums[3] += (one.seconds or 0) * does[RECOMPUTE]
+        sums[3] += (one.seconds or 0) * does[RECOMPUTE] + one.kept_seconds * (does[SAVE] | does[OFFLOAD])
     saved, away, again, seconds = sums[:, legal]
     extra = seconds.copy()
     if link is not None:

@@ -284,4 +284,5 @@ def residual(program: BlockProgram, node: Node, found: Sequence[Node], rates: Ha
         # Copying a small array costs more than its bytes.
         may_offload=movable and not node.only_again and (node.is_input or node.bytes >= _small(program, found)),
         needed=node.needed,
+        kept_seconds=sum(program.kept_seconds(array, rates) for array in node.members),
     )

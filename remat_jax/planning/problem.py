@@ -71,7 +71,7 @@ class Described:
 
     @property
     def base_seconds(self) -> float:
-        """The time of a step in which everything is saved."""
+        """The time of a step without what its residuals cost: keeping, recomputing and copying them."""
         return self.stack.base_seconds + self.outside_seconds
 
 
@@ -124,7 +124,7 @@ def describe(
         same = list(alike)
         program = block_program(same[0])
         count = sum(len(call.layers()) for call in same)
-        alone += count * (program.forward.seconds(rates) + program.backward.seconds(rates))
+        alone += count * (program.forward.seconds(rates) + program.backward.seconds(rates) + program.written_seconds(rates))
         if shares is not None:
             program = divided(program, shares.of_parts(same[0].parts))
         chosen = nodes(program)
@@ -230,7 +230,7 @@ def policy_of(kind: Kind, choice: solver.BlockPolicy) -> Policy:
 
 
 def extra_seconds(described: Described, policy: Any) -> float:
-    """The time of `policy` beyond saving everything: recomputation, and copies that a block's compute does not hide.
+    """The time that residuals cost under `policy`: keeping, recomputing, and copies that a block's compute does not hide.
 
     Args:
       policy: for all layers of all blocks, or a mapping from block to policy. A policy is a `Policy`, its name or text,
@@ -241,20 +241,20 @@ def extra_seconds(described: Described, policy: Any) -> float:
         cannot be read in advance.
     """
     return sum(
-        price.seconds + copy_seconds(described.stack.link, block, price.host_bytes, price.seconds, last=last)
+        price.work_seconds + copy_seconds(described.stack.link, block, price.host_bytes, price.work_seconds, last=last)
         for block, _, price, last in _priced(described, policy)
     )
 
 
-def copy_seconds(link: solver.HostLink | None, block: solver.Block, away: float, again: float, *, last: bool) -> float:
+def copy_seconds(link: solver.HostLink | None, block: solver.Block, away: float, work: float, *, last: bool) -> float:
     """Seconds of one block's copies of `away` bytes to the host and back that compute does not hide.
 
-    The compute includes `again` seconds of recomputation. The backward pass of the very last block follows at once, so nothing
+    The compute includes `work` seconds of keeping and recomputing residuals. The backward pass of the very last block follows at once, so nothing
     overlaps its copies back.
     """
     if link is None or not away:
         return 0.0
-    beside = 0.0 if last else block.backward_seconds + again
+    beside = 0.0 if last else block.backward_seconds + work
     return link.exposed_out(away, block.forward_seconds) + link.exposed_in(away, beside)
 
 

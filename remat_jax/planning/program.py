@@ -15,7 +15,7 @@ from remat_jax.core import PlannedBlock, is_smooth
 from remat_jax.core.block import decide
 from remat_jax.core.products import eqn_flops
 from remat_jax.core.walk import of_some
-from remat_jax.cost.cost import Cost, HasSeconds, is_view, jaxpr_cost, shares
+from remat_jax.cost.cost import Cost, HasSeconds, is_pass, is_view, jaxpr_cost, shares
 from remat_jax.cost.flat import Array, Flat, FlatEqn, flatten, region
 from remat_jax.planning.blocks import Call
 from remat_jax.planning.inner import apart, inner_names
@@ -28,14 +28,28 @@ class Price:
 
     Attributes:
       seconds: the time of recomputation.
+      kept_seconds: the time that keeping residuals takes.
       flops: the recomputed operations of matrix products and convolutions.
       saved_bytes, host_bytes: kept from the forward to the backward pass, on the device and on the host.
     """
 
     seconds: float
+    kept_seconds: float
     flops: int
     saved_bytes: int
     host_bytes: int
+
+    @property
+    def work_seconds(self) -> float:
+        """The time of recomputing and keeping."""
+        return self.seconds + self.kept_seconds
+
+
+STACKED = 3
+"""How often a scan passes over an array that it keeps for each of its rounds.
+
+It fills the stack of all rounds with zeros, and reads each round's array to copy it into the stack.
+"""
 
 
 @dataclass(eq=False)
@@ -92,11 +106,63 @@ class BlockProgram:
         return frozenset(fixed.union(there))
 
     def seconds(self, rates: HasSeconds) -> dict[FlatEqn, float]:
-        """Seconds to recompute each equation: its share of the time to recompute all."""
+        """Seconds to recompute each equation: its share of the time to recompute all, and 0 for a pass that fuses.
+
+        A pass whose results are read by passes alone fuses into these. It then reads its operands in place of its results.
+        """
         if id(rates) not in self._seconds:
             again = region(self.flat.eqns, self.needed, self._given)
-            self._seconds[id(rates)] = rates, shares(again, [array for array in self.needed if array not in self._given], rates)
+            found = shares(again, [array for array in self.needed if array not in self._given], rates)
+            fused = (one for one in again if is_pass(one) and not any(map(self._is_in_memory, one.outputs)))
+            self._seconds[id(rates)] = rates, found | dict.fromkeys(fused, 0.0)
         return self._seconds[id(rates)][1]
+
+    def _is_in_memory(self, array: Array) -> bool:
+        """Whether an array is in memory whenever it is computed, because a kernel other than a pass reads or writes it."""
+        forward, backward, roots = self._in_memory
+        return not forward.union(backward).isdisjoint((array, roots.get(array, array)))
+
+    @cached_property
+    def _in_memory(self) -> tuple[frozenset[Array], frozenset[Array], dict[Array, Array]]:
+        """The arrays that kernels other than passes read or write, in each pass, and for each view the array behind it."""
+        kept = dict(zip(self.backward_program.inputs, self.flat.outputs, strict=False))
+        roots: dict[Array, Array] = {}
+
+        def root(array: Array) -> Array:
+            array = kept.get(array, array)
+            return roots.get(array, array)
+
+        for eqn in (*self.flat.eqns, *self.backward_program.eqns):
+            if is_view(eqn):
+                roots[eqn.outputs[0]] = root(eqn.inputs[0])
+        forward, backward = (
+            frozenset(
+                root(array)
+                for eqn in program.eqns
+                if not is_pass(eqn)
+                for array in (*eqn.inputs, *eqn.outputs)
+                if not array.literal
+            )
+            for program in (self.flat, self.backward_program)
+        )
+        return forward, backward, roots
+
+    def kept_seconds(self, array: Array, rates: HasSeconds) -> float:
+        """Seconds that keeping `array` takes: writing it, unless it is in memory anyway, and stacking it in a scan.
+
+        The backward pass reads a kept array, or what the array is recomputed from: that costs the same.
+        """
+        if array in self._uncounted:
+            return 0.0
+        forward, _, roots = self._in_memory
+        written = array in self.flat.inputs or roots.get(array, array) in forward
+        return rates.seconds({}, (not written) * array.bytes + self.call.scanned * STACKED * array.bytes)
+
+    def written_seconds(self, rates: HasSeconds) -> float:
+        """Seconds to write the residuals that are not in memory anyway, if all are kept."""
+        forward, _, roots = self._in_memory
+        kept = (array for array in self.needed if array not in self._given and roots.get(array, array) not in forward)
+        return rates.seconds({}, sum(array.bytes for array in kept))
 
     def names(self, policy: Policy, path: str | None = None) -> tuple[frozenset[str], frozenset[str]]:
         """The names in this block of the residuals that `policy` saves, and offloads, in an equal block at `path`.
@@ -120,8 +186,13 @@ class BlockProgram:
         return self._names[key]
 
     def price(self, policy: Policy, rates: HasSeconds, path: str | None = None) -> Price:
-        """The cost of `policy` in an equal block at `path`."""
-        return self.price_of(*self.names(policy, path), rates)
+        """The cost of `policy` in an equal block at `path`.
+
+        Keeping costs nothing in a block without a checkpoint outside of scans: XLA fuses there as it likes, and recomputes
+        rather than writes.
+        """
+        found = self.price_of(*self.names(policy, path), rates)
+        return found if policy.checkpoint or self.call.scanned else replace(found, kept_seconds=0.0)
 
     def price_of(self, saved: frozenset[str], offloaded: frozenset[str], rates: HasSeconds) -> Price:
         """The cost of saving and offloading residuals by name; inputs are always kept."""
@@ -141,6 +212,7 @@ class BlockProgram:
         kept = (read & here) - away - self._uncounted
         return Price(
             sum(map(self.seconds(rates).__getitem__, again)),
+            sum(self.kept_seconds(array, rates) for array in kept | (read & away)),
             sum(flat_flops(again)),
             sum(array.bytes for array in kept),
             host,

@@ -34,9 +34,9 @@ def own_candidate(described: Described, choices: Choices) -> StepCandidate:
             load_of[one] = _load(policy)
             price = kind.program.price(policy_of(kind, policy), described.rates, kind.paths[0])
             copies, last = (
-                copy_seconds(stack.link, block, price.host_bytes, price.seconds, last=last) for last in (False, True)
+                copy_seconds(stack.link, block, price.host_bytes, price.work_seconds, last=last) for last in (False, True)
             )
-            seconds += count * (price.seconds + copies)
+            seconds += count * (price.work_seconds + copies)
             seconds += last - copies if first == len(choices) and one == chosen[-1] else 0.0
         loads += [load_of[one] for one in chosen]
     return StepCandidate("", tuple(loads), seconds, choices)

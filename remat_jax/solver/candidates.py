@@ -36,8 +36,8 @@ def grow(block: Block, offloads: bool, most: int = MOST) -> list[tuple[int, ...]
     """The choices of all Pareto-optimal policies, as indices into `Choice`; None above ``most`` partial policies.
 
     The objectives are: bytes saved, bytes that the block needs during its own backward pass, bytes in host memory, and extra
-    seconds. Each objective is monotone in four sums over the residuals: bytes saved, needed and offloaded, and seconds
-    recomputed. A partial policy can therefore be pruned if another one dominates its sums and leaves the undecided children
+    seconds. Each objective is monotone in four sums over the residuals: bytes saved, needed and offloaded, and seconds of
+    keeping and recomputing. A partial policy can therefore be pruned if another one dominates its sums and leaves the undecided children
     the same parents.
 
     >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
@@ -48,7 +48,7 @@ def grow(block: Block, offloads: bool, most: int = MOST) -> list[tuple[int, ...]
 
     open_until = _last_uses(block)
     codes = np.zeros((1, len(block.residuals)), np.int8)
-    # Columns: bytes saved, bytes needed during the backward pass, bytes offloaded, seconds recomputed.
+    # Columns: bytes saved, bytes needed during the backward pass, bytes offloaded, seconds of keeping and recomputing.
     sums = np.zeros((1, 4))
     for step, index in enumerate(block.order):
         grown = [_choose(block, index, choice, codes, sums) for choice in _open_choices(block.residuals[index], offloads)]
@@ -84,8 +84,8 @@ def _choose(block: Block, index: int, choice: Choice, codes: Any, sums: Any) -> 
     codes[:, index] = _CHOICES.index(choice)
     size, fetched, recomputed = residual.bytes, block.fetched_share * residual.bytes, block.recomputed_share * residual.bytes
     sums += {
-        Choice.SAVE: (size, size, 0.0, 0.0),
-        Choice.OFFLOAD: (0.0, fetched, size, 0.0),
+        Choice.SAVE: (size, size, 0.0, residual.kept_seconds),
+        Choice.OFFLOAD: (0.0, fetched, size, residual.kept_seconds),
         Choice.RECOMPUTE: (0.0, recomputed, 0.0, residual.seconds or 0.0),
         Choice.UNUSED: (0.0, 0.0, 0.0, 0.0),
     }[choice]

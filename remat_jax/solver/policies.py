@@ -92,13 +92,19 @@ class BlockPolicy:
         pairs = zip(self.block.residuals, self.choices, strict=True)
         return sum(residual.seconds or 0.0 for residual, choice in pairs if choice is Choice.RECOMPUTE)
 
+    @cached_property
+    def kept_seconds(self) -> float:
+        """Seconds that keeping residuals takes."""
+        pairs = zip(self.block.residuals, self.choices, strict=True)
+        return sum(residual.kept_seconds for residual, choice in pairs if choice in (Choice.SAVE, Choice.OFFLOAD))
+
     def extra_seconds(self, link: HostLink | None) -> float:
-        """The cost over saving everything: recomputation, and copies that the block's compute does not hide."""
+        """What the residuals cost: keeping them, recomputation, and copies that the block's compute does not hide."""
+        work = self.recompute_seconds + self.kept_seconds
         if not self.host_bytes or link is None:
-            return self.recompute_seconds
-        backward = self.block.backward_seconds + self.recompute_seconds
+            return work
         out = link.exposed_out(self.host_bytes, self.block.forward_seconds)
-        return self.recompute_seconds + out + link.exposed_in(self.host_bytes, backward)
+        return work + out + link.exposed_in(self.host_bytes, self.block.backward_seconds + work)
 
 
 @dataclass(frozen=True)

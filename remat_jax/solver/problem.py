@@ -59,6 +59,7 @@ class ResidualCosts:
         parents: the residuals of the same block that it is computed from.
         may_save, may_offload: whether it may be kept in device memory, in host memory.
         needed: whether the backward pass reads it. Any other residual is kept or computed only for its children.
+        kept_seconds: time that keeping it takes, on either side: writing it, and copying it into the stack of a scan.
 
     Raises:
         PlanningError: a number is negative, NaN or infinite, or no choice is allowed for a needed residual.
@@ -71,10 +72,12 @@ class ResidualCosts:
     may_save: bool = True
     may_offload: bool = True
     needed: bool = True
+    kept_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parents", all_of(f"ResidualCosts {self.name!r}: parents", self.parents, str))
         check_number(f"ResidualCosts {self.name!r}: bytes", self.bytes)
+        check_number(f"ResidualCosts {self.name!r}: kept_seconds", self.kept_seconds)
         if self.seconds is not None:
             check_number(f"ResidualCosts {self.name!r}: seconds", self.seconds)
         if self.needed and self.seconds is None and not self.may_save and not self.may_offload:
@@ -95,7 +98,7 @@ class Block:
     Attributes:
         name: unique in its stack.
         residuals: in any order.
-        forward_seconds, backward_seconds: times of one block with everything saved.
+        forward_seconds, backward_seconds: times of one block without what its residuals cost.
         working_bytes: the working set of its backward pass, whatever the policy.
         input_bytes: size of an input that every policy keeps on the device; 0 if the input is among the residuals.
         repeats: the number of consecutive blocks.
@@ -220,5 +223,5 @@ class Stack:
 
     @property
     def base_seconds(self) -> float:
-        """The time of a step with everything saved."""
+        """The time of a step without what its residuals cost."""
         return sum(block.repeats * (block.forward_seconds + block.backward_seconds) for block in self.blocks)

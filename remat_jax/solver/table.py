@@ -78,6 +78,16 @@ class BlockTable:
         return np.array([np.inf if each.seconds is None else each.seconds for each in self.block.residuals], float)
 
     @cached_property
+    def kept_seconds(self) -> Array:
+        """The time that keeping each residual takes."""
+        return np.array([each.kept_seconds for each in self.block.residuals], float)
+
+    def _work(self, codes: Array) -> Array:
+        """The seconds of recomputing and keeping of each policy."""
+        recomputed = np.where(np.isfinite(self.seconds), self.seconds, 0.0)
+        return (codes == RECOMPUTE) @ recomputed + (codes <= OFFLOAD) @ self.kept_seconds
+
+    @cached_property
     def allowed(self) -> Array:
         """The choices that each residual allows by itself: residuals × `CHOICES`."""
         rows = [
@@ -100,8 +110,7 @@ class BlockTable:
         host = offloaded @ self.bytes
         saved = self.block.input_bytes + (codes == SAVE) @ self.bytes
         transient = self.block.working_bytes + self.block.recomputed_share * (recomputed @ self.bytes)
-        seconds = recomputed @ np.where(np.isfinite(self.seconds), self.seconds, 0.0)
-        extra = seconds
+        extra = seconds = self._work(codes)
         if self.link is not None:
             hidden = self.link.hidden_share
             out = host / self.link.out_bytes_per_s - hidden * self.block.forward_seconds
@@ -164,9 +173,8 @@ class BlockTable:
         """
         assert self.link is not None
         host = (codes == OFFLOAD) @ self.bytes
-        recompute_seconds = (codes == RECOMPUTE) @ np.where(np.isfinite(self.seconds), self.seconds, 0.0)
         out = host / self.link.out_bytes_per_s - self.link.hidden_share * self.block.forward_seconds
-        back = host / self.link.in_bytes_per_s - self.link.hidden_share * (self.block.backward_seconds + recompute_seconds)
+        back = host / self.link.in_bytes_per_s - self.link.hidden_share * (self.block.backward_seconds + self._work(codes))
         exposed = np.where(host > 0, np.maximum(out, 0.0) + np.maximum(back, 0.0), 0.0)
         first, second = (axis[:, :, None] for axis in np.meshgrid(_SHARES, _SHARES, indexing="ij"))
         planes = (costs - exposed + first * out + second * back).min(axis=2)
@@ -186,7 +194,6 @@ class BlockTable:
     def _cut(self, prices: Prices, out: float, back: float) -> tuple[Array, float]:
         """The cheapest policy and its cost if exposed copies are replaced by these shares of their linear functions."""
         costs = np.full((len(self.block.residuals), len(CHOICES)), np.inf)
-        costs[:, SAVE] = prices.saved * self.bytes
         costs[:, UNUSED] = 0.0
         hidden, constant = 0.0, prices.saved * self.block.input_bytes + prices.transient * self.block.working_bytes
         if self.link is not None:
@@ -194,6 +201,9 @@ class BlockTable:
             costs[:, OFFLOAD] = (prices.host + prices.transient * self.block.fetched_share + rate) * self.bytes
             hidden = self.link.hidden_share * back
             constant -= self.link.hidden_share * (out * self.block.forward_seconds + back * self.block.backward_seconds)
+        kept_seconds = (1.0 - hidden) * self.kept_seconds
+        costs[:, SAVE] = prices.saved * self.bytes + kept_seconds
+        costs[:, OFFLOAD] += kept_seconds
         recompute_seconds = np.where(np.isinf(self.seconds), np.inf, np.nan_to_num(self.seconds, posinf=0.0) * (1.0 - hidden))
         costs[:, RECOMPUTE] = recompute_seconds + prices.transient * self.block.recomputed_share * self.bytes
         costs[~self.allowed] = np.inf

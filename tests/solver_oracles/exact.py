@@ -120,9 +120,10 @@ class _BlockVariables:
             fetched, again = block.fetched_share * one.bytes, block.recomputed_share * one.bytes
             have: dict[Choice, int] = {}
             if one.may_save:
-                have[Choice.SAVE] = model.integer(1, paid.saved * one.bytes)
+                have[Choice.SAVE] = model.integer(1, weight * one.kept_seconds + paid.saved * one.bytes)
             if one.may_offload and link is not None:
-                have[Choice.OFFLOAD] = model.integer(1, paid.host * one.bytes + paid.transient * fetched)
+                price = paid.host * one.bytes + paid.transient * fetched
+                have[Choice.OFFLOAD] = model.integer(1, weight * one.kept_seconds + price)
             if one.seconds is not None:
                 have[Choice.RECOMPUTE] = model.integer(1, weight * one.seconds + paid.transient * again)
             if not one.needed:
@@ -150,13 +151,12 @@ class _BlockVariables:
         hidden = link.hidden_share
         away = {index: size / link.out_bytes_per_s for index, size in sizes.items()}
         home = {index: size / link.in_bytes_per_s for index, size in sizes.items()}
-        again = {
-            have[Choice.RECOMPUTE]: -hidden * (one.seconds or 0.0)
-            for one, have in zip(self.block.residuals, self.choices, strict=True)
-            if Choice.RECOMPUTE in have
-        }
+        again: dict[int, float] = {}
+        for one, have in zip(self.block.residuals, self.choices, strict=True):
+            work = {Choice.RECOMPUTE: one.seconds or 0.0, Choice.SAVE: one.kept_seconds, Choice.OFFLOAD: one.kept_seconds}
+            again |= {have[choice]: -hidden * seconds for choice, seconds in work.items() if choice in have}
         model.at_most({**away, out: -1.0}, hidden * self.block.forward_seconds)
-        model.at_most({**home, **again, back: -1.0}, hidden * self.block.backward_seconds)
+        model.at_most({**again, **{index: home.get(index, 0.0) + again.get(index, 0.0) for index in home}, back: -1.0}, hidden * self.block.backward_seconds)
 
     def sizes(self, wanted: Choice, share: float = 1.0) -> dict[int, float]:
         pairs = zip(self.block.residuals, self.choices, strict=True)

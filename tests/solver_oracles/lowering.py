@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from remat_jax.solver.problem import Block, Stack
 from tests.solver_oracles.chain_problem import Chain, Stage
 from tests.solver_oracles.program import Operation, Program, Value
@@ -16,16 +19,18 @@ def labels(stack: Stack) -> list[str]:
     return [f"{block.name}/{index}" for block in stack.blocks for index in range(block.repeats)]
 
 
-def stack_program(stack: Stack) -> Program:
+def stack_program(stack: Stack, kept_seconds: Sequence[float] | None = None) -> Program:
     """What a stack could do: the passes of its blocks, and computing single residuals again.
 
-    The arrays that go from block to block take no memory of their own: they are in the working sets.
+    ``kept_seconds`` is what each block's kept residuals cost; it is added to the time of its backward pass. The arrays that go from block to block take no memory of their own: they are in the working sets.
     """
     values = [Value("input"), Value("input cotangent")]
     operations: list[Operation] = []
     before, cotangent = "input", "input cotangent"
-    for label, block in zip(labels(stack), stack.positions(), strict=True):
+    positions = stack.positions()
+    for label, block, kept in zip(labels(stack), positions, kept_seconds or [0.0] * len(positions), strict=True):
         values += _block_values(label, block)
+        block = replace(block, backward_seconds=block.backward_seconds + kept)
         operations += _block_operations(label, block, before, cotangent)
         before, cotangent = f"{label}:output", f"{label}:cotangent"
     operations.append(Operation("loss", 0.0, (before,), (cotangent,)))

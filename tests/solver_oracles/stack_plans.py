@@ -34,7 +34,7 @@ def executable(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 
     """
     found = stack_plan(stack, policies, bound=bound)
     return ExecutablePlan(
-        stack_program(stack),
+        stack_program(stack, [policy.kept_seconds for policy in found.policies]),
         _actions(stack, found.policies),
         seconds=found.seconds,
         peak_bytes=found.peak_bytes,
