@@ -50,6 +50,16 @@ def drawn(draw, keeping_costs=False):
     return Stack(tuple(blocks), draw.choice([None, link]), draw.uniform(0, 100)), host
 
 
+def keeping_for_free(stack):
+    """The same stack, in which the fastest plan keeps what it can."""
+    return replace(
+        stack,
+        blocks=tuple(
+            replace(block, residuals=tuple(replace(one, kept_seconds=0.0) for one in block.residuals)) for block in stack.blocks
+        ),
+    )
+
+
 @pytest.fixture(scope="module")
 def beside_the_exact():
     """Of 500 random stacks, each at one budget: the plan, the exact programme's, and the stack."""
@@ -58,7 +68,7 @@ def beside_the_exact():
         draw = random.Random(seed)
         stack, host = drawn(draw, keeping_costs=seed % 2 == 1)
         solver = Solver(stack)
-        most = solver.plan(math.inf, host).peak_bytes
+        most = Solver(keeping_for_free(stack)).plan(math.inf, host).peak_bytes
         with pytest.raises(InfeasibleBudget) as caught:
             solve_counts(stack, 1e-9, host, most_policies=3)
         least = caught.value.least_bytes

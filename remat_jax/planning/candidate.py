@@ -16,15 +16,14 @@ class StepCandidate:
     """One way to run the step.
 
     Attributes:
-      name: the named policy, or the text of groups of layers or of a mix of named policies; empty for a plan of the solver.
+      name: the named policy, or the text of groups of layers; empty for a plan of the solver.
       loads: the effect of every single block on memory.
-      seconds: estimated, beyond a step that keeps everything.
+      seconds: what the residuals cost, estimated: keeping, recomputing and copying them.
       choices: the choice of every single block for each of its residuals; None for a named policy.
       like: the choices that are equivalent to a named policy; None if there are none.
       inside: for groups of layers, the policy of each layer inside a group; else empty.
       grouped: the number of layers in groups, which are the first layers.
       expected_bytes: the predicted device bytes, if they are not predicted from the loads.
-      by_layer: for a mix of named policies, the policy of every single block; else empty.
       cuts: where a scan is cut between blocks with equal choices. By the estimate a cut changes memory but not time.
     """
 
@@ -37,11 +36,11 @@ class StepCandidate:
     inside: str = ""
     grouped: int = 0
     expected_bytes: int | None = None
-    by_layer: tuple[str, ...] = ()
 
-    def named_at(self, at: int) -> str:
-        """The named policy of the block at a position; empty for a plan of the solver."""
-        return self.by_layer[at] if self.by_layer else self.inside or self.name
+    @property
+    def policy_name(self) -> str:
+        """The named policy of every block, inside of groups if there are any; empty for a plan of the solver."""
+        return self.inside or self.name
 
     @property
     def done(self) -> Choices | None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from remat_jax.planning.candidate import FAILED, StepCandidate, Tried
 from remat_jax.planning.fit import Fit
 
+KEEP_ALL = ("off", "everything")
+"""The named policies that keep all residuals."""
 TELLS = 0.04
 """The least relative difference at which two compiled times are distinguished.
 
@@ -24,11 +26,13 @@ class Times:
     If the schedule of a compiled step could not be timed, as on a CPU, every time is the traced estimate.
 
     Attributes:
-      traced_base: the traced estimate of a step that keeps everything.
+      traced_base: the traced estimate of a step without what its residuals cost.
+      keeping_everything: what the residuals of a step cost that keeps all of them.
     """
 
     fit: Fit
     traced_base: float
+    keeping_everything: float
 
     @property
     def compiled(self) -> bool:
@@ -65,9 +69,9 @@ class Times:
     @property
     def base(self) -> float:
         """The seconds of a step that keeps everything."""
-        kept = [one for one in self.fit.tried if one.candidate.name in ("off", "everything") and one.compiled.seconds]
+        kept = [one for one in self.fit.tried if one.candidate.name in KEEP_ALL and one.compiled.seconds]
         found = [one.compiled.seconds for one in kept if one.compiled.seconds]
-        return min(found) if found and self.compiled else self.pace * self.traced_base
+        return min(found) if found and self.compiled else self.pace * (self.traced_base + self.keeping_everything)
 
 
 def last_word(searched: Tried, able: Sequence[Tried]) -> tuple[Tried, list[str]]:
@@ -106,8 +110,8 @@ def _percent(fast: Tried, slow: Tried) -> str:
 
 
 def _name(tried: Tried) -> str:
-    return tried.candidate.name or "a mix of policies"
+    return tried.candidate.name or ("a plan that offloads" if tried.candidate.host_bytes else "a plan that offloads nothing")
 
 
 def _complexity(candidate: StepCandidate) -> tuple[bool, bool]:
-    return not candidate.name or bool(candidate.inside or candidate.by_layer), candidate.host_bytes > 0
+    return not candidate.name or bool(candidate.inside), candidate.host_bytes > 0

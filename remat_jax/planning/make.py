@@ -27,14 +27,13 @@ from remat_jax.planning.candidate import StepCandidate, Tried
 from remat_jax.planning.compiling import Compiler, Progress, first_sentence, one_line
 from remat_jax.planning.fit import Fit
 from remat_jax.planning.holders import argument_bytes, check_arguments_fit, infeasible
-from remat_jax.planning.last_word import Times, last_word
+from remat_jax.planning.last_word import KEEP_ALL, Times, last_word
 from remat_jax.planning.model import Model
-from remat_jax.planning.named_mixes import best_mix, can_be_mixed, ends
 from remat_jax.planning.outcome import outcome
 from remat_jax.planning.plan import Plan
 from remat_jax.planning.plan_data import CUT_SHORT, NOT_MAXIMAL
 from remat_jax.planning.point import Point
-from remat_jax.planning.problem import Described, describe, recompute_flops
+from remat_jax.planning.problem import Described, describe, extra_seconds, recompute_flops
 from remat_jax.planning.proposals import Proposals
 from remat_jax.planning.search import MOST_COMPILED, MOST_RUNS, Search
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
@@ -193,13 +192,14 @@ class _Making:
         searched, best = self._chosen()
         self.progress("reading the frontier", len(self.fit.tried), len(self.fit.tried))
         policies = policies_of(self.described, best.candidate)
-        times = Times(self.fit, self.described.base_seconds)
+        times = Times(self.fit, self.described.base_seconds, extra_seconds(self.described, "everything"))
         self._add_as_written(best, times)
         found = outcome(self.described, self.target, self.proposals, times, searched, best, self.remarks, self._is_late)
         if self._is_late():
             self.notes.append(f"{CUT_SHORT}; after timeout={self.timeout:g} s only what was compiled and named is on it")
         self._note(searched, best)
-        if best.candidate.seconds > 0 and (beyond := largest_advice(self.workload, best.compiled.sizes, self.target.devices)):
+        beyond = largest_advice(self.workload, best.compiled.sizes, self.target.devices)
+        if beyond and best.candidate.name not in KEEP_ALL:
             self.notes.append(beyond)
         return Plan(
             policies=policies,
@@ -218,10 +218,8 @@ class _Making:
     def _chosen(self) -> tuple[Tried, Tried]:
         """The search's best step by the traced estimate, and the plan by the compiled times."""
         try:
-            found = self._with_named(self._or_groups(self.search.run(self.compiler.compile)))
-            self._compile_leaner(found)
-            self._compile_mix(found)
-            searched: Tried | None = found
+            searched: Tried | None = self._with_named(self._or_groups(self.search.run(self.compiler.compile)))
+            self._compile_without_copies()
         except InfeasibleBudget:
             searched = None
         limited = self._with_limit(searched)
@@ -287,23 +285,11 @@ class _Making:
         """The best step after compiling the smallest of the named policies that might be faster."""
         return self._one_more(best, self.proposals.unknown(best))
 
-    def _compile_leaner(self, best: Tried) -> None:
-        """Compile two named policies that keep less, for the last word: none was, where the search ended at once with `off`."""
-        asked = self.proposals.leaner(best, self.described.base_seconds)[:2] if best.compiled.seconds else []
-        if asked and not self.compiler.is_over:
-            self.fit.learn(asked, self.compiler.compile(asked, best))
-
-    def _compile_mix(self, best: Tried) -> None:
-        """Compile a mix of two named policies for the last word, where one is too large and the other clearly slower."""
-        named = self.proposals.named
-        if not best.compiled.seconds or not self.proposals.mixes or not can_be_mixed(self.described):
-            return
-        if (ahead := ends(self.fit, named)) and not self.compiler.is_over:
-            self.fit.learn(ahead, self.compiler.compile(ahead, best))
-        seconds = min(one.compiled.seconds or math.inf for one in self.fit.tried if self.fit.fits(one))
-        mix = best_mix(self.fit, named, seconds)
-        if mix is not None and self.fit.known(mix) is None and not self.compiler.is_over:
-            self.fit.learn([mix], self.compiler.compile([mix], best))
+    def _compile_without_copies(self) -> None:
+        """Compile the fastest plan that offloads nothing, for the last word: copies may wait for more than is estimated."""
+        if any(tried.candidate.host_bytes for tried in self.fit.tried if self.fit.fits(tried)) and self.fit.best:
+            here = self.proposals.without_copies(self.fit.stack, self.budget)
+            self._one_more(self.fit.best, [here] if here and self.fit.known(here) is None else [])
 
     def _one_more(self, best: Tried, asked: Sequence[StepCandidate]) -> Tried:
         """The best step after compiling the first candidate of `asked`, if time is left."""

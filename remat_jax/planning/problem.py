@@ -134,7 +134,7 @@ def describe(
         blocks.append(_block(kind, program, chosen, rates, working, gathered))
     link = None
     if rates.out_bytes_per_s is not None and rates.in_bytes_per_s is not None:
-        link = solver.HostLink(rates.out_bytes_per_s, rates.in_bytes_per_s, rates.hidden_share)
+        link = solver.HostLink(rates.out_bytes_per_s, rates.in_bytes_per_s, rates.hidden_share, rates.hbm_bytes_per_s)
     inside = sum(block.repeats * (block.forward_seconds + block.backward_seconds) for block in blocks)
     # Without a policy, the cost would include recomputation by the blocks' own checkpoints.
     step = workload.step("everything" if any(kind.program.dropped for kind in kinds) else "off")
@@ -247,15 +247,16 @@ def extra_seconds(described: Described, policy: Any) -> float:
 
 
 def copy_seconds(link: solver.HostLink | None, block: solver.Block, away: float, work: float, *, last: bool) -> float:
-    """Seconds of one block's copies of `away` bytes to the host and back that compute does not hide.
+    """Seconds of one block's copies of `away` bytes to the host and back.
 
-    The compute includes `work` seconds of keeping and recomputing residuals. The backward pass of the very last block follows at once, so nothing
-    overlaps its copies back.
+    Copies read and write device memory, and take longer if compute does not hide them. The compute includes `work` seconds of keeping and recomputing residuals. The backward pass of the very last block follows
+    at once, so nothing overlaps its copies back.
     """
     if link is None or not away:
         return 0.0
-    beside = 0.0 if last else block.backward_seconds + work
-    return link.exposed_out(away, block.forward_seconds) + link.exposed_in(away, beside)
+    busy = link.seconds_per_byte * away
+    beside = 0.0 if last else block.backward_seconds + work + busy
+    return busy + link.exposed_out(away, block.forward_seconds) + link.exposed_in(away, beside)
 
 
 def recompute_flops(described: Described, policy: Any) -> int:

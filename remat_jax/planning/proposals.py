@@ -18,10 +18,6 @@ WORTH_COMPILING = 3e-3
 """The least gain of a plan that is worth a compilation, as a share of the step's time."""
 
 
-_LITTLE = 0.25
-"""The share of a step, by the traced estimate, that a named policy may recompute and still be faster as compiled."""
-
-
 class Proposals:
     """Candidates derived from a fit.
 
@@ -51,8 +47,12 @@ class Proposals:
         found = self._solved_within(stack, budget, self.fit.host_left, most_runs)
         if found is None or not found.host_bytes:
             return found
-        here = self._solved_within(stack, budget, 0.0, most_runs)
+        here = self.without_copies(stack, budget, most_runs)
         return found if here is None or found.seconds <= here.seconds else here
+
+    def without_copies(self, stack: Stack, budget: float, most_runs: int | None = None) -> StepCandidate | None:
+        """The solver's fastest plan within `budget` that offloads nothing; None if nothing fits."""
+        return self._solved_within(stack, budget, 0.0, most_runs)
 
     def _solved_within(self, stack: Stack, budget: float, host_budget: float, most_runs: int | None) -> StepCandidate | None:
         try:
@@ -109,27 +109,6 @@ class Proposals:
         return self.own(tuple(choices))
 
     # --- variants of compiled steps -------------------------------------------------------------------------------------
-
-    @property
-    def mixes(self) -> bool:
-        """Whether layers may be under several policies."""
-        return self._most_runs != 1
-
-    def leaner(self, best: Tried, base_seconds: float) -> list[StepCandidate]:
-        """Named policies without offload that keep less than `best`, were not compiled and are predicted to fit; fastest first.
-
-        The traced estimate does not count the traffic of what is kept, so a step that recomputes a little may be the faster one
-        as compiled.
-        """
-        kept = sum(load.saved for load in best.candidate.loads)
-        able = [
-            one
-            for one in self.named
-            if not one.host_bytes and sum(load.saved for load in one.loads) < kept
-            if one.seconds - best.candidate.seconds <= _LITTLE * base_seconds
-            if self.fit.known(one) is None and self.fit.expected(one) <= self.fit.budget
-        ]
-        return sorted(able, key=lambda one: one.seconds)
 
     def unknown(self, best: Tried) -> list[StepCandidate]:
         """Named policies that were not compiled, would be faster than `best`, and might fit.

@@ -134,7 +134,7 @@ def _one_or_many(key: marking.Block, layers: dict[int, Policy], cuts: list[int])
 def text_of(kind: Kind, block: Block, candidate: StepCandidate, at: int) -> str:
     """The policy of the block at a position, as text."""
     if candidate.choices is None:
-        return candidate.by_layer[at] if candidate.by_layer else candidate.name
+        return candidate.name
     found = policy_of(kind, BlockPolicy(block, candidate.choices[at]))
     return found.name or str(found)
 
@@ -144,7 +144,7 @@ def recompute_seconds(described: Described, kind: Kind, block: Block, candidate:
     if candidate.choices is not None:
         policy = policy_of(kind, BlockPolicy(block, candidate.choices[at]))
     else:
-        policy = Policy.parse(candidate.named_at(at))
+        policy = Policy.parse(candidate.policy_name)
     # A group of layers runs forward once more, before its layers do.
     group = block.forward_seconds if at < candidate.grouped else 0.0
     return kind.program.price(policy, described.rates).seconds + group
@@ -155,7 +155,7 @@ def rows_of(kind: Kind, block: Block, candidate: StepCandidate, at: int) -> tupl
     if candidate.choices is not None:
         actions = [choice.value for choice in candidate.choices[at]]
     else:
-        actions = _actions(kind, block, candidate.named_at(at))
+        actions = _actions(kind, block, candidate.policy_name)
     return tuple(
         LayerRow(_short(kind, one.name), action, round(one.bytes), one.seconds)
         for one, action in zip(block.residuals, actions, strict=True)

@@ -37,8 +37,8 @@ def grow(block: Block, offloads: bool, most: int = MOST) -> list[tuple[int, ...]
 
     The objectives are: bytes saved, bytes that the block needs during its own backward pass, bytes in host memory, and extra
     seconds. Each objective is monotone in four sums over the residuals: bytes saved, needed and offloaded, and seconds of
-    keeping and recomputing. A partial policy can therefore be pruned if another one dominates its sums and leaves the undecided children
-    the same parents.
+    keeping and recomputing. A partial policy can therefore be pruned if another one dominates its sums and leaves the
+    undecided children the same parents.
 
     >>> block = Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0)
     >>> sorted(grow(block, offloads=False))  # of x and up: 0 saved, 2 recomputed

@@ -103,6 +103,7 @@ class BlockPolicy:
         work = self.recompute_seconds + self.kept_seconds
         if not self.host_bytes or link is None:
             return work
+        work += link.seconds_per_byte * self.host_bytes
         out = link.exposed_out(self.host_bytes, self.block.forward_seconds)
         return work + out + link.exposed_in(self.host_bytes, self.block.backward_seconds + work)
 

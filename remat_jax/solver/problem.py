@@ -6,6 +6,7 @@ the problem and how it is solved.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
@@ -22,6 +23,7 @@ class HostLink:
         out_bytes_per_s: the achieved rate from device to host, not the nominal rate.
         in_bytes_per_s: the achieved rate from host to device.
         hidden_share: the share of a block's compute time that can run beside its copies, from 0 to 1.
+        memory_bytes_per_s: the rate of device memory, which copies use too; infinite if that is not counted.
 
     Raises:
         PlanningError: a rate is not positive, or the share is not between 0 and 1.
@@ -33,11 +35,19 @@ class HostLink:
     out_bytes_per_s: float
     in_bytes_per_s: float
     hidden_share: float = 1.0
+    memory_bytes_per_s: float = math.inf
 
     def __post_init__(self) -> None:
         check_number("HostLink: out_bytes_per_s", self.out_bytes_per_s, positive=True)
         check_number("HostLink: in_bytes_per_s", self.in_bytes_per_s, positive=True)
         check_share("HostLink: hidden_share", self.hidden_share)
+        if math.isinf(self.memory_bytes_per_s) is not True:
+            check_number("HostLink: memory_bytes_per_s", self.memory_bytes_per_s, positive=True)
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Seconds of device memory for each offloaded byte: the copy out reads it, and the copy back writes it."""
+        return 2 / self.memory_bytes_per_s
 
     def exposed_out(self, size: float, compute_seconds: float) -> float:
         """The seconds of a copy of ``size`` bytes to the host that ``compute_seconds`` of compute do not hide."""

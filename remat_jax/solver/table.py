@@ -83,9 +83,10 @@ class BlockTable:
         return np.array([each.kept_seconds for each in self.block.residuals], float)
 
     def _work(self, codes: Array) -> Array:
-        """The seconds of recomputing and keeping of each policy."""
+        """The seconds that recomputing, keeping and copying take on the device, for each policy."""
         recomputed = np.where(np.isfinite(self.seconds), self.seconds, 0.0)
-        return (codes == RECOMPUTE) @ recomputed + (codes <= OFFLOAD) @ self.kept_seconds
+        copied = 0.0 if self.link is None else self.link.seconds_per_byte * ((codes == OFFLOAD) @ self.bytes)
+        return (codes == RECOMPUTE) @ recomputed + (codes <= OFFLOAD) @ self.kept_seconds + copied
 
     @cached_property
     def allowed(self) -> Array:
@@ -203,7 +204,8 @@ class BlockTable:
             constant -= self.link.hidden_share * (out * self.block.forward_seconds + back * self.block.backward_seconds)
         kept_seconds = (1.0 - hidden) * self.kept_seconds
         costs[:, SAVE] = prices.saved * self.bytes + kept_seconds
-        costs[:, OFFLOAD] += kept_seconds
+        if self.link is not None:
+            costs[:, OFFLOAD] += kept_seconds + (1.0 - hidden) * self.link.seconds_per_byte * self.bytes
         recompute_seconds = np.where(np.isinf(self.seconds), np.inf, np.nan_to_num(self.seconds, posinf=0.0) * (1.0 - hidden))
         costs[:, RECOMPUTE] = recompute_seconds + prices.transient * self.block.recomputed_share * self.bytes
         costs[~self.allowed] = np.inf

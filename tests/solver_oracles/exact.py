@@ -156,7 +156,8 @@ class _BlockVariables:
             work = {Choice.RECOMPUTE: one.seconds or 0.0, Choice.SAVE: one.kept_seconds, Choice.OFFLOAD: one.kept_seconds}
             again |= {have[choice]: -hidden * seconds for choice, seconds in work.items() if choice in have}
         model.at_most({**away, out: -1.0}, hidden * self.block.forward_seconds)
-        model.at_most({**again, **{index: home.get(index, 0.0) + again.get(index, 0.0) for index in home}, back: -1.0}, hidden * self.block.backward_seconds)
+        home = {index: seconds + again.get(index, 0.0) for index, seconds in home.items()}
+        model.at_most({**again, **home, back: -1.0}, hidden * self.block.backward_seconds)
 
     def sizes(self, wanted: Choice, share: float = 1.0) -> dict[int, float]:
         pairs = zip(self.block.residuals, self.choices, strict=True)

@@ -22,7 +22,8 @@ def labels(stack: Stack) -> list[str]:
 def stack_program(stack: Stack, kept_seconds: Sequence[float] | None = None) -> Program:
     """What a stack could do: the passes of its blocks, and computing single residuals again.
 
-    ``kept_seconds`` is what each block's kept residuals cost; it is added to the time of its backward pass. The arrays that go from block to block take no memory of their own: they are in the working sets.
+    ``kept_seconds`` is what each block's kept residuals cost; it is added to the time of its backward pass. The arrays that
+    go from block to block take no memory of their own: they are in the working sets.
     """
     values = [Value("input"), Value("input cotangent")]
     operations: list[Operation] = []
