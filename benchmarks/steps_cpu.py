@@ -80,8 +80,7 @@ def rows_of(model: str, work: rj.Workload, target: Target, rounds: int) -> list[
     seconds = in_turns({name: run for name, (_, run) in made.items()}, rounds)
     rows = []
     for name, policy in policies.items():
-        extra = 0.0 if policy == "off" else extra_seconds(described, policy)
-        estimated = {"traced": described.base_seconds + extra}
+        estimated = {"traced": described.base_seconds + extra_seconds(described, policy)}
         if (compiled := _compiled_seconds(made[name][0], target)) is not None:
             estimated["compiled"] = compiled
         measured = statistics.median(seconds[name])

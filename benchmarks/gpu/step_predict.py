@@ -69,7 +69,7 @@ def _seconds(report: MemoryReport, whole: rj.Workload, policy: Any, target: str)
     if report.seconds is not None:
         return report.seconds
     described = describe(whole, target)
-    return described.base_seconds + extra_seconds(described, "everything" if policy == "off" else policy)
+    return described.base_seconds + extra_seconds(described, policy)
 
 
 def main() -> None:

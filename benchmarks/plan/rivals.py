@@ -48,7 +48,7 @@ class Rival:
       names: it may have several: MaxText's differ in tensors that not every model has.
       policy: for all blocks, or by block.
       device_bytes, host_bytes: compiled.
-      extra_seconds: over a step that keeps everything, estimated as plans are.
+      extra_seconds: what the residuals cost, estimated as plans are.
       seconds: of the compiled step, estimated from its schedule.
       remark: why it is not considered.
     """
@@ -112,7 +112,7 @@ def rivals(case: Case, described: Described, target: str) -> list[Rival]:
         if remark:
             found.append(Rival(names, policy, remark=remark))
             continue
-        report, extra = next(reports), extra_seconds(described, "everything" if policy == "off" else policy)
+        report, extra = next(reports), extra_seconds(described, policy)
         found.append(Rival(names, policy, report.device_bytes, report.host_bytes, extra, report.seconds))
     return found
 
@@ -149,6 +149,6 @@ def _offloads(policy: Any) -> bool:
 
 
 def best_within(found: list[Rival], budget: int) -> Rival | None:
-    """The fastest that fits; of equal ones that with less memory."""
+    """The fastest that fits, by its compiled time if that is known; of equal ones that with less memory."""
     fits = [one for one in found if not one.remark and one.device_bytes is not None and one.device_bytes <= budget]
-    return min(fits, key=lambda one: (one.extra_seconds, one.device_bytes), default=None)
+    return min(fits, key=lambda one: (one.seconds or one.extra_seconds, one.device_bytes), default=None)

@@ -74,7 +74,7 @@ def row(case: Case, described: Described, budget: int, target: str, others: list
             "host_bytes": found.host_bytes,
             "seconds": found.seconds if found.timed else None,
             "base_seconds": described.base_seconds,
-            "extra_seconds": extra_seconds(described, everything_for_off(found)),
+            "extra_seconds": extra_seconds(described, dict(found.policies)),
             "policies": found.texts,
             "tried": found.tried,
             "notes": found.notes,
@@ -82,11 +82,6 @@ def row(case: Case, described: Described, budget: int, target: str, others: list
         }
         | {"wall_seconds": planned}
     )
-
-
-def everything_for_off(found: Plan) -> dict[Any, Any]:
-    """The plan's policies for the estimate, which knows `off` as keeping everything."""
-    return dict.fromkeys(found.policies, "everything") if found.is_off else dict(found.policies)
 
 
 def one_more(case: Case, described: Described, found: Plan, target: str) -> dict[str, Any] | None:

@@ -193,7 +193,8 @@ def _estimated(described: Described | None, policy: Any, memory: MemoryReport) -
     wanted = {block: _kept(one) for block, one in policy.items()} if isinstance(policy, Mapping) else _kept(policy)
     try:
         extra = extra_seconds(described, wanted)
-        return described.base_seconds + extra, extra, recompute_flops(described, wanted)
+        over = extra - extra_seconds(described, "everything")
+        return described.base_seconds + extra, over, recompute_flops(described, wanted)
     except PlanningError:
         return None, None, None  # one of JAX's policy objects, unknown before tracing
 
