@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import json
+import math
 from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -140,10 +141,9 @@ def test_policies_that_are_equal_here_are_asked_once_and_keep_their_names(monkey
     monkeypatch.setattr(rivals, "measure_many", measured)
     found = {one.name: one for one in rivals.rivals(model, described, "h200")}
     assert "MaxText save_qkv_proj" in found["full"].names and len(asked[0]) == len(set(asked[0]))
-    assert (
-        found["off"].seconds == 2.0
-        and found["off"].extra_seconds == 0 < found["dots"].extra_seconds < found["full"].extra_seconds
-    )
+    # In this scan, what keeping costs is more than what recomputing does.
+    off, full, dots = (found[name].extra_seconds for name in ("off", "full", "dots"))
+    assert found["off"].seconds == 2.0 and off > full > dots
 
 
 def test_the_best_is_the_fastest_that_fits():
@@ -160,7 +160,7 @@ def test_the_best_is_the_fastest_that_fits():
 
 @pytest.fixture
 def all_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "WORTH_COMPILING", 0.0)
+    monkeypatch.setattr(rows, "WORTH_COMPILING", -math.inf)
 
 
 def slope(job: rj.Workload) -> str:
@@ -206,16 +206,15 @@ ROW: dict[str, Any] = {
     "budget": 3 * 2**20,
     "device_bytes": 2**21,
     "host_bytes": 0,
-    "extra_seconds": 0.001,
-    "base_seconds": 0.008,
+    "seconds": 0.009,
     "best": "full",
-    "best_extra_seconds": 0.002,
-    "further": {"where": "Layer 0", "residual": "up:add#0", "saved_bytes": 1, "device_bytes": 2**22, "extra_seconds": 0.0009},
+    "best_seconds": 0.010,
+    "further": {"where": "Layer 0", "residual": "up:add#0", "saved_bytes": 1, "device_bytes": 2**22, "seconds": 0.008},
 }
 BROKEN = {
     "the plan needs 4.0 MiB": {"device_bytes": 2**22},
     "up:add#0 of Layer 0 could be saved as well: 3.0 MiB": {"further": ROW["further"] | {"device_bytes": 3 * 2**20}},
-    "full is faster": {"best_extra_seconds": 0.0005},
+    "full is faster: 8.60 ms against 9.00": {"best_seconds": 0.0086},
     "nothing was found to fit": {"infeasible": 2**20},
 }
 
@@ -228,15 +227,14 @@ def test_each_claim_can_fail(message: str):
     assert claims.table([ROW | BROKEN[message]]).endswith("NO") and claims.table([ROW]).endswith("yes")
 
 
-def test_the_median_counts_budgets_where_no_other_policy_does_as_well():
-    tie, alone = ROW | {"best_extra_seconds": 0.001}, ROW | {"best": None, "best_extra_seconds": None}
-    nothing = ROW | {"extra_seconds": 0.0, "best_extra_seconds": 0.0}
-    lost = ROW | {"best_extra_seconds": 0.0005}
-    assert claims.counted([ROW, tie, alone, nothing, lost]) == [0.5, 2.0]
-    assert claims.failures([ROW, tie, alone, nothing]) == []
-    near = ROW | {"extra_seconds": 0.0015}
-    assert claims.failures([near]) == ["the median ratio is 0.75, at most 0.7 was claimed"]
-    assert "1 are faster than every other policy that fits, 1 slower than one" in claims.summary([ROW, lost, alone])
+def test_times_that_cannot_be_told_apart_are_no_failure():
+    near, alone = ROW | {"best_seconds": 0.0087}, ROW | {"best": None, "best_seconds": None}
+    assert claims.failures([ROW, near, alone]) == []
+    near_more = ROW | {"further": ROW["further"] | {"device_bytes": 3 * 2**20, "seconds": 0.0087}}
+    assert claims.failures([near_more]) == []
+    text = claims.summary([ROW, near, alone])
+    assert "1 take at least 4% less time than every other policy that fits, in the median 10% less" in text
+    assert "the slowest takes 1.034 of the time of the best other policy" in text and "at 1 no other policy fits" in text
 
 
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], *more: str) -> int:

@@ -53,12 +53,16 @@ def test_the_simpler_step_is_the_plan_where_the_estimate_cannot_tell_them_apart(
 def test_what_was_not_compiled_is_estimated_at_the_pace_of_what_was() -> None:
     fit = Fit(STACK, 1e6)
     fit.tried = [tried("full", 2.0, 24.0), tried("dots", 0.5, 31.5), tried("off", 0.0, 20.0)]
-    times = Times(fit, 10.0)
+    times = Times(fit, 10.0, 1.0)
     assert (times.pace, times.base) == (2.0, 20.0)
+    without_off = Fit(STACK, 1e6)
+    without_off.tried = fit.tried[:1]
+    assert Times(without_off, 10.0, 1.0).base == 2.0 * 11.0
     assert times.of(fit.tried[1].candidate) == (31.5, True)
     assert times.of(tried("other", 4.0, None).candidate) == (28.0, False)
     fit.tried.append(tried("everything", 0.1, None))
-    assert (Times(fit, 10.0).pace, Times(fit, 10.0).of(fit.tried[0].candidate)) == (1.0, (12.0, False)), "of a kind, or none"
+    times = Times(fit, 10.0, 1.0)
+    assert (times.pace, times.of(fit.tried[0].candidate)) == (1.0, (12.0, False)), "of a kind, or none"
 
 
 def test_the_text_tells_compiled_times_from_estimates() -> None:

@@ -129,7 +129,8 @@ def test_the_frontier_is_within_the_timeout_too(monkeypatch, solved):
     found = rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30, progress=told)
     assert len(asked) == solved and all(one <= 30 for one in asked)
     assert sum("Not shown: the whole frontier; after timeout=30 s" in note for note in found.notes) == 1
-    assert found.device_bytes <= BUDGET and found.seconds > found.base_seconds
+    # Stacking what is kept costs more than a product.
+    assert found.device_bytes <= BUDGET and found.seconds < found.base_seconds
     predicted = [one for one in found.frontier if not one.compiled and one.name == ""]
     if solved:
         assert found.lower_bound <= found.seconds and found.next_gib_seconds > 0 and len(predicted) <= solved
@@ -143,7 +144,7 @@ def test_a_named_policy_that_was_not_shown_not_to_fit_is_compiled_at_last(monkey
     """No step is compiled here: each needs what the formula says, `dots` half of it. Two compilations end the search."""
     monkeypatch.setattr(make, "Search", functools.partial(make.Search, most_compiled=2))
     monkeypatch.setattr("remat_jax.planning.search.MORE_COMPILED", 0)
-    found = make._Making(job(scanned=True), 2**40, target("cpu"), 0, 300.0, lambda *told: None, None)
+    found = make._Making(job(), 2**40, target("cpu"), 0, 300.0, lambda *told: None, None)
     stack, asked = found.fit.guess, []
     (dots,) = (one for one in found.proposals.named if one.name == "dots")
     found.fit.budget = predicted(stack, dots.loads) / 1.35

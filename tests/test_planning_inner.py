@@ -132,7 +132,7 @@ def test_without_a_policy_a_checkpoint_of_the_blocks_own_drops_what_it_drops() -
     assert [b.saved - a.saved for a, b in zip(off.loads, everything.loads, strict=True)] == [2 * wide] * 3
     again = 3 * 2 * rows * WIDTH * 4 * WIDTH
     assert recompute_flops(found, "off") == again == step_flops(job, "off") - step_flops(job, "everything")
-    assert off.seconds > 0 == everything.seconds
+    assert off.seconds > 0
     (kind, *_), (block, *_) = found.kinds, found.stack.blocks
     assert sum(row.bytes for row in rows_of(kind, block, off, 0) if row.action == "recompute") == 2 * wide
     # What is outside of the blocks has no part in it.

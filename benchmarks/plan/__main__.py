@@ -1,8 +1,8 @@
 """`python -m benchmarks.plan`: do plans keep their promise, and are they better than the policies that people use?
 
-For each workload and budget: the plan is within the budget as compiled, no residual that it computes again could be saved as
-well, and no named policy and none of MaxText's that fits is faster by the estimate. Where none is as fast, the plan's extra
-time is at most 0.7 of the best one's, in the median. The exit status is 1 where any of these does not hold.
+For each workload and budget: the plan is within the budget as compiled, no residual more that makes the step faster could be
+saved as well, and no named policy and none of MaxText's that fits is faster by the time of its compiled schedule, as far as
+this can be told. The exit status is 1 where any of these does not hold.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def say(records: Sequence[dict[str, Any]]) -> int:
     # Of a budget that two records have, the later row counts.
     rows = [*{(one["workload"], one["budget"]): one for data in records for one in data["rows"]}.values()]
     made = {f"{data['target']}, {data['layers']} layers, JAX {data['provenance']['versions']['jax']}" for data in records}
-    print(f"Plans for {' and '.join(sorted(made))}; times are estimates:")
+    print(f"Plans for {' and '.join(sorted(made))}; times are of the compiled schedules:")
     print(claims.table(rows))
     print(claims.summary(rows))
     print(compiled.summary(rows, {name: one["rivals"] for data in records for name, one in data["workloads"].items()}))

@@ -42,7 +42,7 @@ def changed(rows: Sequence[Row], rivals: Rivals) -> tuple[list[str], int]:
             for one in _candidates(rows, rivals, row["workload"])
             if one.get("seconds") is not None and one["device_bytes"] <= row["budget"]
         ]
-        best = min(able, key=lambda one: one["seconds"])
+        best = min(able, key=lambda one: one["seconds"], default=row)
         if best["seconds"] < (1 - SAME) * row["seconds"]:
             name = best["names"][0] if "names" in best else f"the plan for {best['budget'] / 2**20:,.1f} MiB"
             times = f"{1e3 * best['seconds']:.2f} ms, the plan {1e3 * row['seconds']:.2f}"

@@ -114,8 +114,8 @@ def further(described: Described, found: Plan) -> list[Further]:
             if not residual.may_save or saved.intersection(members) or away.intersection(members):
                 continue
             policies = dict(found.policies) | {kind.block: saving(described, kind, found, layers, members)}
-            if extra_seconds(described, policies) < extra - worth:
-                more = kept_bytes(described, policies)[0] - kept
+            more = kept_bytes(described, policies)[0] - kept
+            if more > 0 and extra_seconds(described, policies) < extra - worth:
                 options.append(Further(part.where, residual.name, more, policies))
     return options
 

@@ -249,8 +249,9 @@ def extra_seconds(described: Described, policy: Any) -> float:
 def copy_seconds(link: solver.HostLink | None, block: solver.Block, away: float, work: float, *, last: bool) -> float:
     """Seconds of one block's copies of `away` bytes to the host and back.
 
-    Copies read and write device memory, and take longer if compute does not hide them. The compute includes `work` seconds of keeping and recomputing residuals. The backward pass of the very last block follows
-    at once, so nothing overlaps its copies back.
+    Copies read and write device memory, and take longer if compute does not hide them. The compute includes `work` seconds of
+    keeping and recomputing residuals. The backward pass of the very last block follows at once, so nothing overlaps its copies
+    back.
     """
     if link is None or not away:
         return 0.0

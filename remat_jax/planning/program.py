@@ -119,33 +119,26 @@ class BlockProgram:
 
     def _is_in_memory(self, array: Array) -> bool:
         """Whether an array is in memory whenever it is computed, because a kernel other than a pass reads or writes it."""
-        forward, backward, roots = self._in_memory
-        return not forward.union(backward).isdisjoint((array, roots.get(array, array)))
+        in_memory, roots = self._in_memory
+        return not in_memory.isdisjoint((array, roots.get(array, array)))
 
     @cached_property
-    def _in_memory(self) -> tuple[frozenset[Array], frozenset[Array], dict[Array, Array]]:
-        """The arrays that kernels other than passes read or write, in each pass, and for each view the array behind it."""
+    def _in_memory(self) -> tuple[frozenset[Array], dict[Array, Array]]:
+        """The arrays that kernels other than passes read or write, in either pass, and for each view the array behind it.
+
+        What a product of the backward pass reads is the operand of a product of the forward pass.
+        """
         kept = dict(zip(self.backward_program.inputs, self.flat.outputs, strict=False))
+        eqns = (*self.flat.eqns, *self.backward_program.eqns)
         roots: dict[Array, Array] = {}
 
         def root(array: Array) -> Array:
             array = kept.get(array, array)
             return roots.get(array, array)
 
-        for eqn in (*self.flat.eqns, *self.backward_program.eqns):
-            if is_view(eqn):
-                roots[eqn.outputs[0]] = root(eqn.inputs[0])
-        forward, backward = (
-            frozenset(
-                root(array)
-                for eqn in program.eqns
-                if not is_pass(eqn)
-                for array in (*eqn.inputs, *eqn.outputs)
-                if not array.literal
-            )
-            for program in (self.flat, self.backward_program)
-        )
-        return forward, backward, roots
+        for eqn in filter(is_view, eqns):
+            roots[eqn.outputs[0]] = root(eqn.inputs[0])
+        return frozenset(root(array) for eqn in eqns if not is_pass(eqn) for array in (*eqn.inputs, *eqn.outputs)), roots
 
     def kept_seconds(self, array: Array, rates: HasSeconds) -> float:
         """Seconds that keeping `array` takes: writing it, unless it is in memory anyway, and stacking it in a scan.
@@ -154,14 +147,12 @@ class BlockProgram:
         """
         if array in self._uncounted:
             return 0.0
-        forward, _, roots = self._in_memory
-        written = array in self.flat.inputs or roots.get(array, array) in forward
-        return rates.seconds({}, (not written) * array.bytes + self.call.scanned * STACKED * array.bytes)
+        written = array not in self.flat.inputs and not self._is_in_memory(array)
+        return rates.seconds({}, written * array.bytes + self.call.scanned * STACKED * array.bytes)
 
     def written_seconds(self, rates: HasSeconds) -> float:
         """Seconds to write the residuals that are not in memory anyway, if all are kept."""
-        forward, _, roots = self._in_memory
-        kept = (array for array in self.needed if array not in self._given and roots.get(array, array) not in forward)
+        kept = (array for array in self.needed if array not in self._given and not self._is_in_memory(array))
         return rates.seconds({}, sum(array.bytes for array in kept))
 
     def names(self, policy: Policy, path: str | None = None) -> tuple[frozenset[str], frozenset[str]]:

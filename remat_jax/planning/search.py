@@ -167,7 +167,8 @@ class Search:
 
     def _with_leanest(self, stack: Stack, found: list[StepCandidate]) -> list[StepCandidate]:
         """While nothing fits, add the leanest candidate: last, or first if no further compilation is allowed."""
-        lean = [one for one in (self.proposals.least(stack), *self._named("full")) if self.fit.known(one) is None]
+        asked = (self.proposals.least(stack), *self._named("full"), self.proposals.least(self.fit.guess))
+        lean = [one for one in asked if self.fit.known(one) is None]
         return [*lean, *found] if len(self.fit.tried) >= self._most - SIDE_BY_SIDE else [*found, *lean]
 
     def _faster_named(self, best: Tried | None) -> list[StepCandidate]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from remat_jax.errors import InfeasibleBudget, SolverError
 from remat_jax.solver.checks import check_budget
 from remat_jax.solver.policies import BlockPolicy, Choice, peak_bytes
-from remat_jax.solver.problem import Block, HostLink, Stack
+from remat_jax.solver.problem import Block, HostLink, ResidualCosts, Stack
 from remat_jax.solver.table import Prices
 from tests.solver_oracles.milp import GAP, ROUNDING, TIME_LIMIT, Model, Solution, unit_beside
 from tests.solver_oracles.stack_plans import ExecutablePlan, executable
@@ -123,7 +123,7 @@ class _BlockVariables:
                 have[Choice.SAVE] = model.integer(1, weight * one.kept_seconds + paid.saved * one.bytes)
             if one.may_offload and link is not None:
                 price = paid.host * one.bytes + paid.transient * fetched
-                have[Choice.OFFLOAD] = model.integer(1, weight * one.kept_seconds + price)
+                have[Choice.OFFLOAD] = model.integer(1, weight * _offload_seconds(one, link) + price)
             if one.seconds is not None:
                 have[Choice.RECOMPUTE] = model.integer(1, weight * one.seconds + paid.transient * again)
             if not one.needed:
@@ -153,7 +153,8 @@ class _BlockVariables:
         home = {index: size / link.in_bytes_per_s for index, size in sizes.items()}
         again: dict[int, float] = {}
         for one, have in zip(self.block.residuals, self.choices, strict=True):
-            work = {Choice.RECOMPUTE: one.seconds or 0.0, Choice.SAVE: one.kept_seconds, Choice.OFFLOAD: one.kept_seconds}
+            work = {Choice.RECOMPUTE: one.seconds or 0.0, Choice.SAVE: one.kept_seconds}
+            work[Choice.OFFLOAD] = _offload_seconds(one, link)
             again |= {have[choice]: -hidden * seconds for choice, seconds in work.items() if choice in have}
         model.at_most({**away, out: -1.0}, hidden * self.block.forward_seconds)
         home = {index: seconds + again.get(index, 0.0) for index, seconds in home.items()}
@@ -166,6 +167,11 @@ class _BlockVariables:
     def policy(self, solution: Solution) -> BlockPolicy:
         chosen = tuple(max(have, key=lambda choice: solution.values[have[choice]]) for have in self.choices)
         return BlockPolicy(self.block, chosen)
+
+
+def _offload_seconds(residual: ResidualCosts, link: HostLink) -> float:
+    """What an offloaded residual costs on the device: keeping it, and the copies' share of device memory."""
+    return residual.kept_seconds + link.seconds_per_byte * residual.bytes
 
 
 class _StackModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat_jax.solver import BlockPolicy, Choice, Range, Stack, stack_plan
+from remat_jax.solver import BlockPolicy, Choice, HostLink, Range, Stack, stack_plan
 from tests.solver_oracles.lowering import labels, stack_program
 from tests.solver_oracles.program import Action, Compute, Fetch, Free, Plan, Wait
 
@@ -34,7 +34,7 @@ def executable(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 
     """
     found = stack_plan(stack, policies, bound=bound)
     return ExecutablePlan(
-        stack_program(stack, [policy.kept_seconds for policy in found.policies]),
+        stack_program(stack, [_kept_seconds(policy, stack.link) for policy in found.policies]),
         _actions(stack, found.policies),
         seconds=found.seconds,
         peak_bytes=found.peak_bytes,
@@ -44,6 +44,10 @@ def executable(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 
         extra_seconds=found.extra_seconds,
         variables=variables,
     )
+
+
+def _kept_seconds(policy: BlockPolicy, link: HostLink | None) -> float:
+    return policy.kept_seconds + (0.0 if link is None else link.seconds_per_byte * policy.host_bytes)
 
 
 def _actions(stack: Stack, policies: Sequence[BlockPolicy]) -> tuple[Action, ...]:
