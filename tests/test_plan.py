@@ -70,7 +70,7 @@ def test_no_named_policy_that_fits_is_faster(made):
 
 def test_the_bound_is_of_the_whole_step_and_below_every_way_that_fits(made):
     plan, _ = made
-    assert plan.base_seconds < plan.lower_bound <= plan.seconds < 1.02 * plan.lower_bound
+    assert plan.lower_bound <= plan.seconds < 1.02 * plan.lower_bound and plan.seconds < plan.base_seconds
     within = [one for one in (*plan.frontier, *plan.named) if one.device_bytes is not None and one.device_bytes <= BUDGET]
     assert len(within) > 3 and min(one.seconds for one in within) >= plan.lower_bound
     below = 100 * (1 - plan.lower_bound / plan.seconds)
@@ -119,8 +119,8 @@ def test_the_frontier_falls_and_has_the_plan(made):
         len(places) >= 4 and places == sorted(places) and sorted((s for _, s in places), reverse=True) == [s for _, s in places]
     )
     assert (plan.device_bytes, plan.seconds) in places
-    # Of a budget of 8 MB the next half MiB, which buys a part of what keeping everything would.
-    assert plan.next_bytes == 2**19 and 0 < plan.next_gib_seconds < plan.seconds - plan.base_seconds
+    # Of a budget of 8 MB the next half MiB, which buys a part of what the fastest step would.
+    assert plan.next_bytes == 2**19 and 0 < plan.next_gib_seconds < plan.seconds - places[-1][1]
 
 
 def test_what_is_applied_gives_the_same_gradients(made, x64):
@@ -151,9 +151,16 @@ def test_it_says_why_in_words(made):
     assert f"The best named policy that fits, {plan.best_named.name}" in said and str(plan)
 
 
+def test_in_a_scan_more_memory_than_the_fastest_plan_needs_is_left_alone():
+    """The stacks of a scan cost more than recomputing what fuses: the tangent alone is kept."""
+    plan = rj.plan(job(scanned=True), "1 GiB", "cpu")
+    assert plan.texts == {"MlpLayer": "save: layers:tanh#0"}
+    assert plan.seconds < plan.base_seconds and plan.recompute_flops == 0 and plan.next_gib_seconds == 0
+
+
 @pytest.mark.versions
 def test_with_memory_enough_nothing_is_checkpointed():
-    plan = rj.plan(job(scanned=True), "1 GiB", "cpu")
+    plan = rj.plan(job(), "1 GiB", "cpu")
     assert plan.is_off and plan.seconds == plan.base_seconds and plan.recompute_flops == 0
     assert [name for name, _ in plan.tried] == ["off"] and plan.next_gib_seconds is None
     assert "Nothing is checkpointed" in plan.explain()
@@ -162,7 +169,7 @@ def test_with_memory_enough_nothing_is_checkpointed():
 
 
 def _ones():
-    return jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), job(scanned=True).params)
+    return jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), job().params)
 
 
 def test_too_little_says_the_least_and_what_takes_it():

@@ -192,7 +192,8 @@ class _Making:
         searched, best = self._chosen()
         self.progress("reading the frontier", len(self.fit.tried), len(self.fit.tried))
         policies = policies_of(self.described, best.candidate)
-        times = Times(self.fit, self.described.base_seconds, extra_seconds(self.described, "everything"))
+        keeping_everything = min(extra_seconds(self.described, name) for name in KEEP_ALL)
+        times = Times(self.fit, self.described.base_seconds, keeping_everything)
         self._add_as_written(best, times)
         found = outcome(self.described, self.target, self.proposals, times, searched, best, self.remarks, self._is_late)
         if self._is_late():
