@@ -32,15 +32,12 @@ memory. The weight map is proposed, but for Mistral: models that differ in more 
 
 {counts}
 
-| pair | verdict | tensors | lines of the map | least | seconds |
-| --- | --- | --- | --- | --- | --- |
+| pair | verdict | tensors | lines of the map | seconds |
+| --- | --- | --- | --- | --- |
 {pairs}
 
-A proposed map has placeholders for numbers alone, as in `encoder.layer.{{i}}.output.dense.weight`. *least* is the number of
-lines that such a map needs at least, counted tensor by tensor: one line for all tensors whose names are equal but for their
-numbers and that are transformed alike, one for each tie, and one for all tensors without a place in Flax. A layer of BERT
-has 16 tensors of 16 different names, hence 16 lines; 7 tensors are outside the layers; 23 lines. A map by hand can be
-shorter, because it can have placeholders for words: `{{part}}` for query, key and value.
+A proposed map has placeholders for numbers, such as a layer's, and for words that both names have:
+`encoder.layer.{{i}}.attention.self.{{name}}.weight` is that of query, key and value.
 
 Mistral's fault is in `transformers`: Flax's sliding window is one token longer than PyTorch's.
 
@@ -62,7 +59,7 @@ def note(results: list[Result]) -> str:
     right = [result for result in results if result.name not in WRONG]
     pairs = [
         f"| {one.name} | {'passes' if one.passed else f'{one.verdict}; {one.said}'} | {one.tensors} "
-        f"| {one.lines}{'' if one.proposed else ', given'} | {one.classes} | {one.seconds:.0f} |"
+        f"| {one.lines}{'' if one.proposed else ', given'} | {one.seconds:.0f} |"
         for one in results
     ]
     rows = [
