@@ -104,6 +104,15 @@ class Case:
             )
         return made
 
+    def by_name(self, call: Call) -> Call:
+        """A call that is given the input arrays by name, and adds the other inputs."""
+
+        def run(model: Any, **arrays: Any) -> Any:
+            args, kwargs = self.inputs.arguments(arrays)
+            return call(model, *args, **kwargs)
+
+        return run
+
 
 @dataclass(frozen=True)
 class Inputs:
