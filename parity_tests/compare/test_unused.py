@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -130,6 +131,19 @@ def test_no_map_is_proposed_where_shapes_leave_two_places() -> None:
     module.class_token = torch.nn.Parameter(torch.zeros(1, 3))
     with pytest.raises(PortingError, match="do not depend on mask_token, class_token"):
         porting.propose(module, Two(), X)
+
+
+def test_what_only_flax_has_is_named_by_a_rule() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    with pytest.raises(PortingError, match=r"give rules, in which .*'missing:' name .*\n.*\n.*none\n.*\n.*mask_token \(1, 3\)"):
+        porting.propose(module, Flax(), X)
+    rules = porting.propose(module, Flax(), X, rules="missing: params/mask_token")
+    assert str(rules).splitlines()[-1] == "missing: params/mask_token"
+    with pytest.raises(PortingError, match="the models agree by no map"):
+        porting.propose(module, Flax(1.0), X, rules="missing: params/mask_token")
+    with pytest.raises(PortingError, match=r"mask_token: .* no value to keep; give variables with values, such as those of"):
+        run(Flax(), module, rules=rules)
+    assert run(Flax(), module, rules=rules, variables=Flax().init(jax.random.key(0), X)).passed
 
 
 # A ReLU that no input reaches.
