@@ -13,7 +13,6 @@ import pytest
 import torch
 from flax import nnx
 
-from parity_tests.pairs.examining import classes
 from parity_tests.support import MODULES, SIZES, data, make_torch
 from remat_jax import porting
 from remat_jax.errors import PortingError
@@ -336,9 +335,6 @@ def test_nested_numbers_become_placeholders_and_a_frozen_weight_is_mapped() -> N
         "stages.{i}.{j}.weight -> params/stages_{i}/{j}/kernel | linear",
         "stages.{i}.{j}.bias -> params/stages_{i}/{j}/bias",
     ]
-    assert classes(str(rules), DeepTorch()) == 5  # no map without other placeholders is shorter
-    assert classes("{stage}.{i}.{j}.weight -> params/{stage}_{i}/{j}/kernel | linear", DeepTorch()) == 1
-    assert classes("norms.{i}.{part} -> params/norm{i+1}/{part}", DeepTorch()) == 2
 
 
 class TwoAttentions(torch.nn.Module):

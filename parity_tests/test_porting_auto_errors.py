@@ -18,7 +18,8 @@ from remat_jax.porting.float64 import keep_float64
 
 
 def test_a_function_that_builds_the_model_is_taken_and_errors_say_whose_they_are() -> None:
-    assert str(porting.propose(SquareTorch, SquareFlax(NAMES, (False,) * 3), random_input(3, 4))).count("linear") == 3
+    rules = porting.propose(SquareTorch, SquareFlax(NAMES, (False,) * 3), random_input(3, 4))
+    assert str(rules) == "{name}.weight -> params/{name}/kernel | linear\n{name}.bias -> params/{name}/bias"
     with pytest.raises(PortingError, match=r"torch_module=3: expected a torch\.nn\.Module, or a function that builds one"):
         porting.propose(3, nn.Dense(4, **F64), random_input(3, 4))
     with pytest.raises(PortingError, match=r"torch_module\(\) gave a dict: expected a torch\.nn\.Module"):
@@ -99,4 +100,4 @@ class TurnedFlax(nn.Module):
 def test_a_map_that_a_float32_table_hides_is_answered_with_the_remedy() -> None:
     with pytest.raises(PortingError, match=r"no map was found.* size of float32's rounding.*give keep_float64=True"):
         porting.propose(TurnedTorch(), TurnedFlax(), random_input(2, 4, 8))
-    assert len(porting.propose(TurnedTorch(), TurnedFlax(), random_input(2, 4, 8), keep_float64=True).rules) == 6
+    assert len(porting.propose(TurnedTorch(), TurnedFlax(), random_input(2, 4, 8), keep_float64=True).rules) == 2

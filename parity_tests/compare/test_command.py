@@ -39,6 +39,8 @@ def lacking_without_rules(): return case(flax_module=Masked(), rules="auto")
 def lacking_torch(): return case(torch_module=MaskedTorch(3, 2))
 def torch_class(): return case(torch_module=torch.nn.Linear)
 def flax_class(): return case(flax_module=nn.Dense)
+def exchanged(): return case(torch_module=nn.Dense(2), flax_module=torch.nn.Linear(3, 2))
+def torch_twice(): return case(flax_module=torch.nn.Linear(3, 2))
 def narrow(): return case(flax_module=nn.Dense(2, dtype=jnp.float32))
 def asking(module): return case()
 """
@@ -51,6 +53,8 @@ MISTAKES = {
     "lacking_torch": MASK.format("torch"),
     "torch_class": "Linear'>: expected a torch.nn.Module, or a function that builds one",
     "flax_class": "Dense'>: expected a Linen or NNX module, or a function of a dtype that makes one",
+    "exchanged": "expected a torch.nn.Module, or a function that builds one",
+    "torch_twice": "expected a Linen or NNX module, or a function of a dtype that makes one",
     "narrow": "give keep_float64=True, which widens it; to compare without float64, give dtypes=('float32',)",
     "asking": "needs the arguments module: expected a function without arguments",
     "Wrapper": "gave a Wrapper: expected a dictionary of the arguments of remat_jax.parity.compare",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -129,3 +131,53 @@ def test_no_map_is_proposed_where_shapes_leave_two_places() -> None:
     module.class_token = torch.nn.Parameter(torch.zeros(1, 3))
     with pytest.raises(PortingError, match="do not depend on mask_token, class_token"):
         porting.propose(module, Two(), X)
+
+
+def test_what_only_flax_has_is_named_by_a_rule() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    with pytest.raises(PortingError, match=r"give rules, in which .*'missing:' name .*\n.*\n.*none\n.*\n.*mask_token \(1, 3\)"):
+        porting.propose(module, Flax(), X)
+    rules = porting.propose(module, Flax(), X, rules="missing: params/mask_token")
+    assert str(rules).splitlines()[-1] == "missing: params/mask_token"
+    with pytest.raises(PortingError, match="the models agree by no map"):
+        porting.propose(module, Flax(1.0), X, rules="missing: params/mask_token")
+    with pytest.raises(PortingError, match=r"mask_token: .* no value to keep; give variables with values, such as those of"):
+        run(Flax(), module, rules=rules)
+    assert run(Flax(), module, rules=rules, variables=Flax().init(jax.random.key(0), X)).passed
+
+
+# A ReLU that no input reaches.
+
+
+class Gated(torch.nn.Module):
+    """A gate as small models of convolutions have it: with these weights its ReLU gives 0 for every input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.down, self.up = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
+        self.down.bias.data.fill_(-9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.up(self.down(x).relu()).sigmoid()
+
+
+class GatedFlax(nn.Module):
+    factor: float = 1.0
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        gate = nn.relu(nn.Dense(2, name="down")(x)) * self.factor
+        return nn.Dense(2, name="linear")(x) * nn.sigmoid(nn.Dense(2, name="up")(gate))
+
+
+GATED = "{name}.weight -> params/{name}/kernel | linear\n{name}.bias -> params/{name}/bias"
+
+
+def test_a_gradient_that_is_zero_by_chance_is_compared_with_random_weights() -> None:
+    report = run(GatedFlax(), Gated(), rules=GATED)
+    assert report.passed, str(report)
+    dead = "down.weight, down.bias, up.weight"
+    assert gradients(report).found == f"6 parameters, 0 with these weights, and equal with random ones: {dead}"
+    wrong = run(GatedFlax(2.0), Gated(), rules=GATED)
+    assert not wrong.passed and all(row.passed for row in wrong.rows)
+    assert re.search(f"nothing is shown of {dead}; with random weights, .* is .* off", gradients(wrong).found)

@@ -32,14 +32,12 @@ memory. The weight map is proposed, but for Mistral: models that differ in more 
 
 {counts}
 
-| pair | verdict | tensors | lines of the map | least | seconds |
-| --- | --- | --- | --- | --- | --- |
+| pair | verdict | tensors | lines of the map | seconds |
+| --- | --- | --- | --- | --- |
 {pairs}
 
-A proposed map has placeholders for numbers, such as a layer's: *least* is how many lines a map without other placeholders
-needs. One line is for tensors whose names differ in numbers alone and that are transformed alike, a tie is a line, and so are
-all tensors that have no place. A layer of BERT has 16 tensors, which differ in more than numbers, and so 16 lines. A map by
-hand can be shorter: `{{part}}` for query, key and value.
+A proposed map has placeholders for numbers, such as a layer's, and for words that both names have:
+`encoder.layer.{{i}}.attention.self.{{name}}.weight` is that of query, key and value.
 
 Mistral's fault is in `transformers`: Flax's sliding window is one token longer than PyTorch's.
 
@@ -61,7 +59,7 @@ def note(results: list[Result]) -> str:
     right = [result for result in results if result.name not in WRONG]
     pairs = [
         f"| {one.name} | {'passes' if one.passed else f'{one.verdict}; {one.said}'} | {one.tensors} "
-        f"| {one.lines}{'' if one.proposed else ', given'} | {one.classes} | {one.seconds:.0f} |"
+        f"| {one.lines}{'' if one.proposed else ', given'} | {one.seconds:.0f} |"
         for one in results
     ]
     rows = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -38,7 +37,6 @@ class Result:
     said: str
     tensors: int
     lines: int
-    classes: int
     proposed: bool
     seconds: float
     planted: list[Planted] = field(default_factory=list)
@@ -71,24 +69,9 @@ def examine(name: str) -> Result:
         said=_said(report.divergences),
         tensors=len(report.rows),
         lines=len(report.rules.splitlines()),
-        classes=classes(report.rules, case["torch_module"]()),
         proposed="rules" not in case,
         seconds=seconds,
         planted=planted,
-    )
-
-
-def classes(rules: str, module: Any) -> int:
-    """The lines that a map needs at least: of tensors with names that differ in numbers alone, under one transform, one."""
-    from remat_jax.porting.links import links_of_tensors
-    from remat_jax.porting.rules import Rules
-
-    parsed = Rules.parse(rules)
-    tied = {other.text for _, other in parsed.ties}
-    found = links_of_tensors(parsed, [name for name in module.state_dict() if name not in tied]).values()
-    texts = {" ".join((*one.torch, *map(str, one.flax), "|", str(one.rule.transform))) for one in found}
-    return len({re.sub(r"\d+", "{}", text.partition("|")[0]) + text.partition("|")[2] for text in texts}) + sum(
-        len(each) for each in (parsed.ties, parsed.extra[:1], parsed.missing[:1])
     )
 
 

@@ -104,6 +104,15 @@ class Case:
             )
         return made
 
+    def by_name(self, call: Call) -> Call:
+        """A call that is given the input arrays by name, and adds the other inputs."""
+
+        def run(model: Any, **arrays: Any) -> Any:
+            args, kwargs = self.inputs.arguments(arrays)
+            return call(model, *args, **kwargs)
+
+        return run
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -158,11 +167,13 @@ def make_case(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) 
         UnsupportedError: PyTorch is not installed.
     """
     require_torch()
-    if not _is_module(torch_module) and (isinstance(torch_module, type) or not callable(torch_module)):
+    is_flax = isinstance(torch_module, nn.Module | nnx.Module)
+    if not _is_module(torch_module) and (is_flax or isinstance(torch_module, type) or not callable(torch_module)):
         raise ArgumentError(f"torch_module={_short(torch_module)}: expected a torch.nn.Module, or a function that builds one")
     if wrapped := wrapper_text(flax_module):
         raise ArgumentError(wrapped)
-    if not isinstance(flax_module, nn.Module | nnx.Module) and (isinstance(flax_module, type) or not callable(flax_module)):
+    cannot_make = _is_module(flax_module) or isinstance(flax_module, type) or not callable(flax_module)
+    if not isinstance(flax_module, nn.Module | nnx.Module) and cannot_make:
         raise ArgumentError(
             f"flax_module={_short(flax_module)}: expected a Linen or NNX module, or a function of a dtype that makes one"
         )
@@ -281,4 +292,4 @@ def _steps(steps: Any) -> int:
 
 
 def _short(value: Any) -> str:
-    return repr(value)[:120]
+    return " ".join(repr(value).split())[:120]

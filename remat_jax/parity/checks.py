@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,8 +36,12 @@ def precision_check() -> Check:
     return Check("precision", not wrong, "; ".join(wrong) or "both multiply in full precision")
 
 
-def gradients_check(reference: Run, unused: Sequence[str] = ()) -> Check:
-    """Whether gradients exist and none is 0: a gradient of 0 on both sides proves nothing, except for unused weights."""
+def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[Sequence[str]], tuple[set[str], str]]) -> Check:
+    """Whether gradients exist and none is 0: a gradient of 0 on both sides proves nothing, except for unused weights.
+
+    A gradient that is 0 by chance, behind a ReLU that no input reaches, is compared with other weights: `elsewhere` gives
+    those of these names that are not 0 there and agree, and says what does not.
+    """
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
     if spoilt:
@@ -46,11 +50,15 @@ def gradients_check(reference: Run, unused: Sequence[str] = ()) -> Check:
     total = len(reference.gradients)
     if len(zero) == total:
         return Check("gradients", False, "every gradient is 0 in PyTorch: the loss depends on no parameter, nothing is shown")
-    if zero:
+    shown, wrong = elsewhere(zero) if zero else (set(), "")
+    left = [name for name in zero if name not in shown]
+    if left:
         remedy = "use them in the inputs and the loss, or freeze them (requires_grad=False)"
-        return Check("gradients", False, f"0 in PyTorch, so that nothing is shown of {_several(zero)}; {remedy}")
+        wrong = f"; with random weights, {wrong}" if wrong else ""
+        return Check("gradients", False, f"0 in PyTorch, so that nothing is shown of {_several(left)}{wrong}; {remedy}")
     aside = f"; unused by both, not compared: {_several([*unused])}" if unused else ""
-    return Check("gradients", True, f"{total} parameters, none with a gradient of 0{aside}")
+    none = f"0 with these weights, and equal with random ones: {_several(zero)}" if zero else "none with a gradient of 0"
+    return Check("gradients", True, f"{total} parameters, {none}{aside}")
 
 
 def statistics_check(before: Mapping[str, Any], reference: Arrays, candidate: Arrays) -> list[Check]:

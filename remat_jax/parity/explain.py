@@ -1,12 +1,13 @@
-"""Why two models differ: the first module that diverges."""
+"""Why two models differ: the first module that diverges; and what random weights show of gradients that are 0."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import flax.linen as nn
+import numpy as np
 
 from remat_jax.errors import RematError
 from remat_jax.parity.capture_torch import capture_torch
@@ -14,7 +15,12 @@ from remat_jax.parity.case import Case, running
 from remat_jax.parity.localise import first_divergences
 from remat_jax.parity.report_data import Check
 from remat_jax.parity.torch_side import TorchSide
+from remat_jax.porting import Rules
+from remat_jax.porting.auto.pair import LIMIT, ModelPair, Values
 from remat_jax.porting.float64 import keep_float64
+
+_DRAWS = 4
+"""Random weights that are tried for gradients that are 0 with the model's own."""
 
 
 def first_difference(
@@ -55,6 +61,38 @@ def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
     except RematError as error:
         return f"whether a module computes something else again could not be seen: {error}"
     return f"computed again, {', '.join(trace.stale)} gives something else" if trace.stale else ""
+
+
+def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequence[str]) -> tuple[set[str], str]:
+    """Those of the `zero` gradients that agree where they are not 0, in float64 with random weights; and what differs there.
+
+    The loss is a sum of all outputs with random factors.
+    """
+    shown = set[str]()
+    try:
+        inputs = dict(case.inputs.arrays)
+        calls = (case.by_name(case.torch_call), case.by_name(case.flax_call))
+        pair = ModelPair(torch.make("float64"), case.flax_module, inputs, case.variables, calls)
+        for seed in range(_DRAWS):
+            values = _signed(pair.generic(seed), seed)
+            gradients = pair.run_torch(values)[1]
+            alive = {name for name in zero if name in gradients and np.any(gradients[name])}
+            error, where = pair.disagreement(rules, values) if alive - shown else (0.0, "")
+            if not error <= LIMIT:
+                return shown, f"{where} is {error:.1e} off"
+            shown |= alive
+    except RematError:
+        return shown, ""
+    return shown, ""
+
+
+def _signed(values: Values, seed: int) -> Values:
+    """The weights with random signs, but variances: a ReLU that no input reaches is often reached then."""
+    random = np.random.default_rng(seed)
+    return {
+        name: x * random.choice((-1.0, 1.0), x.shape) if x.dtype == np.float64 and not name.endswith("running_var") else x
+        for name, x in values.items()
+    }
 
 
 def _arguments(case: Case) -> Any:

@@ -21,7 +21,7 @@ from remat_jax.parity.checks import (
     statistics_check,
     weight_check,
 )
-from remat_jax.parity.explain import computed_otherwise, first_difference
+from remat_jax.parity.explain import computed_otherwise, first_difference, with_random_weights
 from remat_jax.parity.flax_side import FlaxSide, structure
 from remat_jax.parity.kept import KeptAlone
 from remat_jax.parity.ledger import Ledger
@@ -69,7 +69,8 @@ class Comparison:
             unused = self._set_aside(self.exact.unused)
             self.before = self.flax.weights(self.torch.weights, "float64")
             self.reference = self._mapped(self.exact, "float64", self.before)
-        self.checks.append(gradients_check(self.reference, unused))
+            elsewhere = functools.partial(with_random_weights, case, self.torch, self.flax.rules)
+            self.checks.append(gradients_check(self.reference, unused, elsewhere))
 
     def say(self, what: str) -> None:
         """Report the activity that begins."""
@@ -283,20 +284,13 @@ def _errors(reference: Arrays, candidate: Arrays) -> dict[str, float]:
 
 
 def _proposed(case: Case, torch: TorchSide) -> porting.Rules:
-    def by_name(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(model: Any, **arrays: Any) -> Any:
-            args, kwargs = case.inputs.arguments(arrays)
-            return call(model, *args, **kwargs)
-
-        return run
-
     return porting.propose(
         torch.make("float64"),
         case.flax_module,
         dict(case.inputs.arrays),
         variables=case.variables,
-        torch_call=by_name(case.torch_call),
-        flax_call=by_name(case.flax_call),
+        torch_call=case.by_name(case.torch_call),
+        flax_call=case.by_name(case.flax_call),
     )
 
 

@@ -48,7 +48,9 @@ def from_torch(state_dict: Mapping[str, Any], variables: Any, rules: Any, *, dty
             leaves[path] = as_jax(_in_dtype(array, dtype, target.leaves[path]), target.leaves[path])
         except PortingError as error:
             problems.append(f"{path}: {error}")
-    problems += [f"{path}: named as missing, but has no value to keep" for path in _abstract(leaves)] if not problems else []
+    if not problems:
+        remedy = "named as missing, but has no value to keep; give variables with values, such as those of the model's init"
+        problems += [f"{path}: {remedy}" for path in _abstract(leaves)]
     _raise(problems, "the tensors do not fit the variables")
     return target.rebuild(leaves)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from remat_jax.porting.links import Shape, fit
 from remat_jax.porting.pattern import FlaxPattern, Pattern
@@ -11,15 +13,16 @@ from remat_jax.porting.rules import Rule, Rules
 
 _NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d{0,8})(?!\d)")
 _LETTERS = "ijklmn"
+_WORDS = ("name", "part", "block")
 
 Names = list[list[str]]
 """The names of a rule, PyTorch's first, each split at its numbers: text, number, text, …"""
 
 
 def compress(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]) -> Rules:
-    """The same map with `{i}`, `{j}`, … for running numbers, such as a layer's.
+    """The same map with `{i}`, `{j}`, … for running numbers, such as a layer's, and `{name}`, `{part}` for words of both names.
 
-    Rules that differ only in numbers become one rule, unless this changes the map.
+    Rules that differ only in numbers become one rule, and then rules that differ only in a word, unless this changes the map.
     """
     tied = {other.text for _, other in rules.ties}
     names = {name: shape for name, shape in tensors.items() if name not in tied}
@@ -29,19 +32,77 @@ def compress(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Sh
         return {(link.torch, link.flax, str(link.rule.transform)) for link in good}, problems
 
     wanted = links(rules.rules)
+
+    def is_same(these: Sequence[Rule]) -> bool:
+        return links(these) == wanted
+
+    given = [rule for rule in rules.rules if rule.torch[0].placeholders]
+    shorter = _with_words(_with_numbers(rules.rules, is_same), given, is_same)
+    return replace(rules, rules=tuple(shorter), extra=_globs(rules.extra, tensors))
+
+
+def _globs(extra: Sequence[str], tensors: Mapping[str, Shape]) -> tuple[str, ...]:
+    """The names with a glob for those that end alike, unless another tensor does."""
+    globs = {name: f"*.{name.rpartition('.')[2]}" for name in extra if "." in name}
+    for glob in set(globs.values()):
+        alike = {name for name in tensors if fnmatchcase(name, glob)}
+        if len(alike) < 2 or not alike <= set(extra):
+            globs = {name: other for name, other in globs.items() if other != glob}
+    return tuple(dict.fromkeys(globs.get(name, name) for name in extra))
+
+
+def _with_numbers(rules: Sequence[Rule], is_same: Callable[[Sequence[Rule]], bool]) -> list[Rule]:
     groups: dict[object, list[Rule]] = {}
-    for rule in rules.rules:
+    for rule in rules:
         groups.setdefault(_skeleton(rule), []).append(rule)
     shorter = {key: list(_general(group)) for key, group in groups.items()}
     every = [rule for group in shorter.values() for rule in group]
-    if links(every) == wanted:
-        return Rules(tuple(every), rules.ties, rules.extra, rules.missing)
+    if is_same(every):
+        return every
     # A merged rule matches a name of another rule: try each merge separately.
     for key in groups:
         trial = {**groups, key: shorter[key]}
-        if len(shorter[key]) < len(groups[key]) and links([rule for group in trial.values() for rule in group]) == wanted:
+        if len(shorter[key]) < len(groups[key]) and is_same([rule for group in trial.values() for rule in group]):
             groups = trial
-    return Rules(tuple(rule for group in groups.values() for rule in group), rules.ties, rules.extra, rules.missing)
+    return [rule for group in groups.values() for rule in group]
+
+
+def _with_words(rules: list[Rule], given: Sequence[Rule], is_same: Callable[[Sequence[Rule]], bool]) -> list[Rule]:
+    """The largest group of rules that differ in a word becomes one rule, as often as the map stays the same."""
+    refused = set[str]()
+    while True:
+        groups: dict[str, list[Rule]] = {}
+        for rule in rules:
+            for general in () if rule in given else _with_a_word(rule):
+                groups.setdefault(general, []).append(rule)
+        groups = {general: group for general, group in groups.items() if len(group) > 1 and general not in refused}
+        if not groups:
+            return rules
+        general = max(groups, key=lambda one: len(groups[one]))
+        group = groups[general]
+        others = [rule for rule in rules if rule not in group]
+        first = rules.index(group[0])
+        merged = Rule.parse(general)
+        # Behind the others it takes only what no other rule takes.
+        trials = ([*others[:first], merged, *others[first:]], [*others, merged])
+        rules = next((trial for trial in trials if is_same(trial)), rules)
+        refused.add(general)
+
+
+def _with_a_word(rule: Rule) -> list[str]:
+    """The rule with a placeholder for each of the words that PyTorch's name and the Flax path share."""
+    word = next((word for word in _WORDS if word not in rule.torch[0].placeholders), None)
+    torch, (flax, *rest) = rule.torch[0].text.split("."), str(rule.flax[0]).split("[")
+    pieces = flax.split("/")
+    if word is None or len(rule.torch) > 1 or len(rule.flax) > 1:
+        return []
+    found = []
+    for place, text in reversed([*enumerate(torch)]):
+        if text.isidentifier() and pieces.count(text) == 1 == torch.count(text):
+            theirs = ".".join([*torch[:place], f"{{{word}}}", *torch[place + 1 :]])
+            ours = "[".join(["/".join(f"{{{word}}}" if piece == text else piece for piece in pieces), *rest])
+            found.append(str(Rule((theirs,), (ours,), rule.transform)))  # type: ignore[arg-type]  # texts are taken
+    return found
 
 
 def _split(rule: Rule) -> Names:

@@ -187,6 +187,9 @@ class ModelPair:
             rules, {k: v for k, v in values.items() if k not in tied}, self.variables.leaves, problems, direction="forward"
         )
         kept = {path: leaf for path, leaf in self.variables.leaves.items() if path not in filled}
+        # An array that only Flax has: with random numbers the models agree only if it is not used.
+        drawn = {path: leaf for path, leaf in kept.items() if rules.allows_missing(path) and not hasattr(leaf, "__array__")}
+        kept |= {path: np.random.default_rng(7).normal(size=leaf.shape).astype(leaf.dtype) for path, leaf in drawn.items()}
         problems += [f"{path}: has no value" for path, leaf in kept.items() if not hasattr(leaf, "__array__")]
         if problems:
             raise PortingError("the rules do not fit both models:\n  " + "\n  ".join(problems))

@@ -121,7 +121,8 @@ def _no_match(parts: TorchParts, flax: Sequence[FlaxUnit]) -> str:
     ours = [text for text, row in zip(ours, ways, strict=True) if not any(row)]
     theirs = [text for j, text in enumerate(theirs) if not any(row[j] for row in ways)]
     lines = [
-        f"no map fits the shapes: PyTorch has {len(parts.units)} modules with weights, Flax {len(flax)}; give rules:",
+        f"no map fits the shapes: PyTorch has {len(parts.units)} modules with weights, Flax {len(flax)}; give rules, "
+        "in which 'extra:' and 'missing:' name what only PyTorch and only Flax have:",
         "  PyTorch's that fit nothing:",
         *(f"    {text}" for text in ours or ["none"]),
         "  Flax's that nothing fits:",
