@@ -98,8 +98,8 @@ def test_what_was_compiled_with_other_flags_of_the_same_file_is_no_answer(
     ("kind", "reason"),
     [
         ("missing", "No such file"),
-        ("folder", "no regular file"),
-        ("pipe", "no regular file"),
+        ("folder", "not a regular file"),
+        ("pipe", "not a regular file"),
         ("large", "more than 65536 bytes"),
         ("null", "a null byte"),
     ],
@@ -113,5 +113,7 @@ def test_a_file_that_cannot_be_read_is_an_error_with_the_remedy(file: pathlib.Pa
         "large": lambda: file.write_bytes(b"-" * (2**16 + 1)),
         "null": lambda: file.write_bytes(b"--xla_a=\0"),
     }[kind]()
-    with pytest.raises(CompileError, match=rf"(?s)^XLA_FLAGS='.*flags' does not begin with '-'.*{reason}.*: name a file"):
+    with pytest.raises(
+        CompileError, match=rf"(?s)^XLA_FLAGS='.*flags' does not begin with '-'.*{reason}.*: name an existing file"
+    ):
         rj.measure(rj.Workload(lambda w: w.sum(), jnp.ones(4), (), blocks="*"), "off")

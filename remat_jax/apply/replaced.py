@@ -23,10 +23,9 @@ def replaced_text(replaced: int) -> str:
     """The sentence of a report about the model's own checkpoints that were replaced.
 
     >>> replaced_text(1)
-    "The policy takes the place of 1 checkpoint of the model's own around the blocks (a scanned one counts once)"
+    "The policy replaces 1 of the model's own checkpoints around the blocks (a scanned checkpoint counts once)"
     """
-    which = f"{replaced} {'checkpoint' if replaced == 1 else 'checkpoints'} of the model's own around the blocks"
-    return f"The policy takes the place of {which} (a scanned one counts once)"
+    return f"The policy replaces {replaced} of the model's own checkpoints around the blocks (a scanned checkpoint counts once)"
 
 
 class OwnCheckpoints:
