@@ -302,9 +302,9 @@ def _report(
 
 
 UNTILED = (
-    "a matrix product does not fit the tiles that XLA guesses for Triton where it has no GPU to try them on: the step was "
-    "compiled without Triton's products (xla_gpu_enable_triton_gemm=false); on a GPU it may need a few per cent less, and not "
-    "cuBLAS's workspace of 32 MiB"
+    "a matrix product does not fit the tiles that XLA assumes for Triton if it has no GPU to test tiles on, so the step was "
+    "compiled without Triton's products (xla_gpu_enable_triton_gemm=false); on a GPU the step may need a few per cent less "
+    "memory, and no cuBLAS workspace of 32 MiB"
 )
 
 
@@ -320,20 +320,21 @@ def _receipt(found: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
     returned = baseline.device - found.device if baseline else None
     warnings = []
     if offered == 0:
-        stays = " but inputs of several blocks, which stay on the device" if kept and kept.shared else ""
+        stays = " except inputs of several blocks, which stay on the device" if kept and kept.shared else ""
         warnings.append(f"the policy offloads nothing that the backward pass reads{stays}")
     if target.kind == "cpu":
-        warnings.append("a CPU has one memory: what is offloaded stays in temp, and host_bytes is 0; ask a GPU target")
+        warnings.append("a CPU has one memory: offloaded arrays stay in temp, and host_bytes is 0; ask for a GPU target")
     else:
         there = found.host_temp * target.devices
         if offered is not None and there < offered:
-            warnings.append(f"of {offered} bytes offered only {there} are in host memory")
+            warnings.append(f"only {there} of {offered} offered bytes are in host memory")
         if returned is not None and returned <= 0:
             warnings.append(
-                f"the device gives back nothing: it needs {-returned} bytes more than with the offloaded arrays left there"
+                f"offload frees no device memory: the step needs {-returned} bytes more than with the offloaded arrays saved "
+                "on the device"
             )
         if is_miscompiled(found):
-            seen = "as the compiled step shows" if found.miscompiled else "and this step's copies could not be followed"
+            seen = "as the compiled step shows" if found.miscompiled else "and this step's copies could not be checked"
             warnings.append(
                 f"JAX {jax.__version__} miscompiles offload inside scan for GPUs, {seen}: gradients are silently wrong "
                 "(openxla/xla#46231). The memory is right. Before running it use JAX 0.11.1 or later, unroll the layers, or "

@@ -294,8 +294,8 @@ def _raise_for(question: Question, answers: dict[str, Any], failed: str, status:
     if missing:
         reason = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
         raise CompileError(
-            f"{question.doing}: the process ended with {reason} at policy={missing[0]!r}. "
-            f"It said: {_shortened(said) or 'nothing'}{_remedy(said, status)}"
+            f"{question.doing}: the compile process ended with {reason} at policy={missing[0]!r}. Its output: "
+            f"{_shortened(said) or 'none'}{_remedy(said, status)}"
         )
 
 
@@ -311,9 +311,9 @@ def _remedy(said: str, status: int) -> str:
     if any(word in said for word in _OUT_OF_MEMORY):
         return ". It ran out of memory: give it more (ulimit -v, the container's limit), or compile fewer policies at once"
     if status == -signal.SIGKILL:
-        return ". It ran out of memory, or was killed from outside: look at the memory that is free"
+        return ". It ran out of memory, or another process killed it: check how much memory is free"
     if status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT):
-        return ". A compiler ends so where it may not have more memory (ulimit -v), or by a fault of its own"
+        return ". Either the compiler reached a memory limit (ulimit -v), or it has a bug"
     return ""
 
 
