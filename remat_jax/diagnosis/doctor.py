@@ -101,9 +101,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     check_timeout(timeout)
     described = target if target is None or isinstance(target, Target) else target_named(target)
     if described is not None and described.kind != "gpu":
-        raise ArgumentError(
-            f"target={described.name!r} is no GPU: the traps that compiling shows are those of GPUs; leave it out"
-        )
+        raise ArgumentError(f"target={described.name!r} is not a GPU: compiling shows traps only for GPUs; leave target out")
     if described is not None:
         check_devices(workload, described)
     none = _is_none(workload, policy)
@@ -135,9 +133,9 @@ def _is_none(workload: Workload, policy: Any) -> list[Finding]:
             "policy_none",
             name_of(block),
             "",
-            "policy=None is no policy: jax.checkpoint and nn.remat recompute everything then, others take it for none, "
-            "and remat_jax refuses it",
-            'Write what is meant: "full" to recompute everything, "everything" or "off" to recompute nothing',
+            "policy=None is ambiguous: jax.checkpoint and nn.remat then recompute everything, other libraries use no "
+            "checkpoint, and remat_jax refuses it",
+            'Write "full" to recompute everything, "everything" or "off" to recompute nothing',
         )
         for block, one in entries.items()
         if one is None
