@@ -132,7 +132,7 @@ class Rates:
         described = target_named(target) if isinstance(target, str) else target
         if described.kind == "cpu" and not described.measured:
             flops = {name: rate for name, rate in _CPU.items() if name != "hbm_bytes_per_s"}
-            said = "assumed for want of any figure; run remat-jax calibrate"
+            said = "assumed, as no figure is known; run remat-jax calibrate"
             source = {"flops": said, "hbm_bytes_per_s": said}
             return cls(flops, _CPU["hbm_bytes_per_s"], source=source, assumed_dtypes=frozenset(flops))
         return cls(**_figures(described))
@@ -159,8 +159,8 @@ class Rates:
                 following = "float32" if following is not None and "float32" not in tried else None
             if following is None:
                 raise TargetError(
-                    f"dtype {dtype!r} has no rate, nor has any that it falls back on ({', '.join(tried[1:]) or 'none'}); the "
-                    f"rates are those of {', '.join(sorted(self.flops))}. Give one more in flops."
+                    f"dtype {dtype!r} has no rate, and neither have its fallbacks ({', '.join(tried[1:]) or 'none'}); the "
+                    f"dtypes with a rate are {', '.join(sorted(self.flops))}. Add a rate to flops."
                 )
             tried.append(following)
         return tried[-1]
@@ -247,8 +247,8 @@ def _figures(target: Target) -> dict[str, Any]:
     if found["hbm_bytes_per_s"] is None or not found["flops"]:
         lacks = "hbm_bytes_per_s" if found["hbm_bytes_per_s"] is None else "peak_flops"
         raise TargetError(
-            f"target={target.name!r} has no {lacks}, so that times cannot be estimated; state it in the file that describes "
-            "the target, measure it with remat-jax calibrate, or pass rates=Rates(...)."
+            f"target={target.name!r} has no {lacks}, so times cannot be estimated; state it in the file that describes the "
+            "target, measure it with remat-jax calibrate, or pass rates=Rates(...)."
         )
     known = {*target.reached.get("flops", {}), *target.measured.get("flops", {})}
     return {**found, "source": source, "assumed_dtypes": frozenset(found["flops"]) - known}
