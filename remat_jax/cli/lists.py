@@ -18,23 +18,23 @@ MEANINGS = {
     "dots": "keep the results of matrix multiplications and convolutions, recompute the rest",
     "dots_with_no_batch_dims": "keep the products with weights, recompute attention's own products and the rest",
     "offload_dot_with_no_batch_dims": "as dots_with_no_batch_dims, with what is kept in host memory",
-    "everything": "keep every residual, recompute nothing, but as a checkpointed block",
+    "everything": "keep every residual of a checkpointed block, recompute nothing",
 }
 GRAMMAR = (
     "Or write your own: action: selector[, selector]; ...  Actions: save, offload, recompute. Selectors: globs on residual "
-    "names, @inputs, @dots, @dots_with_no_batch_dims, @convs, @primitive:NAME. The first rule that matches wins; what none "
-    'matches is recomputed. Example: "offload: *ffn/up*; save: @dots_with_no_batch_dims". '
-    "The names of a model's residuals: remat-jax measure FILE:FUNCTION --residuals"
+    "names, @inputs, @dots, @dots_with_no_batch_dims, @convs, @primitive:NAME. The first rule that matches wins; a residual "
+    'without a rule is recomputed. Example: "offload: *ffn/up*; save: @dots_with_no_batch_dims". The names of a model\'s '
+    "residuals: remat-jax measure FILE:FUNCTION --residuals"
 )
 
 SEVERAL = (
-    "8xh100 are eight of them, 8x8xh200 eight hosts with eight each; FILE.toml:NAME is a target of a file of your own, in the "
-    "form of remat_jax/hardware/targets.toml."
+    "8xh100 means eight GPUs, 8x8xh200 eight hosts with eight GPUs each; FILE.toml:NAME is a target in a file of your own, "
+    "in the form of remat_jax/hardware/targets.toml."
 )
 
 _RATES = (
-    "Nominal rates, and in brackets what estimates take: what published measurements reach (of products the best found shape), "
-    "else a share of the nominal rate, which is assumed (*)."
+    "Nominal rates; in brackets the rates that estimates use: published measurements (for products, of the best shape), else "
+    "an assumed share of the nominal rate (*)."
 )
 
 

@@ -33,12 +33,12 @@ def facts(workload: Workload, target: Target, described: Described | None) -> li
     found += _arguments(workload)
     if workload.mesh is not None:
         axes = ", ".join(f"{name} {size}" for name, size in workload.mesh.shape.items())
-        found.append(("mesh", f"{axes}: {target.devices} devices; memory is that of one of them"))
+        found.append(("mesh", f"{axes}: {target.devices} devices; memory is per device"))
     memory = f", {format_bytes(target.memory_bytes)} of memory" if target.memory_bytes else ""
     found.append(("target", f"{target.name}: {target.description}{memory}"))
     if described is not None:
         rates = "; ".join(f"{_RATES.get(name, name)}: {text}" for name, text in described.rates.source.items())
-        found.append(("rates behind the times", rates or "as given"))
+        found.append(("rates used for times", rates or "as given"))
     found.append(("versions", ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)))
     if flags := os.environ.get("XLA_FLAGS"):
         found.append(("XLA_FLAGS", flags))
@@ -54,7 +54,7 @@ def _version(package: str) -> str:
 
 def _step(workload: Workload) -> str:
     if not workload.has_loss:
-        return "a finished training step, taken as it is"
+        return "a finished training step"
     return "the loss, its gradient" + (", and the optimizer's update" if workload.optimizer is not None else "; no optimizer")
 
 
