@@ -30,9 +30,11 @@ def precision_check() -> Check:
     if chosen != "highest":
         wrong.append(f"PyTorch multiplies float32 at {chosen!r}: call torch.set_float32_matmul_precision('highest')")
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        wrong.append("PyTorch's autocast is on: leave it, and name the dtype in dtypes")
+        wrong.append("PyTorch's autocast is on: switch it off, and name the dtype in dtypes")
     if jax.config.jax_default_matmul_precision not in _FULL:
-        wrong.append(f"jax_default_matmul_precision is {jax.config.jax_default_matmul_precision!r}: set 'highest', or None")
+        wrong.append(
+            f"jax_default_matmul_precision is {jax.config.jax_default_matmul_precision!r}: set it to 'highest' or None"
+        )
     return Check("precision", not wrong, "; ".join(wrong) or "both multiply in full precision")
 
 
@@ -41,14 +43,18 @@ def gradients_check(reference: Run, unused: Sequence[str] = ()) -> Check:
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
     if spoilt:
-        return Check("gradients", False, f"not finite in PyTorch, so that nothing is shown: {_several(spoilt)}")
+        return Check("gradients", False, f"not finite in PyTorch, so they prove nothing: {_several(spoilt)}")
     zero = [name for name, x in reference.gradients.items() if not np.any(x)]
     total = len(reference.gradients)
     if len(zero) == total:
-        return Check("gradients", False, "every gradient is 0 in PyTorch: the loss depends on no parameter, nothing is shown")
+        return Check(
+            "gradients",
+            False,
+            "every gradient is 0 in PyTorch: the loss depends on no parameter, so the comparison proves nothing",
+        )
     if zero:
         remedy = "use them in the inputs and the loss, or freeze them (requires_grad=False)"
-        return Check("gradients", False, f"0 in PyTorch, so that nothing is shown of {_several(zero)}; {remedy}")
+        return Check("gradients", False, f"gradients of 0 in PyTorch prove nothing about {_several(zero)}; {remedy}")
     aside = f"; unused by both, not compared: {_several([*unused])}" if unused else ""
     return Check("gradients", True, f"{total} parameters, none with a gradient of 0{aside}")
 
@@ -66,13 +72,13 @@ def statistics_check(before: Mapping[str, Any], reference: Arrays, candidate: Ar
         beside = fits.get(re.sub(r"var$", "mean", path))
         moved = p if not q else beside[0] if beside and not beside[1] else 1.0
         if abs(moved - 1) > _SAME:
-            text = f"Flax's statistics move {1 / moved:.3g} times as far in a step as PyTorch's (its momentum is another)"
+            text = f"Flax's statistics move {1 / moved:.3g} times as far in a step as PyTorch's (its momentum differs)"
             said.setdefault(text, []).append(path)
         ratio = p / moved
         if abs(ratio - 1) > _SAME:
             count = round(max(ratio, 1 / ratio) / (max(ratio, 1 / ratio) - 1))
             names = ("PyTorch", "Flax") if ratio > 1 else ("Flax", "PyTorch")
-            factor = f"{count}/{count - 1} of the biased one that {names[1]} keeps"
+            factor = f"{count}/{count - 1} of the biased variance that {names[1]} keeps"
             text = f"{names[0]} keeps the unbiased variance of the batch, {factor}"
             said.setdefault(text, []).append(path)
     texts = [f"{text}: {_several(paths)}" for text, paths in said.items()]
@@ -110,7 +116,7 @@ def planted_checks(planted: Planted, dtype: str) -> list[Check]:
     missed = f"; too small to tell: {_several(planted.missed)}" if planted.missed else ""
     if not planted.holds:
         large = [name for name in planted.missed if name in planted.large]
-        missed = f"; not found, though large enough: {_several(large)}" if large else "; no gradient is large enough"
+        missed = f"; not found, although large enough: {_several(large)}" if large else "; no gradient is large enough"
     return [Check(f"planted faults in {dtype}", planted.holds, f"gradients, {found}{missed}")]
 
 
@@ -141,7 +147,11 @@ def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype:
     before = [one for one in small if one != said]
     said += f"; too small to tell: {', '.join(before)}" if before else ""
     mended = not differs and not agreed
-    return Check(f"planted weight in {dtype}", differs or mended, f"{said}, and without that they differ" if mended else said)
+    return Check(
+        f"planted weight in {dtype}",
+        differs or mended,
+        f"{said}, and without this change the outputs differ" if mended else said,
+    )
 
 
 def _chosen(flax: Any, weights: Any) -> list[str]:

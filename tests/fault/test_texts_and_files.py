@@ -60,7 +60,7 @@ def test_valid_texts_are_taken() -> None:
         (target, "8x8x8xh200", TargetError, "is not a known target"),
         (target, "1x" * 3000 + "h200", TargetError, "is not a known target"),
         (target, "a\0b.toml:mine", TargetError, "cannot be read: embedded null byte"),
-        (target, "/dev/zero:mine", TargetError, "it is no regular file"),
+        (target, "/dev/zero:mine", TargetError, "it is not a regular file"),
         (read_table, "x = " + DEEP.replace("[", "[\n"), TargetError, "the TOML cannot be read"),
         (read_table, f"x = {LONG}", TargetError, "a line has 5004 letters"),
         (read_table, "x = ", TargetError, "the TOML cannot be read: Invalid value"),
@@ -70,8 +70,8 @@ def test_valid_texts_are_taken() -> None:
         (read_table, _TABLE.replace("80_000_000_000", "8e10"), TargetError, "memory_bytes.*8.*positive numbers of bytes"),
         (read_table, _TABLE.replace("80_000_000_000", "1" + "0" * 400), TargetError, "memory_bytes"),
         (porting.Rules.parse, "a.{a,b}" + ".{a,b}" * 40 + " -> params/b", PortingError, "more than 10000 names"),
-        (porting.Rules.parse, f"a.{{i}} -> params/b[{LONG}]", PortingError, "is no index"),
-        (porting.Rules.parse, f"a -> params/b | split({LONG})", PortingError, "is no transform"),
+        (porting.Rules.parse, f"a.{{i}} -> params/b[{LONG}]", PortingError, "is not an index"),
+        (porting.Rules.parse, f"a -> params/b | split({LONG})", PortingError, "is not a transform"),
         (porting.Rules.from_json, '{"version":1,"rules":[],"ties":3,"extra":[],"missing":[]}', PortingError, "pairs of texts"),
         (porting.Rules.from_json, '{"version":1,"rules":3,"ties":[],"extra":[],"missing":[]}', PortingError, "rules: expected"),
     ],
@@ -98,7 +98,7 @@ def test_a_number_of_thousands_of_digits_in_a_tensors_name_is_no_layer() -> None
         ({"a": "folder.safetensors"}, "expected names of shards"),
         ({"a": "x" * 5000 + ".safetensors"}, "cannot be read .File name too long"),
         ({"a": "b\0.safetensors"}, "expected JSON with a weight_map"),
-        ({"a": "/etc/x.safetensors"}, "must lie beside it"),
+        ({"a": "/etc/x.safetensors"}, "must be in its folder"),
     ],
 )
 def test_an_index_leads_to_shards_beside_it_and_nowhere_else(tmp_path: Path, places: Any, message: str) -> None:
