@@ -51,11 +51,11 @@ def policies(as_json: Json = False) -> None:
 
 
 def targets(as_json: Json = False) -> None:
-    """List the hardware that memory can be asked about; none of it has to be there."""
+    """List the targets, the hardware that steps can be measured and planned for; none has to be present."""
     with answering(as_json) as answer:
         listed = [target(name) for name in target_names()]
         cells = [(each.name, format_bytes(each.memory_bytes), *_rates(each), each.description) for each in listed]
-        columns = ("name", "memory", "its rate", "to the host, each way", "bfloat16", "what it is")
+        columns = ("name", "memory", "memory rate", "to the host, each way", "bfloat16", "description")
         answer.show(table("Targets", columns, cells, caption=_RATES), SEVERAL)
         answer.data({"targets": [each.to_dict() for each in listed]})
 
