@@ -226,19 +226,19 @@ def _check_policy(policy: Policy, seen: _Seen, where: str) -> None:
         _check_effect(selector, seen.selected, f"policy={str(policy)!r}{where}: the selector {selector!r}")
 
 
-def _check_effect(selector: str, selected: _Selected, said: str) -> None:
+def _check_effect(selector: str, selected: _Selected, subject: str) -> None:
     effective = selected.effective.get(selector, set())
     idle = sorted(path or "the block" for path in selected.idle.get(selector, set()) - effective)
     if idle and not effective:
         raise NoEffectError(
-            f"{said} keeps nothing in {_some(idle, 8)}: the backward pass reads none of the arrays that it selects. Select "
+            f"{subject} keeps nothing in {_some(idle, 8)}: the backward pass reads none of the arrays that it selects. Select "
             "arrays that are computed from them, or leave the selector out."
         )
     # What matches several arrays of a block is meant to find some; which, may differ from layer to layer.
     if idle and selector not in selected.wide:
         raise NoEffectError(
-            f"{said} has an effect in {_some(sorted(effective), 3)}, but keeps nothing in {_some(idle, 8)}: the backward pass "
-            "there does not read the array. Restrict the selector to the blocks where it has an effect: put their path in "
+            f"{subject} has an effect in {_some(sorted(effective), 3)}, but keeps nothing in {_some(idle, 8)}: the backward "
+            "pass there does not read the array. Restrict the selector to the blocks where it has an effect: put their path in "
             "front of it."
         )
 
@@ -279,8 +279,8 @@ def closest(selector: str, names: Iterable[str]) -> str:
         ends = ["/".join(parts[place:]) for place in range(len(parts))]
         for end in (made.partition("#")[0], name.rsplit("/", 1)[-1], name, *ends):
             by_end.setdefault(end, name)
-    found = difflib.get_close_matches(selector.strip("*"), by_end, n=1, cutoff=0.5)
-    return f" Did you mean {by_end[found[0]]!r}?" if found else ""
+    matches = difflib.get_close_matches(selector.strip("*"), by_end, n=1, cutoff=0.5)
+    return f" Did you mean {by_end[matches[0]]!r}?" if matches else ""
 
 
 def _some(names: Iterable[str], limit: int) -> str:

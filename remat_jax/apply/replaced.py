@@ -44,11 +44,11 @@ class OwnCheckpoints:
         """`policies` of blocks, checked, with this choice."""
         return BlockPolicies.of(policies, keeps=self.keeps)
 
-    def note(self, found: Record) -> None:
+    def note(self, record: Record) -> None:
         """Remember whether checkpoints were replaced in a call."""
-        if found.replaced == 0 and self._count is None:
+        if record.replaced == 0 and self._count is None:
             self._count = 0
-        elif found.replaced and not self._count:
+        elif record.replaced and not self._count:
             # `replaced` counts a body that is traced twice as two, so `count` counts again.
             self._count = None
 

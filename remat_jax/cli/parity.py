@@ -55,8 +55,8 @@ def _arguments(case: str, given: Mapping[str, Any], tell: Any) -> dict[str, Any]
     # `__annotations__` has the parameters' names and "return".
     unknown = [name for name in given if name not in compare.__annotations__ or name == "return"]
     if missing or unknown:
-        said = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(map(repr, unknown))}"] * bool(unknown)
-        raise ArgumentError(f"case={case!r} gave a dictionary that {' and '.join(said)}: expected {_EXPECTED}")
+        faults = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(map(repr, unknown))}"] * bool(unknown)
+        raise ArgumentError(f"case={case!r} gave a dictionary that {' and '.join(faults)}: expected {_EXPECTED}")
     return {"progress": tell, **given}
 
 

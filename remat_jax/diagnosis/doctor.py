@@ -110,16 +110,16 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     policies, text = _policies(workload, policy)
     replaced = workload.replaced_checkpoints if policies is not None else 0
     observed = observe(workload, policies)
-    found = [finding for trap in TRAPS for finding in trap(observed)]
-    is_refused = policies is not None and bool(REFUSED & {one.trap for one in found})
+    findings = [finding for trap in TRAPS for finding in trap(observed)]
+    is_refused = policies is not None and bool(REFUSED & {one.trap for one in findings})
     advice: tuple[Advice, ...] = ()
     if described is not None and not is_refused:
-        found += compiled_traps(observed, described, timeout)
+        findings += compiled_traps(observed, described, timeout)
         asked = policy_of(observed)
         advice = compiled_advice(workload, asked, measure(workload, asked, described, timeout), described, timeout)
     else:
-        found += pinned_pool(observed)
-    return Diagnosis(workload.name, text, _name(described), merged(found), len(observed.regions), replaced, advice)
+        findings += pinned_pool(observed)
+    return Diagnosis(workload.name, text, _name(described), merged(findings), len(observed.regions), replaced, advice)
 
 
 def _name(target: Target | None) -> str | None:

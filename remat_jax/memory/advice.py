@@ -54,8 +54,8 @@ class Advice:
     compiled: bool = False
 
     def __str__(self) -> str:
-        known = "compiled" if self.compiled else "estimated"
-        return f"{self.what}: {format_bytes(self.bytes)} less ({known}): {self.how}. {self.why}."
+        origin = "compiled" if self.compiled else "estimated"
+        return f"{self.what}: {format_bytes(self.bytes)} less ({origin}): {self.how}. {self.why}."
 
 
 def traced_products(workload: Workload) -> tuple[SoftmaxProduct, ...]:

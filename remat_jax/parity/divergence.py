@@ -117,5 +117,5 @@ def noted(found: Divergence, unmatched_torch: Sequence[str], unmatched_flax: Seq
         return [repr(other) for other in within if not any(other.startswith(outer + "/") for outer in within)]
 
     theirs, ours = inside(found.torch_path, unmatched_torch), inside(found.flax_path, unmatched_flax)
-    said = [f"{side} alone has {', '.join(paths[:4])}" for side, paths in (("PyTorch", theirs), ("Flax", ours)) if paths]
-    return found if found.note == _OTHER_INPUTS else replace(found, note="; ".join(filter(None, (found.note, *said))))
+    unmatched = [f"{side} alone has {', '.join(paths[:4])}" for side, paths in (("PyTorch", theirs), ("Flax", ours)) if paths]
+    return found if found.note == _OTHER_INPUTS else replace(found, note="; ".join(filter(None, (found.note, *unmatched))))

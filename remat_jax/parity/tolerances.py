@@ -91,6 +91,6 @@ def epsilon(dtype: Any) -> float:
     name = dtype_name(dtype)
     entry = TOLERANCES.get(f"epsilon_{name}")
     if entry is None:
-        known = ", ".join(key.removeprefix("epsilon_") for key in TOLERANCES if key.startswith("epsilon_"))
-        raise ArgumentError(f"dtype={name!r} has no ε in the table of tolerances: choose one of {known}")
+        dtypes = ", ".join(key.removeprefix("epsilon_") for key in TOLERANCES if key.startswith("epsilon_"))
+        raise ArgumentError(f"dtype={name!r} has no ε in the table of tolerances: choose one of {dtypes}")
     return entry.value

@@ -144,11 +144,11 @@ def _one_file(path: Path) -> Path:
 
 def _in_folder(folder: Path) -> Path:
     for ending in (".safetensors.index.json", ".safetensors", ".bin.index.json", *_TORCH):
-        found = sorted(folder.glob(f"*{ending}"))
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise PortingError(f"path={str(folder)!r}: several models: {', '.join(x.name for x in found)}; name one of them.")
+        files = sorted(folder.glob(f"*{ending}"))
+        if len(files) == 1:
+            return files[0]
+        if files:
+            raise PortingError(f"path={str(folder)!r}: several models: {', '.join(x.name for x in files)}; name one of them.")
     raise PortingError(f"path={str(folder)!r}: a folder without a model; give {_KINDS}.")
 
 

@@ -34,11 +34,11 @@ def checked_counts(jaxpr: Any, blocks: frozenset[Block]) -> Counter[Block]:
     return counts
 
 
-def _another_number(block: Block, policies: LayerPolicies, found: int) -> str:
-    times = "once" if found == 1 else f"{found} times"
+def _another_number(block: Block, policies: LayerPolicies, calls: int) -> str:
+    times = "once" if calls == 1 else f"{calls} times"
     return (
         f"block={name_of(block)}: policy={str(policies)!r} has policies for {policies.layers} layers, but the block is called "
-        f"{times}. Give policies for {found}: every call counts, so a model that runs twice counts twice."
+        f"{times}. Give policies for {calls}: every call counts, so a model that runs twice counts twice."
     )
 
 

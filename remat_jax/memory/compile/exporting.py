@@ -151,10 +151,10 @@ def _exported(
     raise AssertionError("each reason to try again is met once")
 
 
-def _of_another_mesh(devices: int, said: str) -> UnsupportedError:
+def _of_another_mesh(devices: int, reason: str) -> UnsupportedError:
     return UnsupportedError(
         f"the step is compiled for {_counted(devices)}, but it contains a mesh of another size: in the NamedSharding of a "
-        f"constraint, of a jit, or of an array that the loss closes over ({said}). Write constraints as bare PartitionSpecs, "
+        f"constraint, of a jit, or of an array that the loss closes over ({reason}). Write constraints as bare PartitionSpecs, "
         "and give their mesh to Workload(…, mesh=…, shardings=…)"
     )
 

@@ -44,9 +44,9 @@ def scratch() -> Iterator[Path]:
         raise CompileError(f"the program to compile cannot be written ({error}){full_disk(str(error))}") from error
 
 
-def full_disk(said: str) -> str:
+def full_disk(output: str) -> str:
     """The remedy for a full disk, as the end of a message; empty if `said` reports another error."""
-    if not any(word in said for word in _FULL.values()):
+    if not any(word in output for word in _FULL.values()):
         return ""
     where = tempfile.gettempdir()
     return (
