@@ -153,7 +153,7 @@ def test_without_a_count_and_with_a_fault_there_is_no_figure(
         attached.measured_peak(one, 60)
     monkeypatch.undo()
     monkeypatch.setattr(attached, "PLATFORM", "cpu")
-    with pytest.raises(CompileError, match="the allocator of cpu counts no peak"):
+    with pytest.raises(CompileError, match="the allocator of cpu reports no peak"):
         attached.measured_peak(one, 60)
 
 

@@ -259,7 +259,7 @@ def test_what_did_not_happen_is_a_warning(monkeypatch):
     assert "this step's copies could not be checked" in warning
     lost = receipt(False, (0, 10, 2), 100, 13)
     assert lost.returned_bytes == -3 and lost.warnings == (
-        f"of {offered} bytes offered only 100 are in host memory",
+        f"only 100 of {offered} offered bytes are in host memory",
         "offload frees no device memory: the step needs 3 bytes more than with the offloaded arrays saved on the device",
     )
 

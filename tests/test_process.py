@@ -80,10 +80,10 @@ def other_child(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script:
             "import os; os.kill(os.getpid(), 9)",
             r"SIGKILL at policy='full'. Its output: none. It ran out of memory, or another process killed it",
         ),
-        ("import sys; sys.stderr.write('no room left'); sys.exit(7)", r"exit status 7 .*It said: no room left$"),
+        ("import sys; sys.stderr.write('no room left'); sys.exit(7)", r"exit status 7 .*Its output: no room left$"),
         ("raise MemoryError('x')", r"(?s)exit status 1 .*MemoryError: x. It ran out of memory: give it more \(ulimit -v"),
-        ("import sys; sys.stderr.write('a' * 600 + 'b' * 9000 + 'c' * 900)", "(?s)said: a{500}\n…\nb{100}c{900}$"),
-        ("pass", r"exit status 0 at policy='full'. It said: nothing$"),
+        ("import sys; sys.stderr.write('a' * 600 + 'b' * 9000 + 'c' * 900)", "(?s)output: a{500}\n…\nb{100}c{900}$"),
+        ("pass", r"exit status 0 at policy='full'. Its output: none$"),
         ("print('hello'); print('[1]'); raise SystemExit(3)", r"exit status 3"),
         (
             "import json; print(json.dumps({'key': 'full', 'error': 'XlaRuntimeError: RESOURCE_EXHAUSTED'}))",
@@ -272,7 +272,7 @@ for place, line in enumerate(sys.stdin):
 """
     other_child(monkeypatch, tmp_path, script)
     compiled(program())
-    with pytest.raises(CompileError, match="exit status 3 at policy='full'. It said: line 1$"):
+    with pytest.raises(CompileError, match="exit status 3 at policy='full'. Its output: line 1$"):
         compiled(program(2))
 
 

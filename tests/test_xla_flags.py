@@ -75,7 +75,7 @@ def test_a_step_is_compiled_with_the_flags_of_a_file(monkeypatch: pytest.MonkeyP
     assert compile_programs([program], target("2xcpu"), timeout=60)["full"].argument == 32
     file.write_text("--xla_no_such_flag=1\n")
     cache.forget()
-    with pytest.raises(CompileError, match="(?s)It said: .*--xla_no_such_flag=1"):
+    with pytest.raises(CompileError, match="(?s)Its output: .*--xla_no_such_flag=1"):
         compile_programs([program], target("2xcpu"), timeout=60)
 
 
