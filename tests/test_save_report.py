@@ -201,10 +201,10 @@ def test_traps_and_what_offload_did_are_told():
 def test_what_is_miscompiled_is_not_called_the_fastest():
     found = gather(JOB, ["off", "full"], "cpu", plan=plan_for(JOB, budget=2**40))
     off, full, planned = found.comparison.policies
-    assert "The fastest of them within the budget (1.0 TiB) is off:" in overview(found).short[1]
+    assert "The fastest policy within the budget (1.0 TiB) is off:" in overview(found).short[1]
     wrong = Finding("miscompiled_offload", "off", "", "gradients are wrong", "unroll the layers")
     found.comparison.policies[0] = replace(off, diagnosis=replace(off.diagnosis, findings=(wrong,)))
-    assert "The fastest of them within the budget (1.0 TiB) is full:" in overview(found).short[1]
+    assert "The fastest policy within the budget (1.0 TiB) is full:" in overview(found).short[1]
     found.comparison.policies[1:] = [planned]
     assert overview(found).short[1] == "No policy that is safe to run is within the budget (1.0 TiB)."
     # The plan's own host budget counts for the others.
