@@ -286,7 +286,7 @@ def test_another_model_is_refused_when_it_is_loaded(tmp_path):
     with pytest.raises(PlanningError, match=r"another model than 'mine': parameters: the plan has params/up/bias float32\[8\]"):
         rj.Plan.load(path, workload(width=16))
     with pytest.raises(
-        PlanningError, match=r"batch: the plan has 0 float32\[2, 4\], the workload 0 float32\[3, 4\]; plan again"
+        PlanningError, match=r"batch: the plan has 0 float32\[2, 4\], the workload has 0 float32\[3, 4\]; plan again"
     ):
         rj.Plan.load(path, workload(rows=3))
     with pytest.raises(PlanningError, match=r"for the blocks \['PlannedLayer'\], and 'mine' has \['Planned\*'\]"):
@@ -349,6 +349,6 @@ def test_a_plan_whose_residuals_are_not_there_is_to_be_made_again():
     planned = made.apply(lambda params, x: jnp.sum(model.apply(params, x)))
     with pytest.raises(
         NoEffectError,
-        match=r"^the plan for 'by hand' is not .* made with JAX 0\.9\.9, .* Plan again\. \(policy=.*matches no res",
+        match=r"^the plan for 'by hand' does not fit .* made with JAX 0\.9\.9, .* Plan again\. \(policy=.*matches no res",
     ):
         jax.grad(planned)(params, jnp.ones((2, 4)))

@@ -252,7 +252,7 @@ def test_a_finished_step_has_no_times(tmp_path):
     ("changes", "error", "message"),
     [
         ({"path": 3}, errors.ArgumentError, "path=3: expected the path of a file"),
-        ({"path": "none/report.html"}, errors.ArgumentError, "there is no folder .*none; make it"),
+        ({"path": "none/report.html"}, errors.ArgumentError, "there is no folder .*none; create it"),
         ({"path": "."}, errors.ArgumentError, "path='.' is a folder: give a file, such as 'report.html'"),
         ({"workload": "job"}, errors.ArgumentError, "workload='job': expected a remat_jax.Workload"),
         (
