@@ -210,7 +210,7 @@ def test_what_cannot_be_compiled_is_left_out_and_told(monkeypatch, tmp_path):
         ({"budget": 0.5}, PlanningError, "'cpu' does not say how much memory"),
         ({"host_budget": -1}, PlanningError, "host_budget=-1"),
         ({"target": "h2000"}, TargetError, "target='h2000' is not a known target"),
-        ({"target": "8xh100"}, UnsupportedError, "target='8xh100' is 8 devices"),
+        ({"target": "8xh100"}, UnsupportedError, "target='8xh100' has 8 devices"),
         ({"timeout": 0}, ArgumentError, "timeout=0: expected a positive number"),
         ({"workload": 3}, ArgumentError, "workload=3: expected a remat_jax.Workload"),
     ],

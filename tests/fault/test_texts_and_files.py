@@ -62,7 +62,7 @@ def test_valid_texts_are_taken() -> None:
         (target, "a\0b.toml:mine", TargetError, "cannot be read: embedded null byte"),
         (target, "/dev/zero:mine", TargetError, "it is not a regular file"),
         (read_table, "x = " + DEEP.replace("[", "[\n"), TargetError, "the TOML cannot be read"),
-        (read_table, f"x = {LONG}", TargetError, "a line has 5004 letters"),
+        (read_table, f"x = {LONG}", TargetError, "a line has 5004 characters"),
         (read_table, "x = ", TargetError, "the TOML cannot be read: Invalid value"),
         (read_table, _TABLE.replace('"a GPU, of mine"', "3"), TargetError, "description: write a text of one line"),
         (read_table, _TABLE.replace("of mine", r"of\nmine"), TargetError, "description: write a text of one line"),
