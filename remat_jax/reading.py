@@ -64,7 +64,7 @@ def from_plain(kind: Any, value: Any) -> Any:
     >>> from_plain(int, -1)
     Traceback (most recent call last):
     ...
-    ValueError: -1 is no int
+    ValueError: -1 is not a valid int
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
@@ -94,7 +94,7 @@ def from_plain(kind: Any, value: Any) -> Any:
         return float(value)
     elif type(value) is kind and not (kind is int and not 0 <= value < LARGEST):
         return value
-    raise ValueError(f"{str(value)[:80]} is not of type {getattr(kind, '__name__', kind)}")
+    raise ValueError(f"{str(value)[:80]} is not a valid {getattr(kind, '__name__', kind)}")
 
 
 _hints = functools.cache(get_type_hints)

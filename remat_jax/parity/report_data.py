@@ -197,7 +197,7 @@ def unseen(hidden: Sequence[str]) -> str:
     """One line about the modules that cannot be named as the first that differs.
 
     >>> unseen(("solver/step",))
-    'not looked into, because nothing can be captured where they run (such as in a while loop): solver/step'
+    'not observed, because the code that runs them cannot be observed (such as a while loop): solver/step'
     """
     where = "the code that runs them cannot be observed (such as a while loop)"
     return f"not observed, because {where}: {', '.join(path or 'the whole model' for path in hidden)}"

@@ -58,7 +58,7 @@ def host_shortage(host_bytes: int, target: Target) -> str | None:
     >>> host_shortage(10**12, target("l4")) is None  # nothing is known of its hosts
     True
     >>> print(host_shortage(3 * 10**11, target("2x8xh200")))
-    the 8 devices of a host need 2.2 TiB of its memory, and 2x8xh200 has 1.8 TiB for them: offload less, or use more hosts
+    the 8 devices of a host need 2.2 TiB of its memory, but 2x8xh200 has 1.8 TiB for them: offload less, or use more hosts
     """
     devices = target.devices // target.hosts
     if target.host_memory_bytes is None or host_bytes <= target.host_memory_bytes:
