@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     options = parser.parse_args()
-    table = Table("chunks", "device", "temp", "less than one chunk", "modelled step")
+    table = Table("chunks", "device", "of it temp", "less than one chunk", "modelled step")
     first = 0
     for chunks in options.chunks:
         report = rj.measure(decoder(options.batch, options.length, chunks), options.policy, options.target)

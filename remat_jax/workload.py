@@ -394,7 +394,7 @@ def _on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> 
         given, lacking = ("shardings", "mesh") if mesh is None else ("mesh", "shardings")
         raise ArgumentError(f"{given} without {lacking}: they belong together; give both, or neither for a single device")
     if any(compat.is_on_host(leaf) for leaf in jax.tree.leaves((params, batch))):
-        raise UnsupportedError("params or batch: a mesh supports no arrays in host memory; give arrays in device memory")
+        raise UnsupportedError("params or batch: arrays in host memory on a mesh are not served; give them in device memory")
     abstract_mesh = as_mesh(mesh)
     of_params, of_batch = argument_shardings(abstract_mesh, shardings, params, batch)
     return abstract_mesh, (of_params, *of_batch)
