@@ -112,7 +112,7 @@ def test_what_is_no_text_is_refused_by_both(value: Any) -> None:
         ("dotz", "policy is 'dotz', where 'dotz' is neither a name nor a rule. Give one of off, full, "),
         ("dots; save: x", "Inside a text the policy 'dots' is written 'save: @dots'"),
         ("keep: x", "the action is 'keep', expected one of save, offload, recompute"),
-        ("save: x,, y", "'' is no selector, expected a glob on names"),
+        ("save: x,, y", "'' is not a selector, expected a glob on names"),
         ("save: @dot", "'@dot' is no selector, .* @dots_with_no_batch_dims, @convs, @primitive:NAME"),
         ("save: x; offload: x", "'x' is never reached, as it is there twice"),
         ("save: *, x", "'x' is never reached, as '\\*' before it takes everything"),

@@ -17,7 +17,7 @@ MEANINGS = {
     "offload_inputs": "as full, with the inputs in host memory",
     "dots": "keep the results of matrix multiplications and convolutions, recompute the rest",
     "dots_with_no_batch_dims": "keep the products with weights, recompute attention's own products and the rest",
-    "offload_dot_with_no_batch_dims": "as dots_with_no_batch_dims, with what is kept in host memory",
+    "offload_dot_with_no_batch_dims": "as dots_with_no_batch_dims, with the kept arrays in host memory",
     "everything": "keep every residual of a checkpointed block, recompute nothing",
 }
 GRAMMAR = (

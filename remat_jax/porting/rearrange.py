@@ -78,7 +78,7 @@ class Rearrange(Step):
         """The size of every named axis, read from the right side's shape."""
         right, known = self._sides[1], dict(self.sizes)
         if len(shape) != len(right):
-            raise PortingError(f"{self.pattern!r} ends in {len(right)} axes, and the shape {tuple(shape)} has {len(shape)}")
+            raise PortingError(f"{self.pattern!r} ends in {len(right)} axes, but the shape {tuple(shape)} has {len(shape)}")
         sizes = dict(known)
         for group, total in zip(right, shape, strict=True):
             given = math.prod(known[name] for name in group if name in known)
