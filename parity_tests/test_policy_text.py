@@ -113,7 +113,7 @@ def test_what_is_no_text_is_refused_by_both(value: Any) -> None:
         ("dots; save: x", "Inside a text the policy 'dots' is written 'save: @dots'"),
         ("keep: x", "the action is 'keep', expected one of save, offload, recompute"),
         ("save: x,, y", "'' is not a selector, expected a glob on names"),
-        ("save: @dot", "'@dot' is no selector, .* @dots_with_no_batch_dims, @convs, @primitive:NAME"),
+        ("save: @dot", "'@dot' is not a selector, .* @dots_with_no_batch_dims, @convs, @primitive:NAME"),
         ("save: x; offload: x", "'x' is never reached, as it is there twice"),
         ("save: *, x", "'x' is never reached, as '\\*' before it takes everything"),
         (None, "policy is None, of type NoneType, expected a text"),
