@@ -140,7 +140,7 @@ def test_a_cast_inside_is_named() -> None:
 
     report = compare(**linear(flax_call=narrow))
     found = next(check for check in report.checks if check.name == "Flax stays in float64")
-    assert not report.passed and "step: float64 to float32 in head; " in found.found
+    assert not report.passed and "dtype: float64 to float32 in head; " in found.found
 
 
 def test_a_lower_precision_is_found_first() -> None:
