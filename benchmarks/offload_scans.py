@@ -86,7 +86,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 def shown(found: list[dict[str, Any]]) -> Any:
     """The rows as a table."""
-    columns = ("workload", "policy", "device", "host", "given back", "copied back", "compute", "modelled step")
+    columns = ("workload", "policy", "device", "host", "freed", "copied back", "compute", "modelled step")
     cells = [
         (
             one["workload"],

@@ -187,7 +187,7 @@ def test_the_other_models_hold_and_the_gpu_keeps_what_is_offloaded(monkeypatch: 
     evidence, notes = driver.collect(small)
     assert failing(evidence) == set()
     # A single sigmoid reads only its own input, which has to be on the device then: the receipt says that this gains nothing.
-    assert len(notes) == 1 and "gives back nothing" in notes[0] and "ToyModel, JAX Linen, offload" in notes[0]
+    assert len(notes) == 1 and "frees no device memory" in notes[0] and "ToyModel, JAX Linen, offload" in notes[0]
     jax_row = row(evidence, "JAX Linen", "offload")
     assert jax_row.host_bytes == jax_row.residual_host_bytes == 4 * 16 * 128 * 4
     assert [one.block_executions for one in evidence] == [1, 2, 2, 1, 2, 2]

@@ -216,7 +216,8 @@ def test_ties_buffers_fused_projections_and_shifted_norms_are_found() -> None:
 
 def test_models_that_differ_in_more_than_weights_are_refused() -> None:
     with pytest.raises(
-        PortingError, match="agree by no map: with equal weights in all modules of equal shapes, output 0 still differs"
+        PortingError,
+        match="no map makes the models agree: with equal weights in all modules of equal shapes, output 0 still differs",
     ):
         porting.propose(Gemma(), GemmaFlax(epsilon=1e-3), TOKENS)
 

@@ -84,7 +84,7 @@ def test_tied_parameters_are_one_leaf_and_one_gradient() -> None:
     assert torch.equal(again.head.weight, model.head.weight)
     untied = "embed.weight -> params/embedding\nhead.weight -> params/head | linear"
     wide = {"params": shapes["params"] | {"head": np.zeros((3, 5))}}
-    with pytest.raises(PortingError, match=r"head\.weight: duplicated, one tensor with embed\.weight"):
+    with pytest.raises(PortingError, match=r"head\.weight: duplicated: it is the same tensor as embed\.weight"):
         porting.from_torch(model.state_dict(), wide, untied)
 
 
@@ -136,7 +136,7 @@ def test_safetensors_of_pytorch_are_read_in_every_dtype(tmp_path: Path) -> None:
     assert found.keys() == tensors.keys() and found["bfloat16"].dtype == jnp.bfloat16
     assert all(np.array_equal(found[name], porting.as_numpy(each)) for name, each in tensors.items())
     save_file({"a": tensor("float8_e5m2", 2)}, tmp_path / "b.safetensors")
-    with pytest.raises(PortingError, match=r"NumPy's reader has no such float: a \(F8_E5M2\)"):
+    with pytest.raises(PortingError, match=r"NumPy's reader does not have this float dtype: a \(F8_E5M2\)"):
         porting.load(tmp_path / "b.safetensors")
     with pytest.raises(PortingError, match="several models: a.safetensors, b.safetensors; name one"):
         porting.load(tmp_path)
@@ -165,7 +165,9 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 def test_a_state_dict_inside_a_checkpoint_is_asked_for_by_its_key(tmp_path: Path) -> None:
     torch.save({"model": {"a": torch.ones(2)}, "epoch": 3}, tmp_path / "c.pt")
-    with pytest.raises(PortingError, match=r"c.pt: 'model', 'epoch': no tensors; give the one .* as key: 'model'"):
+    with pytest.raises(
+        PortingError, match=r"c.pt: 'model', 'epoch': not tensors; give the name of the state dict as key: 'model'"
+    ):
         porting.load(tmp_path / "c.pt")
     with pytest.raises(PortingError, match="key='ema': c.pt holds 'model', 'epoch'"):
         porting.load(tmp_path / "c.pt", key="ema")

@@ -31,7 +31,7 @@ def read_limited(path: str | os.PathLike[str], most: int) -> bytes:
     b'four'
     """
     if Path(path).exists() and not Path(path).is_file():
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     with Path(path).open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -64,7 +64,7 @@ def from_plain(kind: Any, value: Any) -> Any:
     >>> from_plain(int, -1)
     Traceback (most recent call last):
     ...
-    ValueError: -1 is no int
+    ValueError: -1 is not a valid int
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
@@ -86,13 +86,15 @@ def from_plain(kind: Any, value: Any) -> Any:
         hints = _hints(kind)
         names = {field.name for field in dataclasses.fields(kind) if field.init}
         if names != value.keys():
-            raise ValueError(f"{getattr(kind, '__name__', kind)} has {sorted(names ^ value.keys())} or lacks them")
+            raise ValueError(
+                f"{getattr(kind, '__name__', kind)} has wrong keys: {sorted(names ^ value.keys())} are missing or unknown"
+            )
         return kind(**{name: from_plain(hints[name], value[name]) for name in names})
     elif kind is float and type(value) in (int, float) and math.isfinite(value) and value >= 0:
         return float(value)
     elif type(value) is kind and not (kind is int and not 0 <= value < LARGEST):
         return value
-    raise ValueError(f"{str(value)[:80]} is no {getattr(kind, '__name__', kind)}")
+    raise ValueError(f"{str(value)[:80]} is not a valid {getattr(kind, '__name__', kind)}")
 
 
 _hints = functools.cache(get_type_hints)
@@ -100,5 +102,5 @@ _hints = functools.cache(get_type_hints)
 
 def _pairs(kinds: Any, values: Any) -> Any:
     if len(kinds) != len(values):
-        raise ValueError(f"{len(values)} values where {len(kinds)} are expected")
+        raise ValueError(f"{len(values)} values, expected {len(kinds)}")
     return zip(kinds, values, strict=True)

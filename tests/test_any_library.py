@@ -310,7 +310,7 @@ class Uncalled:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (Uncalled, r"its instances are not called, as it has no __call__.*remat_jax.block"),
+        (Uncalled, r"this class has no __call__, so its instances are never called.*remat_jax.block"),
         (lambda x: x, r"expected a class whose instances are called .*function marked with @remat_jax.block"),
         (3, r"block=3: expected a class"),
     ],
@@ -325,8 +325,8 @@ def test_what_can_be_no_block_is_refused(block, message):
     [
         (eqx.nn.Conv2d, "Conv2d: this class was never called"),
         (layer_function, "layer_function: this function was never called"),
-        ("checkpoints", "the function has no region of jax.checkpoint"),
-        ("layer/*", "the glob matches the path of no module that was called"),
+        ("checkpoints", "the function has no jax.checkpoint region"),
+        ("layer/*", "the glob matches no path of a called module"),
     ],
 )
 def test_a_block_that_is_never_called_is_an_error(block, message):

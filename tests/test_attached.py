@@ -67,7 +67,7 @@ def test_the_attached_gpu_is_one_of_the_targets(monkeypatch: pytest.MonkeyPatch)
     assert (found.compiler_description, found.memory_bytes) == (h100.compiler_description, h100.memory_bytes)
     find_attached_with(lambda: "NVIDIA Unheard Of")
     with pytest.raises(
-        TargetError, match="the attached GPU is 'NVIDIA Unheard Of', which is in no table; the names are cpu, h200"
+        TargetError, match="the attached GPU is 'NVIDIA Unheard Of', but no table describes it; the names are cpu, h200"
     ):
         target("attached")
 
@@ -148,12 +148,12 @@ def test_without_a_count_and_with_a_fault_there_is_no_figure(
     monkeypatch.setattr(attached, "CHILD", tmp_path / "falls.py")
     with pytest.raises(
         CompileError,
-        match=r"running on target='attached': the device refused .*compiling needed more of the device .1000 bytes",
+        match=r"running on target='attached': the device refused .*compiling used more device memory .1000 bytes",
     ):
         attached.measured_peak(one, 60)
     monkeypatch.undo()
     monkeypatch.setattr(attached, "PLATFORM", "cpu")
-    with pytest.raises(CompileError, match="the allocator of cpu counts no peak"):
+    with pytest.raises(CompileError, match="the allocator of cpu reports no peak"):
         attached.measured_peak(one, 60)
 
 

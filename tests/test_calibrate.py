@@ -96,9 +96,9 @@ def test_the_command_overwrites_nothing_unasked(quick):
     path, _, _ = quick
     before = path.read_text()
     done = CliRunner().invoke(app, ["calibrate", "-o", str(path), "--seconds", "0.2"])
-    assert done.exit_code == 2 and "is there already" in done.stderr and path.read_text() == before
+    assert done.exit_code == 2 and "exists already" in done.stderr and path.read_text() == before
     found = Calibration("here", "cpu", {"float32": 1.0}, 2.0, source="x")
-    with pytest.raises(TargetError, match="is there already"):
+    with pytest.raises(TargetError, match="exists already"):
         found.save(path)
     assert Rates.of(found.save(path, overwrite=True)).hbm_bytes_per_s == 2.0
     with pytest.raises(TargetError, match="cannot be written"):

@@ -220,7 +220,7 @@ def test_nested_calls_add_up_and_the_inner_one_wins() -> None:
         assert counted(full(lambda params, x: inner(params, x)), params, x) == plain + 12
         assert counted(inner, params, x) == plain + 10
         # Both want the same class: the outer policy would have no effect.
-        with pytest.raises(BlockError, match=r"block=Attention: .*another checkpoint_blocks inside"):
+        with pytest.raises(BlockError, match=r"block=Attention: .*an inner checkpoint_blocks has a policy"):
             rj.checkpoint_blocks(inner, {Attention: "dots"})(params, x)
 
 

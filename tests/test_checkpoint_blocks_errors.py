@@ -41,7 +41,9 @@ def test_a_block_that_is_not_there_names_those_that_are() -> None:
 
     with pytest.raises(BlockError, match=r"block=Mlpp: this class was never called.* Did you mean 'Mlp'\?.*layer_0: Mlp"):
         rj.checkpoint_blocks(loss, {Mlpp: "full"})(params, x)
-    with pytest.raises(BlockError, match=r"block='layers_\*': the glob matches the path of no module.*Did you mean 'layer_\d'"):
+    with pytest.raises(
+        BlockError, match=r"block='layers_\*': the glob matches no path of a called module.*Did you mean 'layer_\d'"
+    ):
         rj.checkpoint_blocks(loss, {"layers_*": "full"})(params, x)
     with pytest.raises(BlockError, match="No module of this kind was called at all"):
         rj.checkpoint_blocks(lambda x: x, {Mlp: "full"})(x)

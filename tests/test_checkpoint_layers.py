@@ -257,7 +257,7 @@ def test_each_call_counts_where_a_model_runs_twice(scanned: bool) -> None:
     assert_same(*(jax.jit(jax.grad(one))(params, x) for one in (fn, twice)))
     full = rj.checkpoint_blocks(twice, {Mlp: "full"})
     assert matmuls(jax.grad(full), params, x) - matmuls(jax.grad(fn), params, x) == 1
-    with pytest.raises(BlockError, match="is for 2 layers, and the block is called 4 times"):
+    with pytest.raises(BlockError, match="has policies for 2 layers, but the block is called 4 times"):
         rj.checkpoint_blocks(twice, {Mlp: "1 x full | 1 x dots"})(params, x)
 
 
@@ -327,7 +327,7 @@ def test_an_inner_call_has_its_own_layers() -> None:
     assert_same(jax.jit(jax.grad(fn))(params, others, x), plain, 1e-6)
     full = rj.checkpoint_blocks(both, {Attention: "full"})
     assert matmuls(jax.grad(full), params, others, x) - matmuls(jax.grad(fn), params, others, x) == 0
-    with pytest.raises(BlockError, match="another checkpoint_blocks inside"):
+    with pytest.raises(BlockError, match="an inner checkpoint_blocks has a policy"):
         rj.checkpoint_blocks(inner, {Mlp: "3 x full"})(params, x)
 
 

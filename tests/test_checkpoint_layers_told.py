@@ -100,7 +100,7 @@ def test_a_number_of_layers_that_does_not_fit_is_an_error() -> None:
     for scanned in (False, True):
         loss, params, x = make_loss(layers=4, scanned=scanned)
         for text in ("5 x full", "2 x full | 1 x dots"):
-            with pytest.raises(BlockError, match=r"block=Mlp: policy=.* layers, and the block is called 4 times"):
+            with pytest.raises(BlockError, match=r"block=Mlp: policy=.* layers, but the block is called 4 times"):
                 rj.checkpoint_blocks(loss, {Mlp: text})(params, x)
         with pytest.raises(BlockError, match=r"block=Attention: this class was never called"):
             rj.checkpoint_blocks(loss, {Attention: "4 x full"})(params, x)
@@ -119,7 +119,7 @@ def test_what_has_no_layers_to_tell_apart_is_refused() -> None:
 def test_a_gradient_taken_inside_is_refused(scanned: bool) -> None:
     loss, params, x = make_loss(layers=2, scanned=scanned)
     step = rj.checkpoint_blocks(jax.grad(loss), {Mlp: "1 x full | 1 x dots"})
-    with pytest.raises(UnsupportedError, match="block=Mlp: .* the gradient of what it returns"):
+    with pytest.raises(UnsupportedError, match="block=Mlp: .* differentiate the function that it returns"):
         step(params, x)
 
 

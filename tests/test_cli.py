@@ -209,7 +209,7 @@ def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
         (["ends.py:job"], "raised SystemExit: 0, at "),
         (
             ["train.py:job", "--live"],
-            "--live with target 'cpu': what is on the device at the peak is known of GPU",
+            "--live with target 'cpu': memory at the peak is known only for GPU",
         ),
         (["bad.py:job"], "raised ModuleNotFoundError: No module named 'not_there_at_all', at "),
         (["train.py:job", "-p", "dotz"], "policy='dotz' is not the name of a policy. Did you mean 'dots'?"),
@@ -217,10 +217,13 @@ def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
         (["train.py:job", "--target", "h2000"], "target='h2000' is not a known target"),
         (["train.py:job", "--timeout", "-1"], "timeout=-1.0: expected a positive number of seconds"),
         (["train.py:job", "--diff", "full", "dotz"], "policy='dotz' is not the name of a policy. Did you mean 'dots'?"),
-        (["train.py:job", "--memory-limit", "1GiB"], "memory_limit='1GiB' with target='cpu': XLA has a memory limit for GPUs"),
-        (["train.py:job", "--memory-limit", "1G", "--target", "h200"], "memory_limit='1G': 'G' is no unit of bytes"),
+        (
+            ["train.py:job", "--memory-limit", "1GiB"],
+            "memory_limit='1GiB' with target='cpu': XLA takes a memory limit only for GPUs",
+        ),
+        (["train.py:job", "--memory-limit", "1G", "--target", "h200"], "memory_limit='1G': 'G' is not a unit of bytes"),
         (["train.py:job", "--plot", "memory.gif"], "plot='memory.gif': expected a name that ends in .png, .svg, .pdf"),
-        (["train.py:job", "--plot", "memory.png"], "plot='memory.png' with target='cpu': what is on the device at the peak is"),
+        (["train.py:job", "--plot", "memory.png"], "plot='memory.png' with target='cpu': memory at the peak is"),
     ],
 )
 def test_wrong_use_ends_with_2_and_a_message(folder, monkeypatch, arguments, message):

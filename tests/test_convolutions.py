@@ -77,7 +77,7 @@ def test_convs_by_hand_and_in_pytorch() -> None:
 
 def test_dots_says_that_it_means_convolutions() -> None:
     _, loss, params, x = setting()
-    with pytest.warns(rj.RematWarning, match="'@dots' means their convolutions: select them with '@convs'") as caught:
+    with pytest.warns(rj.RematWarning, match="'@dots' selects the convolutions; '@convs' selects convolutions alone") as caught:
         jax.grad(rj.checkpoint_blocks(loss, {Block: "dots"}))(params, x)
     assert len(caught) == 1
 
@@ -85,7 +85,7 @@ def test_dots_says_that_it_means_convolutions() -> None:
 @pytest.mark.parametrize("policy", ["dots_with_no_batch_dims", "offload_dot_with_no_batch_dims"])
 def test_products_without_batch_dimensions_are_no_convolutions(policy: str) -> None:
     _, loss, params, x = setting()
-    with pytest.raises(NoEffectError, match="means no convolution, as in JAX: select them with '@convs'"):
+    with pytest.raises(NoEffectError, match="selects no convolution, as in JAX; '@convs' selects convolutions alone"):
         jax.grad(rj.checkpoint_blocks(loss, {Block: policy}))(params, x)
 
 

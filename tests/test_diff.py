@@ -75,7 +75,7 @@ def test_off_is_shown_as_what_it_keeps_by_the_names_that_a_checkpoint_gives(scan
     found = compare_policies(scanned, "off", "full")
     assert moved(found)["layers:tanh#0"] == ("save", "recompute", -LAYERS * HIDDEN, 0)
     assert found.residual_device_bytes == rj.residuals(scanned, "full").device_bytes - rj.residuals(scanned, "off").device_bytes
-    assert "off keeps what everything keeps" in " ".join(str(found).split())
+    assert "off keeps the same residuals as everything" in " ".join(str(found).split())
     dots = compare_policies(scanned, "off", "dots")
     assert moved(dots)["layers/Linear_1:dot_general#0"] == (NOT_KEPT, "save", LAYERS * HIDDEN, 0)
 

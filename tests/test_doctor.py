@@ -348,7 +348,7 @@ def with_flag(index: int) -> rj.Workload:
 def test_a_flag_that_is_traced_because_its_index_is_wrong():
     wrong, right = with_flag(2), with_flag(3)
     found = doctor(wrong, "off")
-    assert traps(found) == ["traced_flag"] and "self as 0" in found.findings[0].remedy
+    assert traps(found) == ["traced_flag"] and "self as argument 0" in found.findings[0].remedy
     assert doctor(right, "off").ok
     assert executed(wrong) > executed(right)
 
@@ -363,7 +363,7 @@ def test_the_diagnosis_is_plain_data_and_prints():
     assert plain["findings"][0]["trap"] == "unmatched_name" and plain["regions"] == 1
     assert not found and "unmatched_name" in str(found) and "layer_0" in str(found)
     well = doctor(small(), "full")
-    assert well and "no traps; 1 different checkpointed region.\nName a GPU as target" in str(well)
+    assert well and "no traps; 1 different checkpointed region.\nName a GPU as the target" in str(well)
     assert "no traps; nothing is checkpointed." in str(doctor(small(), "off"))
     assert "(traced, not compiled): 1 trap " in str(found)
 

@@ -63,7 +63,7 @@ def test_a_trap_exits_1_and_is_told_with_its_remedy(file):
     rows = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
     trap, _, _, remedy = (" ".join(" ".join(cells).split()) for cells in zip(*rows, strict=True))
     assert trap == "remat_scan_of_one_length"
-    assert "two lengths or more" in remedy and remedy.replace(" ", "").endswith("checkpoint_blocks(loss,{Block:'full'})")
+    assert "two or more lengths" in remedy and remedy.replace(" ", "").endswith("checkpoint_blocks(loss,{Block:'full'})")
     assert "tracing" in done.stderr
 
 

@@ -213,7 +213,7 @@ def test_errors_say_what_to_do():
             return x
 
     for model, name in ((taken, "use_gradient_checkpointing"), (Taken(), "use_gradient_checkpointing_offload")):
-        with pytest.raises(ArgumentError, match=rf"argument '{name}' of its own.*rename it"):
+        with pytest.raises(ArgumentError, match=rf"argument '{name}', but gradient_checkpoint_forward consumes.*rename it"):
             rj.gradient_checkpoint_forward(model, True, False, x)
     # Given by position it reaches the block, and nothing is lost.
     assert rj.gradient_checkpoint_forward(lambda model, x: model(x), True, False, jnp.sin, x).shape == (2, 4)

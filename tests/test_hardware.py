@@ -130,7 +130,7 @@ def test_a_target_of_a_file(tmp_path: Path) -> None:
         target(f"{path}:toy")
     path.write_text("x = 3", encoding="utf-8")
     with pytest.raises(
-        TargetError, match=r"target file '.*gpus.toml': target table \[x\]: 3 is no table; write its keys below"
+        TargetError, match=r"target file '.*gpus.toml': target table \[x\]: 3 is not a table; write its keys below"
     ):
         target(f"{path}:x")
 
@@ -176,7 +176,9 @@ def test_host_memory_is_a_whole_number_of_bytes_too() -> None:
 
 @pytest.mark.parametrize(("devices", "hosts"), [(0, 1), (-8, 1), (8, 0), (12, 5), (2, 4), (8, -2)])
 def test_every_host_has_as_many_devices(devices: int, hosts: int) -> None:
-    with pytest.raises(TargetError, match=f"target 'h200': {devices} devices in {hosts} hosts; expected as many in each"):
+    with pytest.raises(
+        TargetError, match=f"target 'h200': {devices} devices in {hosts} hosts; expected the same number in each host"
+    ):
         dataclasses.replace(target("h200"), devices=devices, hosts=hosts)
     assert dataclasses.replace(target("h200"), devices=12, hosts=4).devices == 12
 
@@ -184,7 +186,7 @@ def test_every_host_has_as_many_devices(devices: int, hosts: int) -> None:
 def test_a_file_that_takes_long_to_read_is_refused_at_once(tmp_path: Path) -> None:
     path = tmp_path / "gpus.toml"
     for content, message in (
-        ("a." * 20_000 + "a = 1", "a line has 40005 letters, and may have 2000; give a TOML file"),
+        ("a." * 20_000 + "a = 1", "a line has 40005 characters, but at most 2000 are allowed; give a TOML file"),
         ("#\n" * 2**15 + "#", "it has more than 65536 bytes. Give a TOML file"),
     ):
         path.write_text(content, encoding="utf-8")
@@ -259,9 +261,9 @@ def test_a_target_is_added_by_data_alone() -> None:
         ("memory_bytes = 8", "", "a source without a figure: ['memory_bytes']"),
         ('kind = "gpu"', 'kind = "tpu"', 'kind=\'tpu\'; write "cpu" or "gpu"'),
         ("[toy]", "[TOY]\n[toy]", "names are in lower case"),
-        ("[toy]", "x = 3\n[toy]", "target table [x]: 3 is no table; write its keys below a line [x]"),
-        ("memory_bytes = 8", "memory_bytes = 8\npeak_flops = 7", "target table [toy.peak_flops]: 7 is no table"),
-        ("memory_bytes = 8", 'memory_bytes = 8\ncompiler = "sm_90"', "target table [toy.compiler]: 'sm_90' is no table"),
+        ("[toy]", "x = 3\n[toy]", "target table [x]: 3 is not a table; write its keys below a line [x]"),
+        ("memory_bytes = 8", "memory_bytes = 8\npeak_flops = 7", "target table [toy.peak_flops]: 7 is not a table"),
+        ("memory_bytes = 8", 'memory_bytes = 8\ncompiler = "sm_90"', "target table [toy.compiler]: 'sm_90' is not a table"),
     ],
 )
 def test_the_table_is_read_strictly(old: str, new: str, message: str) -> None:

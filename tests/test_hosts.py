@@ -39,7 +39,7 @@ def test_each_device_has_its_part_of_the_state_and_of_the_residuals_on_its_host(
     assert both.receipt.host_bytes == inputs // 4
     assert both.host_bytes == inputs // 4 + moments
     assert both.to_dict()["host_bytes_per_host"] == 4 * both.host_bytes
-    assert "host, each of them" in str(both)
+    assert "host memory, per host" in str(both)
 
 
 class Layer(nn.Module):

@@ -147,15 +147,15 @@ ERRORS: dict[str, tuple[Any, str]] = {
     "nothing cut": (lambda: rj.in_chunks(head_loss, 2, axis=(None, None)), "axis=(None, None): expected an int"),
     "entries": (
         lambda: rj.in_chunks(head_loss, 2, axis=(None, 1))(*example()),
-        "axis=(None, 1) has 2 entries, and the function is called with 3 positional arguments",
+        "axis=(None, 1) has 2 entries, but the function is called with 3 positional arguments",
     ),
     "divides": (
         lambda: rj.in_chunks(head_loss, 5, axis=(None, 1, 1))(*example()),
-        "n=5 does not divide axis 1 of argument 1, which has 12 positions; the nearest that do: 4 and 6",
+        "n=5 does not divide axis 1 of argument 1, which has 12 positions; the nearest divisors: 4 and 6",
     ),
     "lengths": (
         lambda: rj.in_chunks(head_loss, 2, axis=(None, 2, 1))(*example()),
-        "axis: expected one length along it, but argument 1 has 5, argument 2 has 12",
+        "axis: expected the same length along it in all arrays, but argument 1 has 5, argument 2 has 12",
     ),
     "rank": (
         lambda: rj.in_chunks(head_loss, 2, axis=(None, 1, 2))(*example()),
@@ -164,9 +164,12 @@ ERRORS: dict[str, tuple[Any, str]] = {
     "no array": (lambda: rj.in_chunks(lambda x, flag: x.sum(), 2)(jnp.ones(4), True), "axis=0: argument 1 is True, which has"),
     "no sum": (
         lambda: rj.in_chunks(lambda x: x * 2, 2)(jnp.ones(4)),
-        "fn: its result is float32[4], and float32[2] of one of 2 chunks: expected a sum along the axis",
+        "fn: its result is float32[4] for all positions, but float32[2] for one of 2 chunks: expected a sum along the axis",
     ),
-    "no number": (lambda: rj.in_chunks(lambda x: x.any(), 2)(jnp.ones(4)), "fn: its result is bool[], and bool[] of one"),
+    "no number": (
+        lambda: rj.in_chunks(lambda x: x.any(), 2)(jnp.ones(4)),
+        "fn: its result is bool[] for all positions, but bool[] for one",
+    ),
 }
 
 

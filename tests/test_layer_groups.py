@@ -304,9 +304,9 @@ def test_blocks_of_two_classes() -> None:
                 continue
             fn = rj.checkpoint_blocks(loss, policies)
             assert_same(jax.jit(jax.grad(fn))(params, x), expected)
-    with pytest.raises(UnsupportedError, match="rounds 0 to 1 of a scan are in one group"):
+    with pytest.raises(UnsupportedError, match="rounds 0 to 1 of a scan are one group"):
         rj.checkpoint_blocks(loss, {First: "4 x full in groups of 2", Other: "1 x full | 3 x dots"})(params, x)
-    with pytest.raises(UnsupportedError, match="are in one group"):
+    with pytest.raises(UnsupportedError, match="are one group"):
         rj.checkpoint_blocks(loss, {First: "4 x full in groups of 2", Other: "4 x full in groups of 3"})(params, x)
 
 
@@ -315,7 +315,7 @@ def test_what_has_no_effect_is_an_error() -> None:
     for policy in ("4 x save: *tanhh* in groups of 2", "4 x save: *tanhh* in groups of 1"):
         with pytest.raises(NoEffectError, match=r"'\*tanhh\*' matches no residual"):
             rj.checkpoint_blocks(loss, {Mlp: policy})(params, x)
-    with pytest.raises(BlockError, match="in groups of 2' is for 5 layers, and the block is called 4 times"):
+    with pytest.raises(BlockError, match="in groups of 2' has policies for 5 layers, but the block is called 4 times"):
         rj.checkpoint_blocks(loss, {Mlp: "5 x full in groups of 2"})(params, x)
 
 
@@ -323,7 +323,7 @@ def test_no_figure_is_told_that_is_not_known() -> None:
     loss, params, x = make_loss(layers=4)
     job = rj.Workload(loss, params, (x,), Mlp)
     predictor = Predictor(job, "cpu", calibration=["full", "everything"])
-    with pytest.raises(UnsupportedError, match="what a group of layers needs while its backward pass runs is no residual"):
+    with pytest.raises(UnsupportedError, match="residuals do not show what a group of layers needs during its backward pass"):
         predictor.predict("4 x full in groups of 2")
     predictor.learn("4 x full in groups of 2", 12345)
     assert predictor.predict("4 x full in groups of 2").temp_bytes == 12345

@@ -214,5 +214,5 @@ def test_several_devices_are_refused() -> None:
     model, x = Stack(False), jax.ShapeDtypeStruct((2, 256), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
     job = rj.Workload(lambda p, x: model.apply({"params": p}, x).sum(), params, (x,), Block)
-    with pytest.raises(UnsupportedError, match=r"target='8xh100' is 8 devices.*ask for one of them"):
+    with pytest.raises(UnsupportedError, match=r"target='8xh100' has 8 devices.*ask for one device"):
         rj.measure(job, "full", target="8xh100")

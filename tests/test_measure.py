@@ -114,7 +114,7 @@ def test_offload_on_the_cpu_says_that_there_is_one_memory():
     report = rj.measure(workload(True, rows=64), "offload_inputs")
     assert report.host_bytes == report.receipt.host_bytes == 0
     assert report.receipt.warnings == (
-        "a CPU has one memory: what is offloaded stays in temp, and host_bytes is 0; ask a GPU target",
+        "a CPU has one memory: offloaded arrays stay in temp, and host_bytes is 0; ask for a GPU target",
     )
     assert "offload: offered" in str(report) and "warning: a CPU has one memory" in str(report)
     assert report.to_dict()["receipt"]["offered_bytes"] == 4 * LAYERS * 64 * WIDTH
@@ -256,11 +256,11 @@ def test_what_did_not_happen_is_a_warning(monkeypatch):
     # Where it does not tell, the two versions that are known are warned of.
     assert receipt(None, (0, 11, 1), offered, 4).warnings == ()
     (warning,) = receipt(None, (0, 11, 0), offered, 4).warnings
-    assert "this step's copies could not be followed" in warning
+    assert "this step's copies could not be checked" in warning
     lost = receipt(False, (0, 10, 2), 100, 13)
     assert lost.returned_bytes == -3 and lost.warnings == (
-        f"of {offered} bytes offered only 100 are in host memory",
-        "the device gives back nothing: it needs 3 bytes more than with the offloaded arrays left there",
+        f"only 100 of {offered} offered bytes are in host memory",
+        "offload frees no device memory: the step needs 3 bytes more than with the offloaded arrays saved on the device",
     )
 
 

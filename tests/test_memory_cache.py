@@ -223,7 +223,7 @@ def test_a_folder_that_others_may_write_is_not_used(folder: pathlib.Path, asked:
         ask(program())
     assert asked == ["full"] * (1 if used else 2)
     told = [str(one.message) for one in caught if one.category is rj.RematWarning]
-    assert len(told) == (not used) and all(f"others may write the folder {str(folder)!r}" in one for one in told)
+    assert len(told) == (not used) and all(f"other users may write to the folder {str(folder)!r}" in one for one in told)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_what_lies_in_a_folder_that_others_may_write_is_not_used_unless_that_is_
             contextlib.nullcontext()
             if used
             else pytest.warns(
-                rj.RematWarning, match=f"others may write the folder '{tmp_path}/open', so that '.*/kept' is not used"
+                rj.RematWarning, match=f"other users may write to the folder '{tmp_path}/open', so '.*/kept' is not used"
             )
         ):
             assert (cache._folder(H200) is not None) == used
@@ -306,7 +306,7 @@ def test_what_a_group_may_write_is_used_if_the_user_is_alone_in_it(
 
 def test_a_home_that_is_not_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cache.VARIABLE, "~nosuchuser/kept")
-    with pytest.warns(rj.RematWarning, match="'~nosuchuser/kept': there is no such home folder: nothing is kept"):
+    with pytest.warns(rj.RematWarning, match="'~nosuchuser/kept': there is no such home folder: nothing is cached"):
         assert cache._folder(H200) is None
 
 
@@ -324,5 +324,5 @@ def test_a_home_is_expanded_and_a_folder_that_cannot_be_is_a_warning(
     assert cache._folder(H200) == tmp_path / "kept"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(cache.VARIABLE, f"{tmp_path}/file/kept")
-    with pytest.warns(rj.RematWarning, match="cannot be written .*nothing is kept"):
+    with pytest.warns(rj.RematWarning, match="cannot be written .*nothing is cached"):
         ask(program("none before", 7.0))

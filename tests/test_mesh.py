@@ -44,38 +44,38 @@ def mlp(**options):
         (ArgumentError, "mesh=8: expected a jax.sharding.Mesh or AbstractMesh", 8, (P(),)),
         (ArgumentError, "expected a tuple: for params, then for each argument of batch", {"data": 8}, P("data")),
         (ArgumentError, "3 entries for params and 1 arguments of batch", {"data": 8}, (P(), P(), P())),
-        (ArgumentError, r"for batch\[0\] names the axis 'fsdp', and the mesh has data", {"data": 8}, (P(), P("fsdp"))),
-        (ArgumentError, r"divides dimension 1 of \[16, 3\] into 8 parts, and 3 is no", {"data": 8}, (P(None, "data"),)),
-        (ArgumentError, r"has 3 entries, and its shape \[8, 16\] 2 dimensions", {"data": 8}, (P(), P(None, None, "data"))),
+        (ArgumentError, r"for batch\[0\] names the axis 'fsdp', but the mesh has data", {"data": 8}, (P(), P("fsdp"))),
+        (ArgumentError, r"divides dimension 1 of \[16, 3\] into 8 parts, but 3 is not", {"data": 8}, (P(None, "data"),)),
+        (ArgumentError, r"has 3 entries, but the shape \[8, 16\] has 2 dimensions", {"data": 8}, (P(), P(None, None, "data"))),
         (
             ArgumentError,
             "'data' for params/params/Linear_0/kernel: expected a PartitionSpec",
             {"data": 8},
             (lambda *_: "data",),
         ),
-        (ArgumentError, "shardings for params are no pytree prefix of it", {"data": 8}, ({"weights": P()},)),
+        (ArgumentError, "shardings for params are not a pytree prefix of it", {"data": 8}, ({"weights": P()},)),
         (ArgumentError, r"for batch\[0\] names an axis twice", {"data": 2}, (P(), P("data", "data"))),
         (
             ArgumentError,
-            r"'data'}.*\) for batch\[0\] has axes that are unreduced",
+            r"'data'}.*\) for batch\[0\] has unreduced or reduced axes",
             {"data": 2},
             (P(), P(None, unreduced={"data"})),
         ),
         (
             ArgumentError,
-            r"'data'}.*\) for batch\[0\] has axes that are unreduced",
+            r"'data'}.*\) for batch\[0\] has unreduced or reduced axes",
             {"data": 2},
             (P(), P(None, reduced={"data"})),
         ),
         (
             ArgumentError,
-            r"P\(None, UNCONSTRAINED\) for batch\[0\] leaves dimension 1 unconstrained.*or None for none",
+            r"P\(None, UNCONSTRAINED\) for batch\[0\] leaves dimension 1 unconstrained.*or None",
             {"data": 2},
             (P(), P(None, P.UNCONSTRAINED)),
         ),
         (
             UnsupportedError,
-            "axes data are not of type Auto",
+            "axes data do not have the type Auto",
             AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,)),
             (P(),),
         ),
@@ -90,14 +90,15 @@ def test_the_target_has_as_many_devices_as_the_mesh():
     divided = mlp(mesh={"data": 4, "fsdp": 2}, shardings=(P(),))
     for ask in (rj.measure, lambda job, policy, name: rj.plan(job, "1GiB", name)):
         with pytest.raises(
-            ArgumentError, match=r"'4xcpu' is 4 devices, and the mesh of '<lambda>' \(data=4,fsdp=2\) has 8.*such as '8xcpu' in"
+            ArgumentError,
+            match=r"'4xcpu' has 4 devices, but the mesh of '<lambda>' \(data=4,fsdp=2\) has 8.*such as '8xcpu' in",
         ):
             ask(divided, "full", "4xcpu")
-        with pytest.raises(UnsupportedError, match="'2xcpu' is 2 devices, and '<lambda>' has no mesh"):
+        with pytest.raises(UnsupportedError, match="'2xcpu' has 2 devices, but '<lambda>' has no mesh"):
             ask(mlp(), "full", "2xcpu")
-    with pytest.raises(ArgumentError, match="'h200' is 1 device, and the mesh"):
+    with pytest.raises(ArgumentError, match="'h200' has 1 device, but the mesh"):
         rj.doctor(divided, "full", "h200")
-    with pytest.raises(UnsupportedError, match="a Predictor serves one device"):
+    with pytest.raises(UnsupportedError, match="a Predictor supports only one device"):
         Predictor(divided, "8xcpu", ["full", "everything"])
 
 
@@ -148,8 +149,11 @@ def test_nothing_may_stand_in_a_batch():
 @pytest.mark.parametrize(
     ("sharding", "told"),
     [
-        (NamedSharding(as_mesh({"data": 2}), P(), memory_kind="pinned_host"), "in pinned_host; on a mesh only device memory"),
-        (NamedSharding(as_mesh({"data": 4}), P("data")), r"over another mesh than mesh={'data': 2}; give its PartitionSpec"),
+        (
+            NamedSharding(as_mesh({"data": 2}), P(), memory_kind="pinned_host"),
+            "in pinned_host; a workload on a mesh supports only device memory",
+        ),
+        (NamedSharding(as_mesh({"data": 4}), P("data")), r"has another mesh than mesh={'data': 2}; give its PartitionSpec"),
     ],
 )
 def test_a_sharding_of_another_kind_is_an_error(sharding, told):

@@ -18,8 +18,8 @@ def told(on_eight_devices: Callable[..., Path]) -> dict[str, list[str]]:
 def test_a_mesh_of_its_own_is_refused_with_the_remedy(told: dict[str, list[str]], case: str, devices: str) -> None:
     kind, said = told[case]
     assert kind == "UnsupportedError"
-    assert said.startswith(f"the step is asked about for {devices} and names a mesh of its own of another size")
-    assert "write constraints as bare PartitionSpecs, and give Workload(…, mesh=…, shardings=…)" in said
+    assert said.startswith(f"the step is compiled for {devices} but it contains a mesh of another size")
+    assert "Write constraints as bare PartitionSpecs, and give their mesh to Workload(…, mesh=…, shardings=…)" in said
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -31,8 +31,8 @@ def test_a_mesh_of_another_size_around_the_call_is_to_be_left(
 ) -> None:
     error, said = told[f"under {kind}, {case}"]
     assert error == "ArgumentError"
-    assert said.startswith("jax.set_mesh: this call stands under a mesh of 4 devices ({'data': 4})")
-    assert f"and {what} cannot be traced there: leave the jax.set_mesh" in said
+    assert said.startswith("jax.set_mesh: a mesh of 4 devices ({'data': 4}) is active")
+    assert f"and {what} cannot be traced under it: make this call outside jax.set_mesh" in said
 
 
 def test_a_mesh_of_the_same_size_and_bare_specs_are_served(told: dict[str, list[str]]) -> None:

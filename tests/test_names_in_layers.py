@@ -150,7 +150,7 @@ def test_a_selector_without_effect_in_some_layers_says_in_which() -> None:
 def test_the_gradient_that_is_taken_decides_in_a_table() -> None:
     job = workload(Written)
     for text in ("save: layer_0:cos#1", "offload: layer_0:cos#1", "1 x save: *:cos#1 | 2 x full"):
-        with pytest.raises(NoEffectError, match=r"cos#1' keeps nothing in layer_0: the gradient taken does not read"):
+        with pytest.raises(NoEffectError, match=r"cos#1' keeps nothing in layer_0: the requested gradients do not need"):
             rj.residuals(job, text)
     # The other layers read theirs.
     assert [row[:2] for row in kept(job, "save: *:cos#1") if "cos" in row[1]] == [(1, ":cos#1"), (2, ":cos#1")]

@@ -349,5 +349,5 @@ def test_what_cannot_leave_a_block_is_refused():
 
     with pytest.raises(UnsupportedError, match="Leaks returns an NNX object"):
         rj.checkpoint_blocks(lambda m, x: m(x), {Leaks: "full"})(Leaks(), inputs())
-    with pytest.raises(UnsupportedError, match="made a new object at 'child'"):
+    with pytest.raises(UnsupportedError, match="created a new object at 'child'"):
         rj.checkpoint_blocks(lambda m, x: m(x), {Makes: "full"})(Makes(), inputs())

@@ -51,13 +51,13 @@ def mlp(**options):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("data", "'data' is no axis with its size"),
-        ("data=8,", "'' is no axis with its size"),
-        ("data=0", "'data=0' is no axis"),
-        ("data=-1", "'data=-1' is no axis"),
-        ("da ta=8", "'da ta=8' is no axis"),
+        ("data", "'data' is not an axis with its size"),
+        ("data=8,", "'' is not an axis with its size"),
+        ("data=0", "'data=0' is not an axis"),
+        ("data=-1", "'data=-1' is not an axis"),
+        ("da ta=8", "'da ta=8' is not an axis"),
         ("data=2,data=4", "has the axis 'data' twice"),
-        ("data=²", "is no axis with its size"),
+        ("data=²", "is not an axis with its size"),
     ],
 )
 def test_a_text_that_is_no_mesh_is_an_error(text, told):
@@ -75,9 +75,11 @@ def test_the_sizes_change_and_the_shardings_stay():
 
 def test_an_axis_too_few_or_too_many_is_an_error():
     job = small_llama(MESH)
-    with pytest.raises(ArgumentError, match=r"shardings divide by 'tensor' too; give each of its axes \(fsdp, tensor\) a size"):
+    with pytest.raises(
+        ArgumentError, match=r"shardings also use 'tensor'; give each of the workload's axes \(fsdp, tensor\) a size"
+    ):
         job.on_mesh({"fsdp": 8})
-    with pytest.raises(ArgumentError, match="nothing lies over 'data'; the workload's axes are fsdp, tensor"):
+    with pytest.raises(ArgumentError, match="no array is partitioned over 'data'; the workload's axes are fsdp, tensor"):
         job.on_mesh("data=2,fsdp=2,tensor=2")
     assert job.on_mesh("data=1,fsdp=4,tensor=2").mesh.size == 8, "nothing is divided by 1"
     with pytest.raises(ArgumentError, match=f"divides dimension 0 of \\[{BATCH}, 16\\] into 16 parts"):
@@ -100,9 +102,9 @@ def test_without_shardings_the_names_of_the_axes_say_what_lies_over_them():
     assert batch.shape == (1, 16) and {leaf.shape for leaf in jax.tree.leaves(state)} == {(), *shapes.values()}
     replicated = mlp().on_mesh("data=8").step("full")
     assert [leaf.shape for leaf in jax.tree.leaves(replicated.local_arguments[0])] == [(3, 16), (16, 3)]
-    with pytest.raises(ArgumentError, match="does not say what lies over tensor"):
+    with pytest.raises(ArgumentError, match="does not say which arrays are partitioned over tensor"):
         mlp().on_mesh("data=4,tensor=2")
-    with pytest.raises(ArgumentError, match="into 16 parts, and its first array has 8 rows"):
+    with pytest.raises(ArgumentError, match="into 16 parts, but its first array has 8 rows"):
         mlp().on_mesh("data=16")
 
 
@@ -134,7 +136,7 @@ def test_a_key_of_the_old_style_is_no_batch():
 
 
 def test_an_axis_of_absurd_size_is_refused():
-    with pytest.raises(ArgumentError, match="is no axis with its size"):
+    with pytest.raises(ArgumentError, match="is not an axis with its size"):
         mlp().on_mesh("data=" + "9" * 5000)
 
 
@@ -162,10 +164,10 @@ def test_a_mesh_of_another_size_than_the_target_is_bad_usage(command, file, tmp_
     more = {"plan": ["-b", "1GiB"], "report": ["-o", tmp_path / "page.html"]}.get(command, [])
     found = run(command, f"{file}:job", "--target", "8xh200", "--mesh", "data=2,fsdp=2", *more)
     assert found.exit_code == 2
-    assert "'8xh200' is 8 devices, and mesh='data=2,fsdp=2' has 4" in " ".join(found.stderr.replace("│", " ").split())
+    assert "'8xh200' has 8 devices, but mesh='data=2,fsdp=2' has 4" in " ".join(found.stderr.replace("│", " ").split())
     wrong = run(command, f"{file}:by_batch", "--target", "8xh200", "--mesh", "data=8", *more)
     assert wrong.exit_code == 2
-    assert "the workload's shardings divide by 'batch' too" in " ".join(wrong.stderr.replace("│", " ").split())
+    assert "the workload's shardings also use 'batch'" in " ".join(wrong.stderr.replace("│", " ").split())
 
 
 def test_the_doctor_looks_at_a_workload_on_a_mesh_without_a_target(file):

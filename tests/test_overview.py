@@ -39,8 +39,8 @@ def with_first(found, **changes):
 def test_a_policy_that_fits_and_has_no_time_is_not_said_to_be_over(found):
     untimed = with_first(found, seconds=None)
     wide, narrow = (replace(untimed, plan=plan_for(JOB, budget=size)) for size in (2**40, 1))
-    assert not any("None of them" in said for said in overview(wide).short)
-    assert any("None of them that may be run is within the budget (1 B)" in said for said in overview(narrow).short)
+    assert not any("No policy that" in said for said in overview(wide).short)
+    assert any("No policy that is safe to run is within the budget (1 B)" in said for said in overview(narrow).short)
 
 
 def test_all_places_of_a_trap_are_shown(found):
@@ -52,9 +52,9 @@ def test_all_places_of_a_trap_are_shown(found):
 
 def test_a_plan_whose_figures_are_not_those_of_this_step_is_told(planned):
     own = planned.comparison.policies[-1].memory
-    note = next(note for note in overview(planned).notes if note.startswith("Compiled for this page the plan's step needs"))
+    note = next(note for note in overview(planned).notes if note.startswith("Compiled for this page, the plan's step needs"))
     assert f"{rj.report.format_bytes(own.device_bytes)} on the device and 0 B on the host" in note
-    assert "when it was made 4.0 MiB and 24.0 MiB" in note and "plan again" in note
+    assert "compiled with the plan, it needed 4.0 MiB and 24.0 MiB" in note and "plan again" in note
     same = replace(planned, plan=replace(PLAN, device_bytes=own.device_bytes, host_bytes=own.host_bytes))
     assert not any("Compiled for this page" in note for note in overview(same).notes)
 
@@ -72,7 +72,7 @@ def test_what_was_run_is_not_said_not_to_have_been(found):
     memory = replace(full.memory, measured_peak_bytes=77, receipt=Receipt(3, 2, 1))
     there = with_first(replace(found, target=replace(found.target, attached=True)), memory=memory)
     (footer,) = overview(there).footer
-    assert "nothing was run" not in footer and "each step was run on it" in footer
+    assert "nothing was run" not in footer and "Each step was run once" in footer
     (row,) = json.loads(json.dumps(there.to_dict()))["policies"]
     assert row["measured_peak_bytes"] == 77
     assert row["receipt"] == {"offered_bytes": 3, "host_bytes": 2, "returned_bytes": 1, "warnings": [], "shared": []}
@@ -81,7 +81,7 @@ def test_what_was_run_is_not_said_not_to_have_been(found):
 
 def test_on_a_mesh_what_is_offered_is_of_all_devices(found):
     several = overview(replace(found, target=replace(found.target, devices=8)))
-    assert any("what is kept, offered to the host, and computed again, is that of all of them" in one for one in several.notes)
+    assert any("and the sizes of arguments below are totals of all devices" in one for one in several.notes)
 
 
 def test_nothing_is_tried_again_once_the_time_is_up(monkeypatch):

@@ -213,7 +213,7 @@ def test_kept_checkpoints_are_a_warning(name: str) -> None:
     make, plain = MODELS[name]
     loss, block, params = make()
     kept = rj.checkpoint_blocks(loss, {block: "dots"}, own_checkpoints="keep")
-    with pytest.warns(rj.RematWarning, match="own_checkpoints='keep': the blocks stand inside checkpoints of the model's own"):
+    with pytest.warns(rj.RematWarning, match="own_checkpoints='keep': the blocks are inside the model's own checkpoints"):
         assert matmuls(jax.value_and_grad(kept), params, X) == plain + LAYERS
     # What is traced with the one choice is not seen with the other.
     replaced = rj.checkpoint_blocks(loss, {block: "dots"})
@@ -346,7 +346,7 @@ def wide(own: bool = True) -> rj.Workload:
     return rj.Workload(lambda p, x: (net.apply(p, x) ** 2).mean(), params, (x,), blocks=Wide, name="wide")
 
 
-REPLACED = "The policy takes the place of 1 checkpoint of the model's own around the blocks (a scanned one counts once)"
+REPLACED = "The policy replaces 1 of the model's own checkpoints around the blocks (a scanned checkpoint counts once)"
 
 
 def test_reports_say_how_many_gave_way() -> None:

@@ -55,8 +55,8 @@ def test_a_budget_is_so_many_bytes(budget, expected):
         ("120%", "budget='120%': a share of memory is above 0 and at most 1"),
         ("0%", "a share of memory is above 0"),
         ("1.5", "a share of memory"),
-        ("40G", "'G' is no unit of bytes; the units are B, kB, .* Did you mean 'GiB' or 'GB'"),
-        ("40 gbits", "is no unit of bytes"),
+        ("40G", "'G' is not a unit of bytes; the units are B, kB, .* Did you mean 'GiB' or 'GB'"),
+        ("40 gbits", "is not a unit of bytes"),
         ("lots", "budget='lots': expected a number of bytes"),
         ("", "budget='': expected"),
         ("4 0 GiB", "expected a number of bytes"),
@@ -65,7 +65,7 @@ def test_a_budget_is_so_many_bytes(budget, expected):
         (10**400, "budget=10{400}: expected a number of bytes"),
         (None, "budget=None: expected a number of bytes"),
         ([1], r"budget=\[1\]: expected"),
-        ("200GiB", "is 200.0 GiB, and the h200 has 140.4 GiB"),
+        ("200GiB", "is 200.0 GiB, but the h200 has 140.4 GiB"),
     ],
 )
 def test_what_is_no_budget_is_refused_by_name_and_value(budget, message):
@@ -82,5 +82,5 @@ def test_a_share_needs_a_memory_that_is_known():
 def test_a_host_budget_may_be_nothing_or_no_limit_but_no_share():
     assert [host_budget_bytes(one, H200) for one in (None, 0, "0 B", "64GiB")] == [None, 0, 0, 64 * 2**30]
     for share in (0.5, "50%"):
-        with pytest.raises(PlanningError, match="host_budget=.*a share is one of device memory; give bytes of the host"):
+        with pytest.raises(PlanningError, match="host_budget=.*a share means a share of device memory; give bytes of the host"):
             host_budget_bytes(share, H200)

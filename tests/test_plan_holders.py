@@ -67,5 +67,5 @@ def test_a_state_that_is_too_large_may_go_to_the_host_on_a_mesh_too() -> None:
     advice = (
         "Ask for more, keep the state in host memory (rj.offload_optimizer(optimizer)), or divide the parameters over more "
     )
-    assert str(caught.value).endswith(f"{advice}devices: their state lies as they do.")
+    assert str(caught.value).endswith(f"{advice}devices: the state is partitioned like the parameters.")
     assert remedy({"optimizer state": 1}) == "Ask for more, or keep the state in host memory: rj.offload_optimizer(optimizer)."

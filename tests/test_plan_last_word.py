@@ -26,7 +26,7 @@ def test_what_is_compiled_fastest_is_the_plan_whatever_was_traced() -> None:
     full, dots, off = tried("full", 3.0, 26.0), tried("dots", 1.0, 28.0), tried("off", 0.0, 31.0)
     chosen, notes = last_word(off, [full, dots, off])
     assert chosen is full, "a named policy that was compiled, fits and is faster as compiled"
-    assert notes == ["As compiled full is 16.1 % faster than off, which the traced estimate has before it"]
+    assert notes == ["As compiled, full is 16.1 % faster than off, which the traced estimate ranks first"]
     assert last_word(full, [full]) == (full, [])
 
 
@@ -45,7 +45,11 @@ def test_where_a_step_has_no_compiled_time_the_search_decides() -> None:
 )
 def test_the_simpler_step_is_the_plan_where_the_estimate_cannot_tell_them_apart(simple: Tried, mixed: Tried) -> None:
     chosen, notes = last_word(mixed, [mixed, simple])
-    assert chosen is simple and notes[0].startswith("As compiled ") and "3.0 % faster, less than the 4 %" in notes[0]
+    assert (
+        chosen is simple
+        and notes[0].startswith("As compiled, ")
+        and "3.0 % faster. The estimate cannot tell apart times within 4 %" in notes[0]
+    )
     far = tried(simple.candidate.name, 2.0, 97.0 / (1 - 1.1 * TELLS))
     assert last_word(mixed, [mixed, far]) == (mixed, [])
 
@@ -69,6 +73,6 @@ def test_the_text_tells_compiled_times_from_estimates() -> None:
     named = (Point("full", 9, 0, 0.011, True, timed=True), Point("dots", 10, 0, 0.012, False))
     made = plan(named=named, seconds=0.0105, base_seconds=0.0125, timed=True, assumed_rates=("flops",), next_bytes=2**28)
     text = made.explain()
-    assert "Estimated 8.9 ms to 14 ms a step of the compiled schedule, 1.7 ms to 2.7 ms less than keeping everything" in text
+    assert "Estimated 8.9 ms to 14 ms per step (compiled schedule), 1.7 ms to 2.7 ms less than keeping everything" in text
     assert "The best named policy that fits, full, takes 9.3 ms to 15 ms." in text and "The next 256 MiB would buy" in text
     assert [next_bytes(size * 2**30) / 2**30 for size in (2, 4, 16, 80)] == [0.125, 0.25, 1, 1]

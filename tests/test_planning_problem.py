@@ -315,7 +315,7 @@ def test_what_cannot_be_described():
 def test_what_cannot_be_priced():
     found: Described = describe(mlp(), "cpu")
     assert found.stack.link is None
-    with pytest.raises(PlanningError, match="2 layers, and there are 3"):
+    with pytest.raises(PlanningError, match="2 layers, but there are 3"):
         extra_seconds(found, ["full", "dots"])
     with pytest.raises(PlanningError, match="none of the workload"):
         extra_seconds(found, {Attending: "full"})

@@ -111,5 +111,5 @@ def test_a_block_of_integers_has_no_names() -> None:
         return weights["offset"] + x
 
     wrapped = rj.checkpoint_blocks(lambda w, x: count(w, x).sum(), {count: NAMES.save_only_these_names("hidden")})
-    with pytest.raises(NoEffectError, match="no checkpoint_name in count gives 'hidden'.*given there are: none"):
+    with pytest.raises(NoEffectError, match="no checkpoint_name in count gives 'hidden'.*that are given: none"):
         wrapped({"offset": jnp.arange(4)}, jnp.arange(4))

@@ -49,7 +49,7 @@ def test_malformed_text_is_quoted_with_its_place(text: str, message: str) -> Non
         ("OFF", "Did you mean 'off'?"),
         ("dots_savable", "Did you mean 'dots_saveable'?"),
         ("offload_dots_with_no_batch_dims", "Did you mean 'offload_dot_with_no_batch_dims'?"),
-        ("save", "It is an action, and needs selectors, as in 'save: *'."),
+        ("save", "It is an action and needs selectors, as in 'save: *'."),
         ("save_only_these_names", "here write 'save: first_name, second_name'"),
     ],
 )
@@ -96,7 +96,7 @@ def test_policies_and_jax_policies_are_returned_as_they_are() -> None:
 def test_a_jax_function_that_makes_policies_is_not_one() -> None:
     names = pytest.importorskip("jax").checkpoint_policies
     for factory in (names.save_only_these_names, names.offload_dot_with_no_batch_dims, names.save_from_both_policies):
-        with pytest.raises(PolicyError, match="is not a JAX policy but makes one from arguments: call it, or"):
+        with pytest.raises(PolicyError, match="is not a JAX policy but a function that makes one: call it, or"):
             as_policy(factory)
 
 

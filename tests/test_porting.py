@@ -120,19 +120,19 @@ def test_inverse_and_adjoint_are_what_they_are_called(text: str) -> None:
 
 def test_gradients_of_tensors_that_are_added_must_be_equal() -> None:
     transform = Transform.parse("sum")
-    with pytest.raises(PortingError, match="their gradients are equal; those given differ"):
+    with pytest.raises(PortingError, match="their gradients are equal; the given gradients differ"):
         transform.gradient([np.ones(3), np.array([1, 1, 1.001])], [(3,)])
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("linaer", r"'linaer' is no transform; the names are .* Did you mean 'linear'\?"),
+        ("linaer", r"'linaer' is not a transform; the names are .* Did you mean 'linear'\?"),
         ("(h d) e -> e d", "the two sides name different axes"),
         ("a (b c) -> (a b c)", r"\(a b c\) can be divided in many ways; give b=…, c=…"),
         ("a a -> a", "must be names of axes, each once"),
-        ("o i -> i o, z=3", "z: no axis of that name"),
-        ("o i -> i o, 3", "'3' is no size"),
+        ("o i -> i o, z=3", "z: no axis has this name"),
+        ("o i -> i o, 3", "'3' is not a size"),
         ("scale(0)", "the factor must be finite and not 0"),
     ],
 )
@@ -144,14 +144,14 @@ def test_a_malformed_transform_is_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a.weight", "'a.weight' is no rule; write it as in"),
-        ("a -> ", "'a ->' is no rule; write it as in 'layers"),
-        ("l.{i}.w -> params/w", r"'params/w' has no \{i\}, so that several tensors would be one"),
-        ("l.w -> params/w[j]", "'j' is no index"),
+        ("a.weight", "'a.weight' is not a rule; write it as in"),
+        ("a -> ", "'a ->' is not a rule; write it as in 'layers"),
+        ("l.{i}.w -> params/w", r"'params/w' has no \{i\}, so several tensors would share one name"),
+        ("l.w -> params/w[j]", "'j' is not an index"),
         ("l.{}.w -> params/w", "a placeholder is written {i}"),
-        ("a -> params/a | linear | linaer", "'linaer' is no transform"),
+        ("a -> params/a | linear | linaer", "'linaer' is not a transform"),
         ("tie: a = b\ntie: c = a", "'a' is first in one tie and second in another"),
-        ("tie: a = b = c", "is none of a rule"),
+        ("tie: a = b = c", "is neither a rule"),
         ("tie: a.{i} = b", "must be two names with the same placeholders"),
     ],
 )
@@ -222,7 +222,7 @@ def test_tied_values_must_be_equal_and_one_is_enough() -> None:
 def test_one_array_under_two_names_is_refused_without_a_tie() -> None:
     shared = arrays(3)
     text, both = "a -> params/a\nb -> params/b", {"params": {"a": shared, "b": shared}}
-    with pytest.raises(PortingError, match=r"b: duplicated, one tensor with a, .*'tie: a = b'"):
+    with pytest.raises(PortingError, match=r"b: duplicated: it is the same tensor as a, .*'tie: a = b'"):
         porting.from_torch({"a": shared, "b": shared}, both, text)
     porting.from_torch({"a": shared, "b": shared.copy()}, both, text)
 
@@ -243,9 +243,9 @@ def test_everything_that_does_not_fit_is_in_one_error() -> None:
     lines = str(error.value).splitlines()
     assert lines[0] == "the tensors do not fit the variables, 7 problems:" and len(lines) == 8
     for start in (
-        "  text: is of type str, no tensor or array",
-        "  stray: extra, shape (2,): no rule takes it; write one, or name it under 'extra:'",
-        "  params/new/bias: not filled, shape (3,): no rule fills it; write one, or name it under 'missing:'",
+        "  text: is of type str, not a tensor or array",
+        "  stray: extra, shape (2,): no rule takes it; write a rule, or name it under 'extra:'",
+        "  params/new/bias: not filled, shape (3,): no rule fills it; write a rule, or name it under 'missing:'",
         "  layers.0.in_proj_weight: shape (4, 12), expected (12, 4) for params/layers_0/query/kernel (4, 2, 2), ",
         "  params/layers_7/norm/scale: not in the Flax model, where layers.7.norm.weight (4,) should go.",
         "  layers.1.norm.weight: missing, wanted for params/layers_1/norm/scale by the rule 'layers.{i}.norm.weight -> ",

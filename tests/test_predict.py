@@ -147,7 +147,7 @@ def test_random_policies_are_different_reproducible_and_of_every_kind(job):
 
 
 def test_what_cannot_be_calibrated_is_an_error(job):
-    with pytest.raises(ArgumentError, match="expected two policies or more"):
+    with pytest.raises(ArgumentError, match="expected at least two policies"):
         Predictor(job, "cpu", ["full"])
     with pytest.raises(ArgumentError, match="calibration=-1"):
         Predictor(job, "cpu", -1)

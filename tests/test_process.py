@@ -74,16 +74,16 @@ def other_child(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script:
     [
         (
             "import os; os.abort()",
-            r"SIGABRT at policy='full'. It said: .*. A compiler ends so where it may not have more memory",
+            r"SIGABRT at policy='full'. Its output: .*. Either the compiler reached a memory limit",
         ),
         (
             "import os; os.kill(os.getpid(), 9)",
-            r"SIGKILL at policy='full'. It said: nothing. It ran out of memory, or was killed",
+            r"SIGKILL at policy='full'. Its output: none. It ran out of memory, or another process killed it",
         ),
-        ("import sys; sys.stderr.write('no room left'); sys.exit(7)", r"exit status 7 .*It said: no room left$"),
+        ("import sys; sys.stderr.write('no room left'); sys.exit(7)", r"exit status 7 .*Its output: no room left$"),
         ("raise MemoryError('x')", r"(?s)exit status 1 .*MemoryError: x. It ran out of memory: give it more \(ulimit -v"),
-        ("import sys; sys.stderr.write('a' * 600 + 'b' * 9000 + 'c' * 900)", "(?s)said: a{500}\n…\nb{100}c{900}$"),
-        ("pass", r"exit status 0 at policy='full'. It said: nothing$"),
+        ("import sys; sys.stderr.write('a' * 600 + 'b' * 9000 + 'c' * 900)", "(?s)output: a{500}\n…\nb{100}c{900}$"),
+        ("pass", r"exit status 0 at policy='full'. Its output: none$"),
         ("print('hello'); print('[1]'); raise SystemExit(3)", r"exit status 3"),
         (
             "import json; print(json.dumps({'key': 'full', 'error': 'XlaRuntimeError: RESOURCE_EXHAUSTED'}))",
@@ -128,7 +128,7 @@ def test_a_compiler_killed_from_outside_is_an_error_and_the_next_call_works() ->
     os.kill(child, signal.SIGKILL)
     thread.join(timeout=30)  # compiling all of it takes longer
     (error,) = found
-    assert "the process ended with signal SIGKILL at policy='full'" in str(error)
+    assert "the compile process ended with signal SIGKILL at policy='full'" in str(error)
     assert compiled(program()).argument == 64 * 32 * 4
 
 
@@ -147,7 +147,7 @@ def test_a_compiler_without_memory_is_an_error_that_says_so(monkeypatch: pytest.
     with monkeypatch.context() as patched:
         other_child(patched, tmp_path, LIMITED.format(held=1200))
         with pytest.raises(
-            CompileError, match=r"(?s)for target='h200': .*policy='?full.*(ran out of memory|may not have more mem)"
+            CompileError, match=r"(?s)for target='h200': .*policy='?full.*(ran out of memory|reached a memory limit)"
         ):
             compiled(one, "h200")
     assert compiled(one, "h200").argument == 64 * 32 * 4
@@ -272,7 +272,7 @@ for place, line in enumerate(sys.stdin):
 """
     other_child(monkeypatch, tmp_path, script)
     compiled(program())
-    with pytest.raises(CompileError, match="exit status 3 at policy='full'. It said: line 1$"):
+    with pytest.raises(CompileError, match="exit status 3 at policy='full'. Its output: line 1$"):
         compiled(program(2))
 
 
@@ -346,7 +346,10 @@ def test_a_pallas_kernel_is_compiled_and_has_no_attention_matrix() -> None:
 def test_a_pallas_kernel_for_a_device_that_has_no_name_says_what_to_add() -> None:
     table = '[toy]\nkind = "gpu"\ndescription = "a toy"\n[toy.source]\n'
     with (
-        pytest.raises(UnsupportedError, match=r"target='toy' has a Pallas kernel.*device_kinds = \["),
+        pytest.raises(
+            UnsupportedError,
+            match=r"target='toy' does not state JAX's name for the device, which a Pallas kernel needs.*device_kinds = \[",
+        ),
         compat.lowering_for("toy", read_table(table)["toy"].device_kinds),
     ):
         pass

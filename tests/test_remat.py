@@ -156,7 +156,7 @@ def test_reverse_mode_twice_is_right_and_through_an_offload_refused(x64: None, s
     loss, _, _ = make_loss(rj.remat(Mlp, "offload_inputs"), scanned=scanned)
     for way in REVERSE_TWICE.values():
         for jitted in (False, True):
-            with pytest.raises(UnsupportedError, match=r"differentiated in reverse mode again.*jax\.jvp.*or use a policy"):
+            with pytest.raises(UnsupportedError, match=r"differentiated again in reverse mode.*jax\.jvp.*or use a policy"):
                 (jax.jit(way, static_argnums=0) if jitted else way)(loss, params, x)
 
 
@@ -337,7 +337,7 @@ def test_what_is_no_policy_is_refused_at_once() -> None:
         rj.remat(Mlp, None)
     with pytest.raises(UnknownPolicyError, match="policy='dot' is not the name of a policy. Did you mean 'dots'"):
         rj.remat(Mlp, "dot")
-    with pytest.raises(PolicyError, match="makes one from arguments"):
+    with pytest.raises(PolicyError, match="a function that makes one"):
         rj.remat(Mlp, JAX.save_only_these_names)
 
 
@@ -347,7 +347,9 @@ def test_a_policy_without_effect_is_an_error_when_it_runs() -> None:
         rj.remat(Mlp, "save: *tanhh*")().init(jax.random.key(0), x)
     with pytest.raises(NoEffectError, match="offloads nothing in Mlp"):
         rj.remat(Mlp, "save: @dots; offload: *Linear_0:dot*")().init(jax.random.key(0), x)
-    with pytest.raises(NoEffectError, match="offloads nothing in lambda: no residual.*rank 1 or more"):
+    with pytest.raises(
+        NoEffectError, match="offloads nothing in lambda: an offload rule must select an array of rank 1 or more"
+    ):
         rj.remat(lambda x: jnp.sin(x), "offload_inputs")(1.0)
     with pytest.raises(NoEffectError, match="it selects Mlp/Linear_0:dot_general#0, .*the backward pass reads none of these"):
         rj.remat(Mlp, "offload: @dots; save: *")().apply(Mlp().init(jax.random.key(0), x), x)

@@ -204,7 +204,7 @@ def test_residual_bars_stack_host_on_device():
     assert widths(left, "on the host") == [14, 14, 104, 20]
     hosts = [c.patches[0] for c in left.containers if c.get_label() == "on the host"]
     assert [bar.get_x() for bar in hosts] == [0, 0, 14, 44]
-    assert left.get_xlabel() == "kept for the backward pass, MiB"
+    assert left.get_xlabel() == "residuals, MiB"
 
 
 def test_peaks_have_a_bar_for_each_value_and_a_note_for_each_gap():
@@ -316,7 +316,7 @@ def test_rows_may_be_dataclass_instances():
     ("rows", "error", "message"),
     [
         ([], ValueError, r"rows is empty: expected at least one row"),
-        ([ROWS[0], {"framework": "x"}], ValueError, r"rows\[1\] lacks model, mode, .*: give them, as None where"),
+        ([ROWS[0], {"framework": "x"}], ValueError, r"rows\[1\] lacks model, mode, .*: give these keys, with None where"),
         ([{**ROWS[0], "peak_bytes": {"a100": 1}}], ValueError, r"rows\[0\]\['peak_bytes'\] has \['a100'\]: expected"),
         ([{**ROWS[0], "relative_time": math.nan}], ValueError, r"rows\[0\]\['relative_time'\]=nan: expected a ratio"),
         ([{**ROWS[0], "relative_time": 0}], ValueError, r"rows\[0\]\['relative_time'\]=0: expected a ratio above 0"),

@@ -110,7 +110,7 @@ def test_the_legend_is_inside_the_picture_also_with_long_names():
 
 @pytest.mark.parametrize(
     ("memory", "modules", "message"),
-    [({}, 7, "no policy"), ({"off": {}}, 7, "nothing is alive under 'off'"), (MEMORY, 0, "modules=0: expected 1 to 7")],
+    [({}, 7, "no policy"), ({"off": {}}, 7, "no array is alive under 'off'"), (MEMORY, 0, "modules=0: expected 1 to 7")],
 )
 def test_what_cannot_be_drawn_is_an_error(memory, modules, message):
     with pytest.raises(ValueError, match=message):

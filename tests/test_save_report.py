@@ -79,7 +79,7 @@ def test_every_figure_of_a_policy_is_that_of_its_measurement(page):
     assert list(rows) == ["off", "full", "save: *up*", "the plan"]
     for policy, name in zip([*POLICIES, dict(PLAN.policies)], rows, strict=True):
         memory, row = rj.measure(JOB, policy, "cpu"), rows[name]
-        bytes_of = {"device": memory.device_bytes, "of it temp": memory.temp_bytes, "host": memory.host_bytes}
+        bytes_of = {"device": memory.device_bytes, "temp": memory.temp_bytes, "host": memory.host_bytes}
         bytes_of |= {"kept: device": memory.residual_device_bytes, "kept: host": memory.residual_host_bytes}
         assert {title: int(row[title][0]) for title in bytes_of} == bytes_of
         assert row["fits"][1] == ("yes" if memory.device_bytes <= PLAN.budget else "no")
@@ -94,7 +94,7 @@ def test_every_figure_of_a_policy_is_that_of_its_measurement(page):
     assert steps == sorted(steps) and steps[0] < steps[2]
     # The output of the first product alone is made again: tanh, and the second one's is not read.
     products = 3 * 2 * 2048 * 32 * 128
-    assert [rows[name]["computed again"][0] for name in ("off", "full", "save: *up*")] == ["0", str(products), "0"]
+    assert [rows[name]["recomputed"][0] for name in ("off", "full", "save: *up*")] == ["0", str(products), "0"]
 
 
 def test_the_bars_add_up_to_the_bytes(page):
@@ -102,7 +102,7 @@ def test_the_bars_add_up_to_the_bytes(page):
     reports = [rj.measure(JOB, policy, "cpu") for policy in [*POLICIES, dict(PLAN.policies)]]
     kept = [rj.residuals(JOB, policy).device_bytes for policy in ("everything", *POLICIES[1:], dict(PLAN.policies))]
     assert list(map(int, totals)) == [one.device_bytes for one in reports] + kept
-    rows = Tables(page).tables["kept between the passes, by module, as a table"]
+    rows = Tables(page).tables["residuals, by module, as a table"]
     columns = list(zip(*[[int(cell[0]) for cell in row[3:]] for row in rows[1:]], strict=True))
     assert [sum(column[:-1]) for column in columns] == [column[-1] for column in columns] == kept
 
@@ -122,7 +122,7 @@ def test_the_plan_and_its_frontier_are_in_it(page):
         int(named["off"]["device"][0]) == rj.measure(JOB, "off", "cpu").device_bytes and named["off"]["known"][1] == "compiled"
     )
     assert named["everything"]["known"][1] == "predicted"
-    assert "computing it again takes" in page
+    assert "recomputing it takes" in page
 
 
 def test_a_budget_is_planned_within(tmp_path):
@@ -189,7 +189,7 @@ def test_traps_and_what_offload_did_are_told():
     )
     found = overview(gather(nested, ["full"], "cpu"))
     (trap,) = found.findings
-    assert (trap.name, trap.under) == ("nested_checkpoint", "full") and "Take the outer checkpoint away" in trap.remedy
+    assert (trap.name, trap.under) == ("nested_checkpoint", "full") and "Remove the outer checkpoint" in trap.remedy
     assert found.rows[0][-1] == 1 and "Known traps: 1, each with its remedy below." in found.short
     found = overview(gather(inside, ["offload_inputs"], "cpu"))
     offered = rj.residuals(inside, "offload_inputs").host_bytes
@@ -201,12 +201,12 @@ def test_traps_and_what_offload_did_are_told():
 def test_what_is_miscompiled_is_not_called_the_fastest():
     found = gather(JOB, ["off", "full"], "cpu", plan=plan_for(JOB, budget=2**40))
     off, full, planned = found.comparison.policies
-    assert "The fastest of them within the budget (1.0 TiB) is off:" in overview(found).short[1]
+    assert "The fastest policy within the budget (1.0 TiB) is off:" in overview(found).short[1]
     wrong = Finding("miscompiled_offload", "off", "", "gradients are wrong", "unroll the layers")
     found.comparison.policies[0] = replace(off, diagnosis=replace(off.diagnosis, findings=(wrong,)))
-    assert "The fastest of them within the budget (1.0 TiB) is full:" in overview(found).short[1]
+    assert "The fastest policy within the budget (1.0 TiB) is full:" in overview(found).short[1]
     found.comparison.policies[1:] = [planned]
-    assert overview(found).short[1] == "None of them that may be run is within the budget (1.0 TiB)."
+    assert overview(found).short[1] == "No policy that is safe to run is within the budget (1.0 TiB)."
     # The plan's own host budget counts for the others.
     away = replace(full, memory=replace(full.memory, host_bytes=2))
     found.comparison.policies[1:] = [away, planned]
@@ -218,11 +218,11 @@ def test_a_named_policy_that_beats_the_plan_is_named_where_the_times_can_be_comp
     found = gather(JOB, ["full"], "cpu")
     (full,), base = found.comparison.policies, found.comparison.described.base_seconds
     slow = plan_for(JOB, budget=2**40, base_seconds=base, seconds=2 * full.seconds)
-    sentence = "Compiled for this page, these fit and are faster than the plan by the estimate: full."
+    sentence = "Compiled for this page, these policies fit and are estimated to be faster than the plan: full."
     assert sentence in overview(replace(found, plan=slow)).short
     assert sentence not in overview(replace(found, plan=replace(slow, seconds=full.seconds))).short
     elsewhere = overview(replace(found, plan=replace(slow, base_seconds=2 * base)))
-    assert sentence not in elsewhere.short and any("or at other rates" in note for note in elsewhere.notes)
+    assert sentence not in elsewhere.short and any("or with different rates" in note for note in elsewhere.notes)
 
 
 def test_one_usual_policy_that_the_compiler_refuses_does_not_end_the_report(monkeypatch):
@@ -243,7 +243,7 @@ def test_a_finished_step_has_no_times(tmp_path):
     finished = rj.Workload.from_step(step.function, *step.arguments, blocks=MlpLayer, donate_argnums=(0, 1), name="finished")
     text = rj.save_report(tmp_path / "report.html", finished, ["off", "full"], "cpu").read_text()
     row = table(text, "policies compared")["full"]
-    assert row["step"][1] == row["computed again"][1] == row["kept: device"][1] == "n/a"
+    assert row["step"][1] == row["recomputed"][1] == row["kept: device"][1] == "n/a"
     assert int(row["device"][0]) == rj.measure(JOB, "full", "cpu").device_bytes
     assert "No step time is estimated" in text and re.findall(r'<section id="(\w+)"', text) == ["policies", "workload"]
 
@@ -252,7 +252,7 @@ def test_a_finished_step_has_no_times(tmp_path):
     ("changes", "error", "message"),
     [
         ({"path": 3}, errors.ArgumentError, "path=3: expected the path of a file"),
-        ({"path": "none/report.html"}, errors.ArgumentError, "there is no folder .*none; make it"),
+        ({"path": "none/report.html"}, errors.ArgumentError, "there is no folder .*none; create it"),
         ({"path": "."}, errors.ArgumentError, "path='.' is a folder: give a file, such as 'report.html'"),
         ({"workload": "job"}, errors.ArgumentError, "workload='job': expected a remat_jax.Workload"),
         (
@@ -269,7 +269,7 @@ def test_a_finished_step_has_no_times(tmp_path):
         ({"plan": "lots"}, errors.PlanningError, "plan='lots'"),
         ({"plan": "1 KiB"}, errors.InfeasibleBudget, "1.0 KiB"),
         ({"plan": plan_of_another_model(target="cpu")}, errors.PlanningError, "made for another model"),
-        ({"plan": plan_of_another_model()}, errors.PlanningError, "plan is for target='h200', and the report for 'cpu'"),
+        ({"plan": plan_of_another_model()}, errors.PlanningError, "the plan is for target='h200', but the report is for 'cpu'"),
     ],
 )
 def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path, monkeypatch, changes, error, message):
@@ -305,7 +305,7 @@ def test_on_several_devices_the_page_says_whose_bytes_they_are():
     found = gather(squares(), ["full"], "cpu")
     several = overview(replace(found, target=replace(found.target, name="8xcpu", devices=8, memory_bytes=2**20)))
     assert several.limit == ("the memory of one device of 8xcpu", 2**20)
-    assert any(note.startswith("Of each of the 8 devices; what is kept") for note in several.notes)
+    assert any(note.startswith("Device and host memory is per device, of 8; residuals") for note in several.notes)
 
 
 def test_policies_of_all_kinds_are_taken_and_told_apart():
@@ -377,8 +377,8 @@ def test_its_json_has_the_figures_and_a_failed_comparison_exits_1(file, tmp_path
         (["-o", "report.html", "-p", "dotz"], "policies[0]='dotz'"),
         (["-o", "report.html", "--target", "h2000"], "is not a known target"),
         (["-o", "report.html", "--budget", "lots"], "budget='lots'"),
-        (["-o", "report.html", "--budget", "9 MiB", "--plan", "plan.json"], "give one of them"),
-        (["-o", "report.html", "--plan", "plan.json"], "there is no such file"),
+        (["-o", "report.html", "--budget", "9 MiB", "--plan", "plan.json"], "give only one of them"),
+        (["-o", "report.html", "--plan", "plan.json"], "no such file"),
         ([], "--output"),
     ],
 )

@@ -134,9 +134,9 @@ def test_rates_are_the_targets_unless_given() -> None:
     product = rates.product_seconds(Product("tensorfloat32", 1, 10, 10, 10))
     assert of_target.compute_seconds == pytest.approx(2 * LAUNCH_SECONDS + product + 2000 / 4.15e12)
     assert overlap(*lines, hbm_bytes_per_s=math.inf).compute_seconds == 8.0
-    with pytest.raises(ArgumentError, match="host_link_bytes_per_s: target='cpu' does not say"):
+    with pytest.raises(ArgumentError, match="host_link_bytes_per_s: target='cpu' does not state this rate"):
         read_overlap(text_of(*lines), target("cpu"), hbm_bytes_per_s=1.0)
-    with pytest.raises(ArgumentError, match="flops_per_s: target='cpu' has no rate of products"):
+    with pytest.raises(ArgumentError, match="flops_per_s: target='cpu' states no rate of matrix products"):
         read_overlap(text_of(*lines), target("cpu"), hbm_bytes_per_s=1.0, host_link_bytes_per_s=1.0)
     with pytest.raises(ArgumentError, match="flops_per_s=-1: expected a positive number"):
         overlap(*lines, flops_per_s=-1)

@@ -72,8 +72,8 @@ def test_a_limit_of_a_files_length_is_named(parent: Path) -> None:
         text=True,
         env=os.environ | {"TMPDIR": str(parent)},
     )
-    assert "CompileError: what is to be compiled cannot be written ([Errno 27] File too large" in done.stderr
-    assert f"The temporary folder {str(parent)!r} is full, or no file may be so long (ulimit -f)" in done.stderr
+    assert "CompileError: the program to compile cannot be written ([Errno 27] File too large" in done.stderr
+    assert f"The temporary folder {str(parent)!r} is full, or its files may not be this large (ulimit -f)" in done.stderr
     assert not [*parent.iterdir()]
 
 

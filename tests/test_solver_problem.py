@@ -47,7 +47,7 @@ NAN, INF = float("nan"), math.inf
             r"neither saved, offloaded nor recomputed; allow one",
         ),
         (lambda: Block("b", (X, X), 1, 2), r"Block 'b': residuals: names \['x'\] are used twice"),
-        (lambda: Block("b", (ResidualCosts("", 1),), 1, 2), r"names \[''\] are no text"),
+        (lambda: Block("b", (ResidualCosts("", 1),), 1, 2), r"names \[''\] are not texts"),
         (lambda: Block("b", ("x",), 1, 2), r"residuals: 'x' is a str; expected ResidualCosts"),
         (lambda: Block("b", (X,), NAN, 2), r"Block 'b': forward_seconds=nan"),
         (lambda: Block("b", (X,), 1, -2), r"Block 'b': backward_seconds=-2"),
@@ -68,11 +68,11 @@ NAN, INF = float("nan"), math.inf
         (lambda: Stack((LAYER,), link=50e9), r"link=50000000000.0; expected a HostLink, or None"),
         (
             lambda: Stack((Block("b", (ResidualCosts("y", 1, may_save=False),), 1, 2),), HostLink(1, 1)),
-            r"residuals \['y'\] of 'b' can only be offloaded, and the last block may not; .* offload_last=True",
+            r"residuals \['y'\] of 'b' can only be offloaded, but the last block may not; .* offload_last=True",
         ),
         (
             lambda: Stack((Block("b", (ResidualCosts("y", 1, may_save=False),), 1, 2), LAYER)),
-            r"can only be offloaded, and there is no link",
+            r"can only be offloaded, but there is no link",
         ),
         (lambda: HostLink(0, 1), r"out_bytes_per_s=0; expected a finite number, greater than 0"),
         (lambda: HostLink(1, NAN), r"in_bytes_per_s=nan"),
@@ -97,7 +97,7 @@ def test_what_is_refused(make, message):
 
 def test_a_policy_recomputes_only_from_what_is_there():
     block = Block("b", (ResidualCosts("x", 8, needed=False), ResidualCosts("up", 32, 0.5, ("x",))), 1, 2)
-    with pytest.raises(PlanningError, match=r"recomputing 'up' needs \['x'\], which are not there"):
+    with pytest.raises(PlanningError, match=r"recomputing 'up' needs \['x'\], which are missing"):
         BlockPolicy(block, ("unused", "recompute"))
     assert BlockPolicy(block, ("unused", "save")).saved_bytes == 32
 
@@ -149,7 +149,9 @@ def test_the_least_memory_is_named_with_the_host_budget_that_it_is_for():
     assert caught.value.least_bytes == 1048
     only = Stack((Block("b", (ResidualCosts("x", 8, may_save=False),), 1, 1),), HostLink(1, 1), offload_last=True)
     for solve in (solve_blocks, solve_counts):
-        with pytest.raises(InfeasibleBudget, match="host_budget=5: what can only be offloaded does not fit") as caught:
+        with pytest.raises(
+            InfeasibleBudget, match="host_budget=5: the residuals that can only be offloaded do not fit"
+        ) as caught:
             solve(only, 100, 5)
         assert caught.value.least_bytes is None
     stages = (Stage("s", 1, 1, (Option("away", 1, 1, 1, 8),)),)

@@ -188,7 +188,7 @@ def test_a_class_that_no_part_calls_is_an_error_when_every_part_was_called() -> 
         model.loss(IMAGE, TOKENS)
     with pytest.raises(BlockError, match="block=Absent"):  # and again: nothing was learnt
         model.loss(IMAGE, TOKENS)
-    with pytest.raises(BlockError, match="no module for blocks='nowhere/.'|the glob matches the path of no module"):
+    with pytest.raises(BlockError, match="no module for blocks='nowhere/.'|the glob matches no path of a called module"):
         rj.enable_gradient_checkpointing(Model(), blocks="nowhere/?").loss(IMAGE, TOKENS)
 
 
@@ -207,7 +207,7 @@ def test_parts_without_checkpoints_of_their_own_need_blocks() -> None:
 
     model = nnx.bridge.ToNNX(Plain())
     model.lazy_init(IMAGE, rngs=nnx.Rngs(0))
-    with pytest.raises(BlockError, match="no region of jax.checkpoint"):
+    with pytest.raises(BlockError, match="no jax.checkpoint region"):
         rj.enable_gradient_checkpointing(model)(IMAGE)
     rj.enable_gradient_checkpointing(model, blocks=TowerBlock)
     # Four forward, four backward, and the first of each block again.

@@ -182,7 +182,7 @@ def test_wrong_arguments_are_named():
         ({"params": {"w": object}}, r"params holds <class 'object'>"),
         ({"params": {**PARAMS, "step": jnp.int32(1)}}, r"params: 'step' is int32 and has no gradient"),
         ({"blocks": None}, r"blocks=None: expected a class whose instances are called"),
-        ({"blocks": dict}, r"blocks=<class 'dict'>: its instances are not called"),
+        ({"blocks": dict}, r"blocks=<class 'dict'>: this class has no __call__"),
         ({"blocks": ()}, r"blocks=\(\): expected at least one"),
         ({"blocks": (Block, "")}, r"blocks='': expected a class whose instances are called"),
         ({"optimizer": "adam"}, r"optimizer='adam': expected an optax optimizer"),

@@ -75,7 +75,7 @@ def test_a_step_is_compiled_with_the_flags_of_a_file(monkeypatch: pytest.MonkeyP
     assert compile_programs([program], target("2xcpu"), timeout=60)["full"].argument == 32
     file.write_text("--xla_no_such_flag=1\n")
     cache.forget()
-    with pytest.raises(CompileError, match="(?s)It said: .*--xla_no_such_flag=1"):
+    with pytest.raises(CompileError, match="(?s)Its output: .*--xla_no_such_flag=1"):
         compile_programs([program], target("2xcpu"), timeout=60)
 
 
@@ -98,8 +98,8 @@ def test_what_was_compiled_with_other_flags_of_the_same_file_is_no_answer(
     ("kind", "reason"),
     [
         ("missing", "No such file"),
-        ("folder", "no regular file"),
-        ("pipe", "no regular file"),
+        ("folder", "not a regular file"),
+        ("pipe", "not a regular file"),
         ("large", "more than 65536 bytes"),
         ("null", "a null byte"),
     ],
@@ -113,5 +113,7 @@ def test_a_file_that_cannot_be_read_is_an_error_with_the_remedy(file: pathlib.Pa
         "large": lambda: file.write_bytes(b"-" * (2**16 + 1)),
         "null": lambda: file.write_bytes(b"--xla_a=\0"),
     }[kind]()
-    with pytest.raises(CompileError, match=rf"(?s)^XLA_FLAGS='.*flags' does not begin with '-'.*{reason}.*: name a file"):
+    with pytest.raises(
+        CompileError, match=rf"(?s)^XLA_FLAGS='.*flags' does not begin with '-'.*{reason}.*: name an existing file"
+    ):
         rj.measure(rj.Workload(lambda w: w.sum(), jnp.ones(4), (), blocks="*"), "off")

@@ -180,9 +180,9 @@ class AppliedPolicies:
                 check_effect(record.policy, seen)
             elif not was_called:
                 raise NoEffectError(
-                    f"policies has {record.block.__name__}, but no block of this class was called, so that its policy has no"
-                    " effect. Name the class whose forward runs, call the block itself (and not its forward's parts), or"
-                    " leave the class out."
+                    f"policies has {record.block.__name__}, but no block of this class was called, so its policy has no "
+                    "effect. Name the class whose forward runs, call the block itself (and not its forward's parts), or "
+                    "leave the class out."
                 )
             record.is_proven = True
 
@@ -214,8 +214,8 @@ class _Forward:
         before = self._replaced
         if isinstance(before, _Forward) and not before._applied.is_removed:
             raise InvalidArgumentError(
-                f"model has a policy on its module {self.path!r} already: {str(before.record.policy)!r}. Take that away"
-                " first, with remove() of what checkpoint_blocks returned."
+                f"model already has a policy on its module {self.path!r}: {str(before.record.policy)!r}. Remove it first: "
+                "call remove() on the result of checkpoint_blocks."
             )
 
     def install(self) -> None:

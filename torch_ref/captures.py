@@ -39,10 +39,10 @@ class Captures:
         for name, recalled in self._before.items():
             if not recalled(now.get(name, _MISSING)):
                 raise ReboundVariableError(
-                    f"the checkpointed function {getattr(self._function, '__qualname__', '?')!r} captures the variable"
-                    f" {name!r}, which was bound anew after the forward pass, so the recomputation would not repeat"
-                    f" it. Bind it when the function is made (`lambda x, {name}={name}: ...`), or checkpoint the"
-                    " module itself."
+                    f"the checkpointed function {getattr(self._function, '__qualname__', '?')!r} captures the variable "
+                    f"{name!r}, which was rebound after the forward pass, so the recomputation would read another value. Bind "
+                    f"the variable when the function is made (`lambda x, {name}={name}: ...`), or checkpoint the module "
+                    "itself."
                 )
 
 

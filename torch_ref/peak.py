@@ -128,8 +128,8 @@ def peak_bytes(build: Callable[[], TrainingStep]) -> PeakBytes:
             return _tracked(step, fake_mode)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise FakeTensorStepError(
-                f"the step asks for the value of a fake tensor ({error}), which it does not have: leave out `.item()`,"
-                " printing and branches on values, and choose an optimizer that needs none (`fused=True`)."
+                f"the step reads the value of a fake tensor ({error}), but fake tensors have no values: remove `.item()`, "
+                "printing and branches on values, and choose an optimizer that reads no values (`fused=True`)."
             ) from error
 
 

@@ -209,8 +209,8 @@ def _check_selector(selector: str, text: str, argument: str) -> None:
     if selector and (not selector.startswith("@") or selector in known or (named and named == named.strip())):
         return
     raise PolicyError(
-        f"{argument} is {text!r}, where {selector!r} is no selector, expected a glob on names such as '*ffn*', or one of"
-        f" {', '.join(known)}, {PRIMITIVE}NAME."
+        f"{argument} is {text!r}, where {selector!r} is not a selector, expected a glob on names such as '*ffn*', or one of "
+        f"{', '.join(known)}, {PRIMITIVE}NAME."
     )
 
 

@@ -139,8 +139,8 @@ class Receipt:
             )
         if self.bytes_on_host and not self.bytes_released:
             found.append(
-                f"{self.bytes_on_host} bytes are on the host but the device gave none back: something else still"
-                " holds the tensors."
+                f"{self.bytes_on_host} bytes are on the host, but no device memory was freed: something else still holds the "
+                "tensors."
             )
         return tuple(dict.fromkeys(found))
 

@@ -83,9 +83,9 @@ class Region:
         expected = self.candidates[index].name if index < len(self.candidates) else "nothing"
         if name != expected:
             raise ChangedRecomputationError(
-                f"the recomputation of {self._entry.block} computes {name} where its forward pass computed {expected}."
-                " Under a policy both must run the same operators in the same order: take what changed between them"
-                " (a counter, a flag, the train mode of a module) into the block's arguments."
+                f"the recomputation of {self._entry.block} computes {name} where its forward pass computed {expected}. Under "
+                "a policy both must run the same operators in the same order: pass the state that changed between them (a "
+                "counter, a flag, the train mode of a module) as an argument of the block."
             )
 
     def note_saved(self, output: Any) -> None:
@@ -103,9 +103,9 @@ class Region:
             name = self._saved.get(tensor.untyped_storage()._cdata)
             if name is not None:
                 raise MutatedTensorError(
-                    f"{func} changes {name} in place, which policy {str(self._policy)!r} saves, so that the recomputation"
-                    f" would start from the changed values. Put 'recompute: {name}' (or a glob) in front of the policy,"
-                    " offload the array, or make the change out of place."
+                    f"{func} changes {name} in place, which policy {str(self._policy)!r} saves, so the recomputation would "
+                    f"start from the changed values. Put 'recompute: {name}' (or a glob) in front of the policy, offload the "
+                    "array, or make the change out of place."
                 )
 
     def offload(self, output: Any) -> None:

@@ -40,8 +40,8 @@ class Replay:
         distinct = list({id(leaf): leaf for leaf in flat}.values())
         if any(isinstance(leaf, Iterator) for leaf in distinct):
             raise InvalidArgumentError(
-                f"an argument of {name_of(block)} is an iterator, which the forward pass uses up, so that the recomputation"
-                " would find it empty: pass a list."
+                f"an argument of {name_of(block)} is an iterator, which the forward pass consumes, so the recomputation would "
+                "find it empty: pass a list."
             )
         index = {id(leaf): k for k, leaf in enumerate(distinct)}
         self._positions = [index[id(leaf)] for leaf in flat]
@@ -147,9 +147,8 @@ class OffloadedArgument:
         if shared or self.copy.is_asynchronous:
             why = "another argument overlaps it" if shared else "its copy to the host runs beside the block"
             raise MutatedTensorError(
-                f"{self._entry.block} changes an offloaded argument, shape {tuple(source.shape)}, in place, and {why}, so"
-                " that the recomputation would start from other values. Give the block a clone, or make the change out of"
-                " place."
+                f"{self._entry.block} changes an offloaded argument, shape {tuple(source.shape)}, in place, and {why}, so the "
+                "recomputation would start from other values. Give the block a clone, or make the change out of place."
             )
 
     def fetch(self, fetched: dict[HostCopy, torch.Tensor]) -> torch.Tensor:
@@ -180,9 +179,9 @@ def _nothing_to_offload(entry: CallEntry, tensors: list[torch.Tensor], min_bytes
         largest = max(map(nbytes_of, tensors))
         return f"min_bytes is {min_bytes}, but the largest tensor argument of {entry.block} has {largest}: lower the floor."
     return (
-        f"offload is asked for, but no argument of {entry.block} is a tensor that can be moved (parameters stay on the"
-        " device): expected at least one. Pass the block's input as an argument instead of capturing it, or use"
-        " use_gradient_checkpointing alone."
+        f"offload was requested, but no argument of {entry.block} is a tensor that can be moved (parameters stay on the "
+        "device): expected at least one. Pass the block's input as an argument instead of capturing it, or use "
+        "use_gradient_checkpointing alone."
     )
 
 

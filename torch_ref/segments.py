@@ -179,7 +179,7 @@ def check_segments(layers: int, segments: int) -> None:
         InvalidArgumentError: unless both are integers, and `segments` is from 1 to `layers`.
     """
     if not _is_integer(layers) or layers < 1:
-        raise InvalidArgumentError(f"layers is {layers!r}, expected how many layers there are: an integer, at least 1.")
+        raise InvalidArgumentError(f"layers is {layers!r}, expected the number of layers: an integer, at least 1.")
     if not _is_integer(segments) or not 1 <= segments <= layers:
         raise InvalidArgumentError(f"segments is {segments!r}, expected an integer from 1 to the number of layers, {layers}.")
 

@@ -151,9 +151,9 @@ def check_effect(policy: Policy, calls: list[Seen]) -> None:
                 raise NoEffectError(_unmatched(policy, selector, rule.action, calls, where))
     if policy.offloads and not any(seen.moved for seen in calls):
         raise NothingToOffloadError(
-            f"policy {str(policy)!r} offloads nothing in {where}: what its offload rules select is left to an earlier rule,"
-            " or is a scalar, or draws from the random state, or there is none."
-            f" There are: {_some(_names(calls), 8)}. Select one of these, or use 'full' if nothing is to be offloaded."
+            f"policy {str(policy)!r} offloads nothing in {where}: an offload rule must select an array that no earlier rule "
+            f"takes; scalars and random numbers are not offloaded. The arrays are: {_some(_names(calls), 8)}. Select one of "
+            "these, or use 'full' to offload nothing."
         )
 
 
@@ -165,8 +165,8 @@ def _has(seen: Seen, selector: str, action: str) -> bool:
 def _unmatched(policy: Policy, selector: str, action: str, calls: list[Seen], where: str) -> str:
     if any(_has(seen, selector, RECOMPUTE) for seen in calls):
         return (
-            f"policy {str(policy)!r}: the selector {selector!r} matches only what draws from the random state in {where},"
-            f" which is always computed again, so that there is nothing to {action}. Leave it out."
+            f"policy {str(policy)!r}: the selector {selector!r} matches only operators that draw random numbers in {where}. "
+            f"These are always recomputed, so there is nothing to {action}. Leave the selector out."
         )
     names = _names(calls)
     tails = {name.rpartition(":")[2].partition("#")[0]: name for name in names} | {name: name for name in names}

@@ -148,7 +148,7 @@ def check_shapes(config: Pi0Config, observation: Observation, actions: Any, time
     given = observation._asdict() | {"actions": actions, "time": time}
     absent = [name for name, one in given.items() if not hasattr(one, "shape")]
     if absent:
-        raise ValueError(f"{', '.join(absent)}: expected arrays; give zeros for what is not read")
+        raise ValueError(f"{', '.join(absent)}: expected arrays; give zeros for inputs that are not read")
     if not jnp.issubdtype(observation.images.dtype, jnp.floating):
         raise ValueError(
             f"images have dtype {observation.images.dtype}, expected floating point: divide by 127.5 and subtract 1"

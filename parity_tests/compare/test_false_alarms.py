@@ -118,10 +118,10 @@ def test_the_convention_of_statistics_is_named(momentum: float, named: bool) -> 
     found = check(report, "batch statistics")
     assert not found.passed
     assert (
-        "PyTorch keeps the unbiased variance of the batch, 7/6 of the biased one that Flax keeps: batch_stats/var"
+        "PyTorch keeps the unbiased variance of the batch, 7/6 of the biased variance that Flax keeps: batch_stats/var"
         in found.found
     )
-    moved = "Flax's statistics move 2 times as far in a step as PyTorch's (its momentum is another): batch_stats/mean"
+    moved = "Flax's statistics move 2 times as far in a step as PyTorch's (its momentum differs): batch_stats/mean"
     assert (moved in found.found) == named
 
 
@@ -174,7 +174,7 @@ def test_a_cast_counts_only_where_what_is_compared_flows_through_it(after: bool)
     assert report.passed != after, str(report)
     casts = [check.found for check in report.checks if check.name == "Flax stays in float64"]
     assert [found.partition("; ")[0] for found in casts] == [
-        "it falls to less in its float64 step: float64 to float32 in Buckets" for _ in range(after)
+        "its float64 step casts to a smaller dtype: float64 to float32 in Buckets" for _ in range(after)
     ]
 
 
@@ -252,14 +252,14 @@ def failing(*_: Any) -> Any:
     [
         (
             {"flax_module": Wrapper()},
-            r"flax_module is a Wrapper, which holds a module and is none: give its module, a Stack, as",
+            r"flax_module is a Wrapper, which holds a module but is not a module: give its module, a Stack, as",
         ),
         ({"flax_module": TwoArguments()}, r"flax_module cannot be run on inputs: TypeError: .* argument: 'mask'"),
         ({"inputs": (X, X)}, r"torch_module cannot be run on inputs: TypeError: .*forward\(\) takes 2 .* arguments"),
         ({"torch_module": failing}, r"torch_module\(\) cannot be built: ValueError: no weights"),
         ({"flax_module": failing}, r"flax_module\('float\d\d'\) cannot be made: ValueError: no weights"),
-        ({"loss": failing}, r"loss cannot be computed of PyTorch's output: ValueError: no weights"),
-        ({"loss": (torch.mean, failing)}, r"loss cannot be computed of Flax's output: ValueError: no weights"),
+        ({"loss": failing}, r"loss cannot be computed from PyTorch's output: ValueError: no weights"),
+        ({"loss": (torch.mean, failing)}, r"loss cannot be computed from Flax's output: ValueError: no weights"),
     ],
 )
 def test_what_cannot_be_run_is_an_error_with_the_remedy(wrong: dict[str, Any], text: str) -> None:
@@ -309,7 +309,7 @@ def test_float32_that_is_written_into_a_model_is_widened_where_it_is_meant() -> 
         "rules": SCALED,
         "modes": "off",
     }
-    with pytest.raises(ArgumentError, match=r"gives output in float32 .*; where the model means it, give keep_float64=True"):
+    with pytest.raises(ArgumentError, match=r"gives output in float32 .*; if the model intends this, give keep_float64=True"):
         run(case)
     report = run(case, keep_float64=True, memory=False)
     assert report.passed, str(report)

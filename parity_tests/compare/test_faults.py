@@ -34,9 +34,9 @@ def test_the_weight_that_is_planted_may_be_the_one_at_fault() -> None:
     assert not report.passed and report.proves
     check = next(check for check in report.checks if check.name == "planted weight in float64")
     assert check.passed and check.found.startswith("params/kernel transposed: ")
-    assert check.found.endswith(" off, and without that they differ")
+    assert check.found.endswith(" off, and without this change the outputs differ")
     right = run({**pair, "rules": "weight -> params/kernel | linear\nbias -> params/bias"}, **c.QUICK)
-    assert right.passed and "without that" not in str(right)
+    assert right.passed and "without this change" not in str(right)
 
 
 def test_a_pytorch_block_that_draws_anew_under_a_checkpoint_is_named() -> None:
@@ -58,7 +58,7 @@ def test_a_pytorch_block_that_draws_anew_under_a_checkpoint_is_named() -> None:
     report = run(case, **{**c.QUICK, "modes": ("off", "checkpoint")})
     assert [check.name for check in report.checks if not check.passed] == ["PyTorch, checkpoint"] and not report.failed_rows
     found = next(check for check in report.checks if not check.passed).found
-    assert found.endswith("; computed again, layers/1/ffn gives something else")
+    assert found.endswith("; the recomputation of layers/1/ffn gives other values")
 
 
 def test_a_search_that_fails_ends_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_a_search_that_fails_ends_no_comparison(monkeypatch: pytest.MonkeyPatch)
         {**case, "rules": "0.weight -> params/layer/kernel | linear\n0.bias -> params/layer/bias"}, torch_call=call, **options
     )
     found = next(check.found for check in report.checks if check.name == "PyTorch, checkpoint")
-    assert "; whether a module computes something else again could not be seen: torch_module cannot be run on" in found
+    assert "; it is unknown whether a module's recomputation differs: torch_module cannot be run on" in found
     assert found.endswith("RuntimeError: not to be looked into")
 
 
@@ -126,7 +126,7 @@ def test_modules_that_cannot_be_looked_into_are_told_in_the_report(tmp_path: Pat
     case = {"torch_module": Outside(), "flax_module": Looping(), "inputs": np.random.default_rng(0).normal(size=(4, 3))}
     report = run({**case, "rules": rules}, **c.QUICK)
     assert not report.passed and report.hidden == ("inner",) and report.to_dict()["hidden"] == ["inner"]
-    said = "not looked into, because nothing can be captured where they run (such as in a while loop): inner"
+    said = "not observed, because the code that runs them cannot be observed (such as a while loop): inner"
     assert said in " ".join(str(report).split()) and said in report.to_html(tmp_path / "page.html").read_text()
 
 

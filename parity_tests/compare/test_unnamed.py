@@ -152,4 +152,4 @@ def test_other_inputs_are_named_by_their_keyword() -> None:
     report = run(case, rules=ROOT, flax_call=call, **FLOAT64)
     found = report.divergences["forward"]
     assert (found["flax_path"], found["what"]) == ("", "input mask")
-    assert found["note"] == "the models are given other inputs"
+    assert found["note"] == "the two models get different inputs"

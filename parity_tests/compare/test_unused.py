@@ -87,7 +87,7 @@ def test_what_neither_model_uses_is_a_note(flax: Any) -> None:
 )
 def test_a_gradient_that_happens_to_be_zero_still_fails(flax: Any, module: Any) -> None:
     report = run(flax, module())
-    assert not report.passed and "nothing is shown of mask_token" in gradients(report).found
+    assert not report.passed and "prove nothing about mask_token" in gradients(report).found
 
 
 def test_a_weight_that_only_flax_uses_differs() -> None:
@@ -108,7 +108,7 @@ def test_where_all_weights_are_unused_nothing_is_proved() -> None:
 
 
 def test_a_map_is_proposed_for_it_where_only_one_is_possible() -> None:
-    with pytest.warns(RematWarning, match="mask_token: the outputs do not depend on it, so that its place is by name, shape"):
+    with pytest.warns(RematWarning, match="mask_token: the outputs do not depend on it, so its place follows from name, shape"):
         assert "mask_token -> params/mask_token" in str(porting.propose(Torch(), Flax(), X))
     report = run(Flax(), rules="auto")  # the report says it
     assert report.passed and "not compared: mask_token" in gradients(report).found

@@ -142,7 +142,7 @@ def test_a_mapping_wins(tmp_path: Any) -> None:
 def test_other_inputs_are_named_as_such() -> None:
     found = of_decoder(flax_inputs=(pairs.tokens()[:, ::-1].copy(),))
     assert found.forward is not None and (found.forward.flax_path, found.forward.what) == ("", "input tokens")
-    assert found.forward.note == "the models are given other inputs"
+    assert found.forward.note == "the two models get different inputs"
 
 
 class TwoOfTorch(torch.nn.Module):
@@ -173,12 +173,12 @@ def test_a_torch_call_may_call_submodules_alone(fault: str) -> None:
 
 
 def test_wrong_use_is_an_error() -> None:
-    with pytest.raises(ArgumentError, match=r"'layers_9' is no module of the Flax model.*Did you mean 'layers_"):
+    with pytest.raises(ArgumentError, match=r"'layers_9' is not a called module of the Flax model.*Did you mean 'layers_"):
         of_decoder(mapping={"head": "layers_9"})
     with pytest.raises(ArgumentError, match=r"mapping=3: expected a dict"):
         of_decoder(mapping=3)
-    with pytest.raises(ArgumentError, match=r"they cannot be compared"):
+    with pytest.raises(ArgumentError, match=r"which cannot be compared"):
         of_decoder(torch_call=lambda module, x: module(x)[..., :5])
     dropping = torch.nn.Sequential(torch.nn.Dropout(0.1)).train()
-    with pytest.raises(ArgumentError, match=r"is in train mode and drops out in 0: "):
+    with pytest.raises(ArgumentError, match=r"is in train mode with dropout in 0: "):
         first_divergences(dropping, nn.Sequential([]), {}, (np.ones((2, 3)),))

@@ -109,7 +109,7 @@ def doubled_backwards(y: Any) -> Any:
 
 
 FORWARD, BACKWARD = "forward", "backward"
-OUT, IN, IN_X, TIED = "output 0", "gradient of input 0", "gradient of input x", ", one tensor with lm_head.weight"
+OUT, IN, IN_X, TIED = "output 0", "gradient of input 0", "gradient of input x", ", the same tensor as lm_head.weight"
 NORM = "model.layers.1.self_attn.{}_norm.weight -> params/layers_1/self_attn/{}_norm/scale"
 
 MUTANTS: dict[str, list[Mutant]] = {
@@ -260,7 +260,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             plant.noise_of_the_host("decoder.layers.1.ffn", "layers_1/ffn"),
             BACKWARD,
             "decoder/layers/1/ffn",
-            "output, computed again",
+            "recomputed output",
             "only in checkpoint",
         ),
         Mutant(
@@ -268,7 +268,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             plant.noise_of_the_host("blocks.0.conv1", "blocks_0/conv1"),
             BACKWARD,
             "blocks/0/conv1",
-            "output, computed again",
+            "recomputed output",
             "only in checkpoint",
         ),
         Mutant(

@@ -158,7 +158,7 @@ def test_cutting_a_batch() -> None:
     for n in (0, True, 2.0):
         with pytest.raises(InvalidArgumentError, match="n=.*a positive int"):
             micro_batches((x,), n)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match=r"n=4 does not divide the 6 rows.*what divides them: \[1, 2, 3, 6\]"):
+    with pytest.raises(InvalidArgumentError, match=r"n=4 does not divide the 6 rows.*divisors: \[1, 2, 3, 6\]"):
         micro_batches((x,), 4)
     with pytest.raises(InvalidArgumentError, match=r"first dimensions of one size, but found \[5, 6\]"):
         micro_batches((x, x[1:]), 2)

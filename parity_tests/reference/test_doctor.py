@@ -130,7 +130,7 @@ PLANTED = [
         "rebound_variable",
         lambda: LateBound(None),
         r"layers.\d \(Linear\) at .*\(keep\), from .*\(forward\).*captures the variable 'layer', "
-        r"which was bound anew.*layer=layer",
+        r"which was rebound.*layer=layer",
         lambda: BoundNow(None),
     ),
     (
@@ -166,7 +166,7 @@ PLANTED = [
     (
         "random_state",
         lambda: Stack(lambda layer, x: keep(lambda x: torch.dropout(layer(x), 0.5, True), x, preserve_rng_state=False)),
-        r"preserve_rng_state=False: backward is that of another mask\. Leave preserve_rng_state at its default",
+        r"preserve_rng_state=False: the recomputation draws another mask\. Leave preserve_rng_state at its default",
         lambda: Stack(lambda layer, x: keep(lambda x: torch.dropout(layer(x), 0.5, True), x)),
     ),
 ]

@@ -136,7 +136,7 @@ def test_a_step_that_asks_for_a_value_is_refused():
         model = nn.Linear(2, 1)
         return torch_ref.TrainingStep(model, lambda x: model(x).sum() / model(x).sum().item(), (torch.ones(2),))
 
-    with pytest.raises(torch_ref.FakeTensorStepError, match=r"value of a fake tensor.*leave out `.item\(\)`"):
+    with pytest.raises(torch_ref.FakeTensorStepError, match=r"value of a fake tensor.*remove `.item\(\)`"):
         torch_ref.peak_bytes(build)
 
 

@@ -35,7 +35,7 @@ def test_an_offload_that_freed_nothing_says_so():
     x = torch.ones(2, 3, requires_grad=True)
     with torch_ref.receipt() as r:
         _y = call("offload", torch_ref.ToyModel(), x=x)
-    assert r.warnings == ("24 bytes are on the host but the device gave none back: something else still holds the tensors.",)
+    assert r.warnings == ("24 bytes are on the host, but no device memory was freed: something else still holds the tensors.",)
 
 
 def test_a_storage_gives_back_all_of_it_and_once():

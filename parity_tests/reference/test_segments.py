@@ -299,5 +299,5 @@ def test_wrong_cuts_are_refused(segments: object, message: str) -> None:
 def test_other_wrong_use() -> None:
     with pytest.raises(torch_ref.InvalidArgumentError, match="a flag is True.*Give one of them"):
         torch_ref.DeepMLP(6, 4, 3)(torch.ones(2, 3), True, segments=2)
-    with pytest.raises(torch_ref.InvalidArgumentError, match="layers is 0, expected how many layers"):
+    with pytest.raises(torch_ref.InvalidArgumentError, match="layers is 0, expected the number of layers"):
         torch_ref.checkpoint_segments([], (), torch.ones(2))

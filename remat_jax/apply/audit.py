@@ -176,9 +176,9 @@ def _check_names(policy: JaxPolicy, seen: _Seen) -> None:
     blocks = _some(dict.fromkeys(path or "the block" for path in seen.paths), 3)
     raise NoEffectError(
         f"policy={getattr(policy, '__qualname__', policy)}: no checkpoint_name in {blocks} gives "
-        f"{_some(sorted(map(repr, kept)), 8)}, so the policy keeps nothing. The names given there are: "
-        f"{_some(sorted(map(repr, seen.given)), 8)}.{nearest(min(kept), sorted(seen.given))} Correct the name in the "
-        'policy or in the model, or use policy="full" to recompute everything.'
+        f"{_some(sorted(map(repr, kept)), 8)}, so the policy keeps nothing. The names that are given: "
+        f"{_some(sorted(map(repr, seen.given)), 8)}.{nearest(min(kept), sorted(seen.given))} Correct the name in the policy "
+        'or in the model, or use policy="full" to recompute everything.'
     )
 
 
@@ -188,8 +188,8 @@ def _of_convolutions(policy: Policy, seen: _Seen) -> str:
     kinds = {candidate.primitive for candidate in seen.candidates.values()}
     if asked is None or CONVOLUTION not in kinds or "dot_general" in kinds:
         return ""
-    means = "means their convolutions" if asked == DOTS else "means no convolution, as in JAX"
-    return f" The blocks have convolutions and no matrix products, and {asked!r} {means}: select them with '{CONVS}'."
+    means = "selects the convolutions" if asked == DOTS else "selects no convolution, as in JAX"
+    return f" The blocks have convolutions but no matrix products. {asked!r} {means}; '{CONVS}' selects convolutions alone."
 
 
 def layers_text(layers: range) -> str:
@@ -205,16 +205,15 @@ def _check_policy(policy: Policy, seen: _Seen, where: str) -> None:
     blocks = _some(dict.fromkeys(path or "the block" for path in seen.paths), 3)
     if policy.offloads and not seen.offloaded:
         raise NoEffectError(
-            f"policy={str(policy)!r}{where} offloads nothing in {blocks}: no residual that an offload rule selects is an array "
-            f"of rank 1 or more that an earlier rule leaves to it.{_of_convolutions(policy, seen)} There are: "
-            f"{_some(seen.candidates, 8)}. Select one of "
-            'these, or use policy="full" if nothing is to be offloaded.'
+            f"policy={str(policy)!r}{where} offloads nothing in {blocks}: an offload rule must select an array of rank 1 or "
+            f"more that no earlier rule takes.{_of_convolutions(policy, seen)} The residuals are: "
+            f'{_some(seen.candidates, 8)}. Select one of these, or use policy="full" to offload nothing.'
         )
     if policy.offloads and not seen.moved:
         raise NoEffectError(
             f"policy={str(policy)!r}{where} offloads nothing in {blocks}: it selects {_some(sorted(seen.offloaded), 3)}, but "
-            "with what else it keeps, the backward pass reads none of these. Offload what is computed from them, or "
-            "recompute the rest."
+            "the policy also keeps other arrays, and given those the backward pass reads none of these. Offload arrays that "
+            "are computed from these, or recompute the other arrays."
         )
     for selector in policy.selectors:
         if selector in (seen.unmatched or ()) and selector != "*":
@@ -227,19 +226,20 @@ def _check_policy(policy: Policy, seen: _Seen, where: str) -> None:
         _check_effect(selector, seen.selected, f"policy={str(policy)!r}{where}: the selector {selector!r}")
 
 
-def _check_effect(selector: str, selected: _Selected, said: str) -> None:
+def _check_effect(selector: str, selected: _Selected, subject: str) -> None:
     effective = selected.effective.get(selector, set())
     idle = sorted(path or "the block" for path in selected.idle.get(selector, set()) - effective)
     if idle and not effective:
         raise NoEffectError(
-            f"{said} keeps nothing in {_some(idle, 8)}: the backward pass reads none of what it selects. "
-            "Select what is computed from it, or leave it out."
+            f"{subject} keeps nothing in {_some(idle, 8)}: the backward pass reads none of the arrays that it selects. Select "
+            "arrays that are computed from them, or leave the selector out."
         )
     # What matches several arrays of a block is meant to find some; which, may differ from layer to layer.
     if idle and selector not in selected.wide:
         raise NoEffectError(
-            f"{said} keeps nothing in {_some(idle, 8)}, whose backward pass does not read the array, and has an effect in "
-            f"{_some(sorted(effective), 3)}. Write the path of these in front of it."
+            f"{subject} has an effect in {_some(sorted(effective), 3)}, but keeps nothing in {_some(idle, 8)}: the backward "
+            "pass there does not read the array. Restrict the selector to the blocks where it has an effect: put their path in "
+            "front of it."
         )
 
 
@@ -260,9 +260,9 @@ def check_differentiated(blocks: Iterable[tuple[PlannedBlock, Sequence[int]]], p
         for selector in (one for one in policy.kept_globs if one not in selected.effective):
             where = _some(sorted(path or "the block" for path in selected.idle.get(selector, ["any block"])), 8)
             raise NoEffectError(
-                f"policy={str(policy)!r}: the selector {selector!r} keeps nothing in {where}: the gradient taken does not "
-                "read what it selects. A block whose input is not differentiated reads less than the others. Select another "
-                "array, or leave it out."
+                f"policy={str(policy)!r}: the selector {selector!r} keeps nothing in {where}: the requested gradients do not "
+                "need the arrays that it selects. A block whose input is not differentiated needs fewer residuals. Select "
+                "another array, or leave the selector out."
             )
 
 
@@ -279,8 +279,8 @@ def closest(selector: str, names: Iterable[str]) -> str:
         ends = ["/".join(parts[place:]) for place in range(len(parts))]
         for end in (made.partition("#")[0], name.rsplit("/", 1)[-1], name, *ends):
             by_end.setdefault(end, name)
-    found = difflib.get_close_matches(selector.strip("*"), by_end, n=1, cutoff=0.5)
-    return f" Did you mean {by_end[found[0]]!r}?" if found else ""
+    matches = difflib.get_close_matches(selector.strip("*"), by_end, n=1, cutoff=0.5)
+    return f" Did you mean {by_end[matches[0]]!r}?" if matches else ""
 
 
 def _some(names: Iterable[str], limit: int) -> str:

@@ -65,19 +65,19 @@ class Effect:
         self._passed: set[Hashable] = set()
         self._code = getattr(inspect.unwrap(fn), "__code__", None)
 
-    def check(self, found: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the call with these arguments, whose record is `found`.
 
         Raises:
           BlockError: a block was never called.
           NoEffectError: a selector matched nothing, or there was nothing to offload.
         """
-        missed = scope.missed(self._policies, found)
-        if found.is_whole:
+        missed = scope.missed(self._policies, record)
+        if record.is_whole:
             if missed is not None:
                 raise missed
             return
-        _ever_reached.setdefault(self._policies, set()).update(found.reached)
+        _ever_reached.setdefault(self._policies, set()).update(record.reached)
         signature = call_signature(args, kwargs)
         if missed is not None and signature not in self._passed:
             self._try_anew(missed, (self._policies, self._code, signature), args, kwargs)

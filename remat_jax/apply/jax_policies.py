@@ -29,7 +29,7 @@ def jax_policy(policy: Any) -> JaxPolicy:
     if not isinstance(checked, Policy):
         return checked
     if not checked.checkpoint:
-        raise PolicyError("policy='off': no checkpointing is no policy of jax.checkpoint; leave jax.checkpoint out instead")
+        raise PolicyError("policy='off': jax.checkpoint has no policy for no checkpointing; leave jax.checkpoint out")
     unseen = [*checked.automatic_globs, *(one for one in checked.selectors if one == "@inputs")]
     if unseen:
         raise PolicyError(

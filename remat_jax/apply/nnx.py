@@ -129,8 +129,8 @@ def refuse_nodes(outputs: Any, what: str) -> None:
     for leaf in jax.tree.leaves(outputs, is_leaf=is_node):
         if is_node(leaf):
             raise UnsupportedError(
-                f"{what} returns an NNX object ({type(leaf).__name__}), and must return arrays. "
-                "Return the object's state (nnx.state), or checkpoint the modules inside this one."
+                f"{what} returns an NNX object ({type(leaf).__name__}); it must return arrays. Return the object's state "
+                "(nnx.state), or checkpoint the modules inside this one."
             )
 
 

@@ -87,8 +87,8 @@ def _set(known: dict[Path, Any], path: Path, value: Any) -> None:
     owner, key = known.get(path[:-1]), path[-1]
     if owner is None:
         raise UnsupportedError(
-            f"a checkpointed block made a new object at {'/'.join(map(str, path[1:-1]))!r}, which cannot leave the block; "
-            "make it in __init__, or call the model once before checkpointing it"
+            f"a checkpointed block created a new object at {'/'.join(map(str, path[1:-1]))!r}, and the object cannot leave "
+            "the checkpoint; create it in __init__, or call the model once before checkpointing it"
         )
     if isinstance(owner, dict | list | nnx.List | nnx.Dict):
         owner[key] = value

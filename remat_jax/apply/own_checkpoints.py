@@ -24,8 +24,8 @@ from remat_jax.warning import warn
 CHOICES = ("replace", "keep")
 
 KEPT = (
-    "own_checkpoints='keep': the blocks stand inside checkpoints of the model's own (nn.remat, jax.checkpoint), which throw "
-    "away what a policy keeps; leave own_checkpoints out, and the policy takes their place"
+    "own_checkpoints='keep': the blocks are inside the model's own checkpoints (nn.remat, jax.checkpoint), which discard the "
+    "residuals that a policy keeps; leave own_checkpoints out, and the policy replaces these checkpoints"
 )
 
 
@@ -40,8 +40,8 @@ def check_choice(own_checkpoints: Any) -> bool:
     """
     if own_checkpoints not in CHOICES:
         raise ArgumentError(
-            f"own_checkpoints={own_checkpoints!r}: expected 'replace', so that policies take the place of the model's own "
-            "checkpoints around the blocks, or 'keep', so that these stay around them"
+            f"own_checkpoints={own_checkpoints!r}: expected 'replace' (policies replace the model's own checkpoints around "
+            "the blocks) or 'keep' (the model's own checkpoints stay)"
         )
     return bool(own_checkpoints == "keep")
 

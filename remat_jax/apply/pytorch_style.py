@@ -71,9 +71,9 @@ def _check_names(model: Any, args: tuple[Any, ...]) -> None:
     for name in _OWN:
         if name in signature.parameters and name not in filled:
             raise ArgumentError(
-                f"model={getattr(model, '__name__', type(model).__name__)}: it has an argument {name!r} of its own, which "
-                f"gradient_checkpoint_forward takes for itself. Pass it by position, bind it in a function without that "
-                f"argument (lambda *args: model(*args, {name}=…)), or rename it."
+                f"model={getattr(model, '__name__', type(model).__name__)}: the model has an argument {name!r}, but "
+                "gradient_checkpoint_forward consumes this keyword itself. Pass it by position, bind it in a function "
+                f"without that argument (lambda *args: model(*args, {name}=…)), or rename it."
             )
 
 

@@ -23,10 +23,9 @@ def replaced_text(replaced: int) -> str:
     """The sentence of a report about the model's own checkpoints that were replaced.
 
     >>> replaced_text(1)
-    "The policy takes the place of 1 checkpoint of the model's own around the blocks (a scanned one counts once)"
+    "The policy replaces 1 of the model's own checkpoints around the blocks (a scanned checkpoint counts once)"
     """
-    which = f"{replaced} {'checkpoint' if replaced == 1 else 'checkpoints'} of the model's own around the blocks"
-    return f"The policy takes the place of {which} (a scanned one counts once)"
+    return f"The policy replaces {replaced} of the model's own checkpoints around the blocks (a scanned checkpoint counts once)"
 
 
 class OwnCheckpoints:
@@ -45,11 +44,11 @@ class OwnCheckpoints:
         """`policies` of blocks, checked, with this choice."""
         return BlockPolicies.of(policies, keeps=self.keeps)
 
-    def note(self, found: Record) -> None:
+    def note(self, record: Record) -> None:
         """Remember whether checkpoints were replaced in a call."""
-        if found.replaced == 0 and self._count is None:
+        if record.replaced == 0 and self._count is None:
             self._count = 0
-        elif found.replaced and not self._count:
+        elif record.replaced and not self._count:
             # `replaced` counts a body that is traced twice as two, so `count` counts again.
             self._count = None
 

@@ -60,8 +60,8 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
             if any(compat.replaces_checkpoints(eqn) is not None for eqn in equations(jaxpr)):
                 return list(compat.jaxpr_function(jaxpr)(*values))
             raise BlockError(
-                f"fn={getattr(fn, '__name__', fn)}: it has no jax.checkpoint region to replan. Use "
-                "checkpoint_blocks(fn, {BlockClass: policy}) to put a policy on the blocks of a model that has none."
+                f"fn={getattr(fn, '__name__', fn)}: it has no jax.checkpoint region to replan. For a model without "
+                "checkpoints, use checkpoint_blocks(fn, {BlockClass: policy})."
             )
         audit = Audit()
         # Blocks of an enclosing `checkpoint_blocks` keep its policy, which also replaced the checkpoints around them.

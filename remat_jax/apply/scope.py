@@ -106,8 +106,8 @@ def checked_block(block: Any, argument: str = "block") -> Block:
         if issubclass(block, linen.Module | nnx.Module) or any(map(has_call, (block, *below))):
             return block
         raise ArgumentError(
-            f"{argument}={block!r}: its instances are not called, as it has no __call__. Name a class that has one, or mark "
-            "the function or method that runs a layer with @remat_jax.block and name that."
+            f"{argument}={block!r}: this class has no __call__, so its instances are never called. Name a class that has one, "
+            "or mark the function or method that runs a layer with @remat_jax.block and name this function."
         )
     if inspect.isfunction(block) and block in marked:
         return block
@@ -198,35 +198,33 @@ def tracing_anew() -> contextlib.AbstractContextManager[Record]:
     return applying(BlockPolicies(()).anew())
 
 
-def missed(policies: BlockPolicies, found: Record) -> RematError | None:
+def missed(policies: BlockPolicies, record: Record) -> RematError | None:
     """The error for a block of `policies` that was not called, or for a policy without effect; None if all is well."""
     for block, _ in policies.entries:
-        if block not in found.reached and block in found.overruled:
+        if block not in record.reached and block in record.overruled:
             return BlockError(
-                f"block={name_of(block)}: another checkpoint_blocks inside has a policy for this block, which wins, so that "
-                "this one has no effect. Take one of the two away."
+                f"block={name_of(block)}: an inner checkpoint_blocks has a policy for this block too. The inner policy wins, "
+                "so the outer one has no effect. Remove one of the two."
             )
-        if block not in found.reached:
-            return BlockError(_never_called(block, found))
+        if block not in record.reached:
+            return BlockError(_never_called(block, record))
     try:
-        found.audit.check()
+        record.audit.check()
     except NoEffectError as error:
         return error
     return None
 
 
-def _never_called(block: Block, found: Record) -> str:
-    called = sorted({f"{path or '(root)'}: {name}" for path, name in found.modules.items()})
+def _never_called(block: Block, record: Record) -> str:
+    called = sorted({f"{path or '(root)'}: {name}" for path, name in record.modules.items()})
     listing = "; ".join(called[:12]) + (f"; and {len(called) - 12} more" if len(called) > 12 else "")
     seen = f"The modules that were called: {listing}." if called else "No module of this kind was called at all."
     if block == CHECKPOINTS:
-        return (
-            "block='checkpoints': the function has no region of jax.checkpoint. Name the class or function that runs a layer."
-        )
+        return "block='checkpoints': the function has no jax.checkpoint region. Name the class or function that runs a layer."
     if isinstance(block, str):
-        hint = nearest(block.strip("*"), list(found.modules))
-        return f"block={block!r}: the glob matches the path of no module that was called.{hint} {seen}"
-    hint = nearest(block.__name__, set(found.modules.values()))
+        hint = nearest(block.strip("*"), list(record.modules))
+        return f"block={block!r}: the glob matches no path of a called module.{hint} {seen}"
+    hint = nearest(block.__name__, set(record.modules.values()))
     if not isinstance(block, type):
         return f"block={block.__name__}: this function was never called, so its policy has no effect.{hint} {seen}"
     return (

@@ -181,7 +181,7 @@ def repeated_modules(model: nnx.Module) -> list[nnx.Module]:
 def _no_blocks(model: nnx.Module, blocks: Any) -> str:
     present = sorted({type(node).__name__ for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)})
     wanted = "no list of two or more modules of one class" if blocks is None else f"no module for blocks={blocks!r}"
-    return f"model={type(model).__name__} has {wanted}. Pass blocks=… ; the module classes in it are: {', '.join(present)}."
+    return f"model={type(model).__name__} has {wanted}. Pass blocks=… ; its module classes are: {', '.join(present)}."
 
 
 def _enable_linen(model: linen.Module, policy: Any, blocks: Any, own_checkpoints: str) -> linen.Module:

@@ -21,8 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Every command takes --json. Exit status: 0 when it holds, 1 when a check or the compiler fails, 2 for bad usage, "
-    "3 when nothing fits a budget.",
+    epilog="Every command takes --json. Exit status: 0 on success, 1 if a check or the compiler fails, 2 for bad usage, 3 if "
+    "nothing fits the budget.",
 )
 app.command()(calibrate)
 app.command()(demo)
@@ -43,7 +43,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-_Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version and exit.")]
+_Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")]
 
 
 @app.callback()

@@ -19,27 +19,27 @@ def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE.toml", help="Where to write the target.")] = Path(
         "calibrated.toml"
     ),
-    name: Annotated[str, typer.Option(help="What the target is called: lower-case letters, digits, - and _.")] = "measured",
-    seconds: Annotated[float, typer.Option(help="About how long to measure; compiling comes on top.")] = 20.0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE.toml if it is there.")] = False,
+    name: Annotated[str, typer.Option(help="The target's name: lower-case letters, digits, - and _.")] = "measured",
+    seconds: Annotated[float, typer.Option(help="Approximate seconds of measuring; compiling takes extra time.")] = 20.0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE.toml if it exists.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure what the attached GPU, or this machine's CPU, really reaches, and write it as a target for estimates of time.
+    """Measure the rates of the attached GPU, or of this machine's CPU, and write them as a target for time estimates.
 
-    Products in each dtype, small ones too, memory, what starting a kernel takes, and on a GPU the link to host memory each way
-    and the share of compute beside which copies run. Let nothing else run meanwhile. Then ask for the target by
-    FILE.toml:NAME, wherever a target is taken.
+    The rates are: products in each dtype, small products too; memory; the start of a kernel; on a GPU also the link to host
+    memory in each direction, and the share of compute that can hide copies. Let nothing else run meanwhile. Afterwards, name
+    the target as FILE.toml:NAME wherever a target is expected.
     """
     with answering(as_json) as answer:
         if output.exists() and not overwrite:
-            raise TargetError(f"output={str(output)!r} is there already; give another name, or --overwrite")
+            raise TargetError(f"output={str(output)!r} exists already; give another name, or --overwrite")
         compat.keep_to_cpu_without_gpu()
         with progress() as steps:
             calibration = measure(name, seconds=seconds, on_done=steps.tell)
         target = calibration.save(output, overwrite=overwrite)
         answer.show(
             table(
-                f"{calibration.device_kind}: what it reaches", ("what", "rate"), _cells(calibration), caption=calibration.source
+                f"{calibration.device_kind}: measured rates", ("what", "rate"), _cells(calibration), caption=calibration.source
             )
         )
         if calibration.out_bytes_per_s is None:
@@ -57,5 +57,5 @@ def _cells(calibration: Calibration) -> list[tuple[str, str]]:
         if rate is not None:
             rows.append((what, f"{rate / 1e9:,.1f} GB/s"))
     if calibration.hidden_share is not None:
-        rows.append(("share of compute that copies run beside", f"{calibration.hidden_share:.2f}"))
+        rows.append(("share of compute that can hide copies", f"{calibration.hidden_share:.2f}"))
     return rows

@@ -21,18 +21,20 @@ from remat_jax.report import demo_pictures
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="The folder for the pictures; made if need be.")] = Path("build/demo"),
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of training; 20 unless given, 6 with --quick.")] = None,
+    output: Annotated[Path, typer.Option(help=("The folder for the pictures; created if it does not exist."))] = Path(
+        "build/demo"
+    ),
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps. Default: 20, or 6 with --quick.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small model and few steps.")] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="Unrolled layers, a stack and a toy model as well: some minutes.")
+        bool, typer.Option("--full", help="Also run unrolled layers, a stack and a toy model; takes some minutes.")
     ] = False,
     target: Annotated[
-        Literal["h200", "none"], typer.Option(help="Compile the JAX steps for this GPU as well; none leaves it out.")
+        Literal["h200", "none"], typer.Option(help="Also compile the JAX steps for this GPU; none skips this.")
     ] = "h200",
     as_json: Json = False,
 ) -> None:
-    """Train a byte-level language model in PyTorch and in Flax, in every mode, and show that they agree and what each costs.
+    """Train a byte-level language model in PyTorch and in Flax, in every mode; show that they agree, and the cost of each.
 
     Real text (the source of the Python standard library), the same initial weights, the same batches. No GPU is needed; it
     takes two minutes on two cores. Exits with 1 if a check fails.
@@ -70,7 +72,7 @@ def _driver() -> ModuleType:
     beside = importlib.util.find_spec("examples")
     root = Path(remat_jax.__file__).parent.parent
     if beside is None or beside.origin is None or Path(beside.origin).parent.parent != root:
-        raise UnsupportedError(f"the examples are not there: expected the folder examples in {root}; install remat_jax again")
+        raise UnsupportedError(f"the examples are missing: expected the folder examples in {root}; install remat_jax again")
     return importlib.import_module("examples.demo")
 
 
@@ -79,7 +81,7 @@ def _check_folder(output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ArgumentError(f"output={str(output)!r} cannot be made into a folder ({error}); give another one") from None
+        raise ArgumentError(f"output={str(output)!r} cannot be created as a folder ({error}); give another one") from None
 
 
 def _pictures(rows: list[Any], output: Path, answer: Answer) -> list[str]:

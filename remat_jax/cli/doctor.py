@@ -24,19 +24,19 @@ def doctor(
             metavar="FILE:FUNCTION", help="path/to/file.py:function or package.module:function.", show_default=False
         ),
     ] = None,
-    policy: Annotated[str, typer.Option("--policy", "-p", help=f"{TAKEN}; off looks at the model as it is.")] = "off",
+    policy: Annotated[str, typer.Option("--policy", "-p", help=f"{TAKEN}; off checks the model as it is.")] = "off",
     target: Annotated[
-        str | None, typer.Option(help="A GPU to compile for as well; see remat-jax targets. Only tracing unless given.")
+        str | None, typer.Option(help="A GPU to compile for; see remat-jax targets. Default: trace, and compile nothing.")
     ] = None,
     mesh: MeshOption = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that each compilation may take.")] = DEFAULT_TIMEOUT,
+    timeout: Annotated[float, typer.Option(help="Time limit of each compilation in seconds.")] = DEFAULT_TIMEOUT,
     as_json: Json = False,
 ) -> None:
     """Name the known traps in a training step under a policy: where, what happens, and the remedy.
 
-    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. Exits 1 where a trap is found. No GPU is
-    needed or used. Without FILE:FUNCTION it says what this machine and its packages are, and what they cannot do: add that, as
-    JSON, when you report a fault.
+    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. Exits 1 if a trap is found. No GPU is
+    needed or used. Without FILE:FUNCTION, doctor lists this machine, its packages, and what they cannot do. Add this list, as
+    JSON, to a bug report.
     """
     if workload is None:
         _environment(context, as_json)
@@ -66,7 +66,7 @@ def _environment(context: typer.Context, as_json: bool) -> None:
         if given:
             raise ArgumentError(
                 f"--{given[0]} {context.params[given[0]]!r} without a workload: give FILE:FUNCTION as well, such as "
-                "train.py:job, or leave the option out for what this machine and its packages are"
+                "train.py:job, or leave the option out to list this machine and its packages"
             )
         compat.keep_to_cpu_without_gpu()
         report = environment()

@@ -17,24 +17,24 @@ MEANINGS = {
     "offload_inputs": "as full, with the inputs in host memory",
     "dots": "keep the results of matrix multiplications and convolutions, recompute the rest",
     "dots_with_no_batch_dims": "keep the products with weights, recompute attention's own products and the rest",
-    "offload_dot_with_no_batch_dims": "as dots_with_no_batch_dims, with what is kept in host memory",
-    "everything": "keep every residual, recompute nothing, but as a checkpointed block",
+    "offload_dot_with_no_batch_dims": "as dots_with_no_batch_dims, with the kept arrays in host memory",
+    "everything": "keep every residual of a checkpointed block, recompute nothing",
 }
 GRAMMAR = (
     "Or write your own: action: selector[, selector]; ...  Actions: save, offload, recompute. Selectors: globs on residual "
-    "names, @inputs, @dots, @dots_with_no_batch_dims, @convs, @primitive:NAME. The first rule that matches wins; what none "
-    'matches is recomputed. Example: "offload: *ffn/up*; save: @dots_with_no_batch_dims". '
-    "The names of a model's residuals: remat-jax measure FILE:FUNCTION --residuals"
+    "names, @inputs, @dots, @dots_with_no_batch_dims, @convs, @primitive:NAME. The first rule that matches wins; a residual "
+    'without a rule is recomputed. Example: "offload: *ffn/up*; save: @dots_with_no_batch_dims". The names of a model\'s '
+    "residuals: remat-jax measure FILE:FUNCTION --residuals"
 )
 
 SEVERAL = (
-    "8xh100 are eight of them, 8x8xh200 eight hosts with eight each; FILE.toml:NAME is a target of a file of your own, in the "
-    "form of remat_jax/hardware/targets.toml."
+    "8xh100 means eight GPUs, 8x8xh200 eight hosts with eight GPUs each; FILE.toml:NAME is a target in a file of your own, "
+    "in the form of remat_jax/hardware/targets.toml."
 )
 
 _RATES = (
-    "Nominal rates, and in brackets what estimates take: what published measurements reach (of products the best found shape), "
-    "else a share of the nominal rate, which is assumed (*)."
+    "Nominal rates; in brackets the rates that estimates use: published measurements (for products, of the best shape), else "
+    "an assumed share of the nominal rate (*)."
 )
 
 
@@ -51,11 +51,11 @@ def policies(as_json: Json = False) -> None:
 
 
 def targets(as_json: Json = False) -> None:
-    """List the hardware that memory can be asked about; none of it has to be there."""
+    """List the targets, the hardware that steps can be measured and planned for; none has to be present."""
     with answering(as_json) as answer:
         listed = [target(name) for name in target_names()]
         cells = [(each.name, format_bytes(each.memory_bytes), *_rates(each), each.description) for each in listed]
-        columns = ("name", "memory", "its rate", "to the host, each way", "bfloat16", "what it is")
+        columns = ("name", "memory", "memory rate", "to the host, each way", "bfloat16", "description")
         answer.show(table("Targets", columns, cells, caption=_RATES), SEVERAL)
         answer.data({"targets": [each.to_dict() for each in listed]})
 

@@ -38,33 +38,42 @@ def measure(
     ],
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help=f"{TAKEN}; once for each of several. off and full unless given."),
+        typer.Option("--policy", "-p", help=f"{TAKEN}; repeat the option for several policies. Default: off and full."),
     ] = None,
-    target: Annotated[str, typer.Option(help="What to compile for; see remat-jax targets.")] = "cpu",
+    target: Annotated[str, typer.Option(help="The target to compile for; see remat-jax targets.")] = "cpu",
     mesh: MeshOption = None,
     memory_limit: Annotated[
         str | None,
-        typer.Option(help="Device memory that XLA is to stay within: 40GiB, 80%, bytes. GPU targets. XLA's own unless given."),
+        typer.Option(
+            help=(
+                "The limit of device memory that XLA works towards: 40GiB, 80%, bytes. GPU targets only. Default: XLA's own "
+                "limit."
+            )
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that compiling may take in all.")] = DEFAULT_TIMEOUT,
-    show_residuals: Annotated[bool, typer.Option("--residuals", help="List what is kept between the passes, by name.")] = False,
+    timeout: Annotated[float, typer.Option(help="Time limit of all compilations in seconds.")] = DEFAULT_TIMEOUT,
+    show_residuals: Annotated[bool, typer.Option("--residuals", help="List the residuals by name.")] = False,
     show_live: Annotated[
-        bool, typer.Option("--live", help="List what is on the device where the step needs most, by module. GPU targets.")
+        bool, typer.Option("--live", help="List device memory at the step's peak, by module. GPU targets only.")
     ] = False,
     diff: Annotated[
         tuple[str, str] | None,
-        typer.Option(metavar="A B", help="Say which residuals move from policy A to policy B, and what that costs."),
+        typer.Option(
+            metavar="A B", help=("List the residuals that differ between policies A and B, and what the difference costs.")
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw what is on the device at the peak, by module: .png, .svg, .pdf. GPU targets."),
+        typer.Option(
+            metavar="FILE", help=("Draw device memory at the step's peak, by module: .png, .svg, .pdf. GPU targets only.")
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a training step needs in memory under each policy, as the target's own compiler lays it out.
+    """Measure the memory of a training step under each policy, as the target's own compiler lays it out.
 
-    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. No GPU is needed; for --target
-    attached each step is run on this machine's too.
+    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. No GPU is needed; with --target
+    attached, each step also runs on this machine's GPU.
     """
     with answering(as_json) as answer:
         asked = _asked(policy, diff)
@@ -72,8 +81,8 @@ def measure(
         limit = limit_bytes(memory_limit, described)
         if show_live and described.kind != "gpu":
             raise ArgumentError(
-                f"--live with target {described.name!r}: what is on the device at the peak is known of GPU targets only; give "
-                "one, such as --target h200"
+                f"--live with target {described.name!r}: memory at the peak is known only for GPU targets; give one, such as "
+                "--target h200"
             )
         _check_picture(plot, described)
         divided = checked_mesh(mesh, described)
@@ -137,8 +146,8 @@ def _check_picture(plot: Path | None, target: Target) -> None:
         raise ArgumentError(f"plot={str(plot)!r}: expected a name that ends in {', '.join(FORMATS)}")
     if target.kind != "gpu":
         raise ArgumentError(
-            f"plot={str(plot)!r} with target={target.name!r}: what is on the device at the peak is known of GPU targets only; "
-            "give one, such as --target h200"
+            f"plot={str(plot)!r} with target={target.name!r}: memory at the peak is known only for GPU targets; give one, "
+            "such as --target h200"
         )
     if importlib.util.find_spec("matplotlib") is None:
         raise UnsupportedError("plot: pictures need Matplotlib, not installed here: pip install 'remat_jax[report]'")
@@ -159,7 +168,7 @@ def _draw(plot: Path, reports: Sequence[MemoryReport], answer: Answer) -> str:
 def _show(answer: Answer, target: Target, reports: Sequence[MemoryReport], tables: Sequence[Any]) -> None:
     first = reports[0]
     title = f"{first.workload}: one training step compiled for {first.target} (JAX {first.jax_version})"
-    columns = ("policy", "device", "of it temp", "host", "kept: device", "kept: host", "offload gave back")
+    columns = ("policy", "device", "temp", "host", "kept: device", "kept: host", "offload freed")
     answer.show(*tables, table(title, columns, [_cells(report) for report in reports], caption=_caption(target, reports)))
     answer.show(*_exchanges(reports))
     for warning, policies in _warnings(reports).items():
@@ -176,9 +185,9 @@ def _exchanges(reports: Sequence[MemoryReport]) -> list[Any]:
         (policy, *(f"{by_kind[kind][0]}: {format_bytes(by_kind[kind][1])}" if kind in by_kind else "" for kind in kinds))
         for policy, by_kind in sent.items()
     ]
-    caption = "What a policy has more of than off, it makes the devices send again." if "off" in sent else None
+    caption = "The difference to off is what the devices send again under a policy." if "off" in sent else None
     return [
-        table("What one device sends or gets in a step: arrays, and their bytes", ("policy", *kinds), rows, caption=caption)
+        table("Arrays that one device sends or receives in a step, and their bytes", ("policy", *kinds), rows, caption=caption)
     ]
 
 
@@ -195,14 +204,14 @@ def _cells(report: MemoryReport) -> tuple[Any, ...]:
 
 def _caption(target: Target, reports: Sequence[MemoryReport]) -> str:
     memory = target.memory_bytes
-    caption = "device: arguments + outputs − aliased + temp. kept: residuals, from the forward to the backward pass."
+    caption = "device = arguments + outputs − aliased + temp. kept: residuals, from the forward to the backward pass."
     if target.devices > 1:
         caption = (
-            f"device: of each of the {target.devices}, arguments + outputs − aliased + temp; host too, and a host has "
-            f"{target.devices // target.hosts} of them. kept: residuals, of all."
+            "device = arguments + outputs − aliased + temp. device and host: memory per device; a host has "
+            f"{target.devices // target.hosts} devices. kept: residuals of all {target.devices} devices."
         )
     if any(report.receipt for report in reports):
-        caption += " gave back: against saving on the device what is offloaded."
+        caption += " offload freed: device memory, compared with saving the same residuals on the device."
     if (limit := reports[0].memory_limit) is not None:
         caption += f" Compiled with a memory limit of {format_bytes(limit)}."
     if memory is None:

@@ -27,7 +27,7 @@ FAILED, BAD_USAGE, INFEASIBLE = 1, 2, 3
 # Where nobody looks at a terminal (a log, a file) there is no width to keep to.
 _WIDTH_WITHOUT_TERMINAL = 120
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")]
 
 
 _PLAIN = {"−": "-", "–": "-", "—": "-", "×": "x", "≤": "<=", "≥": ">=", "→": "->", "…": "...", "µ": "u", "·": ".", "█": "#"}

@@ -27,7 +27,7 @@ def parity(
     """Compare a PyTorch model with its Flax port: outputs, gradients, training, and what both keep in memory.
 
     FILE:FUNCTION names a function without arguments that returns a dictionary of the arguments of remat_jax.parity.compare
-    (torch_module, flax_module, inputs, and what else is wanted). Exits 1 if the two differ, or a planted fault was not found.
+    (torch_module, flax_module, inputs, and optional ones). Exits 1 if the models differ, or if a planted fault is not found.
     """
     with answering(as_json) as answer:
         require_torch()
@@ -55,15 +55,15 @@ def _arguments(case: str, given: Mapping[str, Any], tell: Any) -> dict[str, Any]
     # `__annotations__` has the parameters' names and "return".
     unknown = [name for name in given if name not in compare.__annotations__ or name == "return"]
     if missing or unknown:
-        said = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(map(repr, unknown))}"] * bool(unknown)
-        raise ArgumentError(f"case={case!r} gave a dictionary that {' and '.join(said)}: expected {_EXPECTED}")
+        faults = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(map(repr, unknown))}"] * bool(unknown)
+        raise ArgumentError(f"case={case!r} gave a dictionary that {' and '.join(faults)}: expected {_EXPECTED}")
     return {"progress": tell, **given}
 
 
 def _check_page(html: Path | None) -> None:
     """Check that the page can be written, before minutes of comparing."""
     if html is not None and not html.absolute().parent.is_dir():
-        raise ArgumentError(f"html={str(html)!r}: there is no folder {html.absolute().parent}; make it, or give another file")
+        raise ArgumentError(f"html={str(html)!r}: there is no folder {html.absolute().parent}; create it, or give another file")
 
 
 def _written(report: ParityReport, html: Path) -> Path:

@@ -30,15 +30,15 @@ def plan(
     budget: Annotated[
         str, typer.Option("--budget", "-b", help="Device memory: 40GiB, '38 GB', bytes, or a share of the target's: 80%, 0.8.")
     ],
-    target: Annotated[str, typer.Option(help="What to plan and compile for; see remat-jax targets.")],
+    target: Annotated[str, typer.Option(help="The target to plan and compile for; see remat-jax targets.")],
     mesh: MeshOption = None,
-    host_budget: Annotated[
-        str | None, typer.Option(help="Host memory: 64GiB, or 0 for no offload. No limit unless given.")
-    ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for the whole call.")] = DEFAULT_TIMEOUT,
-    explain: Annotated[bool, typer.Option("--explain", help="Say of every residual where it is, and why.")] = False,
+    host_budget: Annotated[str | None, typer.Option(help="Host memory: 64GiB, or 0 for no offload. Default: no limit.")] = None,
+    timeout: Annotated[float, typer.Option(help="Time limit of the whole call in seconds.")] = DEFAULT_TIMEOUT,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain for every residual where it is, and why.")] = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON, for Plan.load.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one page with a slider over the frontier.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help=("Write one HTML page with a slider over the frontier."))
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw memory against time: .png, .svg, .pdf; needs Matplotlib.")
     ] = None,
@@ -46,8 +46,8 @@ def plan(
 ) -> None:
     """Find the fastest policy whose compiled training step fits a budget of memory.
 
-    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. No GPU is needed or used. Exits 3 where
-    nothing fits, and says the least that can be reached and what takes it.
+    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. No GPU is needed or used. Exits 3 if
+    nothing fits; the error names the least memory that was reached, and its largest parts.
     """
     with answering(as_json) as answer:
         # What can be wrong in the arguments is said before the user's file runs, which may take long.
@@ -71,7 +71,7 @@ def _check_files(files: Sequence[tuple[str, Path | None]]) -> None:
     for option, path in files:
         if path is not None and not path.absolute().parent.is_dir():
             raise ArgumentError(
-                f"{option}={str(path)!r}: there is no folder {path.absolute().parent}; make it, or give another file"
+                f"{option}={str(path)!r}: there is no folder {path.absolute().parent}; create it, or give another file"
             )
         if option == "plot" and path is not None:
             if path.suffix.lower() not in FORMATS:

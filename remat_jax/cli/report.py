@@ -31,20 +31,24 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the page.")],
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help="A name or a text; once for each of several. The usual named ones unless given."),
+        typer.Option(
+            "--policy",
+            "-p",
+            help=("A name or a text; repeat the option for several policies. Default: the usual named policies."),
+        ),
     ] = None,
-    target: Annotated[str, typer.Option(help="What to compile for; see remat-jax targets.")] = "h200",
+    target: Annotated[str, typer.Option(help="The target to compile for; see remat-jax targets.")] = "h200",
     mesh: MeshOption = None,
     budget: Annotated[
-        str | None, typer.Option("--budget", "-b", help="Plan within so much device memory: 40GiB, '38 GB', bytes, 80%, 0.8.")
+        str | None, typer.Option("--budget", "-b", help="Also plan within this device memory: 40GiB, '38 GB', bytes, 80%, 0.8.")
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A plan that remat-jax plan --save wrote, in place of --budget.")
+        Path | None, typer.Option(metavar="FILE", help="A plan that remat-jax plan --save wrote, instead of --budget.")
     ] = None,
     parity: Annotated[
-        str | None, typer.Option(metavar="FILE:FUNCTION", help="Compare with PyTorch too; as remat-jax parity takes it.")
+        str | None, typer.Option(metavar="FILE:FUNCTION", help="Also compare with PyTorch: a case as for remat-jax parity.")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that compiling the policies may take in all, and planning.")] = (
+    timeout: Annotated[float, typer.Option(help="Time limit in seconds of compiling all policies, and of planning.")] = (
         DEFAULT_TIMEOUT
     ),
     as_json: Json = False,
@@ -52,8 +56,8 @@ def report(
     """Write one HTML page of a workload: policies side by side, memory by module, the plan with its frontier, parity, traps.
 
     FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. The page loads nothing. No GPU is
-    needed; for --target attached each step is run on this machine's too. Exits 1 where the comparison with PyTorch does not
-    hold, 3 where nothing fits the budget.
+    needed; with --target attached, each step also runs on this machine's GPU. Exits 1 if the comparison with PyTorch fails,
+    3 if nothing fits the budget.
     """
     with answering(as_json) as answer:
         # Check the arguments before the user's file runs, which may take long.
@@ -83,9 +87,9 @@ def report(
 
 def _check_plan(budget: str | None, plan: Path | None) -> None:
     if budget is not None and plan is not None:
-        raise ArgumentError(f"budget={budget!r} and plan={str(plan)!r}: give one of them; a plan has its budget already")
+        raise ArgumentError(f"budget={budget!r} and plan={str(plan)!r}: give only one of them; a plan has its own budget")
     if plan is not None and not plan.is_file():
-        raise ArgumentError(f"plan={str(plan)!r}: there is no such file; write one with remat-jax plan --save")
+        raise ArgumentError(f"plan={str(plan)!r}: no such file; write one with remat-jax plan --save")
 
 
 def _show(answer: Answer, gathered: Gathered, where: Path) -> None:

@@ -28,8 +28,8 @@ MeshOption = Annotated[
     typer.Option(
         "--mesh",
         metavar="AXIS=SIZE,…",
-        help="Divide by these axes, such as data=8,fsdp=8, in place of the workload's own mesh; its shardings stay. Where "
-        "it has none, the batch lies over data and fsdp, and each parameter over fsdp.",
+        help="Use this mesh, such as data=8,fsdp=8, instead of the workload's own; its shardings stay. Without shardings, the "
+        "batch is partitioned over data and fsdp, and each parameter over fsdp.",
     ),
 ]
 
@@ -68,7 +68,7 @@ def check_policy(given: str) -> Any:
         return as_block_policy(given)
     path = Path(given)
     if not path.is_file():
-        raise ArgumentError(f"policy={given!r}: there is no such file; write one with remat-jax plan --save")
+        raise ArgumentError(f"policy={given!r}: no such file; write one with remat-jax plan --save")
     return path
 
 
@@ -154,7 +154,7 @@ def _module(where: str, asked: str) -> ModuleType:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     if not _exists(where):
-        raise ArgumentError(f"{asked}: there is no module {where!r} here or among what is installed; {_EXPECTED}")
+        raise ArgumentError(f"{asked}: there is no module {where!r} here or among the installed packages; {_EXPECTED}")
     return importlib.import_module(where)
 
 

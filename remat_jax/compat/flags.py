@@ -75,7 +75,7 @@ def _content(path: str) -> str:
             raise ValueError("it has a null byte")
     except (OSError, ValueError) as error:
         raise CompileError(
-            f"XLA_FLAGS={path[:200]!r} does not begin with '-', so that XLA takes it for the name of a file with flags, which "
-            f"cannot be read ({error}): name a file that is there, give flags that begin with '-', or unset it"
+            f"XLA_FLAGS={path[:200]!r} does not begin with '-', so XLA reads it as the name of a file with flags, and this "
+            f"file cannot be read ({error}): name an existing file, give flags that begin with '-', or unset it"
         ) from None
     return os.fsdecode(content)

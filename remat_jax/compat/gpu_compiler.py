@@ -114,8 +114,8 @@ def lowering_for(target: str, device_kinds: Sequence[str]) -> Iterator[None]:
     """
     if not device_kinds:
         raise UnsupportedError(
-            f"target={target!r} has a Pallas kernel to compile and does not say what JAX calls the device: give "
-            'device_kinds = ["NVIDIA H200"] or the like in its table'
+            f"target={target!r} does not state JAX's name for the device, which a Pallas kernel needs to compile: add it to "
+            'the target\'s table, for example device_kinds = ["NVIDIA H200"]'
         )
     device = jax.sharding.AbstractDevice(device_kind=device_kinds[0], num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)

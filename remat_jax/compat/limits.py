@@ -50,8 +50,8 @@ def _other_plugins() -> list[str]:
             fits = True
         else:
             texts.append(
-                f"{plugin} is {version} and jaxlib {jaxlib}, so JAX leaves it out, and GPU targets are refused: "
-                f"pip install {plugin}=={jaxlib}"
+                f"{plugin} has version {version} and jaxlib {jaxlib}, so JAX ignores the plugin and GPU targets cannot be "
+                f"compiled: pip install {plugin}=={jaxlib}"
             )
     return [] if fits else texts
 
@@ -84,8 +84,8 @@ def warn_of_lost_threads() -> None:
     if _lost_threads and _asked != os.getpid():
         _asked = os.getpid()
         warn(
-            "this process was forked from one in which JAX had started, and JAX's threads stayed there: JAX may wait for ever. "
-            "Start it otherwise, as with multiprocessing.get_context('spawn')"
+            "this process was forked after JAX had started, and a fork does not copy JAX's threads: JAX may hang. Start "
+            "processes with multiprocessing.get_context('spawn')"
         )
 
 
@@ -106,6 +106,6 @@ def eager_offload_explained() -> Iterator[None]:
         if isinstance(error, UnsupportedError) or not _NOT_EAGERLY.search(str(error)):
             raise
         raise UnsupportedError(
-            "a policy offloads in a call that is not under jax.jit, and JAX cannot move to the host there what lies on several "
-            f"devices or is in a shard_map: put the function that takes the gradient under jax.jit. JAX said: {error}"
+            "a policy offloads outside jax.jit, where JAX cannot move arrays on several devices or inside a shard_map to the "
+            f"host: put the function that takes the gradient under jax.jit. JAX's error: {error}"
         ) from error

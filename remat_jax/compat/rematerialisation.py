@@ -175,8 +175,8 @@ def require_named_policies() -> None:
     """
     if remat3() and JAX_VERSION < (0, 12, 0):
         raise UnsupportedError(
-            f"jax_remat3=True with JAX {jax.__version__}: this JAX silently recomputes what such a policy would keep; "
-            'switch it off with jax.config.update("jax_remat3", False), or use JAX 0.12 or later'
+            f"jax_remat3=True with JAX {jax.__version__}: this JAX version silently recomputes the arrays that such a policy "
+            'keeps; switch jax_remat3 off with jax.config.update("jax_remat3", False), or use JAX 0.12 or later'
         )
 
 

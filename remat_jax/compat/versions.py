@@ -50,9 +50,10 @@ def refuse_miscompiled_offload() -> None:
     """
     if JAX_VERSION in SCANNED_OFFLOAD_MISCOMPILED and _has_gpu() and miscompiles_scanned_offload_here():
         raise UnsupportedError(
-            f"offload inside a scan with JAX {jax.__version__} on a GPU: the compiler reads another layer's residuals back, "
-            "and gradients are silently wrong (openxla/xla#46231). Use JAX 0.11.1 or later, unroll the layers, or start with "
-            "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator, which XLA reads once, when it starts"
+            f"offload inside a scan with JAX {jax.__version__} on a GPU: the compiled backward pass reads another layer's "
+            "residuals, so gradients are silently wrong (openxla/xla#46231). Use JAX 0.11.1 or later, unroll the layers, or "
+            "start with XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator (XLA reads these flags once, when it "
+            "starts)"
         )
 
 

@@ -128,8 +128,9 @@ def _batch(
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, mark: Mark) -> Any:
     raise UnsupportedError(
-        f"block={name_of(mark.marked.block)}: policies by layer are set on the whole function, which takes the gradient of "
-        "this block inside. Give checkpoint_blocks the loss function, and take the gradient of what it returns."
+        f"block={name_of(mark.marked.block)}: policies by layer must be set before the block is differentiated, but this "
+        "function takes the gradient of the block itself. Give checkpoint_blocks the loss function, and differentiate the "
+        "function that it returns."
     )
 
 

@@ -46,7 +46,7 @@ def _transpose(cotangent: Any, _: Any, *, order: int) -> list[Any]:
         return [cotangent]
     if order >= _TWICE:
         raise UnsupportedError(
-            "a gradient through an offload is differentiated in reverse mode again, which JAX does not do with arrays in host "
+            "a gradient through an offload is differentiated again in reverse mode; JAX cannot do this with arrays in host "
             "memory. Take the outer derivative in forward mode (jax.jvp or jax.linearize of jax.grad, jax.jacfwd, "
             "jax.hessian), or use a policy that offloads nothing, such as 'full'"
         )

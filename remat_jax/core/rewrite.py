@@ -142,8 +142,8 @@ def region_body(eqn: Any) -> Any | None:
     body, params = compat.checkpoint_parts(eqn)
     if params.get("differentiated"):
         raise UnsupportedError(
-            "fn contains a jax.checkpoint region that is differentiated already (fn takes a gradient itself): its policy is "
-            "spent. Give replan the loss function, and take the gradient of what it returns."
+            "fn contains a jax.checkpoint region that is already differentiated (fn takes a gradient itself), so its policy "
+            "can no longer change. Give replan the loss function, and differentiate the function that it returns."
         )
     return body
 

@@ -54,8 +54,8 @@ def _count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
             total += max(counted, default=0)
         elif name == "while" and any(counted):
             raise UnsupportedError(
-                "a while loop with matrix multiplications in it cannot be counted: the number of its rounds is not known "
-                "before it runs. Use lax.scan or a fori_loop with static bounds inside lax.scan."
+                "the matrix multiplications in a while loop cannot be counted: its number of rounds is unknown before it "
+                "runs. Use lax.scan or a fori_loop with static bounds inside lax.scan."
             )
         else:
             total += sum(counted) * (eqn.params["length"] if name == "scan" else 1)

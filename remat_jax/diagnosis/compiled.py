@@ -122,17 +122,20 @@ def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterato
         return
     by_hand = any(not region.ours and any(one.on_host for one in region.kept) for region in observed.regions)
     remedy = (
-        "The offload is a policy of JAX's in the model itself, and XLA puts its copies off: use remat_jax.replan or "
-        "checkpoint_blocks, which tie each block to its place, or scan the layers"
+        "The model itself offloads with a JAX policy, and XLA delays the copies: use remat_jax.replan or checkpoint_blocks, "
+        "which tie each block to its place in the schedule, or scan the layers"
         if by_hand
         else 'Use policy "full", which keeps no more on the device, or offload other residuals'
     )
     problems = []
     there = receipt.host_bytes * report.devices
     if receipt.offered_bytes is not None and there < receipt.offered_bytes:
-        problems.append(f"of {receipt.offered_bytes} bytes offered to the host only {there} are there")
+        problems.append(f"only {there} of {receipt.offered_bytes} offered bytes are in host memory")
     if receipt.returned_bytes is not None and receipt.returned_bytes <= 0:
-        problems.append(f"the device needs {-receipt.returned_bytes} bytes more than with all of that saved on it")
+        problems.append(
+            f"the step needs {-receipt.returned_bytes} bytes more device memory than with the same residuals saved on the "
+            "device"
+        )
     for problem in problems:
         yield Finding("offload_without_effect", report.policy, "", f"compiled for {report.target}, {problem}", remedy)
     if any("openxla/xla#46231" in warning for warning in receipt.warnings):
@@ -140,8 +143,8 @@ def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterato
             "miscompiled_offload",
             report.policy,
             "",
-            f"JAX {report.jax_version} compiles offload inside a scan so that backward reads another layer's residuals, "
-            "and gradients are silently wrong on a GPU (openxla/xla#46231)",
+            f"JAX {report.jax_version} miscompiles offload inside a scan: the backward pass reads another layer's residuals, "
+            "and gradients on a GPU are silently wrong (openxla/xla#46231)",
             "Use JAX 0.11.1 or later, unroll the layers, or start with "
             "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator",
         )
@@ -163,9 +166,10 @@ def pinned_pool(observed: Observed, host_bytes: int | None = None) -> Iterator[F
             "pinned_pool",
             observed.workload.name,
             "",
-            f"the step needs {format_bytes(host_bytes)} of pinned host memory; XLA's pool ends at {format_bytes(limit)}: "
-            "it would fail with RESOURCE_EXHAUSTED while running",
-            f"Start with {PINNED_POOL}={-(-host_bytes // 2**30) + 1} or more (and the host memory for it), or offload less",
+            f"the step needs {format_bytes(host_bytes)} of pinned host memory, but XLA's pool is limited to "
+            f"{format_bytes(limit)}: the run would fail with RESOURCE_EXHAUSTED",
+            f"Start with {PINNED_POOL}={-(-host_bytes // 2**30) + 1} or more (if the host has this much memory), or offload "
+            "less",
         )
 
 
@@ -185,9 +189,10 @@ def last_block_offloaded(observed: Observed, target: Target) -> Iterator[Finding
             "last_block_offloaded",
             path,
             "",
-            f"{nbytes} bytes of the last block go to the host and straight back: {copying * 1e3:.3g} ms on the link, and at "
-            f"most {computing * 1e3:.3g} ms of compute between them and their use (nominal rates of {target.name})",
-            f'Leave the last block out of the offload: a mapping with {{{path!r}: "full"}} first, then the others',
+            f"{nbytes} bytes of the last block go to the host and are needed back at once: {copying * 1000.0:.3g} ms on the "
+            f"link, but at most {computing * 1000.0:.3g} ms of compute between them and their use (nominal rates of "
+            f"{target.name})",
+            f'Leave the last block out of the offload: put {{{path!r}: "full"}} before the other entries of the mapping',
         )
 
 
@@ -205,11 +210,11 @@ def xla_rematerialization(observed: Observed, report: MemoryReport, target: Targ
             "xla_rematerialization",
             observed.workload.name,
             "",
-            f"XLA recomputes on its own beside the policy: {format_bytes(report.device_bytes)} with its pass and "
-            f"{format_bytes(plain)} without, on a device of {format_bytes(target.memory_bytes)}; time and memory are not "
-            "those of the policy",
+            f"XLA recomputes more than the policy asks for: the step needs {format_bytes(report.device_bytes)} with XLA's "
+            f"pass and {format_bytes(plain)} without it, on a device of {format_bytes(target.memory_bytes)}; its time and "
+            "memory are not those of the policy",
             "Choose a policy that needs less, or switch the pass off: start with "
-            f"XLA_FLAGS=--xla_disable_hlo_passes={passes}, so that a step that is too large fails",
+            f"XLA_FLAGS=--xla_disable_hlo_passes={passes}; a step that is too large then fails",
         )
 
 
@@ -224,8 +229,8 @@ def latency_hiding_scheduler(observed: Observed, report: MemoryReport, target: T
             "latency_hiding_scheduler",
             observed.workload.name,
             "",
-            f"XLA_FLAGS switches the latency-hiding scheduler on: {format_bytes(report.device_bytes)} with it and "
-            f"{format_bytes(plain.device)} without",
+            f"XLA_FLAGS enables the latency-hiding scheduler: the step needs {format_bytes(report.device_bytes)} with it and "
+            f"{format_bytes(plain.device)} without it",
             f"Take {SCHEDULER}=true out of XLA_FLAGS, or scan the layers (jax#20763)",
         )
 

@@ -101,9 +101,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     check_timeout(timeout)
     described = target if target is None or isinstance(target, Target) else target_named(target)
     if described is not None and described.kind != "gpu":
-        raise ArgumentError(
-            f"target={described.name!r} is no GPU: the traps that compiling shows are those of GPUs; leave it out"
-        )
+        raise ArgumentError(f"target={described.name!r} is not a GPU: compiling shows traps only for GPUs; leave target out")
     if described is not None:
         check_devices(workload, described)
     none = _is_none(workload, policy)
@@ -112,16 +110,16 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     policies, text = _policies(workload, policy)
     replaced = workload.replaced_checkpoints if policies is not None else 0
     observed = observe(workload, policies)
-    found = [finding for trap in TRAPS for finding in trap(observed)]
-    is_refused = policies is not None and bool(REFUSED & {one.trap for one in found})
+    findings = [finding for trap in TRAPS for finding in trap(observed)]
+    is_refused = policies is not None and bool(REFUSED & {one.trap for one in findings})
     advice: tuple[Advice, ...] = ()
     if described is not None and not is_refused:
-        found += compiled_traps(observed, described, timeout)
+        findings += compiled_traps(observed, described, timeout)
         asked = policy_of(observed)
         advice = compiled_advice(workload, asked, measure(workload, asked, described, timeout), described, timeout)
     else:
-        found += pinned_pool(observed)
-    return Diagnosis(workload.name, text, _name(described), merged(found), len(observed.regions), replaced, advice)
+        findings += pinned_pool(observed)
+    return Diagnosis(workload.name, text, _name(described), merged(findings), len(observed.regions), replaced, advice)
 
 
 def _name(target: Target | None) -> str | None:
@@ -135,9 +133,9 @@ def _is_none(workload: Workload, policy: Any) -> list[Finding]:
             "policy_none",
             name_of(block),
             "",
-            "policy=None is no policy: jax.checkpoint and nn.remat recompute everything then, others take it for none, "
-            "and remat_jax refuses it",
-            'Write what is meant: "full" to recompute everything, "everything" or "off" to recompute nothing',
+            "policy=None is ambiguous: jax.checkpoint and nn.remat then recompute everything, other libraries use no "
+            "checkpoint, and remat_jax refuses it",
+            'Write "full" to recompute everything, "everything" or "off" to recompute nothing',
         )
         for block, one in entries.items()
         if one is None

@@ -68,14 +68,14 @@ def environment() -> Environment:
     >>> found.python == platform.python_version(), "jax" in found.versions
     (True, True)
     """
-    found = tuple(gpus())
+    devices = tuple(gpus())
     versions = {name: _version(name) for name in PACKAGES}
     return Environment(
         python=platform.python_version(),
         platform=platform.platform(),
         versions=versions,
-        gpus=found,
-        attached=_attached() if found else None,
+        gpus=devices,
+        attached=_attached() if devices else None,
         flags={name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
         limits=(*compat.limits(), *_without_torch()),
     )

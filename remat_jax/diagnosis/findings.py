@@ -82,7 +82,7 @@ class Diagnosis:
         remark += "".join(f"\nbeyond the blocks: {one}" for one in self.advice)
         if self.ok:
             regions = _counted(self.regions, "different checkpointed region") if self.regions else "nothing is checkpointed"
-            more = "" if self.target else "\nName a GPU as target to look for the traps that only compiling shows."
+            more = "" if self.target else "\nName a GPU as the target to look for traps that only compiling shows."
             return f"{title}; {regions}.{remark}{more}"
         rows = [(one.trap, "\n".join(filter(None, (one.block, one.place))), one.problem, one.remedy) for one in self.findings]
         return table(title, ("trap", "where", "what happens", "remedy"), rows, caption=remark.strip() or None)

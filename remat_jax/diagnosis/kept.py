@@ -33,10 +33,12 @@ def kernel_run_again(observed: Observed) -> Iterator[Finding]:
                 "kernel_run_again",
                 some(region.paths),
                 compat.source_line(eqn) or region.place,
-                f"{some(one.name for one in kept)} of {eqn.primitive.name} is kept ({sum(one.nbytes for one in kept)} bytes), "
-                f"yet it runs again in the backward pass, which reads another of its results ({results})",
-                "Keep what backward reads of the others too (of flash attention the log-sum-exp; remat-jax measure --residuals "
-                "lists the names; for a policy of JAX's they need names in the kernel's own derivative rule), or keep none",
+                f"{some(one.name for one in kept)} of {eqn.primitive.name} is kept ({sum(one.nbytes for one in kept)} "
+                f"bytes), yet {eqn.primitive.name} runs again in the backward pass, which needs another of its results "
+                f"({results})",
+                "Keep the other results that the backward pass reads too (of flash attention the log-sum-exp; remat-jax "
+                "measure --residuals lists the names; a JAX policy needs names in the kernel's own derivative rule), or keep "
+                "none of the results",
             )
 
 
@@ -100,7 +102,7 @@ def parameter_kept(observed: Observed) -> Iterator[Finding]:
                 region.place,
                 f"{sum(one.nbytes for one in named)} bytes{each} of {'host' if on_host else 'device'} memory hold copies of "
                 f"parameters or constants ({some(sorted(one.name for one in named))}), which are on the device anyway",
-                f'Recompute them, which costs a cast: a first rule such as "recompute: {_rule(named)}" in front of the others',
+                f'Recompute them at the cost of a cast: put a rule such as "recompute: {_rule(named)}" before the others',
             )
 
 
@@ -141,7 +143,7 @@ def keyless_random(observed: Observed) -> Iterator[Finding]:
                     "keyless_random",
                     some(region.paths),
                     compat.source_line(eqn) or region.place,
-                    "lax.rng_uniform has no key, and the backward pass draws again: it reads other numbers than the forward "
-                    "pass, and the gradient is wrong",
-                    "Draw with jax.random and a key, which gives the same numbers again, or save them: @primitive:rng_uniform",
+                    "lax.rng_uniform has no key, so the backward pass draws other numbers than the forward pass, and the "
+                    "gradient is wrong",
+                    "Draw with jax.random and a key, which repeats the same numbers, or save them: @primitive:rng_uniform",
                 )

@@ -47,7 +47,8 @@ def _unmatched_selectors(policy: Policy, regions: list[Region]) -> Iterator[Find
                 "unmatched_name",
                 some(path for region in regions for path in region.paths),
                 "",
-                f"the selector {selector!r} matches none of the {len(set(names))} residuals here ({some(names)}): no effect",
+                f"the selector {selector!r} matches none of the {len(set(names))} residuals here ({some(names)}), so it has "
+                "no effect",
                 f"Correct the selector or leave it out.{closest(selector, names).rstrip('?')}",
             )
 
@@ -71,7 +72,8 @@ def _unmatched_names(policy: JaxPolicy, regions: list[Region]) -> Iterator[Findi
             "unmatched_name",
             some(path for region in regions for path in region.paths),
             regions[0].place,
-            f"the policy names {name!r}, which no checkpoint_name in its regions gives; they give {some(given, 8) or 'none'}",
+            f"the policy selects the name {name!r}, but no checkpoint_name in its regions gives it; the names there are "
+            f"{some(given, 8) or 'none'}",
             f"Correct the name in the policy or in the model.{nearest(name, given).rstrip('?')}",
         )
 
@@ -89,8 +91,8 @@ def named_for_offload(observed: Observed) -> Iterator[Finding]:
                 "offload_without_effect",
                 some(region.paths),
                 region.place,
-                f"{name!r} is to wait in host memory, but the backward pass, with what else is kept, does not read it",
-                "Offload what is computed from it, or what it is computed from, or leave it out",
+                f"{name!r} is offloaded, but given the other kept arrays, the backward pass does not read it",
+                "Offload an array that is computed from it, or an array that it is computed from, or leave it out",
             )
 
 
@@ -109,7 +111,7 @@ def _named_output(region: Region, name: str) -> Finding:
         "named_output",
         some(region.paths),
         region.place,
-        f"{name!r} is to wait in host memory, but it is the output {where} (up to {input_bytes} bytes each time)",
+        f"{name!r} is offloaded, but it is the output {where} (up to {input_bytes} bytes each time)",
         "Name the input of the block instead of its output (jax#23869): the selector @inputs, the policy offload_inputs, or "
         "checkpoint_name on the first line",
     )
@@ -130,9 +132,9 @@ def _nothing_moved(policy: Policy, regions: list[Region]) -> Iterator[Finding]:
         return  # reported by `named_for_offload` or `unmatched_name`
     selected = sorted({name for region in regions for name in region.block.offloaded})
     if selected:
-        why = f"it selects {some(selected)}, but with what else it keeps, the backward pass reads none of these"
+        why = f"it selects {some(selected)}, but given the other arrays that it keeps, the backward pass reads none of these"
     else:
-        why = "no residual that an offload rule selects is an array of rank 1 or more that an earlier rule leaves to it"
+        why = "an offload rule must select an array of rank 1 or more that no earlier rule takes"
     yield Finding(
         "offload_without_effect",
         some(path for region in regions for path in region.paths),

@@ -31,9 +31,9 @@ def remat_scan_of_one_length(observed: Observed) -> Iterator[Finding]:
                 "remat_scan_of_one_length",
                 "/".join(path) or "the scan",
                 compat.source_line(eqn),
-                f"nn.remat_scan was given one length ({length}), and applies no checkpoint then: all {length} rounds keep what "
-                "their backward pass reads",
-                "Give it two lengths or more, or put a policy on the block: remat_jax.checkpoint_blocks(loss, {Block: 'full'})",
+                f"nn.remat_scan has only one length ({length}), and with one length it applies no checkpoint: all {length} "
+                "rounds keep their residuals",
+                "Give it two or more lengths, or put a policy on the block: remat_jax.checkpoint_blocks(loss, {Block: 'full'})",
             )
 
 
@@ -76,9 +76,10 @@ def nested_checkpoint(observed: Observed) -> Iterator[Finding]:
                 "nested_checkpoint",
                 some(region.paths),
                 region.place,
-                f"this checkpoint is around all others, which run three times: {nested} FLOPs a step, and {single} without it. "
-                "It does not lower the peak: its backward pass begins by making everything again that the ones inside keep",
-                "Take the outer checkpoint away, and keep those of the single blocks",
+                f"this checkpoint surrounds all others, so their blocks run three times: {nested} FLOPs per step, and "
+                f"{single} without it. It does not lower the peak: its backward pass first recomputes everything that the "
+                "inner checkpoints keep",
+                "Remove the outer checkpoint, and keep the checkpoints of the single blocks",
             )
 
 
@@ -114,15 +115,15 @@ def overruled_policy(observed: Observed) -> Iterator[Finding]:
         asked = sum(kept.nbytes for one in mine for kept in one.kept)
         names = {kept.name for one in mine for kept in one.kept}
         if asked and not names & {kept.name for kept in region.kept}:
-            word = "policy=None, JAX's word for recomputing everything" if region.policy is None else "a policy of its own"
+            word = "policy=None, which recomputes everything in JAX" if region.policy is None else "a policy of its own"
             yield Finding(
                 "overruled_policy",
                 some(region.paths),
                 region.place,
-                f"the model's own checkpoint stands around {inside} block(s) of the workload and has {word}: it keeps "
-                f"{sum(one.nbytes for one in region.kept)} bytes, and nothing of the {asked} bytes or more that the policy "
+                f"the model's own checkpoint surrounds {inside} block(s) of the workload and has {word}: it keeps "
+                f"{sum(one.nbytes for one in region.kept)} bytes, but discards the {asked} bytes or more that the policy "
                 f"keeps inside ({some(sorted(names))})",
-                "Leave own_checkpoints='keep' out, and the policy takes the place of the model's own checkpoint",
+                "Leave own_checkpoints='keep' out; the policy then replaces the model's own checkpoint",
             )
 
 
@@ -151,10 +152,10 @@ def traced_flag(observed: Observed) -> Iterator[Finding]:
                     "traced_flag",
                     "/".join(path) or "region",
                     compat.source_line(eqn),
-                    f"argument {index} of the flattened call is a Python bool, but is traced inside the checkpoint: where it "
-                    "decides (select, cond), both sides are computed or kept as branches",
-                    "Make it static: nn.remat(..., static_argnums=...) counts with self as 0, jax.checkpoint without; "
-                    "remat_jax.remat and checkpoint_blocks hand Python values on as they are",
+                    f"argument {index} of the flattened call is a Python bool, but the checkpoint traces it: both sides of "
+                    "each choice that depends on it (select, cond) are computed, or stay as branches",
+                    "Make it static: static_argnums of nn.remat counts self as argument 0, static_argnums of jax.checkpoint "
+                    "does not; remat_jax.remat and checkpoint_blocks pass Python values on unchanged",
                 )
 
 

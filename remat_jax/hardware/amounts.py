@@ -35,7 +35,7 @@ def device_amount(given: Any, target: Target, argument: str, error: type[RematEr
         raise error(f"{argument}={given!r}: expected more than 0 bytes; {_FORMS}")
     if target.memory_bytes is not None and found > target.memory_bytes:
         raise error(
-            f"{argument}={given!r} is {format_bytes(found)}, and the {target.name} has {format_bytes(target.memory_bytes)}: "
+            f"{argument}={given!r} is {format_bytes(found)}, but the {target.name} has {format_bytes(target.memory_bytes)}: "
             "ask for less, for '100%', or for another target"
         )
     return found
@@ -68,7 +68,7 @@ def _written(text: str, target: Target | None, argument: str, error: type[RematE
         return int(number) if number.isdigit() else _share(text, float(number), target, argument, error)
     if unit.lower() not in _BY_LOWER:
         hint = nearest(unit, [*UNITS]) if len(unit) > 1 else f" Did you mean {unit.upper() + 'iB'!r} or {unit.upper() + 'B'!r}?"
-        raise error(f"{argument}={text!r}: {unit!r} is no unit of bytes; the units are {', '.join(UNITS)} and %.{hint}")
+        raise error(f"{argument}={text!r}: {unit!r} is not a unit of bytes; the units are {', '.join(UNITS)} and %.{hint}")
     found: int = math.floor(float(number) * UNITS[_BY_LOWER[unit.lower()]])
     return found
 
@@ -78,7 +78,7 @@ def _share(given: Any, share: float, target: Target | None, argument: str, error
         remedy = "; bytes are an integer, such as 40_000_000_000" if isinstance(given, float) and share > 1 else ""
         raise error(f"{argument}={given!r}: a share of memory is above 0 and at most 1 (100%){remedy}. Give {_FORMS}")
     if target is None:
-        raise error(f"{argument}={given!r}: a share is one of device memory; give bytes of the host, as '64GiB'")
+        raise error(f"{argument}={given!r}: a share means a share of device memory; give bytes of the host, as '64GiB'")
     if target.memory_bytes is None:
         raise error(
             f"{argument}={given!r}: the target {target.name!r} does not say how much memory it has; give bytes, as '40GiB'"

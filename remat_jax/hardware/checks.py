@@ -48,8 +48,8 @@ def checked_entry(name: str, given: object) -> dict[str, Any]:
     stated, sourced = set(entry) & {*FACTS, *OPTIONAL_FACTS}, set(entry["source"])
     if stated != sourced:
         raise TargetError(
-            f"target table [{name}]: without a source: {sorted(stated - sourced)}; a source without a "
-            f"figure: {sorted(sourced - stated)!s:.400}. Say under [{name}.source] where each figure is from."
+            f"target table [{name}]: without a source: {sorted(stated - sourced)}; a source without a figure: "
+            f"{sorted(sourced - stated)!s:.400}. State under [{name}.source] where each figure is from."
         )
     _check_measured(name, entry.get("measured", {}))
     _check_reached(name, entry.get("reached", {}))
@@ -60,7 +60,8 @@ def checked_entry(name: str, given: object) -> dict[str, Any]:
 def _as_table(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TargetError(
-            f"target table [{name}]: {value!r:.200} is no table; write its keys below a line [{name}], in the form of {TABLE}."
+            f"target table [{name}]: {value!r:.200} is not a table; write its keys below a line [{name}], in the form of "
+            f"{TABLE}."
         )
     return value
 
@@ -87,7 +88,8 @@ def _check_measured(name: str, given: object) -> None:
     if unknown or not isinstance(flops, dict) or (measured and not isinstance(measured.get("source"), str)):
         raise TargetError(
             f"target table [{name}.measured]: unknown keys {unknown!s:.400}; the keys are {', '.join(MEASURED)}, where flops "
-            "is a table of rates by dtype, products one of rates by dtype and size, and source a text that says who measured."
+            "is a table of rates by dtype, products one of rates by dtype and size, and source a text that names who "
+            "measured."
         )
     _check_rates(f"{name}.measured", {key: value for key, value in measured.items() if key not in ("source", "products")})
     for dtype, curve in _as_table(f"{name}.measured.products", measured.get("products", {})).items():

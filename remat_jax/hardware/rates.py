@@ -132,8 +132,8 @@ class Rates:
         described = target_named(target) if isinstance(target, str) else target
         if described.kind == "cpu" and not described.measured:
             flops = {name: rate for name, rate in _CPU.items() if name != "hbm_bytes_per_s"}
-            said = "assumed for want of any figure; run remat-jax calibrate"
-            source = {"flops": said, "hbm_bytes_per_s": said}
+            assumed = "assumed, as no figure is known; run remat-jax calibrate"
+            source = {"flops": assumed, "hbm_bytes_per_s": assumed}
             return cls(flops, _CPU["hbm_bytes_per_s"], source=source, assumed_dtypes=frozenset(flops))
         return cls(**_figures(described))
 
@@ -159,8 +159,8 @@ class Rates:
                 following = "float32" if following is not None and "float32" not in tried else None
             if following is None:
                 raise TargetError(
-                    f"dtype {dtype!r} has no rate, nor has any that it falls back on ({', '.join(tried[1:]) or 'none'}); the "
-                    f"rates are those of {', '.join(sorted(self.flops))}. Give one more in flops."
+                    f"dtype {dtype!r} has no rate, and neither have its fallbacks ({', '.join(tried[1:]) or 'none'}); the "
+                    f"dtypes with a rate are {', '.join(sorted(self.flops))}. Add a rate to flops."
                 )
             tried.append(following)
         return tried[-1]
@@ -228,7 +228,7 @@ def _figures(target: Target) -> dict[str, Any]:
         return reached(name, None if nominal is None else nominal * share, f"nominal × {share}, ")
 
     link = target.host_link_bytes_per_s
-    found: dict[str, Any] = {
+    figures_of_rates: dict[str, Any] = {
         "hbm_bytes_per_s": of_nominal("hbm_bytes_per_s", target.hbm_bytes_per_s, MEMORY_SHARE),
         "out_bytes_per_s": of_nominal("out_bytes_per_s", link, LINK_SHARE),
         "in_bytes_per_s": of_nominal("in_bytes_per_s", link, LINK_SHARE),
@@ -243,15 +243,15 @@ def _figures(target: Target) -> dict[str, Any]:
     if between is not None:
         network = of_nominal("network_bytes_per_s", target.network_bytes_per_s, LINK_SHARE)
         times = reached("device_link_seconds", DEVICE_LINK_SECONDS, ""), reached("network_seconds", NETWORK_SECONDS, "")
-        found["links"] = Links(between, network, *(one or 0.0 for one in times))
-    if found["hbm_bytes_per_s"] is None or not found["flops"]:
-        lacks = "hbm_bytes_per_s" if found["hbm_bytes_per_s"] is None else "peak_flops"
+        figures_of_rates["links"] = Links(between, network, *(one or 0.0 for one in times))
+    if figures_of_rates["hbm_bytes_per_s"] is None or not figures_of_rates["flops"]:
+        lacks = "hbm_bytes_per_s" if figures_of_rates["hbm_bytes_per_s"] is None else "peak_flops"
         raise TargetError(
-            f"target={target.name!r} has no {lacks}, so that times cannot be estimated; state it in the file that describes "
-            "the target, measure it with remat-jax calibrate, or pass rates=Rates(...)."
+            f"target={target.name!r} has no {lacks}, so times cannot be estimated; state it in the file that describes the "
+            "target, measure it with remat-jax calibrate, or pass rates=Rates(...)."
         )
-    known = {*target.reached.get("flops", {}), *target.measured.get("flops", {})}
-    return {**found, "source": source, "assumed_dtypes": frozenset(found["flops"]) - known}
+    stated = {*target.reached.get("flops", {}), *target.measured.get("flops", {})}
+    return {**figures_of_rates, "source": source, "assumed_dtypes": frozenset(figures_of_rates["flops"]) - stated}
 
 
 def _curve(rates: Mapping[str, float]) -> dict[int, float]:
@@ -262,13 +262,13 @@ def _flops(target: Target, source: dict[str, str]) -> dict[str, float]:
     """The best available figure for each dtype; `source` receives the origin."""
     nominal = {dtype: MATMUL_SHARE * rate for dtype, rate in target.peak_flops.items()}
     published, measured = target.reached.get("flops", {}), target.measured.get("flops", {})
-    said = [str(target.measured.get("source", ""))] if measured else []
-    said += [str(target.reached["source"]["flops"])] if set(published) - set(measured) else []
+    sources = [str(target.measured.get("source", ""))] if measured else []
+    sources += [str(target.reached["source"]["flops"])] if set(published) - set(measured) else []
     rest = sorted(set(nominal) - set(published) - set(measured))
     if rest:
-        which = f"{', '.join(rest)}: " if said else ""
-        said.append(f"{which}nominal × {MATMUL_SHARE}, assumed")
-    source["flops"] = "; ".join(said)
+        which = f"{', '.join(rest)}: " if sources else ""
+        sources.append(f"{which}nominal × {MATMUL_SHARE}, assumed")
+    source["flops"] = "; ".join(sources)
     return {**nominal, **published, **measured}
 
 

@@ -83,7 +83,8 @@ class Target:
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= self.devices or self.devices % self.hosts:
             raise TargetError(
-                f"target {self.name[:200]!r}: {self.devices} devices in {self.hosts} hosts; expected as many in each"
+                f"target {self.name[:200]!r}: {self.devices} devices in {self.hosts} hosts; expected the same number in each "
+                "host"
             )
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
         object.__setattr__(self, "source", MappingProxyType(dict(self.source)))
@@ -153,13 +154,16 @@ def find_attached_with(device_kind: Callable[[], str]) -> None:
 
 def _attached() -> Target:
     if not _find_attached:
-        raise TargetError(f"target={ATTACHED!r} needs remat_jax.memory, which asks JAX what is there; import remat_jax")
+        raise TargetError(
+            f"target={ATTACHED!r} needs remat_jax.memory, which asks JAX for the attached device; import remat_jax"
+        )
     kind = _find_attached[0]()
     found = _called(kind, _table())
     if found is None:
         raise TargetError(
-            f"target={ATTACHED!r}: the attached GPU is {kind!r}, which is in no table; the names are {', '.join(_table())}. "
-            f"Describe it in a file of your own, in the form of {TABLE}, and ask for path/to/file.toml:name."
+            f"target={ATTACHED!r}: the attached GPU is {kind!r}, but no table describes it; the names are "
+            f"{', '.join(_table())}. Describe it in a file of your own, in the form of {TABLE}, and ask for "
+            "path/to/file.toml:name."
         )
     return replace(found, name=ATTACHED, attached=True)
 
@@ -197,7 +201,7 @@ def read_table(text: str) -> dict[str, Target]:
     longest = max(map(len, text.splitlines()), default=0)
     if longest > MOST_LETTERS:
         raise TargetError(
-            f"a line has {longest} letters, and may have {MOST_LETTERS}; give a TOML file in the form of {TABLE}."
+            f"a line has {longest} characters, but at most {MOST_LETTERS} are allowed; give a TOML file in the form of {TABLE}."
         )
     try:
         tables = tomllib.loads(text)

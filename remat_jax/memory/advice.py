@@ -54,8 +54,8 @@ class Advice:
     compiled: bool = False
 
     def __str__(self) -> str:
-        known = "compiled" if self.compiled else "estimated"
-        return f"{self.what}: {format_bytes(self.bytes)} less ({known}): {self.how}. {self.why}."
+        origin = "compiled" if self.compiled else "estimated"
+        return f"{self.what}: {format_bytes(self.bytes)} less ({origin}): {self.how}. {self.why}."
 
 
 def traced_products(workload: Workload) -> tuple[SoftmaxProduct, ...]:
@@ -165,7 +165,7 @@ class _Adviser:
         streamed = 3 * max(map(device_bytes, jax.tree.leaves(state)), default=0)
         updating = sum(map(device_bytes, [*self.parameters.values(), self.arguments["parameters"]])) + streamed
         saved = self.timeline.peak() - max(without, updating)
-        why = f"{format_bytes(device_bytes(state))} of state are on the device for the whole step, and read at its end"
+        why = f"{format_bytes(device_bytes(state))} of state stay on the device for the whole step, but only its end reads them"
         yield Advice(STATE, saved, "rj.offload_optimizer(optimizer)", why)
 
     def _micro_batches(self) -> Iterator[Advice]:
@@ -176,8 +176,8 @@ class _Adviser:
         sums = sum(math.prod(one.shape) * max(4, compat.itemsize(one.dtype)) for one in trained)
         held = sum(one.nbytes for one in self.sizes.live if self._is_activation(one))
         why = (
-            f"{format_bytes(held)} at the peak are activations, half of which {MICRO_BATCHES} micro-batches leave; the sums of "
-            f"gradients take {format_bytes(sums)} more"
+            f"{format_bytes(held)} at the peak are activations; {MICRO_BATCHES} micro-batches halve them, and the sums of "
+            f"gradients add {format_bytes(sums)}"
         )
         yield Advice(MICRO, saved - sums, f"rj.accumulate_gradients(loss, {MICRO_BATCHES})", why)
 
@@ -196,7 +196,10 @@ class _Adviser:
         left = self.timeline.peak(lambda one: 0 if one.phase == RESULT and _elements(one.shape) in elements else 1)
         how = f"jax.jit(step, donate_argnums={undonated!r}), and donate=True (or donate_argnums) in the Workload"
         named = [self.step.names[place] if self.step.names else f"argument {place}" for place in undonated]
-        why = f"the step gives back {' and '.join(named)} of the shapes that it is given, {format_bytes(twice)} twice"
+        why = (
+            f"the step returns {' and '.join(named)} with the shapes of its arguments, so that {format_bytes(twice)} exist "
+            "twice"
+        )
         yield Advice(DONATION, min(twice, self.sizes.device - left), how, why)
 
     def _dtype(self) -> Iterator[Advice]:
@@ -214,7 +217,7 @@ class _Adviser:
             is_wide = buffer.shape.startswith("f32") and _elements(buffer.shape) in elements
             return 0.5 if is_wide and (is_given or is_gradient) else 1.0
 
-        how = "params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params); small updates are rounded away then"
+        how = "params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params); bfloat16 rounds small updates away"
         parts = ["parameters", "gradients", *(["optimizer's state"] if state else [])]
         why = f"{format_bytes(device_bytes(wide))} of parameters are float32, and so are {' and '.join(parts[1:])}"
         yield Advice(DTYPE, self._saved(share), how, why)

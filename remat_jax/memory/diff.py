@@ -139,13 +139,13 @@ class PolicyDiff:
         return table(title, columns, rows, caption=self._remark(len(merged) - len(rows))) if rows else None
 
     def _remark(self, hidden: int) -> str | None:
-        sentences = [f"And {hidden} more, smaller ones."] if hidden else []
+        sentences = [f"And {hidden} smaller residuals."] if hidden else []
         if any(NOT_KEPT in (move.before, move.after) for move in self.moves):
             sentences.append(
-                f"{NOT_KEPT}: the backward pass does not read it where everything is kept, only what is made of it."
+                f"{NOT_KEPT}: if everything is kept, the backward pass reads only arrays that are computed from this one."
             )
         if "off" in (self.before.policy, self.after.policy):
-            sentences.append("off keeps what everything keeps; residuals have names only in a checkpointed block.")
+            sentences.append("off keeps the same residuals as everything; they have names only in a checkpointed block.")
         return " ".join(sentences) or None
 
     def _products(self) -> Any:
@@ -154,20 +154,20 @@ class PolicyDiff:
             for name, pair in self.recomputed.items()
         ]
         columns = ("module", self.before.policy, self.after.policy, "difference")
-        return table("FLOPs of the products that are computed again", columns, rows) if rows else None
+        return table("FLOPs of recomputed products", columns, rows) if rows else None
 
     def _totals(self) -> Any:
         rows = [
             _total("residuals on the device", self.before.residual_device_bytes, self.after.residual_device_bytes),
             _total("residuals in host memory", self.before.residual_host_bytes, self.after.residual_host_bytes),
             _total("compiled: device memory", self.before.device_bytes, self.after.device_bytes),
-            _total("compiled: of it temp", self.before.temp_bytes, self.after.temp_bytes),
+            _total("compiled: temp", self.before.temp_bytes, self.after.temp_bytes),
             _total("compiled: host memory", self.before.host_bytes, self.after.host_bytes),
         ]
         if self.recompute_flops is not None:
             first, second = self.recompute_flops
             rows.append(
-                ("FLOPs computed again", format_flops(first), format_flops(second), format_flops(second - first, sign=True))
+                ("recomputed FLOPs", format_flops(first), format_flops(second), format_flops(second - first, sign=True))
             )
         title = f"{self.before.workload} on {self.before.target}: {self.before.policy} → {self.after.policy}"
         return table(title, ("total", self.before.policy, self.after.policy, "difference"), rows)

@@ -134,8 +134,8 @@ def _measured(
     keys = _keys([policy for one in asked for policy in (one.policy, one.without_offload) if policy is not None])
     programs = [export_step(key, _step(workload, policy), described) for policy, key in keys.items()]
     with ThreadPoolExecutor(1) as pool, Children() as children:
-        told: dict[str, Any] = {"timeout": timeout, "memory_limit": limit, "on_done": on_done, "children": children}
-        compiling = pool.submit(compile_programs, programs, described, **told)
+        options: dict[str, Any] = {"timeout": timeout, "memory_limit": limit, "on_done": on_done, "children": children}
+        compiling = pool.submit(compile_programs, programs, described, **options)
         # Trace the losses while the steps are compiled.
         tables = [_residuals(workload, one.policy) for one in asked]
         products = traced_products(workload) if described.kind == "gpu" else ()
@@ -302,41 +302,42 @@ def _report(
 
 
 UNTILED = (
-    "a matrix product does not fit the tiles that XLA guesses for Triton where it has no GPU to try them on: the step was "
-    "compiled without Triton's products (xla_gpu_enable_triton_gemm=false); on a GPU it may need a few per cent less, and not "
-    "cuBLAS's workspace of 32 MiB"
+    "a matrix product does not fit the tiles that XLA assumes for Triton if it has no GPU to test tiles on, so the step was "
+    "compiled without Triton's products (xla_gpu_enable_triton_gemm=false); on a GPU the step may need a few per cent less "
+    "memory, and no cuBLAS workspace of 32 MiB"
 )
 
 
-def is_miscompiled(found: Sizes) -> bool:
+def is_miscompiled(sizes: Sizes) -> bool:
     """Whether the compiled step reads, or may read, a wrong slot back: by its text, or else by the JAX version."""
-    if found.miscompiled is None:
+    if sizes.miscompiled is None:
         return compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED
-    return found.miscompiled
+    return sizes.miscompiled
 
 
-def _receipt(found: Sizes, baseline: Sizes | None, kept: ResidualTable | None, target: Target) -> Receipt:
+def _receipt(sizes: Sizes, baseline: Sizes | None, kept: ResidualTable | None, target: Target) -> Receipt:
     offered = kept.host_bytes if kept else None
-    returned = baseline.device - found.device if baseline else None
+    returned = baseline.device - sizes.device if baseline else None
     warnings = []
     if offered == 0:
-        stays = " but inputs of several blocks, which stay on the device" if kept and kept.shared else ""
+        stays = " except inputs of several blocks, which stay on the device" if kept and kept.shared else ""
         warnings.append(f"the policy offloads nothing that the backward pass reads{stays}")
     if target.kind == "cpu":
-        warnings.append("a CPU has one memory: what is offloaded stays in temp, and host_bytes is 0; ask a GPU target")
+        warnings.append("a CPU has one memory: offloaded arrays stay in temp, and host_bytes is 0; ask for a GPU target")
     else:
-        there = found.host_temp * target.devices
+        there = sizes.host_temp * target.devices
         if offered is not None and there < offered:
-            warnings.append(f"of {offered} bytes offered only {there} are in host memory")
+            warnings.append(f"only {there} of {offered} offered bytes are in host memory")
         if returned is not None and returned <= 0:
             warnings.append(
-                f"the device gives back nothing: it needs {-returned} bytes more than with the offloaded arrays left there"
+                f"offload frees no device memory: the step needs {-returned} bytes more than with the offloaded arrays saved "
+                "on the device"
             )
-        if is_miscompiled(found):
-            seen = "as the compiled step shows" if found.miscompiled else "and this step's copies could not be followed"
+        if is_miscompiled(sizes):
+            seen = "as the compiled step shows" if sizes.miscompiled else "and this step's copies could not be checked"
             warnings.append(
                 f"JAX {jax.__version__} miscompiles offload inside scan for GPUs, {seen}: gradients are silently wrong "
                 "(openxla/xla#46231). The memory is right. Before running it use JAX 0.11.1 or later, unroll the layers, or "
                 "start with XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
             )
-    return Receipt(offered, found.host_temp, returned, tuple(warnings), kept.shared if kept else ())
+    return Receipt(offered, sizes.host_temp, returned, tuple(warnings), kept.shared if kept else ())

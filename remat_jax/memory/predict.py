@@ -92,8 +92,7 @@ class Predictor:
         self.target = target if isinstance(target, Target) else target_named(target)
         if workload.mesh is not None:
             raise UnsupportedError(
-                f"workload={workload.name!r} has a mesh, and residuals are told of all its devices together: a Predictor "
-                "serves one device. Ask rj.measure, or rj.plan"
+                f"workload={workload.name!r} has a mesh, but a Predictor supports only one device. Use rj.measure or rj.plan"
             )
         self._known: dict[tuple[Any, ...], int] = {}
         self._points: list[tuple[tuple[float, ...], float]] = []
@@ -116,8 +115,8 @@ class Predictor:
         checked = [as_block_policy(given) for given in (policy.values() if isinstance(policy, dict) else [policy])]
         if _key(table) not in self._known and any(isinstance(each, LayerPolicies) and each.groups for each in checked):
             raise UnsupportedError(
-                f"policy={table.policy!r}: what a group of layers needs while its backward pass runs is no residual. Ask "
-                "rj.measure, or tell the Predictor what that says (learn)"
+                f"policy={table.policy!r}: residuals do not show what a group of layers needs during its backward pass. Use "
+                "rj.measure, or give its result to Predictor.learn"
             )
         return self.predict_from(table)
 
@@ -202,8 +201,8 @@ def random_policies(workload: Workload, count: int, seed: int = 0) -> list[str]:
             continue  # the backward pass does not read the offloaded residuals if the others are saved
         policies[text] = None
     raise UnsupportedError(
-        f"workload={workload.name!r}: its blocks have {len(names)} residuals of a size that matters, too few for "
-        f"{count} different policies; ask for fewer"
+        f"workload={workload.name!r}: its blocks have {len(names)} residuals that are large enough to matter, too few for "
+        f"{count} different policies; ask for fewer policies"
     )
 
 
@@ -230,7 +229,7 @@ def _calibration(workload: Workload, calibration: Sequence[Any] | int, seed: int
         return [*NAMED, *random_policies(workload, calibration, seed)]
     if isinstance(calibration, str | int) or len(calibration) < 2:
         raise ArgumentError(
-            f"calibration={calibration!r}: expected two policies or more, or how many random ones to draw beside "
+            f"calibration={calibration!r}: expected at least two policies, or the number of random policies to add to "
             f"{', '.join(NAMED)}"
         )
     for policy in calibration:

@@ -161,17 +161,17 @@ class MemoryReport:
     @property
     def live_bytes_by_module(self) -> dict[tuple[str, str], int]:
         """Live bytes at the peak: (module path, phase) → bytes, the largest first."""
-        found: dict[tuple[str, str], int] = {}
+        parts: dict[tuple[str, str], int] = {}
         for one in self.live:
-            found[one.module, one.phase] = found.get((one.module, one.phase), 0) + one.nbytes
-        return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+            parts[one.module, one.phase] = parts.get((one.module, one.phase), 0) + one.nbytes
+        return dict(sorted(parts.items(), key=lambda entry: -entry[1]))
 
     def live_table(self, rows: int = 20) -> Any:
         """The live buffers at the peak, by module and phase, as a table of at most `rows` lines."""
-        found = list(self.live_bytes_by_module.items())
-        lines = [(module or "(elsewhere)", phase, format_bytes(nbytes)) for (module, phase), nbytes in found[:rows]]
-        if len(found) > rows:
-            lines.append((f"{len(found) - rows} more", "", format_bytes(sum(nbytes for _, nbytes in found[rows:]))))
+        parts = list(self.live_bytes_by_module.items())
+        lines = [(module or "(elsewhere)", phase, format_bytes(nbytes)) for (module, phase), nbytes in parts[:rows]]
+        if len(parts) > rows:
+            lines.append((f"{len(parts) - rows} more", "", format_bytes(sum(nbytes for _, nbytes in parts[rows:]))))
         total = format_bytes(sum(one.nbytes for one in self.live))
         title = f"On the device at the peak: {self.policy} on {self.target}, {total}"
         return table(title, ("module", "phase", "bytes"), lines)
@@ -184,12 +184,12 @@ class MemoryReport:
             for name in names + more
         ]
         if self.devices > self.hosts:
-            rows.insert(3, ("host, each of them", self.host_bytes_per_host, format_bytes(self.host_bytes_per_host)))
+            rows.insert(3, ("host memory, per host", self.host_bytes_per_host, format_bytes(self.host_bytes_per_host)))
         if self.memory_limit is not None:
             rows.insert(1, ("memory limit", self.memory_limit, format_bytes(self.memory_limit)))
         if self.receipt is not None:
             rows.append(("offload: offered", self.receipt.offered_bytes, format_bytes(self.receipt.offered_bytes)))
-            rows.append(("offload: given back", self.receipt.returned_bytes, format_bytes(self.receipt.returned_bytes)))
+            rows.append(("offload: freed", self.receipt.returned_bytes, format_bytes(self.receipt.returned_bytes)))
             for one in self.receipt.shared[:_SHOWN_SHARED]:
                 rows.append(("stays on the device", one.bytes, f"{format_bytes(one.bytes)} read {one.readers}"))
         if self.measured_peak_bytes is not None:
@@ -211,18 +211,18 @@ class MemoryReport:
         remarks = [replaced_text(self.replaced_checkpoints)] if self.replaced_checkpoints else []
         remarks += [f"beyond the blocks: {one}" for one in self.advice if one.bytes >= SHOWN * self.device_bytes]
         caption = "\n".join([*remarks, *(f"warning: {one}" for one in self.warnings)])
-        each = f", each of {self.devices} devices; residuals of all" if self.devices > 1 else ""
+        each = f", each of {self.devices} devices; residuals are totals" if self.devices > 1 else ""
         title = f"{self.workload} under {self.policy} on {self.target}{each} (JAX {self.jax_version})"
         return table(title, ("memory", "bytes", ""), rows, caption=caption or None)
 
     def _estimate(self) -> str:
         """The time of the step as text, with the time spent waiting; a range if rates are assumed."""
-        said = format_estimate(self.seconds, bool(self.assumed_rates))
+        text = format_estimate(self.seconds, bool(self.assumed_rates))
         if self.compute_seconds is not None and (self.overlap is not None or self.exchanges is not None):
-            said += f", {format_seconds(self.compute_seconds)} of it compute"
+            text += f", of which compute {format_seconds(self.compute_seconds)}"
         if self.assumed_rates:
-            said += f"; assumed: {', '.join(name.removesuffix('_bytes_per_s') for name in self.assumed_rates)}"
-        return f"{said}; counted by bytes alone: {', '.join(self.untimed)}" if self.untimed else said
+            text += f"; assumed: {', '.join(name.removesuffix('_bytes_per_s') for name in self.assumed_rates)}"
+        return f"{text}; timed by bytes alone: {', '.join(self.untimed)}" if self.untimed else text
 
     def __str__(self) -> str:
         return render(self)

@@ -215,8 +215,8 @@ def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, s
     checked = as_block_policy(policy) if not isinstance(policy, dict) else None
     if not workload.has_loss:
         raise UnsupportedError(
-            f"workload={workload.name!r} was made from a finished step, which takes its gradient inside: what it keeps between "
-            "the passes cannot be read from outside. Make a Workload of the loss instead."
+            f"workload={workload.name!r} was made from a finished step. The step takes its gradient inside, so its residuals "
+            "cannot be seen from outside. Make a Workload of the loss instead."
         )
     with collecting() as read, _effect_checked(policy.values() if isinstance(policy, dict) else [checked]):
         rows, aliases = _kept(workload, policy)

@@ -54,7 +54,7 @@ def _of_argument(mesh: AbstractMesh, given: Any, tree: Any, name: str) -> Any:
             given = jax.tree.map(lambda spec: PartitionSpec() if spec is None else spec, given, is_leaf=_is_spec)
             specs = jax.tree.leaves(jax.tree_util.tree_broadcast(given, tree, is_leaf=_is_given), is_leaf=_is_given)
         except ValueError as error:
-            raise ArgumentError(f"shardings for {name} are no pytree prefix of it: {error}") from error
+            raise ArgumentError(f"shardings for {name} are not a pytree prefix of it: {error}") from error
     return jax.tree.unflatten(
         treedef,
         [
@@ -80,44 +80,44 @@ def _checked(mesh: AbstractMesh, given: Any, shape: tuple[int, ...], where: str)
         )
     if isinstance(given, NamedSharding) and given.memory_kind not in (None, "device"):
         raise UnsupportedError(
-            f"shardings: {given} for {where} is in {given.memory_kind}; on a mesh only device memory is served"
+            f"shardings: {given} for {where} is in {given.memory_kind}; a workload on a mesh supports only device memory"
         )
     if isinstance(given, NamedSharding) and dict(given.mesh.shape) != dict(mesh.shape):
         raise ArgumentError(
-            f"shardings: {given} for {where} is over another mesh than mesh={dict(mesh.shape)}; give its PartitionSpec"
+            f"shardings: {given} for {where} has another mesh than mesh={dict(mesh.shape)}; give its PartitionSpec"
         )
     spec = PartitionSpec() if given is None else given.spec if isinstance(given, NamedSharding) else given
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         raise ArgumentError(
-            f"shardings: {spec} for {where} has axes that are unreduced or reduced; an argument is no sum that is still to be "
-            "taken: give the spec without them"
+            f"shardings: {spec} for {where} has unreduced or reduced axes, but an argument holds no partial sums: give the "
+            "spec without these axes"
         )
     if len(spec) > len(shape):
         raise ArgumentError(
-            f"shardings: {spec} for {where} has {len(spec)} entries, and its shape {list(shape)} {len(shape)} dimensions"
+            f"shardings: {spec} for {where} has {len(spec)} entries, but the shape {list(shape)} has {len(shape)} dimensions"
         )
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     for dimension, entry in enumerate(spec):
         if entry is PartitionSpec.UNCONSTRAINED:
             raise ArgumentError(
-                f"shardings: {spec} for {where} leaves dimension {dimension} unconstrained; an argument lies in one way: give "
-                "the axes that divide it, or None for none"
+                f"shardings: {spec} for {where} leaves dimension {dimension} unconstrained, but an argument has a fixed "
+                "layout: give the axes that divide it, or None"
             )
         axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         lacking = [axis for axis in axes if axis not in sizes]
         if lacking:
             raise ArgumentError(
-                f"shardings: {spec} for {where} names the axis {lacking[0]!r}, and the mesh has {', '.join(sizes)}"
+                f"shardings: {spec} for {where} names the axis {lacking[0]!r}, but the mesh has {', '.join(sizes)}"
             )
         parts = math.prod(sizes[axis] for axis in axes)
         if shape[dimension] % parts:
             raise ArgumentError(
-                f"shardings: {spec} for {where} divides dimension {dimension} of {list(shape)} into {parts} parts, and "
-                f"{shape[dimension]} is no multiple of that; divide another dimension, or pad it"
+                f"shardings: {spec} for {where} divides dimension {dimension} of {list(shape)} into {parts} parts, but "
+                f"{shape[dimension]} is not a multiple of {parts}; divide another dimension, or pad it"
             )
     named = [axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())]
     if len(set(named)) < len(named):
-        raise ArgumentError(f"shardings: {spec} for {where} names an axis twice; each divides one dimension")
+        raise ArgumentError(f"shardings: {spec} for {where} names an axis twice; an axis can divide only one dimension")
     return NamedSharding(mesh, spec)
 
 
@@ -177,8 +177,8 @@ def check_context(devices: int, called: str) -> None:
     active = jax.sharding.get_abstract_mesh()
     if not active.empty and active.size != devices:
         raise ArgumentError(
-            f"jax.set_mesh: this call stands under a mesh of {active.size} devices ({dict(active.shape)}), and {called} cannot "
-            "be traced there: leave the jax.set_mesh before this call; Workload(…, mesh=…) needs none"
+            f"jax.set_mesh: a mesh of {active.size} devices ({dict(active.shape)}) is active, and {called} cannot be traced "
+            "under it: make this call outside jax.set_mesh; Workload(…, mesh=…) needs no active mesh"
         )
 
 

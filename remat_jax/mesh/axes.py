@@ -41,8 +41,8 @@ def as_mesh(mesh: Any) -> AbstractMesh:
     names = [name for name, kind in zip(named.axis_names, named.axis_types, strict=True) if kind is not AxisType.Auto]
     if names:
         raise UnsupportedError(
-            f"mesh: the axes {', '.join(names)} are not of type Auto, under which the compiler divides what is computed; make "
-            "the mesh with axis_types=(jax.sharding.AxisType.Auto,) * n, or give sizes by axis name"
+            f"mesh: the axes {', '.join(names)} do not have the type Auto, which lets the compiler partition the computation; "
+            "make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * n, or give sizes by axis name"
         )
     return named
 
@@ -53,9 +53,11 @@ def _written(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, equals, size = (word.strip() for word in part.partition("="))
         if not equals or not name.isidentifier() or not re.fullmatch(r"0*[1-9][0-9]{0,6}", size):
-            raise ArgumentError(f"mesh={text!r}: {part.strip()!r} is no axis with its size; expected such as 'data=8,fsdp=8'")
+            raise ArgumentError(
+                f"mesh={text!r}: {part.strip()!r} is not an axis with its size; expected text such as 'data=8,fsdp=8'"
+            )
         if name in sizes:
-            raise ArgumentError(f"mesh={text!r} has the axis {name!r} twice; expected such as 'data=8,fsdp=8'")
+            raise ArgumentError(f"mesh={text!r} has the axis {name!r} twice; expected text such as 'data=8,fsdp=8'")
         sizes[name] = int(size)
     return sizes
 
@@ -94,8 +96,8 @@ def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> 
     unnamed = [name for name in mesh.axis_names if name not in (REPLICATED, DIVIDED)]
     if unnamed:
         raise ArgumentError(
-            f"mesh={shown(mesh)}: the workload does not say what lies over {', '.join(unnamed)}. Only {REPLICATED!r} and "
-            f"{DIVIDED!r} say so by their names; for others write Workload(…, mesh={{…}}, shardings=(…))"
+            f"mesh={shown(mesh)}: the workload does not say which arrays are partitioned over {', '.join(unnamed)}. Only the "
+            f"names {REPLICATED!r} and {DIVIDED!r} imply this; for other axes write Workload(…, mesh={{…}}, shardings=(…))"
         )
     parts = dict(mesh.shape).get(DIVIDED, 1)
     # An old-style random key, uint32[2], is not an array of rows.
@@ -103,8 +105,8 @@ def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> 
     rows = arrays[0].shape[0] if arrays else 0
     if not rows or rows % mesh.size:
         raise ArgumentError(
-            f"mesh={shown(mesh)} divides the batch into {mesh.size} parts, and its first array has {rows} rows: give a batch "
-            "that is a multiple, or another mesh"
+            f"mesh={shown(mesh)} divides the batch into {mesh.size} parts, but its first array has {rows} rows: give a batch "
+            f"with a multiple of {mesh.size} rows, or another mesh"
         )
 
     def of_parameter(leaf: Any) -> PartitionSpec:
@@ -131,13 +133,13 @@ def specs_for(mesh: AbstractMesh, shardings: tuple[Any, ...], known: AbstractMes
     lacking = [axis for axis in known.axis_names if axis in named and axis not in mesh.axis_names]
     if lacking:
         raise ArgumentError(
-            f"mesh={shown(mesh)}: the workload's shardings divide by {', '.join(map(repr, lacking))} too; give each of its "
-            f"axes ({', '.join(known.axis_names)}) a size, 1 for not divided"
+            f"mesh={shown(mesh)}: the workload's shardings also use {', '.join(map(repr, lacking))}; give each of the "
+            f"workload's axes ({', '.join(known.axis_names)}) a size, 1 if it divides nothing"
         )
     idle = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in named and axis not in known.axis_names]
     if idle:
         raise ArgumentError(
-            f"mesh={shown(mesh)}: nothing lies over {', '.join(map(repr, idle))}; the workload's axes are "
+            f"mesh={shown(mesh)}: no array is partitioned over {', '.join(map(repr, idle))}; the workload's axes are "
             f"{', '.join(known.axis_names)}"
         )
     return specs

@@ -68,25 +68,25 @@ def compare(
     workload: Workload, policies: Sequence[Any] | None, target: Target, plan: Plan | None, timeout: float, tell: Progress
 ) -> PolicyComparison:
     """Compare the policies and the plan; `policies=None` means the default policies that are possible here."""
-    found, ends = PolicyComparison(), time.monotonic() + timeout
-    asked = _usual(workload, target, found, tell) if policies is None else list(policies)
+    comparison, ends = PolicyComparison(), time.monotonic() + timeout
+    asked = _usual(workload, target, comparison, tell) if policies is None else list(policies)
     if policies is not None and not any(one == "off" or is_off(one) for one in asked) and workload.replaced_checkpoints:
         asked.append("off")
     everything = [_Asked(policy, required=policies is not None) for policy in asked]
     if plan is not None:
         everything.append(_Asked("off" if plan.is_off else dict(plan.policies), plan=plan))
-    found.described = _described(workload, target, ends, found)
-    reports = _measured(workload, everything, target, ends, tell, found)
+    comparison.described = _described(workload, target, ends, comparison)
+    reports = _measured(workload, everything, target, ends, tell, comparison)
     compiled_for = target if target.kind == "gpu" else None
     for number, (one, memory) in enumerate(reports):
-        name = THE_PLAN if one.plan else _new_name(memory.policy, found)
+        name = THE_PLAN if one.plan else _new_name(memory.policy, comparison)
         tell(f"looking for traps under {name}", number, len(reports))
         diagnosis = doctor(workload, one.policy, compiled_for, timeout)
         kept = residuals(workload, _with_names(one.policy)) if workload.has_loss else None
-        figures = _of_plan(one.plan) if one.plan else _estimated(found.described, one.policy, memory)
-        found.policies.append(Compared(name, memory, kept, *figures, diagnosis))
-    found.policies[:] = _as_compiled(found.policies)
-    return found
+        figures = _of_plan(one.plan) if one.plan else _estimated(comparison.described, one.policy, memory)
+        comparison.policies.append(Compared(name, memory, kept, *figures, diagnosis))
+    comparison.policies[:] = _as_compiled(comparison.policies)
+    return comparison
 
 
 @dataclass(frozen=True)
@@ -98,25 +98,25 @@ class _Asked:
     plan: Plan | None = None
 
 
-def _new_name(name: str, found: PolicyComparison) -> str:
+def _new_name(name: str, comparison: PolicyComparison) -> str:
     """`name`, numbered if another policy has the same name: two of JAX's policy objects may print alike."""
-    alike = sum(one.name == name or one.name.startswith(f"{name} (") for one in found.policies)
+    alike = sum(one.name == name or one.name.startswith(f"{name} (") for one in comparison.policies)
     return f"{name} ({alike + 1})" if alike else name
 
 
-def _usual(workload: Workload, target: Target, found: PolicyComparison, tell: Progress) -> list[Any]:
+def _usual(workload: Workload, target: Target, comparison: PolicyComparison, tell: Progress) -> list[Any]:
     """The default policies that have an effect on this workload; the reasons against the others are recorded."""
     able = []
     for name in USUAL:
         if NAMED[name].offloads and target.kind == "cpu":
-            found.left_out[name] = "a CPU has one memory"
+            comparison.left_out[name] = "a CPU has one memory"
             continue
         tell(f"{workload.name}: tracing under {name}", 0, len(USUAL))
         try:
             step = workload.step(name)
             jax.eval_shape(step.function, *step.arguments)
         except (PolicyError, UnsupportedError) as error:
-            found.left_out[name] = str(error)
+            comparison.left_out[name] = str(error)
         else:
             able.append(name)
     return able
@@ -164,12 +164,12 @@ def _left(ends: float) -> float:
     return max(1.0, ends - time.monotonic())
 
 
-def _described(workload: Workload, target: Target, ends: float, found: PolicyComparison) -> Described | None:
+def _described(workload: Workload, target: Target, ends: float, comparison: PolicyComparison) -> Described | None:
     """The workload as a planning problem, for estimating times; None with a note if it cannot be described."""
     try:
         return describe(workload, target, timeout=_left(ends))
     except (PlanningError, TargetError, UnsupportedError) as error:
-        found.notes.append(f"No step time is estimated: {error}")
+        comparison.notes.append(f"No step time is estimated: {error}")
         return None
 
 

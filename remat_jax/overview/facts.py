@@ -29,20 +29,20 @@ _SHOWN = 6
 
 def facts(workload: Workload, target: Target, described: Described | None) -> list[tuple[str, str]]:
     """The summary as pairs of a name and a text."""
-    found = [("workload", workload.name), ("one step", _step(workload)), ("blocks", _blocks(workload, described))]
-    found += _arguments(workload)
+    pairs = [("workload", workload.name), ("one step", _step(workload)), ("blocks", _blocks(workload, described))]
+    pairs += _arguments(workload)
     if workload.mesh is not None:
         axes = ", ".join(f"{name} {size}" for name, size in workload.mesh.shape.items())
-        found.append(("mesh", f"{axes}: {target.devices} devices; memory is that of one of them"))
+        pairs.append(("mesh", f"{axes}: {target.devices} devices; memory is per device"))
     memory = f", {format_bytes(target.memory_bytes)} of memory" if target.memory_bytes else ""
-    found.append(("target", f"{target.name}: {target.description}{memory}"))
+    pairs.append(("target", f"{target.name}: {target.description}{memory}"))
     if described is not None:
         rates = "; ".join(f"{_RATES.get(name, name)}: {text}" for name, text in described.rates.source.items())
-        found.append(("rates behind the times", rates or "as given"))
-    found.append(("versions", ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)))
+        pairs.append(("rates used for times", rates or "as given"))
+    pairs.append(("versions", ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)))
     if flags := os.environ.get("XLA_FLAGS"):
-        found.append(("XLA_FLAGS", flags))
-    return found
+        pairs.append(("XLA_FLAGS", flags))
+    return pairs
 
 
 def _version(package: str) -> str:
@@ -54,7 +54,7 @@ def _version(package: str) -> str:
 
 def _step(workload: Workload) -> str:
     if not workload.has_loss:
-        return "a finished training step, taken as it is"
+        return "a finished training step"
     return "the loss, its gradient" + (", and the optimizer's update" if workload.optimizer is not None else "; no optimizer")
 
 
@@ -71,21 +71,21 @@ def _blocks(workload: Workload, described: Described | None) -> str:
 def _arguments(workload: Workload) -> list[tuple[str, str]]:
     """The arguments of the step, for all devices together."""
     step = workload.step("off")
-    found = []
+    pairs = []
     for name, tree in zip(step.names, step.arguments, strict=False):
         leaves = jax.tree.leaves(tree)
         if not leaves:
             continue
         if name.startswith("batch"):
-            found.append((name, _shapes(leaves)))
+            pairs.append((name, _shapes(leaves)))
             continue
         elements = sum(leaf.size for leaf in leaves)
         kinds = ", ".join(dict.fromkeys(str(leaf.dtype) for leaf in leaves))
-        found.append((name, f"{elements:,} elements, {format_bytes(compat.tree_bytes(tree))} ({kinds})"))
+        pairs.append((name, f"{elements:,} elements, {format_bytes(compat.tree_bytes(tree))} ({kinds})"))
     if not step.names:
         size = compat.tree_bytes(step.arguments)
-        found.append(("arguments", f"{len(jax.tree.leaves(step.arguments))} arrays, {format_bytes(size)}"))
-    return found
+        pairs.append(("arguments", f"{len(jax.tree.leaves(step.arguments))} arrays, {format_bytes(size)}"))
+    return pairs
 
 
 def _shapes(leaves: list[Any]) -> str:

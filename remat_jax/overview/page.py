@@ -22,15 +22,15 @@ from remat_jax.report.tables import format_bytes, format_estimate
 
 ON_HOST = "in host memory"
 _COLUMNS = (
-    "Device, of it temp, and host: what the compiled step needs. Kept: what stays from the forward to the backward pass. Step: "
-    "the estimated time; over keeping all: what of it is computing again, and copies that compute does not hide."
+    "Device (temp included) and host: memory of the compiled step. Kept: residuals, from the forward to the backward pass. "
+    "Step: the estimated time; over keeping all: the part of it that is recomputation, and copies that compute does not hide."
 )
 _FOOTER = (
-    "Device memory is that of one training step as the target's own compiler lays it out: arguments + results − what is in an "
-    "argument's place + temp; host memory is never part of it. Kept is what stays from the forward to the backward pass. Times "
+    "Device memory is the memory of one training step as the target's own compiler lays it out: arguments + outputs − "
+    "aliased + temp; it never includes host memory. Kept memory is residuals, from the forward to the backward pass. Times "
     "are estimates from counted operations and bytes at the target's rates, "
 )
-_RUN = "and not measured, though each step was run on it for the measured peak of its memory."
+_RUN = "not measurements. Each step was run once, for its measured peak of memory."
 
 
 def page(gathered: Gathered) -> str:
@@ -40,7 +40,7 @@ def page(gathered: Gathered) -> str:
 
 def overview(gathered: Gathered) -> Overview:
     """The page's content as plain data."""
-    found, plan, parity = gathered.comparison.policies, _with_compiled(gathered), gathered.parity
+    policies, plan, parity = gathered.comparison.policies, _with_compiled(gathered), gathered.parity
     limit = _limit(gathered)
     columns, rows = _table(gathered, limit)
     return Overview(
@@ -49,14 +49,14 @@ def overview(gathered: Gathered) -> Overview:
         facts=facts(gathered.workload, gathered.target, gathered.comparison.described),
         columns=columns,
         rows=rows,
-        device=[_device(one) for one in found],
-        host=[StackedBar(one.name, {(ON_HOST, "of one step"): n}) for one in found if (n := one.memory.host_bytes)],
+        device=[_device(one) for one in policies],
+        host=[StackedBar(one.name, {(ON_HOST, "of one step"): n}) for one in policies if (n := one.memory.host_bytes)],
         limit=limit,
         notes=_notes(gathered, limit),
-        offload=[_offload(one) for one in found if one.memory.receipt is not None],
-        warnings=_warnings(found),
-        findings=_findings(found),
-        modules=_modules(found),
+        offload=[_offload(one) for one in policies if one.memory.receipt is not None],
+        warnings=_warnings(policies),
+        findings=_findings(policies),
+        modules=_modules(policies),
         plan=page_data(plan) if plan is not None else None,
         explanation=explanation(plan) if plan is not None else "",
         parity=(parity.verdict(), parity.passed, evidence(parity)) if parity is not None else None,
@@ -109,16 +109,16 @@ def _same_rates(gathered: Gathered) -> bool:
 
 
 def _table(gathered: Gathered, limit: tuple[str, int] | None) -> tuple[list[Column], list[list[Cell]]]:
-    found = gathered.comparison.policies
-    columns = [Column("policy", "name"), *(Column(title, "bytes") for title in ("device", "of it temp", "host"))]
-    measured = any(one.memory.measured_peak_bytes is not None for one in found)
+    policies = gathered.comparison.policies
+    columns = [Column("policy", "name"), *(Column(title, "bytes") for title in ("device", "temp", "host"))]
+    measured = any(one.memory.measured_peak_bytes is not None for one in policies)
     columns += [Column("measured peak", "bytes")] * measured
     columns += [Column("kept: device", "bytes"), Column("kept: host", "bytes")]
-    columns += [Column("step", "seconds"), Column("over keeping all", "seconds"), Column("computed again", "flops")]
+    columns += [Column("step", "seconds"), Column("over keeping all", "seconds"), Column("recomputed", "flops")]
     columns += [Column("fits")] if limit else []
     columns.append(Column("traps", "count"))
     rows = []
-    for one in found:
+    for one in policies:
         memory = one.memory
         row: list[Cell] = [one.name, memory.device_bytes, memory.temp_bytes, memory.host_bytes]
         row += [memory.measured_peak_bytes] * measured
@@ -134,7 +134,8 @@ def _device(one: Compared) -> StackedBar:
     memory = one.memory
     given = memory.device_bytes - memory.temp_bytes
     return StackedBar(
-        one.name, {("arguments and results", "there anyway"): given, ("temp", "kept and worked with"): memory.temp_bytes}
+        one.name,
+        {("arguments and results", "there anyway"): given, ("temp", "residuals and working memory"): memory.temp_bytes},
     )
 
 
@@ -145,19 +146,19 @@ def _offload(one: Compared) -> list[Cell]:
     return [one.name, receipt.offered_bytes, receipt.host_bytes, receipt.returned_bytes, covered]
 
 
-def _warnings(found: list[Compared]) -> list[Trouble]:
+def _warnings(policies: list[Compared]) -> list[Trouble]:
     """The warnings; a warning under several policies is listed once."""
     under: dict[str, list[str]] = {}
-    for one in found:
+    for one in policies:
         for warning in one.memory.warnings:
             under.setdefault(warning, []).append(one.name)
     return [Trouble("warning", ", ".join(names), "", text) for text, names in under.items()]
 
 
-def _findings(found: list[Compared]) -> list[Trouble]:
+def _findings(policies: list[Compared]) -> list[Trouble]:
     """The traps; a trap under several policies is listed once."""
     under: dict[tuple[str, str, str], dict[str, list[str]]] = {}
-    for one in found:
+    for one in policies:
         for finding in one.diagnosis.findings:
             where = " at ".join(filter(None, (finding.block, finding.place)))
             alike = under.setdefault((finding.trap, finding.problem, finding.remedy), {})
@@ -168,23 +169,23 @@ def _findings(found: list[Compared]) -> list[Trouble]:
     ]
 
 
-def _modules(found: list[Compared]) -> Modules | None:
+def _modules(policies: list[Compared]) -> Modules | None:
     """The arrays alive at the peak by module; for a CPU, where these are unknown, the residuals by module."""
-    if any(one.memory.live for one in found):
-        memory: dict[str, Memory] = {one.name: one.memory.live_bytes_by_module for one in found if one.memory.live}
+    if any(one.memory.live for one in policies):
+        memory: dict[str, Memory] = {one.name: one.memory.live_bytes_by_module for one in policies if one.memory.live}
         label, striped = "device memory at the peak, by module", WORKING
         hint = (
-            "What is on the device where the step needs most, by the module that made it. Plain parts are arguments, and what "
-            "the forward pass made and kept; striped ones are the working set of the moment: recomputed and backward. Layers "
-            "that differ in a number alone are one."
+            "Device memory at the step's peak, by the module that made each array. Plain parts are arguments and the arrays "
+            "that the forward pass kept; striped parts are the working set at that moment: recomputed and backward. Layers "
+            "whose names differ only in a number are shown as one."
         )
     else:
-        kept = {one.name: _kept(one) for one in found}
+        kept = {one.name: _kept(one) for one in policies}
         memory = {name: parts for name, parts in kept.items() if parts}
-        label, striped = "kept between the passes, by module", ON_HOST
+        label, striped = "residuals, by module", ON_HOST
         hint = (
-            "What is kept from the forward to the backward pass, by the module that made it; striped parts are in host memory. "
-            "What is alive at the peak is known of GPU targets only."
+            "Residuals, by the module that made them; striped parts are in host memory. Memory at the peak is known only for "
+            "GPU targets."
         )
     if not memory:
         return None
@@ -206,42 +207,47 @@ def _kept(one: Compared) -> Memory:
 
 
 def _notes(gathered: Gathered, limit: tuple[str, int] | None) -> list[str]:
-    found, plan = gathered.comparison, gathered.plan
+    comparison, plan = gathered.comparison, gathered.plan
     host = plan.host_budget if plan is not None else None
     on_host = f", and {format_bytes(host)} of host memory" if host is not None else ""
     notes = [_COLUMNS + (f" Fits: within {limit[0]}, {format_bytes(limit[1])}{on_host}." if limit else "")]
     if gathered.target.devices > 1:
         notes.append(
-            f"Of each of the {gathered.target.devices} devices; what is kept, offered to the host, and computed again, is that "
-            "of all of them, and so are the sizes of arguments below."
+            f"Device and host memory is per device, of {gathered.target.devices}; residuals, bytes offered to the host, "
+            "recomputed FLOPs, and the sizes of arguments below are totals of all devices."
         )
-    notes += [f"Left out: {name}: {why}" for name, why in found.left_out.items()] + found.notes
-    unknown = [one.name for one in found.policies if one.seconds is None]
-    if unknown and found.described is not None:
-        notes.append(f"No time is estimated for {', '.join(unknown)}: what it offloads, or keeps, cannot be priced here")
-    if _modules(found.policies) is None:
+    notes += [f"Left out: {name}: {why}" for name, why in comparison.left_out.items()] + comparison.notes
+    unknown = [one.name for one in comparison.policies if one.seconds is None]
+    if unknown and comparison.described is not None:
         notes.append(
-            "No memory by module: what is alive at the peak is known of GPU targets only, and what is kept between the passes "
-            "only where the workload has its loss"
+            f"No time is estimated for {', '.join(unknown)}: the costs of the offloaded or kept arrays are unknown here"
+        )
+    if _modules(comparison.policies) is None:
+        notes.append(
+            "No memory by module: memory at the peak is known only for GPU targets, and residuals only if the workload has "
+            "its loss"
         )
     return notes + (_notes_of_plan(gathered, plan) if plan is not None else [])
 
 
 def _notes_of_plan(gathered: Gathered, plan: Plan) -> list[str]:
     """Notes on differences between the plan's step and the report's."""
-    found, notes = gathered.comparison, []
-    versions = {one.memory.jax_version for one in found.policies} - {plan.jax_version}
+    comparison, notes = gathered.comparison, []
+    versions = {one.memory.jax_version for one in comparison.policies} - {plan.jax_version}
     if versions:
-        notes.append(f"The plan was made with JAX {plan.jax_version}, and the report with JAX {', '.join(versions)}")
+        notes.append(f"The plan was made with JAX {plan.jax_version}, but the report with JAX {', '.join(versions)}")
     if not _same_rates(gathered):
-        notes.append("The plan's times were estimated for another step, or at other rates, than those of the policies")
-    for one in found.policies:
+        notes.append(
+            "The plan's times and the policies' times are not comparable: they were estimated for different steps or with "
+            "different rates"
+        )
+    for one in comparison.policies:
         now, then = ((each.device_bytes, each.host_bytes) for each in (one.memory, plan))
         if one.name == THE_PLAN and now != then:
             notes.append(
-                f"Compiled for this page the plan's step needs {format_bytes(now[0])} on the device and {format_bytes(now[1])} "
-                f"on the host; when it was made {format_bytes(then[0])} and {format_bytes(then[1])}: another optimizer, JAX or "
-                "XLA_FLAGS; plan again"
+                f"Compiled for this page, the plan's step needs {format_bytes(now[0])} on the device and "
+                f"{format_bytes(now[1])} on the host; compiled with the plan, it needed {format_bytes(then[0])} and "
+                f"{format_bytes(then[1])}. The optimizer, JAX or XLA_FLAGS differ; plan again"
             )
     return notes
 
@@ -249,7 +255,7 @@ def _notes_of_plan(gathered: Gathered, plan: Plan) -> list[str]:
 def _short(gathered: Gathered, plan: Plan | None, limit: tuple[str, int] | None) -> list[str]:
     """The summary, in sentences."""
     named = [one for one in gathered.comparison.policies if one.name != THE_PLAN]
-    said = [_least_and_most(named)] if named else []
+    sentences = [_least_and_most(named)] if named else []
     timed = [(one.seconds, one) for one in named if one.seconds is not None]
     # A miscompiled policy is never recommended, however fast.
     fits = [entry for entry in timed if _fits(entry[1], gathered) and _is_sound(entry[1])]
@@ -257,31 +263,35 @@ def _short(gathered: Gathered, plan: Plan | None, limit: tuple[str, int] | None)
         seconds, best = min(fits, key=lambda entry: (entry[0], entry[1].memory.device_bytes))
         within = f" within {limit[0]} ({format_bytes(limit[1])})" if limit else ""
         size = format_bytes(best.memory.device_bytes)
-        said.append(f"The fastest of them{within} is {best.name}: {_said_time(best)} a step by the estimate, in {size}.")
+        sentences.append(f"The fastest policy{within} is {best.name}: {_said_time(best)} per step (estimated), in {size}.")
     elif limit and named and not any(_fits(one, gathered) and _is_sound(one) for one in named):
-        said.append(f"None of them that may be run is within {limit[0]} ({format_bytes(limit[1])}).")
+        sentences.append(f"No policy that is safe to run is within {limit[0]} ({format_bytes(limit[1])}).")
     if plan is not None:
-        said.append(f"The plan: {plan_summary(plan)}")
+        sentences.append(f"The plan: {plan_summary(plan)}")
         faster = [one.name for seconds, one in fits if seconds < plan.seconds]
         if faster and _same_rates(gathered):
-            said.append(f"Compiled for this page, these fit and are faster than the plan by the estimate: {', '.join(faster)}.")
+            sentences.append(
+                f"Compiled for this page, these policies fit and are estimated to be faster than the plan: {', '.join(faster)}."
+            )
     traps = len(_findings(gathered.comparison.policies))
-    said.append(f"Known traps: {traps or 'none'}" + (", each with its remedy below." if traps else " found under any of them."))
+    sentences.append(
+        f"Known traps: {traps or 'none'}" + (", each with its remedy below." if traps else " found under any policy.")
+    )
     if gathered.parity is not None:
-        said.append(f"Parity with PyTorch: {gathered.parity.verdict()}.")
-    return said
+        sentences.append(f"Parity with PyTorch: {gathered.parity.verdict()}.")
+    return sentences
 
 
 def _said_time(one: Compared) -> str:
     return format_estimate(one.seconds, bool(one.memory.assumed_rates))
 
 
-def _least_and_most(found: list[Compared]) -> str:
-    least, most = (choose(found, key=lambda one: one.memory.device_bytes) for choose in (min, max))
+def _least_and_most(policies: list[Compared]) -> str:
+    least, most = (choose(policies, key=lambda one: one.memory.device_bytes) for choose in (min, max))
     smallest, largest = least.memory.device_bytes, most.memory.device_bytes
     if smallest == largest:
-        return f"{' and '.join(one.name for one in found)}: {format_bytes(smallest)} on the device."
+        return f"{' and '.join(one.name for one in policies)}: {format_bytes(smallest)} on the device."
     return (
-        f"Of the policies compared, {least.name} needs least on the device, {format_bytes(smallest)}: "
+        f"Of the policies compared, {least.name} needs the least device memory, {format_bytes(smallest)}: "
         f"{100 * smallest / largest:.0f} % of the {format_bytes(largest)} of {most.name}."
     )

@@ -124,7 +124,7 @@ def checked_path(path: Any, argument: str = "path") -> Path:
     if where.is_dir():
         raise ArgumentError(f"{argument}={str(path)!r} is a folder: give a file, such as {str(where / 'report.html')!r}")
     if not folder.is_dir():
-        raise ArgumentError(f"{argument}={str(path)!r}: there is no folder {folder}; make it, or give another file")
+        raise ArgumentError(f"{argument}={str(path)!r}: there is no folder {folder}; create it, or give another file")
     if (where.is_file() or not where.exists()) and not os.access(folder, os.W_OK):
         raise ArgumentError(f"{argument}={str(path)!r}: the folder {folder} cannot be written to; give another file")
     return where
@@ -181,7 +181,7 @@ def check_plan(plan: Plan, workload: Workload, target: Target) -> None:
     """
     if plan.target != target.name:
         raise PlanningError(
-            f"plan is for target={plan.target!r}, and the report for {target.name!r}: plan again, or give "
+            f"the plan is for target={plan.target!r}, but the report is for {target.name!r}: plan again, or give "
             f"target={plan.target!r}"
         )
     plan.model.check_workload(workload, f"the plan for {plan.workload!r}")

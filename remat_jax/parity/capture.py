@@ -91,7 +91,7 @@ class Trace:
         for call in self.calls:
             if call.name == name:
                 return call
-        raise KeyError(f"{name!r} is no call of this trace: {', '.join(repr(call.name) for call in self.calls)}")
+        raise KeyError(f"{name!r} is not a call of this trace: {', '.join(repr(call.name) for call in self.calls)}")
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a call of that name."""

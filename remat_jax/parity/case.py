@@ -136,7 +136,7 @@ class Inputs:
             name for name, array in arrays.items() if is_floating(array.dtype) and np.isnan(array.astype(np.float64)).any()
         ]
         if spoilt:
-            raise ArgumentError(f"inputs: {', '.join(spoilt)} holds NaN, of which nothing can be compared; give numbers")
+            raise ArgumentError(f"inputs: {', '.join(spoilt)} holds NaN, which cannot be compared; give numbers")
         if not arrays:
             raise ArgumentError(f"inputs={inputs!r}: expected arrays: a tuple of arguments, or a dictionary of keywords")
         return cls(arrays, {name: value for name, value in named.items() if name not in arrays}, positional)
@@ -220,7 +220,7 @@ def running(argument: str, what: str = RUN) -> Iterator[None]:
     except Exception as error:
         hint = ""
         if isinstance(error, InvalidRngError):
-            hint = "; what is random cannot be compared: make the model deterministic, in place of giving it random keys"
+            hint = "; random results cannot be compared: make the model deterministic instead of giving it random keys"
         if what == RUN:
             hint += call_hint(argument, error)
         raise ArgumentError(f"{argument} cannot be {what}: {described(error)}{hint}") from error
@@ -249,8 +249,8 @@ def _losses(loss: Any) -> tuple[Call, Call] | None:
     pair = loss if isinstance(loss, tuple) else (loss, loss)
     if len(pair) != 2 or not all(map(callable, pair)):
         raise ArgumentError(
-            f"loss={_short(loss)}: expected a function of a model's output that both frameworks' arrays can go through, "
-            "or a pair of them, PyTorch's and JAX's"
+            f"loss={_short(loss)}: expected a function of a model's output that works on both frameworks' arrays, or a pair "
+            "of functions, PyTorch's and JAX's"
         )
     return pair
 
@@ -287,7 +287,7 @@ def _dtypes(dtypes: Any) -> tuple[str, ...]:
 
 def _steps(steps: Any) -> int:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ArgumentError(f"steps={steps!r}: expected how many steps of training, 1 or more")
+        raise ArgumentError(f"steps={steps!r}: expected the number of training steps, 1 or more")
     return steps
 
 

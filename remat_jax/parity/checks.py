@@ -30,9 +30,11 @@ def precision_check() -> Check:
     if chosen != "highest":
         wrong.append(f"PyTorch multiplies float32 at {chosen!r}: call torch.set_float32_matmul_precision('highest')")
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        wrong.append("PyTorch's autocast is on: leave it, and name the dtype in dtypes")
+        wrong.append("PyTorch's autocast is on: switch it off, and name the dtype in dtypes")
     if jax.config.jax_default_matmul_precision not in _FULL:
-        wrong.append(f"jax_default_matmul_precision is {jax.config.jax_default_matmul_precision!r}: set 'highest', or None")
+        wrong.append(
+            f"jax_default_matmul_precision is {jax.config.jax_default_matmul_precision!r}: set it to 'highest' or None"
+        )
     return Check("precision", not wrong, "; ".join(wrong) or "both multiply in full precision")
 
 
@@ -45,17 +47,21 @@ def gradients_check(reference: Run, unused: Sequence[str], elsewhere: Callable[[
     everything = {**reference.outputs, **reference.gradients}
     spoilt = [name for name, x in everything.items() if x.dtype.kind == "f" and not np.isfinite(x).all()]
     if spoilt:
-        return Check("gradients", False, f"not finite in PyTorch, so that nothing is shown: {_several(spoilt)}")
+        return Check("gradients", False, f"not finite in PyTorch, so they prove nothing: {_several(spoilt)}")
     zero = [name for name, x in reference.gradients.items() if not np.any(x)]
     total = len(reference.gradients)
     if len(zero) == total:
-        return Check("gradients", False, "every gradient is 0 in PyTorch: the loss depends on no parameter, nothing is shown")
+        return Check(
+            "gradients",
+            False,
+            "every gradient is 0 in PyTorch: the loss depends on no parameter, so the comparison proves nothing",
+        )
     shown, wrong = elsewhere(zero) if zero else (set(), "")
     left = [name for name in zero if name not in shown]
     if left:
         remedy = "use them in the inputs and the loss, or freeze them (requires_grad=False)"
         wrong = f"; with random weights, {wrong}" if wrong else ""
-        return Check("gradients", False, f"0 in PyTorch, so that nothing is shown of {_several(left)}{wrong}; {remedy}")
+        return Check("gradients", False, f"gradients of 0 in PyTorch prove nothing about {_several(left)}{wrong}; {remedy}")
     aside = f"; unused by both, not compared: {_several([*unused])}" if unused else ""
     none = f"0 with these weights, and equal with random ones: {_several(zero)}" if zero else "none with a gradient of 0"
     return Check("gradients", True, f"{total} parameters, {none}{aside}")
@@ -69,21 +75,21 @@ def statistics_check(before: Mapping[str, Any], reference: Arrays, candidate: Ar
     channels. p and q are solved for; if no pair fits, the fault is a different one. Empty if nothing is explained.
     """
     fits = {path: _convention(before[path], reference[path], candidate[path]) for path in reference.keys() & candidate.keys()}
-    said: dict[str, list[str]] = {}
+    paths_by_text: dict[str, list[str]] = {}
     for path, (p, q) in sorted((path, fit) for path, fit in fits.items() if fit):
         beside = fits.get(re.sub(r"var$", "mean", path))
         moved = p if not q else beside[0] if beside and not beside[1] else 1.0
         if abs(moved - 1) > _SAME:
-            text = f"Flax's statistics move {1 / moved:.3g} times as far in a step as PyTorch's (its momentum is another)"
-            said.setdefault(text, []).append(path)
+            text = f"Flax's statistics move {1 / moved:.3g} times as far in a step as PyTorch's (its momentum differs)"
+            paths_by_text.setdefault(text, []).append(path)
         ratio = p / moved
         if abs(ratio - 1) > _SAME:
             count = round(max(ratio, 1 / ratio) / (max(ratio, 1 / ratio) - 1))
             names = ("PyTorch", "Flax") if ratio > 1 else ("Flax", "PyTorch")
-            factor = f"{count}/{count - 1} of the biased one that {names[1]} keeps"
+            factor = f"{count}/{count - 1} of the biased variance that {names[1]} keeps"
             text = f"{names[0]} keeps the unbiased variance of the batch, {factor}"
-            said.setdefault(text, []).append(path)
-    texts = [f"{text}: {_several(paths)}" for text, paths in said.items()]
+            paths_by_text.setdefault(text, []).append(path)
+    texts = [f"{text}: {_several(paths)}" for text, paths in paths_by_text.items()]
     return [Check("batch statistics", False, "; ".join(texts))] if texts else []
 
 
@@ -100,12 +106,12 @@ def _convention(before: Any, reference: Any, candidate: Any) -> tuple[float, flo
     return None
 
 
-def losses_check(reference: list[float], yardstick: list[float], found: list[float], dtype: str) -> list[Check]:
+def losses_check(reference: list[float], yardstick: list[float], losses: list[float], dtype: str) -> list[Check]:
     """The losses of a short training run in both frameworks; below float32 they are reported but not judged."""
     measure = reference if dtype == "float64" else yardstick
-    differences = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(measure, found, strict=True)]
+    differences = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(measure, losses, strict=True)]
     worst = max(differences) if np.isfinite(differences).all() else float("inf")
-    steps = f"{len(found)} steps, losses at most {worst:.1e} apart; the last {found[-1]:.6g}"
+    steps = f"{len(losses)} steps, losses at most {worst:.1e} apart; the last {losses[-1]:.6g}"
     if dtype in ("bfloat16", "float16"):
         return [Check(f"training in {dtype}", bool(np.isfinite(worst)), f"{steps}; not judged below float32")]
     limit = TOLERANCES["float64_step" if dtype == "float64" else "loss"].value
@@ -114,12 +120,12 @@ def losses_check(reference: list[float], yardstick: list[float], found: list[flo
 
 def planted_checks(planted: Planted, dtype: str) -> list[Check]:
     """Whether sign flips and doublings are detected in every gradient above the rounding of all gradients together."""
-    found = ", ".join(f"{fault}: {planted.count(fault)} of {planted.total} found" for fault in planted.caught)
+    counts = ", ".join(f"{fault}: {planted.count(fault)} of {planted.total} found" for fault in planted.caught)
     missed = f"; too small to tell: {_several(planted.missed)}" if planted.missed else ""
     if not planted.holds:
         large = [name for name in planted.missed if name in planted.large]
-        missed = f"; not found, though large enough: {_several(large)}" if large else "; no gradient is large enough"
-    return [Check(f"planted faults in {dtype}", planted.holds, f"gradients, {found}{missed}")]
+        missed = f"; not found, although large enough: {_several(large)}" if large else "; no gradient is large enough"
+    return [Check(f"planted faults in {dtype}", planted.holds, f"gradients, {counts}{missed}")]
 
 
 def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype: str, mode: str, *, agreed: bool) -> Check:
@@ -135,21 +141,25 @@ def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype:
     for path in _chosen(flax, weights):
         spoilt, how = _spoilt(weights[path])
         run = flax.run(dtype, mode, {**weights, path: spoilt}).run
-        found = {name: run.outputs[name] for name in floating}
+        outputs = {name: run.outputs[name] for name in floating}
         if dtype == "float64":
-            worst = max(float64_errors(floating, found).values())
-            differs, said = not worst <= TOLERANCES["float64"].value, f"{path} {how}: {worst:.1e} off"
+            worst = max(float64_errors(floating, outputs).values())
+            differs, result = not worst <= TOLERANCES["float64"].value, f"{path} {how}: {worst:.1e} off"
         else:
-            rows = judge(floating, found, measured, dtype)
+            rows = judge(floating, outputs, measured, dtype)
             differs = any(not row.passed for row in rows)
-            said = f"{path} {how}: {max(row.ratio for row in rows):.1f} times the error"
+            result = f"{path} {how}: {max(row.ratio for row in rows):.1f} times the error"
         if differs or not agreed:
             break
-        small.append(said)
-    before = [one for one in small if one != said]
-    said += f"; too small to tell: {', '.join(before)}" if before else ""
+        small.append(result)
+    before = [one for one in small if one != result]
+    result += f"; too small to tell: {', '.join(before)}" if before else ""
     mended = not differs and not agreed
-    return Check(f"planted weight in {dtype}", differs or mended, f"{said}, and without that they differ" if mended else said)
+    return Check(
+        f"planted weight in {dtype}",
+        differs or mended,
+        f"{result}, and without this change the outputs differ" if mended else result,
+    )
 
 
 def _chosen(flax: Any, weights: Any) -> list[str]:

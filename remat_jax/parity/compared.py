@@ -161,7 +161,7 @@ def _by_owner(torch: Trace, matched: Mapping[str, str], gradients: Mapping[str, 
         path, own = name.split("."), list[str]()
         while not own or "/".join(path) not in called:
             own.insert(0, path.pop())
-        also = "".join(f", one tensor with {other}" for other in torch.ties.get(name, ()))
+        also = "".join(f", the same tensor as {other}" for other in torch.ties.get(name, ()))
         what = f"gradient of {'.'.join(own)}{also}"
         found.setdefault("/".join(path), {})[what] = distance(torch.gradients[name], gradients[name])
     return found

@@ -9,7 +9,7 @@ from remat_jax.parity.align import Distance
 from remat_jax.parity.capture import LOSS
 from remat_jax.parity.compared import TensorPair
 
-_OTHER_INPUTS = "the models are given other inputs"
+_OTHER_INPUTS = "the two models get different inputs"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _around_the_model(pairs: Sequence[TensorPair]) -> Divergence | None:
         return divergence_of(whole, *given, _OTHER_INPUTS)
     loss = next((pair for pair in pairs if pair.torch.path == LOSS and pair.torch.parent is None), None)
     if whole and loss and (made := loss.bad("input")) and not whole.bad("output"):
-        return divergence_of(whole, made[0].replace("input", "output"), made[1], "behind the model, in how it is called")
+        return divergence_of(whole, made[0].replace("input", "output"), made[1], "after the model, in the code that calls it")
     return None
 
 
@@ -95,7 +95,7 @@ def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Dive
     sound = [pair for pair in backwards if not (pair.bad("input") or pair.bad("output") or pair.flax.misled)]
     for pair in sound:
         if pair.flax.stale:
-            return divergence_of(pair, "output, computed again", pair.flax.stale)
+            return divergence_of(pair, "recomputed output", pair.flax.stale)
         wrong = pair.bad("input cotangent") or pair.bad("gradient")
         if wrong and pair.distances["output cotangent"] and not pair.bad("output cotangent"):
             return divergence_of(pair, *wrong)
@@ -117,5 +117,5 @@ def noted(found: Divergence, unmatched_torch: Sequence[str], unmatched_flax: Seq
         return [repr(other) for other in within if not any(other.startswith(outer + "/") for outer in within)]
 
     theirs, ours = inside(found.torch_path, unmatched_torch), inside(found.flax_path, unmatched_flax)
-    said = [f"{side} alone has {', '.join(paths[:4])}" for side, paths in (("PyTorch", theirs), ("Flax", ours)) if paths]
-    return found if found.note == _OTHER_INPUTS else replace(found, note="; ".join(filter(None, (found.note, *said))))
+    unmatched = [f"{side} alone has {', '.join(paths[:4])}" for side, paths in (("PyTorch", theirs), ("Flax", ours)) if paths]
+    return found if found.note == _OTHER_INPUTS else replace(found, note="; ".join(filter(None, (found.note, *unmatched))))

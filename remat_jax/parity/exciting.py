@@ -29,7 +29,7 @@ def excite(variables: Any, seed: int = 0, scale: float = 0.2) -> Any:
     (True, True, [[1.0, 0.0], [0.0, 1.0]])
     """
     if not scale > 0:
-        raise ArgumentError(f"scale={scale!r}: expected a positive number, such as 0.2; nothing would be excited")
+        raise ArgumentError(f"scale={scale!r}: expected a positive number, such as 0.2; with 0 nothing changes")
     leaves, treedef = jax.tree.flatten(variables, is_leaf=is_torch)
     made: dict[Any, Any] = {}
     for number, leaf in enumerate(leaves):
@@ -81,7 +81,7 @@ def far_positions(batch: int, length: int, last: int = 100_000) -> np.ndarray:
     """
     if length < 2 or last < length - 1:
         raise ArgumentError(
-            f"length={length!r}, last={last!r}: expected at least two positions, and a last one for which all differ"
+            f"length={length!r}, last={last!r}: expected at least two positions, and a last position for which all differ"
         )
     return np.broadcast_to(np.linspace(0, last, length).astype(np.int64), (batch, length)).copy()
 

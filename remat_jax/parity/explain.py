@@ -46,7 +46,11 @@ def first_difference(
         )
     except RematError as error:
         return {}, (), [Check("first difference", False, f"not found: {error}")]
-    stale = f"{', '.join(found.stale)}: a checkpoint computed something else again than before" if found.stale else ""
+    stale = (
+        (f"{', '.join(found.stale)}: the recomputation of a checkpoint gave other values than its forward pass")
+        if found.stale
+        else ""
+    )
     checks = [Check("recomputation", False, stale)] if stale else []
     divergences = {side: one and asdict(one) for side, one in (("forward", found.forward), ("backward", found.backward))}
     return divergences, found.hidden, checks
@@ -59,8 +63,8 @@ def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
         with keep_float64(), torch.in_mode(model, mode), running("torch_module"):
             trace = capture_torch(model, _arguments(case), case.loss and case.loss[0], call=case.torch_call)
     except RematError as error:
-        return f"whether a module computes something else again could not be seen: {error}"
-    return f"computed again, {', '.join(trace.stale)} gives something else" if trace.stale else ""
+        return f"it is unknown whether a module's recomputation differs: {error}"
+    return f"the recomputation of {', '.join(trace.stale)} gives other values" if trace.stale else ""
 
 
 def with_random_weights(case: Case, torch: TorchSide, rules: Rules, zero: Sequence[str]) -> tuple[set[str], str]:

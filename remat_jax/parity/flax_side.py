@@ -242,7 +242,7 @@ class FlaxSide:
             if self.case.loss is None:
                 value = default_loss({self.names[name]: x for name, x in outputs.items()}, targets)
             else:
-                with running("loss", "computed of Flax's output"):
+                with running("loss", "computed from Flax's output"):
                     value = self.case.loss[1](result)
                 if not hasattr(value, "shape") or value.size != 1 or not jnp.issubdtype(value.dtype, jnp.floating):
                     raise ArgumentError(f"loss gave {value!r} for Flax: expected a floating-point scalar")
@@ -269,8 +269,8 @@ class FlaxSide:
         small = [n for n, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != np.float64]
         if small and "float64" in self.case.dtypes:
             raise ArgumentError(
-                f"flax_module gives {', '.join(f'{name} in {found[name].dtype}' for name in small)} of weights and inputs in "
-                "float64: let it derive its dtypes from its inputs, or give a function of a dtype that makes it; "
+                f"flax_module gives {', '.join(f'{name} in {found[name].dtype}' for name in small)} from weights and inputs "
+                "in float64: let it derive its dtypes from its inputs, or give a function of a dtype that makes it; "
                 f"{FLOAT32_REMEDY}"
             )
         return names, self.case.flax_blocks or find_blocks(self.case.flax("float64"), seen, self.torch, self.sources)
@@ -301,8 +301,8 @@ class FlaxSide:
     def _require_blocks(self, mode: str) -> tuple[Any, ...]:
         if not self.blocks:
             raise ArgumentError(
-                f"modes has {mode!r}, but no Flax class was found whose weights are those of PyTorch's blocks: "
-                "name the class to checkpoint with flax_blocks, or give modes=('off',)"
+                f"modes has {mode!r}, but no Flax class has the weights of PyTorch's blocks: name the class to checkpoint "
+                "with flax_blocks, or give modes=('off',)"
             )
         return self.blocks if isinstance(self.blocks, tuple) else (self.blocks,)
 

@@ -159,8 +159,8 @@ def _torch_trace(module: Any, inputs: Any, loss: Any, call: Any) -> Trace:
     ]
     if dropping:
         raise ArgumentError(
-            f"torch_module is in train mode and drops out in {', '.join(dropping[:3])}: the frameworks draw other numbers; "
-            "call .eval(), or set the rate to 0"
+            f"torch_module is in train mode with dropout in {', '.join(dropping[:3])}: the frameworks draw different random "
+            "numbers; call .eval(), or set the rate to 0"
         )
     floating = [x for x in (*module.parameters(), *module.buffers()) if x.is_floating_point()]
     with keep_float64():
@@ -200,8 +200,8 @@ def _refuse_other_outputs(torch: Trace, flax: Trace, *, probed: bool) -> None:
     alike = len(whole) < 2 or pairs_of(whole[0], whole[1])
     if not alike or (probed and torch.outputs != flax.outputs):
         raise ArgumentError(
-            f"the models give outputs of shapes {list(torch.outputs)} (PyTorch) and {list(flax.outputs)} (Flax): they cannot "
-            "be compared; give torch_call or flax_call, which return what is to be the same, or a loss"
+            f"the models give outputs of shapes {list(torch.outputs)} (PyTorch) and {list(flax.outputs)} (Flax), which cannot "
+            "be compared; give torch_call or flax_call, so that both return the same arrays, or a loss"
         )
 
 

@@ -144,15 +144,15 @@ def read_mapping(mapping: Any, torch: Sequence[MatchedModule], flax: Sequence[Ma
     wrong = [one for one in mapping.values() if one is not None and not isinstance(one, str)]
     if wrong:
         raise ArgumentError(
-            f"mapping: {wrong[0]!r:.400} is no module of the Flax model that was called. Write its path, a text, or None for "
-            "no counterpart."
+            f"mapping: {wrong[0]!r:.400} is not a called module of the Flax model. Write the path as a text, or None for no "
+            "counterpart."
         )
     for paths, side, name in ((mapping, torch, "PyTorch"), (filter(None, mapping.values()), flax, "Flax")):
         known = [module.path for module in side]
         for path in paths:
             if path not in known:
                 raise ArgumentError(
-                    f"mapping: {path!r:.400} is no module of the {name} model that was called.{nearest(str(path)[:400], known)}"
+                    f"mapping: {path!r:.400} is not a called module of the {name} model.{nearest(str(path)[:400], known)}"
                 )
     return dict(mapping)
 

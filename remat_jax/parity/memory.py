@@ -54,7 +54,7 @@ def torch_peak(side: TorchSide, dtype: str, mode: str) -> tuple[int | None, str]
     # The same step has run on real tensors: whatever is raised here, bare assertions of PyTorch's too, is for their being fake.
     except Exception as error:
         text = " ".join(str(error).split()) or type(error).__name__
-        return None, f"not on fake tensors: {text}"
+        return None, f"the step does not run on fake tensors: {text}"
 
 
 def _empty_model(model: Any) -> None:

@@ -92,5 +92,5 @@ def as_optimizer(optimizer: Any) -> Optimizer | OptimizerPair | None:
         return OptimizerPair(*optimizer)
     raise ArgumentError(
         f"optimizer={optimizer!r}: expected one of {', '.join(NAMES)}, a parity.Optimizer, or a pair: a function that makes "
-        "PyTorch's of the parameters, and an optax transformation"
+        "PyTorch's optimizer from the parameters, and an optax transformation"
     )

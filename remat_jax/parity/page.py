@@ -29,11 +29,11 @@ def evidence(report: ParityData) -> dict[str, Any]:
         "rows": [(row.passed, _cells(row, dtypes)) for row in sorted(report.rows, key=lambda row: row.passed)],
         "bars": [Bar(row.framework, row.mode, _parts(row)) for row in report.memory],
         "details": {
-            "How the peaks are known": "\n".join(
+            "Source of the peaks": "\n".join(
                 f"{row.mode}, {row.framework}: {row.peak_from}" for row in report.memory if row.peak_from
             ),
-            "Kept by one framework alone": _alone(report),
-            "Modules that were not looked into": unseen(report.hidden) if report.hidden else "",
+            "Kept by only one framework": _alone(report),
+            "Modules that could not be observed": unseen(report.hidden) if report.hidden else "",
             "Settings that differ": _differences(report.differences),
             "Weight map": report.rules,
         },

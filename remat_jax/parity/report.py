@@ -89,7 +89,7 @@ def _rows_table(report: ParityData) -> Any:
     ]
     columns = ("kind", "tensor", "shape", "float64 error", *(f"{dtype} ratio" for dtype in dtypes), "verdict")
     rest = f"and {len(hidden)} more, all passed" if hidden and all(row.passed for row in hidden) else f"and {len(hidden)} more"
-    return table("Tensors, the worst first", columns, cells, caption=rest if hidden else None)
+    return table("Tensors, worst first", columns, cells, caption=rest if hidden else None)
 
 
 def _worst(row: TensorRow, dtypes: Sequence[str]) -> float:
@@ -102,12 +102,12 @@ def _brief(problems: Sequence[str]) -> str:
 
 
 def _memory_table(report: ParityData) -> Any:
-    columns = ("mode", "framework", "kept: device", "kept: host", "peak", "how the peak is known")
+    columns = ("mode", "framework", "kept: device", "kept: host", "peak", "source of the peak")
     cells = [
         (row.mode, row.framework, row.device_bytes, row.host_bytes, row.peak_bytes, row.peak_from) for row in report.memory
     ]
     return table(
-        "Memory: kept between the passes, and the peak of both passes",
+        "Memory: residuals, and the peak of both passes",
         columns,
         cells,
         formats=dict.fromkeys(columns[2:5], format_bytes),
@@ -121,5 +121,5 @@ def _alone_table(report: ParityData) -> Any:
     hidden = [one for group in by_mode for one in group[_SHOWN_ALONE:]]
     cells = [(one.mode, one.framework, one.place, one.name, shape_text(one.shape), one.count, one.bytes) for one in shown]
     rest = f"and {len(hidden)} more, {format_bytes(sum(one.bytes for one in hidden))}" if hidden else None
-    title = "Kept by one framework alone; the rest is the same in both, to the byte"
+    title = "Kept by only one framework; all other residuals are equal to the byte"
     return table(title, columns, cells, formats={"size": format_bytes}, caption=rest)

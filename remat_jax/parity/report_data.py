@@ -147,7 +147,7 @@ class ParityData:
         if not self.proves:
             others = [name for name in checks if not name.startswith("planted")]
             see = f"; see {', '.join(others)}" if others else ""
-            return f"NOT PASSED: a planted fault was not found, so that this comparison proves nothing{see}"
+            return f"NOT PASSED: a planted fault was not found, so this comparison proves nothing{see}"
         failed = f"{len(self.failed_rows)} of {len(self.rows)} tensors" if self.failed_rows else ""
         return f"NOT PASSED: {', '.join(filter(None, (failed, *checks)))}"
 
@@ -197,10 +197,10 @@ def unseen(hidden: Sequence[str]) -> str:
     """One line about the modules that cannot be named as the first that differs.
 
     >>> unseen(("solver/step",))
-    'not looked into, because nothing can be captured where they run (such as in a while loop): solver/step'
+    'not observed, because the code that runs them cannot be observed (such as a while loop): solver/step'
     """
-    where = "nothing can be captured where they run (such as in a while loop)"
-    return f"not looked into, because {where}: {', '.join(path or 'the whole model' for path in hidden)}"
+    where = "the code that runs them cannot be observed (such as a while loop)"
+    return f"not observed, because {where}: {', '.join(path or 'the whole model' for path in hidden)}"
 
 
 def shape_text(shape: Sequence[int]) -> str:

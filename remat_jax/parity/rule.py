@@ -85,7 +85,7 @@ def _row(name: str, reference: Tensors, jax: Tensors, torch: Tensors, dtype: str
     err_jax, err_torch = _distance(reference[name], jax[name]), _distance(reference[name], torch[name])
     rounding, meaningful = epsilon(dtype) * whole, TOLERANCES["meaningful_error"].value * whole
     if not err_torch <= meaningful:
-        problem = f"PyTorch is {err_torch:.2g} from the reference, more than {meaningful:.2g}: no rounding error"
+        problem = f"PyTorch is {err_torch:.2g} from the reference, more than {meaningful:.2g}: more than a rounding error"
     else:
         problem = ""
     allowed = max(err_torch, rounding)

@@ -108,7 +108,7 @@ class Comparison:
 
     def explain(self, mode: str) -> dict[str, Any]:
         """The first module that differs in each pass, in a mode."""
-        self.say("where the two first differ")
+        self.say("the first module that differs")
         with _precision("float64", self.case.keep_float64):
             model, variables = self.torch.make("float64"), self.flax.tree(self.before)
             divergences, self.hidden, checks = first_difference(
@@ -190,13 +190,13 @@ class Comparison:
         if self.flax.down_casts:
             where = "; ".join(self.flax.down_casts[:4])
             self.checks.append(
-                Check("Flax stays in float64", False, f"it falls to less in its float64 step: {where}; {FLOAT32_REMEDY}")
+                Check("Flax stays in float64", False, f"its float64 step casts to a smaller dtype: {where}; {FLOAT32_REMEDY}")
             )
         tables = self.torch.tables()
         if tables and any(not row.passed for row in self.ledger.rows()):
             text = (
-                f"{', '.join(tables[:4])} were computed in float32, and keep that rounding in float64: "
-                "give a function that builds the model for torch_module"
+                f"{', '.join(tables[:4])} were computed in float32 and keep this rounding in float64: give a function that "
+                "builds the model for torch_module"
             )
             self.checks.append(Check("PyTorch's tables", False, text))
 
@@ -231,7 +231,7 @@ class Comparison:
             errors = {**_errors(plain.outputs, found.outputs), **_errors(plain.gradients, self._named(found.gradients))}
             worst = max(errors, key=lambda name: errors[name])
             passed = errors[worst] <= TOLERANCES["float64"].value
-            text = f"at most {errors[worst]:.1e} from PyTorch without, in {worst}"
+            text = f"differs from PyTorch without checkpoints by at most {errors[worst]:.1e}, in {worst}"
             text = "; ".join(filter(None, (text, "" if passed else computed_otherwise(self.case, self.torch, mode))))
             self.checks.append(Check(f"PyTorch, {mode}", passed, text))
 
@@ -300,8 +300,8 @@ def _refuse_parted(torch: TorchSide, rules: porting.Rules) -> None:
     for one, other in pairs(rules, dict.fromkeys(names)):
         if {one, other} <= names and torch.ties.get(one, one) != torch.ties.get(other, other):
             raise ArgumentError(
-                f"rules: 'tie: {one} = {other}', but these are two parameters in the PyTorch model: "
-                "share one there, or give each a place of its own in Flax"
+                f"rules: 'tie: {one} = {other}', but these are two parameters in the PyTorch model: share one there, or give "
+                "each its own place in Flax"
             )
 
 

@@ -48,7 +48,7 @@ def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[t
     texts = [unread] * bool(unread) + [str(difference) for difference in found[:_NAMED]]
     texts += [f"and {len(found) - _NAMED} more"] if len(found) > _NAMED else []
     data = tuple({**asdict(each), "torch": str(each.torch), "flax": str(each.flax)} for each in found)
-    return data, Check("settings", True, "; ".join(texts) or "none differs of those that modules tell")
+    return data, Check("settings", True, "; ".join(texts) or "no setting that modules state differs")
 
 
 def _precision() -> list[Difference]:

@@ -31,9 +31,9 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
     {
         "error_ratio": Tolerance(
             4.0,
-            "times that JAX's rounding error may exceed PyTorch's. Two correct implementations differ in the order "
-            "of their sums; ratios up to 1.6 are seen on transformers, a wrong sign, scale or transpose gives "
-            "thousands in float32.",
+            "the factor by which JAX's rounding error may exceed PyTorch's. Two correct implementations differ in the order "
+            "of their sums; ratios up to 1.6 are seen on transformers; a wrong sign, scale or transpose gives thousands in "
+            "float32.",
         ),
         "float64": Tolerance(
             1e-12,
@@ -42,20 +42,20 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
         ),
         "float64_step": Tolerance(
             1e-10,
-            "relative error, in float64, of what an optimizer adds to a parameter, and of the losses of a short training run: "
-            "Adam divides each gradient by its own size plus epsilon, which magnifies the rounding of one that cancels, up to "
-            "1/epsilon = 1e4 times at the epsilon of `Optimizer`.",
+            "relative error, in float64, of what an optimizer adds to a parameter, and of the losses of a short training "
+            "run: Adam divides each gradient by its own size plus epsilon, which magnifies the rounding of a gradient that "
+            "cancels, up to 1/epsilon = 1e4 times at the epsilon of `Optimizer`.",
         ),
         "float64_floor": Tolerance(
             1e-3,
-            "the part of the global norm below which a tensor's own norm is no measure of its error: a gradient that "
-            "cancels to nothing still carries rounding of ε·g. 4·ε(float64)/1e-12 = 9e-4, so the float64 check never "
-            "asks for more than the parity rule grants.",
+            "the part of the global norm below which a tensor's own norm does not measure its error: a gradient that cancels "
+            "to 0 still has rounding of ε·g. 4·ε(float64)/1e-12 = 9e-4, so the float64 check never asks for more than the "
+            "parity rule grants.",
         ),
         "meaningful_error": Tolerance(
             0.1,
-            "part of the global norm beyond which PyTorch's own error is no rounding but another computation: TF32 "
-            "gives 1e-3 and bfloat16 some 1e-2. A bound that grew out of it would admit anything.",
+            "the part of the global norm above which PyTorch's own error is not rounding but another computation: TF32 gives "
+            "1e-3 and bfloat16 about 1e-2. A bound from such an error would accept anything.",
         ),
         "loss": Tolerance(
             1e-5,
@@ -91,6 +91,6 @@ def epsilon(dtype: Any) -> float:
     name = dtype_name(dtype)
     entry = TOLERANCES.get(f"epsilon_{name}")
     if entry is None:
-        known = ", ".join(key.removeprefix("epsilon_") for key in TOLERANCES if key.startswith("epsilon_"))
-        raise ArgumentError(f"dtype={name!r} has no ε in the table of tolerances: choose one of {known}")
+        dtypes = ", ".join(key.removeprefix("epsilon_") for key in TOLERANCES if key.startswith("epsilon_"))
+        raise ArgumentError(f"dtype={name!r} has no ε in the table of tolerances: choose one of {dtypes}")
     return entry.value

@@ -56,13 +56,13 @@ class TorchSide:
         wrapped = [name for name in self.trained if name not in self.weights]
         if wrapped:
             raise ArgumentError(
-                f"torch_module: its parameter {wrapped[0]!r} is another in state_dict(), as checkpoint_wrapper has it; "
-                "give the model as it was before, and let the modes checkpoint it"
+                f"torch_module: its parameter {wrapped[0]!r} has another name in state_dict(), as under checkpoint_wrapper; "
+                "give the model without the wrapper, and let the modes checkpoint it"
             )
         self.blocks = case.torch_blocks or _repeated(model)
         self.block_paths = [path for path, module in model.named_modules() if isinstance(module, self.blocks)]
         if not self.trained:
-            raise ArgumentError("torch_module: no parameter requires a gradient, so that no gradient can be compared")
+            raise ArgumentError("torch_module: no parameter requires a gradient, so no gradient can be compared")
         self.shapes = self._shapes(model)
         self.targets = default_targets({name: shape for name, (shape, floating) in self.shapes.items() if floating})
 
@@ -193,10 +193,10 @@ class TorchSide:
             loss = default_loss(named_outputs(result, "torch"), targets)
             if not loss.requires_grad and torch.is_grad_enabled():
                 raise ArgumentError(
-                    "torch_module gives outputs without a graph, so that nothing has a gradient: do not detach them"
+                    "torch_module gives outputs without a graph, so nothing has a gradient: do not detach the outputs"
                 )
             return loss
-        with running("loss", "computed of PyTorch's output"):
+        with running("loss", "computed from PyTorch's output"):
             loss = self.case.loss[0](result)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ArgumentError(f"loss gave {repr(loss)[:80]} for PyTorch: expected a scalar tensor that depends on the model")
@@ -215,11 +215,11 @@ def _refuse_spoilt(model: Any) -> None:
     parameters = dict(model.named_parameters())
     empty = [name for name, parameter in parameters.items() if parameter.is_meta]
     if empty:
-        raise ArgumentError(f"torch_module: {', '.join(empty[:4])} is on the device meta and has no values: load some first")
+        raise ArgumentError(f"torch_module: {', '.join(empty[:4])} is on the device meta and has no values: load values first")
     spoilt = [name for name, parameter in parameters.items() if not parameter.isfinite().all()]
     if spoilt:
         raise ArgumentError(
-            f"torch_module: {', '.join(spoilt[:4])} holds NaN or infinity, so that nothing can be compared; load other weights"
+            f"torch_module: {', '.join(spoilt[:4])} holds NaN or infinity, so nothing can be compared; load other weights"
         )
 
 
@@ -292,6 +292,6 @@ def _draws(model: Any) -> str:
     dropping = [name for name, part in model.named_modules() if part.training and "Dropout" in type(part).__name__]
     where = f" (dropout in {', '.join(dropping[:4])})" if dropping else ""
     return (
-        f"torch_module draws random numbers in its forward pass{where}, which no other framework draws again: "
-        "call torch_module.eval(), or build it with a rate of 0"
+        f"torch_module draws random numbers in its forward pass{where}, and no other framework draws the same numbers: call "
+        "torch_module.eval(), or build it with a rate of 0"
     )

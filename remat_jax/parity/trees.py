@@ -26,7 +26,7 @@ def named_outputs(result: Any, side: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     _collect(result, "", found, side)
     if not found:
-        raise ArgumentError(f"{side}_module: its output holds no array; return some, or select them with {side}_call")
+        raise ArgumentError(f"{side}_module: its output holds no array; return arrays, or select them with {side}_call")
     return found
 
 
@@ -41,7 +41,7 @@ def _collect(value: Any, name: str, found: dict[str, Any], side: str) -> None:
         found[name or ALONE] = value
     else:
         raise ArgumentError(
-            f"{side}_module: its output {name or 'as a whole'} is a {type(value).__name__}, no array; select arrays with "
+            f"{side}_module: its output {name or 'as a whole'} is a {type(value).__name__}, not an array; select arrays with "
             f"{side}_call, such as lambda model, *inputs: model(*inputs).logits"
         )
 

@@ -47,7 +47,7 @@ class LargestBatch:
             for batch, size in self.tried
         ]
         title = f"Largest batch of {self.plan.workload} on {self.plan.target} within {format_bytes(budget)}: {self.batch}"
-        return table(title, ("batch", "least that was reached", ""), rows)
+        return table(title, ("batch", "least reached", ""), rows)
 
     def __str__(self) -> str:
         return f"{render(self)}\n{self.plan}"
@@ -143,7 +143,7 @@ class _Probes:
             else:
                 fails = at
             if fits >= MOST:
-                raise ArgumentError(f"make_workload: a batch of {fits} still fits; the memory does not seem to grow with it")
+                raise ArgumentError(f"make_workload: a batch of {fits} still fits; memory does not seem to grow with the batch")
             at = self._next(fits, fails)
         return fits
 

@@ -103,8 +103,8 @@ def calls(workload: Workload) -> list[Call]:
     """
     if not workload.has_loss:
         raise UnsupportedError(
-            f"workload={workload.name!r} was made from a finished step, which takes its gradient inside: what its blocks keep "
-            "cannot be read from outside. Make a Workload of the loss instead."
+            f"workload={workload.name!r} was made from a finished step. The step takes its gradient inside, so its residuals "
+            "cannot be seen from outside. Make a Workload of the loss instead."
         )
     jaxpr = _traced(workload)
     trained = jax.tree.leaves(workload.split_loss("off")[1])
@@ -210,16 +210,16 @@ def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -
         inner = [list(_walk(one, flags[1:], inputs[1:], place)) for one in branches]
         yield from max(inner, key=len)
     elif name == "while":
-        raise UnsupportedError("a block in a while loop: the number of its rounds is not known before it runs; use lax.scan")
+        raise UnsupportedError("a block in a while loop: its number of rounds is unknown before it runs; use lax.scan")
     elif compat.is_checkpoint(eqn):
         raise UnsupportedError(
-            "a block inside a checkpoint of the model's own (nn.remat, jax.checkpoint), which throws away what a plan would "
-            "keep: leave own_checkpoints='keep' out of the Workload, and the plan takes its place"
+            "a block inside one of the model's own checkpoints (nn.remat, jax.checkpoint), which discards the residuals that "
+            "a plan keeps: leave own_checkpoints='keep' out of the Workload, and the plan replaces this checkpoint"
         )
     else:
         body = called(eqn)
         if body is None:
-            raise UnsupportedError(f"a block inside {name!r}, which is no call, scan or cond, cannot be planned for")
+            raise UnsupportedError(f"a block inside {name!r} cannot be planned: this is not a call, scan or cond")
         yield from _walk(body, flags, inputs, replace(place, within=(*place.within, eqn)) if name == "shard_map" else place)
 
 
@@ -232,7 +232,7 @@ def _calls(found: Sequence[_Found]) -> list[Call]:
         mark = one.mark
         if any(mark_of(inner) is not None for inner in equations(mark.jaxpr)):
             raise UnsupportedError(
-                "blocks inside blocks: a plan is made for blocks that follow each other; name the outer or the inner"
+                "blocks inside blocks: a plan needs blocks that follow each other; name only the outer or only the inner blocks"
             )
         if id(mark) not in blocks:
             with contextlib.ExitStack() as stack:

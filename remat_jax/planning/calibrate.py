@@ -78,7 +78,7 @@ class Calibration:
         try:
             write_whole(where, self.text(), replace=overwrite)
         except FileExistsError:
-            raise TargetError(f"output={str(path)!r} is there already; give another name, or overwrite it") from None
+            raise TargetError(f"output={str(path)!r} exists already; give another name, or overwrite it") from None
         except OSError as error:
             raise TargetError(f"output={str(path)!r} cannot be written ({error}); give another file") from None
         return f"{path}:{self.name}"
@@ -245,7 +245,7 @@ def _known(device_kind: str) -> dict[str, Any]:
         if device_kind.lower() in (kind.lower() for kind in target_named(name).device_kinds):
             return entry(name)
     if jax.devices()[0].platform == "gpu":
-        return {"kind": "gpu", "description": f"{device_kind}, of which only rates are known", "source": {}}
+        return {"kind": "gpu", "description": f"{device_kind}; only its rates are known", "source": {}}
     return {"kind": "cpu", "description": f"the CPU of this machine, {platform.machine()}", "source": {}}
 
 

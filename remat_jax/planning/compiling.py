@@ -76,7 +76,7 @@ class Compiler:
           CompileError, PolicyError, BlockError, UnsupportedError: no step could be compiled so far; this is the first error.
         """
         if best is not None and self.is_over:
-            self.notes.append(f"The search ended after timeout={self.timeout:g} s; with a longer one a plan may be faster")
+            self.notes.append(f"The search ended after timeout={self.timeout:g} s; a longer timeout may find a faster plan")
             return []
         keys = [one.name or f"plan {self.count + index + 1}" for index, one in enumerate(candidates)]
         self._tell(keys, best)

@@ -43,16 +43,16 @@ def named_table(plan: PlanData) -> Any:
     rows = [_named_row(own, plan, "fits")]
     rows += [_named_row(one, plan, _verdict(plan, one)) for one in sorted(plan.named, key=_by_time)]
     columns = ("policy", "device", "", "host", "step", "", "over keeping everything", "")
-    return table("Beside the named policies", columns, rows)
+    return table("The plan and the named policies", columns, rows)
 
 
 def summary(plan: PlanData) -> str:
     """The estimated time, the recomputation, the memory, and the best named policy that fits, in a few sentences."""
-    of = " of the compiled schedule" if plan.timed else ""
+    of = " (compiled schedule)" if plan.timed else ""
     said = (
-        f"Estimated {said_time(plan, plan.seconds)} a step{of}, {over_everything(plan, plan.seconds)}; "
-        f"{plan.recompute_flops / 1e12:.3g} TFLOP are computed again. "
-        f"{format_bytes(plan.device_bytes)} on the device as compiled ({format_bytes(plan.predicted_bytes)} were predicted)"
+        f"Estimated {said_time(plan, plan.seconds)} per step{of}, {over_everything(plan, plan.seconds)}; "
+        f"{plan.recompute_flops / 1e12:.3g} TFLOP are recomputed. Compiled: {format_bytes(plan.device_bytes)} on the device "
+        f"(predicted: {format_bytes(plan.predicted_bytes)})"
         f"{f', {format_bytes(plan.host_bytes)} in host memory' if plan.host_bytes else ''}; {_compiled(plan)}."
         f"{_limit(plan)}{_bound(plan)}"
     )
@@ -75,7 +75,7 @@ def _bound(plan: PlanData) -> str:
         return ""
     below = 100 * (1 - plan.lower_bound / plan.seconds)
     least = said_time(plan, plan.lower_bound)
-    return f" By the same estimate no plan within the budget takes less than {least}: {below:.1f} % less."
+    return f" By the same estimate, no plan within the budget takes less than {least} ({below:.1f} % less)."
 
 
 def explanation(plan: PlanData) -> str:
@@ -115,11 +115,11 @@ def next_gib(plan: PlanData) -> str:
     """The gain from more memory, as a sentence."""
     more = "GiB" if plan.next_bytes == GIB else format_bytes(plan.next_bytes).replace(".0 ", " ")
     if plan.next_gib_seconds is None and any(note.startswith(CUT_SHORT) for note in plan.notes):
-        return f"What the next {more} would buy was not computed before the timeout."
+        return f"The timeout came before the gain from the next {more} was computed."
     if plan.next_gib_seconds is None:
         return "More memory would buy nothing: by the estimate no step is faster."
     if not plan.next_gib_seconds:
-        return f"The next {more} would buy nothing: what comes next needs more than that."
+        return f"The next {more} would buy nothing: the next faster step needs more."
     share = 100 * plan.next_gib_seconds / plan.seconds if plan.seconds else 0.0
     return f"The next {more} would buy {said_time(plan, plan.next_gib_seconds)} a step ({share:.2g} %), by the estimate."
 
@@ -144,7 +144,7 @@ def _lines(part: Part, plan: PlanData) -> list[str]:
         else:
             lines.append(f"  {row.action:<9} {row.residual}, {format_bytes(row.bytes)}: {_why(row, part, plan)}")
     for action, rows in small.items():
-        lines.append(f"  {action:<9} {len(rows)} small ones, {format_bytes(sum(row.bytes for row in rows))} together")
+        lines.append(f"  {action:<9} {len(rows)} small residuals, {format_bytes(sum(row.bytes for row in rows))} together")
     return lines
 
 
@@ -162,12 +162,12 @@ def _what(part: Part) -> str:
 
 
 def _why(row: LayerRow, part: Part, plan: PlanData) -> str:
-    price = "it cannot be computed again" if row.seconds is None else f"computing it again takes {_price(row, plan)}"
+    price = "it cannot be recomputed" if row.seconds is None else f"recomputing it takes {_price(row, plan)}"
     if row.action == "offload":
         compute = f"the layer's compute ({said_time(plan, part.forward_seconds)} forward)"
         if not part.copy_seconds:
-            return f"{price}; {compute} hides what is copied"
-        return f"{price}; {compute} does not hide {said_time(plan, part.copy_seconds)} of what is copied"
+            return f"{price}; {compute} hides the copies"
+        return f"{price}; {compute} does not hide {said_time(plan, part.copy_seconds)} of the copies"
     return price
 
 
@@ -186,7 +186,7 @@ def _verdict(plan: PlanData, point: Point) -> str:
     if point.device_bytes > plan.budget:
         return "too large"
     if plan.host_budget is not None and point.host_bytes > plan.host_budget:
-        return "too much on the host"
+        return "too much host memory"
     return "fits"
 
 

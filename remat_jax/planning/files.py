@@ -77,13 +77,13 @@ def read(path: str | os.PathLike[str], workload: Workload | None) -> dict[str, A
     try:
         data = json.loads(read_limited(path, MOST_BYTES).decode("utf-8"), parse_constant=_refuse_constant)
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise PlanningError(f"{told} cannot be read ({error}); give what Plan.save wrote") from None
+        raise PlanningError(f"{told} cannot be read ({error}); give a file that Plan.save wrote") from None
     try:
         return _checked(data, workload, told)
     except _Malformed as error:
-        raise PlanningError(f"{told} is malformed: {error}; give what Plan.save wrote") from None
+        raise PlanningError(f"{told} is malformed: {error}; give a file that Plan.save wrote") from None
     except RecursionError:
-        raise PlanningError(f"{told} is malformed: it is nested too deep; give what Plan.save wrote") from None
+        raise PlanningError(f"{told} is malformed: it is nested too deeply; give a file that Plan.save wrote") from None
 
 
 _Checks = dict[str, Callable[[Any, str], Any]]
@@ -95,17 +95,15 @@ class _Malformed(Exception):
 
 
 def _refuse_constant(word: str) -> float:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _checked(data: Any, workload: Workload | None, told: str) -> dict[str, Any]:
     if not isinstance(data, dict) or "version" not in data:
-        raise _Malformed("it is no object with a version")
+        raise _Malformed("it is not an object with a version")
     if type(data["version"]) is not int or data["version"] not in READ:
         known = f"{', '.join(map(str, READ[:-1]))} and {READ[-1]}"
-        raise PlanningError(
-            f"{told} is of version {data['version']!r}, and this release reads versions {known} only: make the plan again"
-        )
+        raise PlanningError(f"{told} has version {data['version']!r}, but this release reads only versions {known}: plan again")
     values = _fields({**_NEWER, **data}, _PLAN, "the plan")
     model = _model(values["model"])
     if workload is not None:
@@ -216,20 +214,20 @@ def _parts(data: list[Any]) -> tuple[Part, ...]:
 def _text(value: Any, name: str) -> str:
     # Unprintable text could harm a terminal or a file.
     if not isinstance(value, str) or not value.isprintable():
-        raise _Malformed(f"{name}={ascii(value)[:40]} is no text of one line")
+        raise _Malformed(f"{name}={ascii(value)[:40]} is not a text of one line")
     return value
 
 
 def _count(value: Any, name: str, least: int = 0) -> int:
     if type(value) is not int or not least <= value < _MOST:
-        raise _Malformed(f"{name}={str(value)[:40]} is no integer from {least} to 2¹²⁷")
+        raise _Malformed(f"{name}={str(value)[:40]} is not an integer from {least} to 2¹²⁷")
     return value
 
 
 def _seconds(value: Any, name: str) -> float:
     # math.isfinite fails on an integer larger than any float. The comparisons also refuse NaN.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
-        raise _Malformed(f"{name}={str(value)[:40]} is no number of at least 0")
+        raise _Malformed(f"{name}={str(value)[:40]} is not a number of at least 0")
     return float(value)
 
 
@@ -241,7 +239,7 @@ def _flag(value: Any, name: str) -> bool:
 
 def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise _Malformed(f"{name}={str(value)[:40]} is no list")
+        raise _Malformed(f"{name}={str(value)[:40]} is not a list")
     return value
 
 

@@ -34,7 +34,7 @@ def check_arguments_fit(workload: Workload, budget: int) -> None:
     if sizes.total() > budget:
         held = {name: size for name, size in sizes.most_common() if size}
         raise InfeasibleBudget(
-            f"budget={budget} ({format_bytes(budget)}) is less than what a step of {workload.name!r} is given, before it "
+            f"budget={budget} ({format_bytes(budget)}) is less than the arguments of a step of {workload.name!r}, before it "
             f"computes anything: {format_bytes(sizes.total())}, of which {_listed(held)}. "
             f"{remedy(held, on_mesh=workload.mesh is not None)}",
             sizes.total(),
@@ -59,9 +59,9 @@ def infeasible(workload: Workload, least: Tried, budget: int, host_budget: int |
     """The error with the least memory reached, by the compiled step `least`, and with what occupies it."""
     if host_budget is not None and least.compiled.host_bytes > host_budget:
         return InfeasibleBudget(
-            f"host_budget={host_budget} ({format_bytes(host_budget)}): no policy of {workload.name!r} keeps within it; "
-            f"{format_bytes(least.compiled.host_bytes)} are in host memory, an offloaded optimizer's state among them. Allow "
-            "more, or offload a smaller share of the state: rj.offload_optimizer(tx, fraction=…).",
+            f"host_budget={host_budget} ({format_bytes(host_budget)}): no policy of {workload.name!r} fits; the least is "
+            f"{format_bytes(least.compiled.host_bytes)} in host memory, including an offloaded optimizer's state. Allow more, "
+            "or offload a smaller share of the state: rj.offload_optimizer(tx, fraction=…).",
             least.compiled.device_bytes,
         )
     held = held_by(workload, least.compiled.sizes) if isinstance(least.compiled.sizes, Sizes) else {}
@@ -70,8 +70,8 @@ def infeasible(workload: Workload, least: Tried, budget: int, host_budget: int |
     host = f" with host_budget={host_budget} ({format_bytes(host_budget)})" if host_budget is not None else ""
     name = least.candidate.name or "a plan of its own"
     return InfeasibleBudget(
-        f"budget={budget} ({format_bytes(budget)}){host}: no policy of {workload.name!r} fits on {target.name}. The least that "
-        f"was reached, compiled, is {format_bytes(least.compiled.device_bytes)}, by {name}. It is held up by {_listed(held)}. "
+        f"budget={budget} ({format_bytes(budget)}){host}: no policy of {workload.name!r} fits on {target.name}. The least "
+        f"reached by compiling is {format_bytes(least.compiled.device_bytes)}, by {name}. Its largest parts: {_listed(held)}. "
         f"{beyond or remedy(held, on_mesh=workload.mesh is not None)}",
         least.compiled.device_bytes,
         held,
@@ -112,8 +112,8 @@ def remedy(held: dict[str, int], *, on_mesh: bool = False) -> str:
     }
     if on_mesh:
         advice["optimizer state"] = (
-            "Ask for more, keep the state in host memory (rj.offload_optimizer(optimizer)), or divide the parameters over more "
-            "devices: their state lies as they do"
+            "Ask for more, keep the state in host memory (rj.offload_optimizer(optimizer)), or divide the parameters over "
+            "more devices: the state is partitioned like the parameters"
         )
     fallback = "Ask for more, or take a smaller batch: rj.accumulate_gradients adds up the gradients of several"
     return f"{advice.get(largest, fallback)}."
@@ -127,15 +127,17 @@ def _without_text(workload: Workload, sizes: Sizes) -> dict[str, int]:
     taken = device_bytes if sizes.host_argument else compat.tree_bytes
     for name, argument in zip(step.names, step.local_arguments, strict=True):
         found[_argument(name) or name] += taken(argument)
-    found["working set and what is kept between the passes"] = sizes.temp
-    found["outputs: gradients, or what is updated"] = max(0, sizes.output - sizes.alias)
+    found["working set and residuals"] = sizes.temp
+    found["outputs: gradients, or updated parameters"] = max(0, sizes.output - sizes.alias)
     return {name: size for name, size in found.most_common() if size}
 
 
 def _listed(held: dict[str, int]) -> str:
     shown = [f"{name} {format_bytes(size)}" for name, size in list(held.items())[:_SHOWN]]
     rest = sum(list(held.values())[_SHOWN:])
-    return ", ".join([*shown, *([f"the rest {format_bytes(rest)}"] if rest else [])]) or "what the compiler does not tell"
+    return ", ".join([*shown, *([f"the rest {format_bytes(rest)}"] if rest else [])]) or (
+        "memory that the compiler does not explain"
+    )
 
 
 def _argument(name: str) -> str | None:

@@ -91,13 +91,13 @@ def last_word(searched: Tried, able: Sequence[Tried]) -> tuple[Tried, list[str]]
 def _notes(searched: Tried, fastest: Tried, chosen: Tried) -> Iterable[str]:
     if _seconds(fastest) < _seconds(chosen):
         yield (
-            f"As compiled {_name(fastest)} is {_percent(fastest, chosen)} % faster, less than the {100 * TELLS:.0f} % that "
-            f"the estimate can tell apart: the plan is the simpler step, {_name(chosen)}"
+            f"As compiled, {_name(fastest)} is {_percent(fastest, chosen)} % faster. The estimate cannot tell apart times "
+            f"within {100 * TELLS:.0f} %, so the plan is the simpler step, {_name(chosen)}"
         )
     if _seconds(chosen) < _seconds(searched) and _name(chosen) != _name(searched):
         yield (
-            f"As compiled {_name(chosen)} is {_percent(chosen, searched)} % faster than {_name(searched)}, which the traced "
-            "estimate has before it"
+            f"As compiled, {_name(chosen)} is {_percent(chosen, searched)} % faster than {_name(searched)}, which the traced "
+            "estimate ranks first"
         )
 
 

@@ -103,7 +103,7 @@ def plan(
 
 
 # Notes about the search, and advice. Notes that begin otherwise affect the plan's step and are warnings too.
-_OF_THE_SEARCH = ("Not shown", "Left out", "The policy takes the place", "Beyond the blocks", "As compiled")
+_OF_THE_SEARCH = ("Not shown", "Left out", "The policy replaces", "Beyond the blocks", "As compiled")
 
 
 @silenced()
@@ -133,8 +133,8 @@ def _check(workload: Any, timeout: Any) -> None:
         raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload")
     if not workload.has_loss:
         raise UnsupportedError(
-            f"workload={workload.name!r} was made from a finished step, which takes its gradient inside: what its blocks keep "
-            "cannot be read from outside. Make a Workload of the loss instead."
+            f"workload={workload.name!r} was made from a finished step. The step takes its gradient inside, so its residuals "
+            "cannot be seen from outside. Make a Workload of the loss instead."
         )
     check_timeout(timeout)
 
@@ -197,7 +197,7 @@ class _Making:
         self._add_as_written(best, times)
         found = outcome(self.described, self.target, self.proposals, times, searched, best, self.remarks, self._is_late)
         if self._is_late():
-            self.notes.append(f"{CUT_SHORT}; after timeout={self.timeout:g} s only what was compiled and named is on it")
+            self.notes.append(f"{CUT_SHORT}; after timeout={self.timeout:g} s it has only compiled steps and named policies")
         self._note(searched, best)
         beyond = largest_advice(self.workload, best.compiled.sizes, self.target.devices)
         if beyond and best.candidate.name not in KEEP_ALL:
@@ -231,7 +231,7 @@ class _Making:
         self.notes += notes
         if any(best is one for one in limited):
             self.notes.append(
-                "The step fits with the budget as XLA's memory limit only: give plan.compiler_options to the jax.jit of the "
+                "The step fits only with the budget as XLA's memory limit: give plan.compiler_options to the jax.jit of the "
                 "step"
             )
             return best, best
@@ -314,12 +314,12 @@ class _Making:
 
     def _note(self, searched: Tried, best: Tried) -> None:
         """Note what was not shown: about the search's step by the traced estimate, and about the plan's memory."""
-        why = "; the compilations were used up" if len(self.fit.tried) >= MOST_COMPILED else ""
+        why = "; no compilations were left" if len(self.fit.tried) >= MOST_COMPILED else ""
         unknown = [one.name for one in self.proposals.unknown(searched)]
         if unknown:
             self.notes.append(f"Not shown: whether {' and '.join(unknown)}, faster by the estimate, would fit{why}")
         if self.search.unmoved(searched):
-            self.notes.append(f"Not shown: whether what is offloaded has to be, or would fit on the device{why}")
+            self.notes.append(f"Not shown: whether the offloaded residuals would fit on the device{why}")
         if not self.proposals.is_maximal(searched):
             self.notes.append(f"{NOT_MAXIMAL}{why}")
         if (short := host_shortage(best.compiled.host_bytes, self.target)) is not None:
@@ -346,8 +346,8 @@ class _Making:
             return found
         self._no_offload = f"JAX {jax.__version__} miscompiles offload inside scan"
         self.notes.append(
-            f"JAX {jax.__version__} miscompiles offload inside scan for GPUs (openxla/xla#46231), so that layers that are "
-            "scanned offload nothing here; use JAX 0.11.1 or later, unroll the layers, or start with "
+            f"JAX {jax.__version__} miscompiles offload inside scan for GPUs (openxla/xla#46231), so scanned layers offload "
+            "nothing here; use JAX 0.11.1 or later, unroll the layers, or start with "
             "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
         )
         blocks = tuple(

@@ -137,14 +137,14 @@ class Model:
             there[shape, dtype] -= 1
             if there[shape, dtype] < 0:
                 raise PlanningError(
-                    f"{told} was made for a model with the parameter {path} of shape {list(shape)} and dtype {dtype}, and it "
-                    "is not among the arguments: apply the plan to the loss of the model that it was made for, or plan again"
+                    f"{told} was made for a model with the parameter {path} of shape {list(shape)} and dtype {dtype}, but no "
+                    "argument has it: apply the plan to the loss of the model that it was made for, or plan again"
                 )
 
 
 _REMEDY = (
     "Plan again for this call, call the plain function (evaluation needs no plan), or use plan.apply(loss, strict=False), "
-    "whose memory nobody has measured"
+    "whose memory is unknown"
 )
 
 
@@ -220,7 +220,7 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) 
         for block in found_here:
             if block_key(block)[:2] == (kind, name):
                 return block
-        raise PlanningError(f"{told} puts a policy on {name!r}, which is none of the blocks of {workload.name!r}; plan again")
+        raise PlanningError(f"{told} puts a policy on {name!r}, which is not a block of {workload.name!r}; plan again")
     if kind in ("glob", CHECKPOINTS):
         return name
     known: list[Any] = list(scope.marked) if kind == "function" else _subclasses(linen.Module) + _subclasses(nnx.Module)
@@ -239,8 +239,8 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, told: str) 
         )
     if not exact:
         warn(
-            f"{told} puts a policy on the {kind} {name!r} of the module {module!r}, which is not loaded: that of "
-            f"{modules[0]!r} was taken for it, by its name only. Give the workload, as in Plan.load(path, workload), to be sure"
+            f"{told} puts a policy on the {kind} {name!r} of the module {module!r}, which is not loaded: the {kind} of the "
+            f"same name in {modules[0]!r} was used instead. Give the workload, as in Plan.load(path, workload), to be sure"
         )
     return next(one for one in reversed(known) if one in chosen)
 
@@ -270,8 +270,8 @@ def _leaves(tree: Any) -> tuple[Leaf, ...]:
 def _difference(what: str, mine: Sequence[Leaf], theirs: Sequence[Leaf]) -> str:
     for one, other in zip(mine, theirs, strict=False):
         if one != other:
-            return f"{what}: the plan has {_written(one)}, the workload {_written(other)}; plan again"
-    return f"{what}: the plan has {len(mine)} arrays, the workload {len(theirs)}; plan again"
+            return f"{what}: the plan has {_written(one)}, the workload has {_written(other)}; plan again"
+    return f"{what}: the plan has {len(mine)} arrays, the workload has {len(theirs)}; plan again"
 
 
 def _written(leaf: Leaf) -> str:

@@ -46,7 +46,7 @@ def outcome(
             seconds,
             known is not None,
             parts_of(described, stack, candidate),
-            "" if known is None or known.compiled.sound else "what is compiled of it must not be run",
+            "" if known is None or known.compiled.sound else "its compiled step must not be run",
             timed,
         )
 

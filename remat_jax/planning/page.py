@@ -74,7 +74,7 @@ def _point(plan: PlanData, point: Point) -> dict[str, Any]:
 
 def _known(point: Point) -> str:
     """The origin of a point's time, as text."""
-    return "of the compiled schedule" if point.timed else "of the traced program"
+    return "compiled schedule" if point.timed else "traced program"
 
 
 def _figures(plan: PlanData, point: Point) -> dict[str, Any]:

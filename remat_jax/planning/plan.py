@@ -103,8 +103,8 @@ class Plan(PlanData):
                     outputs = planned(*args, **kwargs)
             except NoEffectError as error:
                 raise NoEffectError(
-                    f"{self._told} is not for this function: it was made with JAX {self.jax_version}, and the model's code or "
-                    f"dtypes, or JAX, are others here, so that it has other residuals. Plan again. ({error})"
+                    f"{self._told} does not fit this function: the plan was made with JAX {self.jax_version}, and since then "
+                    f"the model's code, its dtypes or JAX have changed its residuals. Plan again. ({error})"
                 ) from None
             # Counting checkpoints takes another trace: do it once for each signature, and only if there are checkpoints.
             if strict and (regions or self.model.checkpoints) and (signature := call_signature(args, kwargs)) not in passed:

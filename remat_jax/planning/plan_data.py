@@ -11,7 +11,7 @@ from remat_jax.planning.model import Model, block_name
 from remat_jax.planning.point import Part, Point
 from remat_jax.policy import Policy
 
-NOT_MAXIMAL = "Not shown: that no residual more can be saved in a run of layers"
+NOT_MAXIMAL = "Not shown: that no further residual can be saved in a run of layers"
 """The start of a note from which `PlanData.is_maximal` is read."""
 CUT_SHORT = "Not shown: the whole frontier"
 """The start of the note for a search whose `timeout` came before the frontier."""

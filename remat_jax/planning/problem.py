@@ -303,13 +303,13 @@ def _at(policy: Any, layer: int, count: int) -> Policy:
     checked = as_block_policy(policy)
     if isinstance(checked, LayerPolicies):
         if checked.layers != count:
-            raise PlanningError(f"policy: it is for {checked.layers} layers, and there are {count}; give one for each")
+            raise PlanningError(f"policy: it is for {checked.layers} layers, but there are {count}; give one for each")
         if checked.groups:
             raise PlanningError(f"policy={str(checked)!r}: groups of layers are not priced; ask remat_jax.measure")
         return checked[layer]
     if not isinstance(checked, Policy):
         raise PlanningError(
-            f"policy={policy!r}: a JAX policy object is asked while tracing and cannot be priced before; write it as a text, "
-            "such as 'save: @dots'"
+            f"policy={policy!r}: a JAX policy object decides while tracing, so it cannot be priced before; write it as a "
+            "text, such as 'save: @dots'"
         )
     return checked

@@ -84,9 +84,9 @@ def checked_groups(groups: Any, runs: Sequence[tuple[int, Any]], cuts: Iterable[
         policy = runs[run][1]
         if policy.offloads:
             raise PolicyError(
-                f"LayerPolicies: the policy {str(policy)!r} of the layers {first} to {end - 1} offloads inside a group: a "
-                "group's layers are computed again as a whole, so that nothing of theirs is kept between the passes. Take "
-                "'full' inside the group, or take the group away."
+                f"LayerPolicies: the policy {str(policy)!r} of the layers {first} to {end - 1} offloads inside a group, but a "
+                "group is recomputed as a whole and keeps no residuals of its layers. Use 'full' inside the group, or remove "
+                "the group."
             )
     return tuple(checked)
 

@@ -22,8 +22,8 @@ _RUN = re.compile(r"\s*(\d+)\s*[x×]\s+(.*)", re.DOTALL)
 # A bar counts only before a new run: residual names may have bars.
 _BAR = re.compile(r"(\|\|?)(?=\s*\d+\s*[x×]\s)")
 _GRAMMAR = (
-    "'8 × full | 4 × dots' (an x serves for ×), each run with a policy's name or text, '||' to cut one, and "
-    "'8 × full in groups of 4' for one checkpoint around each 4 layers"
+    "'8 × full | 4 × dots' (x means × too), where each run has a policy's name or text; '||' cuts a run, and '8 × full in "
+    "groups of 4' puts one checkpoint around each 4 layers"
 )
 
 

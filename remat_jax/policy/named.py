@@ -32,7 +32,7 @@ def as_policy(value: Policy | str | JaxPolicy, argument: str = "policy") -> Poli
         return value
     if is_by_layer(value):
         raise PolicyError(
-            f"{argument}={str(value)!r}: a policy for each layer, and one policy is expected here. Policies by layer go to "
+            f"{argument}={str(value)!r} has a policy for each layer, but one policy is expected here. Policies by layer go to "
             "checkpoint_blocks, Workload, residuals, measure and doctor."
         )
     if isinstance(value, str) or not callable(value) or inspect.isclass(value):
@@ -65,5 +65,5 @@ def _check_not_a_factory(value: JaxPolicy, argument: str) -> None:
     name, module = getattr(value, "__name__", ""), getattr(value, "__module__", "") or ""
     if name in FACTORIES and module.split(".")[0] == "jax":
         raise PolicyError(
-            f"{argument}={value!r} is not a JAX policy but makes one from arguments: call it, or {FACTORIES[name]}."
+            f"{argument}={value!r} is not a JAX policy but a function that makes one: call it, or {FACTORIES[name]}."
         )

@@ -66,9 +66,9 @@ def not_a_policy(value: object, argument: str) -> PolicyError:
 def unknown_name(word: str, argument: str) -> UnknownPolicyError:
     """The error for a single word that is not a policy's name."""
     if word in FACTORIES:
-        hint = f" In JAX it makes a policy from arguments; here {FACTORIES[word]}."
+        hint = f" In JAX this function makes a policy from arguments; here {FACTORIES[word]}."
     elif word in [action.value for action in Action]:
-        hint = f" It is an action, and needs selectors, as in '{word}: *'."
+        hint = f" It is an action and needs selectors, as in '{word}: *'."
     else:
         hint = nearest(word, [*NAMED_TEXTS, *ALIASES])
     return UnknownPolicyError(f"{argument}={word!r} is not the name of a policy.{hint} {choices()}")

@@ -80,16 +80,18 @@ def save(path: str | Path, state_dict: Mapping[str, Any], *, metadata: Mapping[s
         raise PortingError(f"no arrays or tensors: {', '.join(wrong)}; give what to_torch returns.")
     if path.suffix != ".safetensors":
         if metadata:
-            raise PortingError(f"metadata={metadata!r}: a {path.suffix} file has no place for it; write .safetensors.")
+            raise PortingError(f"metadata={metadata!r}: a {path.suffix} file cannot store metadata; write .safetensors.")
         _save_torch(path, _converted(state_dict, lambda value: value if is_torch(value) else as_torch(value)))
         return
     unnamed = [repr(name) for name in state_dict if not isinstance(name, str)]
     if unnamed:
-        raise PortingError(f"names that are no text: {', '.join(unnamed)}; a safetensors file has texts alone, give str(name).")
+        raise PortingError(
+            f"names that are not texts: {', '.join(unnamed)}; a safetensors file takes only texts, give str(name)."
+        )
     header = {**metadata} if isinstance(metadata, Mapping) else metadata or {}
     if not isinstance(header, dict) or not all(isinstance(one, str) for pair in header.items() for one in pair):
         raise PortingError(
-            f"metadata={metadata!r:.400}: a safetensors file has texts alone; give text → text, such as str(value)."
+            f"metadata={metadata!r:.400}: a safetensors file takes only texts; give text → text, such as str(value)."
         )
     _save_safetensors(path, _converted(state_dict, as_numpy), header)
 
@@ -125,7 +127,8 @@ def _writing(path: Path, refused: type[Exception]) -> Iterator[Path]:
             yield new
     except (refused, OSError, ValueError, TypeError) as error:  # a null byte in the path is a ValueError
         raise PortingError(
-            f"path={str(path)[:400]!r} cannot be written ({error}); give a file in a folder that is there and what it can hold."
+            f"path={str(path)[:400]!r} cannot be written ({error}); give a file in an existing folder, and content that this "
+            "kind of file can hold."
         ) from None
 
 
@@ -133,19 +136,19 @@ def _one_file(path: Path) -> Path:
     path = _in_folder(path) if path.is_dir() else path
     # Reading a pipe or a device might never end.
     if not _is_file(path):
-        raise PortingError(f"path={str(path)[:400]!r}: no such file, or no regular one; give {_KINDS}.")
+        raise PortingError(f"path={str(path)[:400]!r}: no such file, or not a regular file; give {_KINDS}.")
     if not path.name.endswith((".index.json", ".safetensors", *_TORCH)):
-        raise PortingError(f"path={str(path)!r}: not a name of a model's; give {_KINDS}.")
+        raise PortingError(f"path={str(path)!r}: not the name of a model file; give {_KINDS}.")
     return path
 
 
 def _in_folder(folder: Path) -> Path:
     for ending in (".safetensors.index.json", ".safetensors", ".bin.index.json", *_TORCH):
-        found = sorted(folder.glob(f"*{ending}"))
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise PortingError(f"path={str(folder)!r}: several models: {', '.join(x.name for x in found)}; name one of them.")
+        files = sorted(folder.glob(f"*{ending}"))
+        if len(files) == 1:
+            return files[0]
+        if files:
+            raise PortingError(f"path={str(folder)!r}: several models: {', '.join(x.name for x in files)}; name one of them.")
     raise PortingError(f"path={str(folder)!r}: a folder without a model; give {_KINDS}.")
 
 
@@ -160,7 +163,7 @@ def _content(path: Path, most: int) -> bytes:
     try:
         return read_limited(path, most)
     except ValueError as error:
-        raise PortingError(f"{path.name}: {error}; give an index as it is written with the shards.") from None
+        raise PortingError(f"{path.name}: {error}; give the index that was written with the shards.") from None
 
 
 def _load_shards(index: Path, key: str | None) -> dict[str, Any]:
@@ -177,7 +180,7 @@ def _load_shards(index: Path, key: str | None) -> dict[str, Any]:
         raise PortingError(f"{index.name}: {', '.join(strange)}: expected names of shards, such as model-1.safetensors.")
     outside = [name for name in files if Path(name).name != name]
     if outside:
-        raise PortingError(f"{index.name}: the shards must lie beside it, unlike {', '.join(outside)}.")
+        raise PortingError(f"{index.name}: the shards must be in its folder, unlike {', '.join(outside)}.")
     result: dict[str, Any] = {}
     found: dict[str, str] = {}
     problems = []
@@ -187,7 +190,7 @@ def _load_shards(index: Path, key: str | None) -> dict[str, Any]:
                 problems.append(f"{tensor}: duplicated, in {found[tensor]} and in {name}")
             found[tensor], result[tensor] = name, value
     problems += [
-        f"{tensor}: not in {name}, where the index has it" for tensor, name in places.items() if found.get(tensor) != name
+        f"{tensor}: not in {name}, although the index says so" for tensor, name in places.items() if found.get(tensor) != name
     ]
     problems += [f"{tensor}: in {name}, but not in the index" for tensor, name in found.items() if tensor not in places]
     if problems:
@@ -203,7 +206,7 @@ def _load_safetensors(path: Path) -> dict[str, np.ndarray]:
             strange = [f"{name} ({kind})" for name, kind in kinds.items() if kind.startswith(("F8_", "F6_", "F4"))]
             if strange:
                 raise PortingError(
-                    f"{path.name}: NumPy's reader has no such float: {', '.join(strange)}; cast them in PyTorch."
+                    f"{path.name}: NumPy's reader does not have this float dtype: {', '.join(strange)}; cast them in PyTorch."
                 )
             # Copied, because the reader may return a view of the file.
             return {name: np.array(file.get_tensor(name)) for name in kinds}
@@ -231,12 +234,12 @@ def _load_torch(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise PortingError(
-            f"{path.name}: refused, because reading it could run code, or it is no file of PyTorch's ({reason}). "
-            "Where you trust it, load it with torch.load(…, weights_only=False) and give module.state_dict()."
+            f"{path.name}: refused, because reading it could run code, or it is not a PyTorch file ({reason}). If you trust "
+            "it, load it with torch.load(…, weights_only=False) and give module.state_dict()."
         ) from None
     except Exception as error:  # a truncated or corrupt file can raise anything in the reader
         reason = (str(error).splitlines() or [""])[0]
-        raise PortingError(f"{path.name}: not a file of PyTorch's ({type(error).__name__}: {reason}).") from None
+        raise PortingError(f"{path.name}: not a PyTorch file ({type(error).__name__}: {reason}).") from None
 
 
 def _save_torch(path: Path, tensors: dict[str, Any]) -> None:
@@ -256,8 +259,8 @@ def _state_dict(content: Any, path: Path, key: str | None) -> dict[str, Any]:
     wrong = [name for name, value in content.items() if not (isinstance(name, str) and is_torch(value))]
     if wrong:
         inside = [repr(name) for name in wrong if isinstance(content[name], Mapping)]
-        hint = f"; give the one that is the state dict as key: {', '.join(inside)}" if inside else ""
-        raise PortingError(f"{path.name}: {', '.join(map(repr, wrong))}: no tensors{hint}.")
+        hint = f"; give the name of the state dict as key: {', '.join(inside)}" if inside else ""
+        raise PortingError(f"{path.name}: {', '.join(map(repr, wrong))}: not tensors{hint}.")
     return dict(content)
 
 
@@ -273,5 +276,7 @@ def _torch(path: Path) -> Any:
     try:
         import torch
     except ImportError:
-        raise PortingError(f"{path.name} is PyTorch's, which is not installed; pip install 'remat_jax[torch]'.") from None
+        raise PortingError(
+            f"{path.name} is a PyTorch file, and PyTorch is not installed; pip install 'remat_jax[torch]'."
+        ) from None
     return torch

@@ -91,8 +91,8 @@ def _plain(value: Any) -> Any:
 
 
 FLOAT32_REMEDY = (
-    "where the model means it, give keep_float64=True, which widens it; to compare without float64, "
-    "give dtypes=('float32',) and rules"
+    "if the model intends this, give keep_float64=True, which widens it; to compare without float64, give "
+    "dtypes=('float32',) and rules"
 )
 """The remedy for a Flax model with a hard-coded float32."""
 

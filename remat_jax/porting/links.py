@@ -108,13 +108,13 @@ def fit(rules: Rules, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape])
     # A rule applies only to tensors that no earlier rule takes, and to places that no earlier rule fills.
     links = list(dict.fromkeys([*by_tensor.values(), *by_place.values()]))
     problems = [
-        f"{name}: extra, shape {_text(shape)}: no rule takes it; write one, or name it under 'extra:'"
+        f"{name}: extra, shape {_text(shape)}: no rule takes it; write a rule, or name it under 'extra:'"
         for name, shape in tensors.items()
         if name not in by_tensor and not rules.allows_extra(name)
     ]
     filled = {place.path for place in by_place}
     problems += [
-        f"{path}: not filled, shape {_text(shape)}: no rule fills it; write one, or name it under 'missing:'"
+        f"{path}: not filled, shape {_text(shape)}: no rule fills it; write a rule, or name it under 'missing:'"
         for path, shape in arrays.items()
         if path not in filled and not rules.allows_missing(path)
     ]
@@ -194,14 +194,14 @@ def _holes(links: list[Link], arrays: Mapping[str, Shape]) -> list[str]:
     for path, found in parts.items():
         shape, axes = arrays[path], next(iter(found)).axes
         if any(place.axes != axes for place in found):
-            problems.append(f"{path}: duplicated, filled as {' and as '.join(sorted(map(str, found)))}; give one kind of index")
+            problems.append(f"{path}: duplicated, filled as {' and as '.join(sorted(map(str, found)))}; use one kind of index")
             continue
         every = itertools.product(
             *(range(size) if axis in axes else [None] for axis, size in enumerate(shape[: max(axes, default=-1) + 1]))
         )
         holes = [str(place) for index in every if (place := Place(path, index)) not in found]
         problems += [
-            f"{hole}: not filled, shape {_text(shape)}: no rule fills this part of the stack; write one" for hole in holes
+            f"{hole}: not filled, shape {_text(shape)}: no rule fills this part of the stack; write a rule" for hole in holes
         ]
     return problems
 

@@ -36,7 +36,9 @@ class Pattern:
     def __post_init__(self) -> None:
         rest = _PLACEHOLDER.sub("", self.text)
         if not self.text or "{" in rest or "}" in rest or any(c.isspace() for c in rest):
-            raise PortingError(f"{self.text!r} is no name; a placeholder is written {{i}}, {{i+1}} or {{i-1}}, spaces nowhere.")
+            raise PortingError(
+                f"{self.text!r} is not a name; a placeholder is written {{i}}, {{i+1}} or {{i-1}}, spaces nowhere."
+            )
 
     @property
     def placeholders(self) -> frozenset[str]:
@@ -88,13 +90,13 @@ class FlaxPattern:
         """The target written as `path` or `path[index, …]`; `:` in the index leaves an axis whole."""
         match = re.fullmatch(r"(.*?)(?:\[([^\[\]]*)\])?", text.strip())
         if not match or not match[1]:
-            raise PortingError(f"{text!r} is no Flax path; write it as 'params/l_{{i}}/kernel' or 'params/l/kernel[{{i}}]'.")
+            raise PortingError(f"{text!r} is not a Flax path; write it as 'params/l_{{i}}/kernel' or 'params/l/kernel[{{i}}]'.")
         if match[2] is None:
             return cls(Pattern(match[1]))
         entries = [entry.strip() for entry in match[2].split(",")]
         for entry in entries:
             if not (entry == ":" or (entry.isdecimal() and len(entry) <= 9) or _PLACEHOLDER.fullmatch(entry)):
-                raise PortingError(f"{text!r}: {entry!r} is no index; write a number, a placeholder such as {{i}}, or ':'.")
+                raise PortingError(f"{text!r}: {entry!r} is not an index; write a number, a placeholder such as {{i}}, or ':'.")
         while entries and entries[-1] == ":":
             entries.pop()
         return cls(Pattern(match[1]), tuple(None if entry == ":" else Pattern(entry) for entry in entries))

@@ -48,7 +48,7 @@ class Rearrange(Step):
             raise PortingError(f"{self.pattern!r}: the two sides name different axes; name the same on both.")
         strange = [name for name, size in self.sizes if name not in atoms or size < 1]
         if strange:
-            raise PortingError(f"{self.pattern!r}: {', '.join(strange)}: no axis of that name and a positive size.")
+            raise PortingError(f"{self.pattern!r}: {', '.join(strange)}: no axis has this name, or the size is not positive.")
         for group in self._sides[1]:
             if sum(name not in dict(self.sizes) for name in group) > 1:
                 given = ", ".join(f"{name}=…" for name in group[1:])
@@ -78,13 +78,15 @@ class Rearrange(Step):
         """The size of every named axis, read from the right side's shape."""
         right, known = self._sides[1], dict(self.sizes)
         if len(shape) != len(right):
-            raise PortingError(f"{self.pattern!r} ends in {len(right)} axes, and the shape {tuple(shape)} has {len(shape)}")
+            raise PortingError(f"{self.pattern!r} ends in {len(right)} axes, but the shape {tuple(shape)} has {len(shape)}")
         sizes = dict(known)
         for group, total in zip(right, shape, strict=True):
             given = math.prod(known[name] for name in group if name in known)
             rest = [name for name in group if name not in known]
             if (total % given if rest else total != given) or (given == 0):
-                raise PortingError(f"{str(self)!r}: an axis of {tuple(shape)}, of size {total}, is no ({' '.join(group)})")
+                raise PortingError(
+                    f"{str(self)!r}: an axis of {tuple(shape)}, of size {total}, does not divide into ({' '.join(group)})"
+                )
             sizes |= dict.fromkeys(rest, total // given)
         return sizes
 

@@ -50,8 +50,8 @@ class Rule:
             if lacking:
                 text = name.text if isinstance(name, Pattern) else str(name)
                 raise PortingError(
-                    f"Rule: {str(self)!r}: {text!r} has no {{{lacking[0]}}}, so that several tensors would be one; "
-                    "use the same placeholders in every name."
+                    f"Rule: {str(self)!r}: {text!r} has no {{{lacking[0]}}}, so several tensors would share one name; use the "
+                    "same placeholders in every name."
                 )
 
     @classmethod
@@ -64,7 +64,7 @@ class Rule:
         names, bar, transform = text.partition("|")
         torch, arrow, flax = names.partition("->")
         if not arrow or not torch.strip() or not flax.strip():
-            raise PortingError(f"{text.strip()!r} is no rule; write it as in {_EXAMPLE}.")
+            raise PortingError(f"{text.strip()!r} is not a rule; write it as in {_EXAMPLE}.")
         return cls(tuple(expand(torch)), tuple(expand(flax)), transform if bar else "identity")  # type: ignore[arg-type]  # texts are taken
 
     def __str__(self) -> str:
@@ -122,18 +122,19 @@ class Rules:
         ties = [tuple(Pattern(name) if isinstance(name, str) else name for name in pair) for pair in self.ties]
         for name, value in (("rules", rules), ("ties", ties), ("extra", self.extra), ("missing", self.missing)):
             if isinstance(value, str):
-                raise PortingError(f"Rules: {name}={value!r} is a text; give a tuple of them.")
+                raise PortingError(f"Rules: {name}={value!r} is a text; give a tuple.")
             object.__setattr__(self, name, tuple(value))
         if not all(isinstance(rule, Rule) for rule in rules):
             raise PortingError(
-                f"Rules: rules={self.rules!r} must be Rule or text, one a rule; for several lines use Rules.parse."
+                f"Rules: rules={self.rules!r} must be a sequence of Rule or text, one text per rule; for several lines use "
+                "Rules.parse."
             )
         for pair in ties:
             if len(pair) != 2 or pair[0].placeholders != pair[1].placeholders or pair[0] == pair[1]:
                 raise PortingError(f"Rules: the tie {pair!r} must be two names with the same placeholders.")
         chained = sorted({one.text for one, _ in ties} & {other.text for _, other in ties})
         if chained:
-            raise PortingError(f"Rules: {chained[0]!r} is first in one tie and second in another; tie all to one name.")
+            raise PortingError(f"Rules: {chained[0]!r} is first in one tie and second in another; tie all names to one.")
 
     @classmethod
     def parse(cls, text: str) -> Rules:
@@ -277,8 +278,8 @@ def as_rules(rules: Any) -> Rules:
     if isinstance(rules, str):
         if rules.strip() == "auto":
             raise PortingError(
-                "rules='auto' needs both models and inputs, to prove what it proposes: call porting.propose, "
-                "and give its rules here."
+                "rules='auto' needs both models and inputs, to prove its proposal: call porting.propose, and give its rules "
+                "here."
             )
         return Rules.parse(rules)
     if isinstance(rules, Iterable):
@@ -297,5 +298,5 @@ def _read(line: str, entries: dict[str, list[Any]]) -> None:
         entries["ties"].append((one, other))
     else:
         raise PortingError(
-            f"{line!r} is none of a rule 'torch -> flax | transform', 'tie: a = b', 'extra: globs', 'missing: globs'"
+            f"{line!r} is neither a rule 'torch -> flax | transform' nor 'tie: a = b', 'extra: globs', 'missing: globs'"
         )

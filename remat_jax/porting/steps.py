@@ -58,7 +58,9 @@ class Scale(Step):
 
     def __post_init__(self) -> None:
         if not np.isfinite(self.factor) or self.factor == 0:
-            raise PortingError(f"scale({self.factor}): the factor must be finite and not 0, or the values could not come back.")
+            raise PortingError(
+                f"scale({self.factor}): the factor must be finite and not 0; otherwise the values could not be restored."
+            )
 
     def __str__(self) -> str:
         return f"scale({self.factor!r})"
@@ -150,7 +152,7 @@ class Concat(Step):
 
     def before(self, after: list[Shape], count: int) -> list[Shape]:
         if len(after) != 1:
-            raise PortingError(f"{self} makes one array, and {len(after)} are wanted")
+            raise PortingError(f"{self} makes one array, but {len(after)} are needed")
         (shape,) = after
         if not -len(shape) <= self.axis < len(shape):
             raise PortingError(f"{self}: an array of shape {shape} has no such axis")
@@ -181,7 +183,7 @@ class Sum(Step):
 
     def before(self, after: list[Shape], count: int) -> list[Shape]:
         if len(after) != 1:
-            raise PortingError(f"sum makes one array, and {len(after)} are wanted")
+            raise PortingError(f"sum makes one array, but {len(after)} are needed")
         return after * count
 
     def forward(self, arrays: Arrays, after: list[Shape]) -> Arrays:
@@ -209,7 +211,7 @@ class GruBias(Step):
 
     def before(self, after: list[Shape], count: int) -> list[Shape]:
         if len(after) != 4 or count != 2 or len(set(after)) != 1 or len(after[0]) != 1:
-            raise PortingError(f"gru_bias makes four vectors of one size of two tensors, not {after} of {count}")
+            raise PortingError(f"gru_bias makes four vectors of one size from two tensors, not {after} from {count}")
         return [(3 * after[0][0],)] * 2
 
     def forward(self, arrays: Arrays, after: list[Shape]) -> Arrays:
@@ -239,7 +241,9 @@ def the_same(arrays: Sequence[np.ndarray], step: str) -> np.ndarray:
     # Half of the digits: far above rounding, far below the difference of unrelated gradients.
     limit = np.sqrt(float(np.spacing(np.asarray(1, arrays[0].dtype)))) * np.linalg.norm(first)
     if any(not np.linalg.norm(x.astype(np.float64) - first) <= limit for x in arrays[1:]):
-        raise PortingError(f"{step}: the tensors are added in PyTorch, so their gradients are equal; those given differ")
+        raise PortingError(
+            f"{step}: the tensors are added in PyTorch, so their gradients are equal; the given gradients differ"
+        )
     return arrays[0]
 
 

@@ -63,8 +63,8 @@ def as_jax(array: np.ndarray, like: Any = None) -> jax.Array:
     kept = jax.dtypes.canonicalize_dtype(array.dtype)
     if kept != array.dtype:
         raise PortingError(
-            f"is {array.dtype.name}, and JAX would make {kept.name} of it; turn on 64-bit types (jax.enable_x64), "
-            f"or give dtype='{kept.name}'"
+            f"is {array.dtype.name}, but JAX would convert it to {kept.name}; turn on 64-bit types (jax.enable_x64), or give "
+            f"dtype='{kept.name}'"
         )
     sharding = getattr(like, "sharding", None)
     if isinstance(sharding, jax.sharding.NamedSharding):
@@ -96,5 +96,5 @@ def _torch() -> Any:
     try:
         import torch
     except ImportError:
-        raise PortingError("PyTorch is not installed, and tensors are asked for; pip install 'remat_jax[torch]'.") from None
+        raise PortingError("PyTorch tensors need PyTorch, which is not installed; pip install 'remat_jax[torch]'.") from None
     return torch

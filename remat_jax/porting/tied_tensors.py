@@ -74,6 +74,7 @@ def refuse_shared(rules: Rules, state_dict: Mapping[str, Any], arrays: Arrays, p
         for other in names[1:]:
             if same_memory(state_dict[names[0]], state_dict[other]) and frozenset((names[0], other)) not in tied:
                 problems.append(
-                    f"{other}: duplicated, one tensor with {names[0]}, and would fill a second array, which then trains apart; "
-                    f"let Flax share one, and write 'tie: {names[0]} = {other}'; or give copies if they are to part"
+                    f"{other}: duplicated: it is the same tensor as {names[0]}, but would fill a second array, which then "
+                    f"trains separately; share one array in Flax, and write 'tie: {names[0]} = {other}'; or give copies if "
+                    "the arrays should train separately"
                 )

@@ -138,11 +138,11 @@ def gradients_to_torch(gradients: Any, rules: Any, *, numpy: bool = False) -> di
 
 def _read(tensors: Mapping[str, Any], problems: list[str]) -> Arrays:
     if not isinstance(tensors, Mapping):
-        raise PortingError(f"{type(tensors).__name__} is given for a mapping of names to tensors; give module.state_dict().")
+        raise PortingError(f"{type(tensors).__name__} is not a mapping of names to tensors; give module.state_dict().")
     arrays = {}
     for name, value in tensors.items():
         if not (is_torch(value) or hasattr(value, "__array__")):
-            problems.append(f"{name}: is of type {type(value).__name__}, no tensor or array")
+            problems.append(f"{name}: is of type {type(value).__name__}, not a tensor or array")
             continue
         try:
             arrays[name] = as_numpy(value)
@@ -221,7 +221,7 @@ def _hold_to(like: Mapping[str, Any], rules: Rules, result: Arrays, problems: li
         elif rules.allows_extra(name):
             result[name] = as_numpy(tensor)
         else:
-            problems.append(f"{name}: no rule makes it; write one, or name it under 'extra:'")
+            problems.append(f"{name}: no rule makes it; write a rule, or name it under 'extra:'")
     expected_names = {other for name in like for other in names_of(rules, name)}
     problems += [f"{name}: not a tensor of the PyTorch model" for name in result if name not in expected_names]
 

@@ -92,7 +92,7 @@ class Transform:
         for step in reversed(self.steps):
             chain.insert(0, step.before(chain[0], count))
         if len(chain[0]) != count:
-            raise PortingError(f"'{self}' takes {len(chain[0])} tensors and {count} are given")
+            raise PortingError(f"'{self}' takes {len(chain[0])} tensors, but {count} are given")
         return chain
 
     def _run(self, arrays: Arrays, after: list[Shape], direction: Callable[[Step], Callable[..., Arrays]]) -> Arrays:
@@ -134,14 +134,14 @@ def _steps(part: str) -> tuple[Step, ...]:
         if len(numbers) == 1:
             return (Split(numbers[0]),)
     raise PortingError(
-        f"{part!r} is no transform; the names are {', '.join(NAMED)}; the steps are scale(x), scale(sqrt(x)), shift(x), "
-        "flip(axes), split(axis), concat(axis, sizes), sum, gru_bias, and patterns such as '(h d) e -> e h d'."
-        f"{nearest(part, NAMED)}"
+        f"{part!r} is not a transform; the names are {', '.join(NAMED)}; the steps are scale(x), scale(sqrt(x)), shift(x), "
+        "flip(axes), split(axis), concat(axis, sizes), sum, gru_bias, and patterns such as '(h d) e -> e h "
+        f"d'.{nearest(part, NAMED)}"
     )
 
 
 def _size(text: str, part: str) -> tuple[str, int]:
     match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d{1,9})\s*", text)
     if not match:
-        raise PortingError(f"{part!r}: {text.strip()!r} is no size; write it as in '(h two d) -> (h d two), h=8, two=2'.")
+        raise PortingError(f"{part!r}: {text.strip()!r} is not a size; write it as in '(h two d) -> (h d two), h=8, two=2'.")
     return match[1], int(match[2])

@@ -72,7 +72,7 @@ def _residual_panel(axes: Axes, slots: Sequence[tuple[float, str | Row]]) -> Non
         texts = [MISSING if value is None else f"{value:.1f}" for value in (on_device, on_host)]
         text = texts[0] if on_host == 0 or texts == [MISSING, MISSING] else f"{texts[0]} + {texts[1]}"
         _end_label(axes, (on_device or 0.0) + (on_host or 0.0), y, text, missing=text == MISSING)
-    _frame(axes, "Residuals", f"kept for the backward pass, {unit}")
+    _frame(axes, "Residuals", f"residuals, {unit}")
 
 
 def _peak_panel(axes: Axes, slots: Sequence[tuple[float, str | Row]]) -> None:

@@ -18,8 +18,8 @@ OFFLOAD_COLUMNS = tuple(
         ("policy", "name"),
         ("offered", "bytes"),
         ("in host memory", "bytes"),
-        ("device gave back", "bytes"),
-        ("copies that compute covers", "text"),
+        ("device memory freed", "bytes"),
+        ("copies that compute hides", "text"),
     )
 )
 _COLOURS = {
@@ -137,9 +137,9 @@ def _policies(page: Overview) -> str:
         parts += ["<h3>Host memory</h3>", stacked_bars(page.host, label="host memory by policy")]
     if page.offload:
         rows = [(True, row) for row in page.offload]
-        parts += ["<h3>What offload really did</h3>", html_table(OFFLOAD_COLUMNS, rows, label="offload", sortable=False)]
+        parts += ["<h3>Effect of offload</h3>", html_table(OFFLOAD_COLUMNS, rows, label="offload", sortable=False)]
         parts.append(_troubles(page.warnings))
-    none = "<p>No trap that is known was found under any of these policies.</p>"
+    none = "<p>No known trap was found under any of these policies.</p>"
     parts += ["<h3>Traps</h3>", _troubles(page.findings) or none]
     return "".join(parts)
 

@@ -64,7 +64,7 @@ def page_body(
         f"{head}Checks{close}{_checks(checks)}",
         f"{head}Tensors{close}{_tensors(columns, rows)}",
         f"{head}Modules{close}",
-        '<p class="hint">Opened where something differs; the first difference of each pass is marked.</p>',
+        '<p class="hint">Modules that differ are opened; the first difference of each pass is marked.</p>',
         f'<ul class="tree">{_node(tree)}</ul>',
         f"{head}Memory{close}{_bars(bars, level + 1)}" if bars else "",
         *(f"{head}{escaped(heading)}{close}<pre>{escaped(text)}</pre>" for heading, text in details.items() if text),
@@ -118,5 +118,5 @@ def _bars(bars: Sequence[Bar], level: int) -> str:
                 f'<div class="bar"><span>{escaped(bar.label)}, {escaped(name)}</span>'
                 f'<i class="{escaped(name)}" style="width:{60 * size / largest:.2f}%"></i><b>{format_bytes(size)}</b></div>'
             )
-    hint = "What is kept between the passes, on the device and on the host, parameters and inputs excluded; the peak has all."
+    hint = "Residuals on the device and on the host, without parameters and inputs; the peak includes everything."
     return f'<p class="hint">{hint}</p>' + "".join(lines)

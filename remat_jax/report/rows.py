@@ -31,7 +31,7 @@ def plain_rows(rows: Iterable[Any]) -> list[Row]:
         row = _mapping(given, position)
         missing = [key for key in ROW_KEYS if key not in row]
         if missing:
-            raise ValueError(f"rows[{position}] lacks {', '.join(missing)}: give them, as None where there is no value")
+            raise ValueError(f"rows[{position}] lacks {', '.join(missing)}: give these keys, with None where there is no value")
         unknown = sorted(set(row["peak_bytes"] or ()) - set(PEAK_KINDS))
         if unknown:
             raise ValueError(f"rows[{position}]['peak_bytes'] has {unknown}: expected only {', '.join(PEAK_KINDS)}")

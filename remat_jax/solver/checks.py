@@ -72,7 +72,7 @@ def check_names(where: str, names: Iterable[str]) -> None:
     wrong = [name for name in listed if not isinstance(name, str) or not name]
     twice = sorted(name for name, count in Counter(map(str, listed)).items() if count > 1)
     if wrong or twice:
-        raise PlanningError(f"{where}: names {wrong or twice} are {'no text' if wrong else 'used twice'}; give each its own.")
+        raise PlanningError(f"{where}: names {wrong or twice} are {'not texts' if wrong else 'used twice'}; give each its own.")
 
 
 def all_of(where: str, values: Any, kind: type) -> tuple[Any, ...]:

@@ -92,7 +92,7 @@ class ResidualCosts:
             check_number(f"ResidualCosts {self.name!r}: seconds", self.seconds)
         if self.needed and self.seconds is None and not self.may_save and not self.may_offload:
             raise PlanningError(
-                f"ResidualCosts {self.name!r}: backward needs it, and it may be neither saved, offloaded nor recomputed; "
+                f"ResidualCosts {self.name!r}: backward needs it, but it can be neither saved, offloaded nor recomputed; "
                 "allow one of them, or give seconds."
             )
 
@@ -162,7 +162,7 @@ def _order(where: str, residuals: Sequence[ResidualCosts]) -> tuple[int, ...]:
         for parent in each.parents:
             if parent not in index:
                 raise PlanningError(
-                    f"{where}: {each.name!r} has the parent {parent!r}, which is none of its residuals."
+                    f"{where}: {each.name!r} has the parent {parent!r}, which is not one of its residuals."
                     + nearest(parent, index)
                 )
     try:
@@ -208,8 +208,8 @@ class Stack:
             if stuck:
                 why = "there is no link" if self.link is None else "the last block may not"
                 raise PlanningError(
-                    f"Stack: residuals {stuck} of {block.name!r} can only be offloaded, and {why}; "
-                    "let them be saved, or give a link and offload_last=True."
+                    f"Stack: residuals {stuck} of {block.name!r} can only be offloaded, but {why}; let them be saved, or give "
+                    "a link and offload_last=True."
                 )
 
     def runs(self) -> tuple[Block, ...]:

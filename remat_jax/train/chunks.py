@@ -76,8 +76,8 @@ def in_chunks(fn: Callable[P, R], n: int, *, axis: int | tuple[int | None, ...] 
         ok or (entry is None and isinstance(axis, tuple)) for ok, entry in zip(is_axis, axes, strict=True)
     ):
         raise ArgumentError(
-            f"axis={axis!r}: expected an int, the axis of every argument that is cut, or a tuple with an int or None for each "
-            "argument, and an int for one of them at least"
+            f"axis={axis!r}: expected an int (the axis along which every argument is cut), or a tuple with an int or None for "
+            "each argument and at least one int"
         )
 
     @functools.wraps(fn)
@@ -106,8 +106,8 @@ def _parted(fn: Any, axis: Any, args: Any, kwargs: Any) -> tuple[list[Any], list
         args, kwargs = bound.args, bound.kwargs
     if isinstance(axis, tuple) and len(axis) != len(args):
         raise ArgumentError(
-            f"axis={axis!r} has {len(axis)} entries, and the function is called with {len(args)} positional arguments: give an "
-            "axis or None for each of them"
+            f"axis={axis!r} has {len(axis)} entries, but the function is called with {len(args)} positional arguments: give "
+            "an axis or None for each argument"
         )
     of_args = axis if isinstance(axis, tuple) else (axis,) * len(args)
     asked = [(f"argument {place}", cut_axis, arg) for place, (cut_axis, arg) in enumerate(zip(of_args, args, strict=True))]
@@ -147,10 +147,10 @@ def _place(name: str, axis: int, leaf: Any) -> tuple[str, int]:
 def _check_lengths(places: list[tuple[str, int]], leaves: list[Any], n: int) -> None:
     lengths = {name: leaf.shape[at] for leaf, (name, at) in zip(leaves, places, strict=True)}
     if not lengths:
-        raise ArgumentError("axis: none of the arguments that are to be cut has an array in it")
+        raise ArgumentError("axis: no argument that is to be cut contains an array")
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        raise ArgumentError(f"axis: expected one length along it, but {shown}")
+        raise ArgumentError(f"axis: expected the same length along it in all arrays, but {shown}")
     name, length = next(iter(lengths.items()))
     check_divides(n, length, f"axis {places[0][1]} of {name}, which has {length} positions")
     for leaf, (name, at) in zip(leaves, places, strict=True):
@@ -161,9 +161,9 @@ def _check_sums(whole: Any, stacked: Any, n: int) -> None:
     for (path, expected), chunks in zip(jax.tree.leaves_with_path(whole), jax.tree.leaves(stacked), strict=True):
         if chunks.shape[1:] != expected.shape or not jnp.issubdtype(chunks.dtype, jnp.number):
             raise ArgumentError(
-                f"fn: its result{jax.tree_util.keystr(path)} is {expected.dtype}{list(expected.shape)}, and "
-                f"{chunks.dtype}{list(chunks.shape[1:])} of one of {n} chunks: expected a sum along the axis, whose shape does "
-                "not depend on its length; sum inside fn"
+                f"fn: its result{jax.tree_util.keystr(path)} is {expected.dtype}{list(expected.shape)} for all positions, but "
+                f"{chunks.dtype}{list(chunks.shape[1:])} for one of {n} chunks: expected a sum along the axis, whose shape "
+                "does not depend on the axis' length; sum inside fn"
             )
 
 

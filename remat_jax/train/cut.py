@@ -30,7 +30,7 @@ def check_divides(n: int, length: int, what: str) -> None:
     if length == 0 or length % n:
         divisors = [count for count in range(1, length + 1) if length % count == 0]
         near = sorted({*[count for count in divisors if count < n][-1:], *[count for count in divisors if count > n][:1]})
-        nearest = f"; the nearest that do: {' and '.join(map(str, near))}" if near else ""
+        nearest = f"; the nearest divisors: {' and '.join(map(str, near))}" if near else ""
         raise ArgumentError(f"n={n} does not divide {what}{nearest}")
 
 

@@ -41,7 +41,8 @@ def check_trained(trained: Any) -> None:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             name = path_text(path)
             raise ArgumentError(
-                f"params: {name!r} is {leaf.dtype} and has no gradient; pass it in batch, or select the others with trainable"
+                f"params: {name!r} is {leaf.dtype} and has no gradient; pass it in batch, or select the other parameters with "
+                "trainable"
             )
 
 

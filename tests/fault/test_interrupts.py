@@ -83,10 +83,10 @@ def test_a_target_that_is_there_already_is_not_overwritten_even_at_the_last_mome
         link(*args)
 
     monkeypatch.setattr(os, "link", another_was_quicker)
-    with pytest.raises(TargetError, match="is there already"):
+    with pytest.raises(TargetError, match="exists already"):
         Calibration("mine", "cpu", {"float32": 1e9}, 1e9, source="a test").save(path)
     assert path.read_text() == "another's" and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(TargetError, match="is there already"):
+    with pytest.raises(TargetError, match="exists already"):
         Calibration("mine", "cpu", {"float32": 1e9}, 1e9, source="a test").save(path)
 
 

@@ -73,7 +73,7 @@ def test_a_pickle_under_any_other_name_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_path_in_a_mapping_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "m.json").write_text(content)
     given = json.loads(content)["a"]
-    with pytest.raises(ArgumentError, match=re.escape(f"mapping: {given!r} is no module of the Flax model that was called.")):
+    with pytest.raises(ArgumentError, match=re.escape(f"mapping: {given!r} is not a called module of the Flax model.")):
         read_mapping(tmp_path / "m.json", [MatchedModule("a", "", None, True)], [MatchedModule("b", "", None, True)])
 
 
@@ -100,7 +100,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, read: Callable[[Path], Any]) -
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(10)
-    assert "cannot be read (it is no regular file)" in str(*found)
+    assert "cannot be read (it is not a regular file)" in str(*found)
 
 
 def test_nothing_that_is_shipped_reads_pickles_or_runs_texts() -> None:

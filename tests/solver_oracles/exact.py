@@ -71,7 +71,7 @@ def infeasible(budget: float, host_budget: float, least: float | None) -> Infeas
     """The error that says that nothing fits, and the least device memory that does."""
     if least is None:
         return InfeasibleBudget(
-            f"host_budget={host_budget!r}: what can only be offloaded does not fit. Allow more host memory."
+            f"host_budget={host_budget!r}: the residuals that can only be offloaded do not fit. Allow more host memory."
         )
     host = "" if math.isinf(host_budget) else f" with host_budget={host_budget!r}"
     return InfeasibleBudget(f"budget={budget!r} is not enough: the least that can be reached{host} is {least!r} bytes.", least)

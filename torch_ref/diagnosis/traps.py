@@ -63,7 +63,7 @@ def flags_without_effect(flags: Flags, regions: Sequence[Region]) -> Iterator[Fi
             )
         elif not regions:
             problem = f"{flag.name} is set, but no checkpoint was made in this call"
-            remedy = "Hand the flag down to the code that runs the layers, and call them through gradient_checkpoint_forward"
+            remedy = "Pass the flag on to the code that runs the layers, and call them through gradient_checkpoint_forward"
         if remedy:
             yield Finding("flag_without_effect", block, "", problem, remedy)
 
@@ -75,9 +75,9 @@ def hidden_from_offload(region: Region) -> Iterator[Finding]:
         yield _finding(
             region,
             "hidden_from_offload",
-            f"{_listed(hidden)} stay on the device: the saved-tensor hooks around this checkpoint (save_on_cpu) see"
-            " positional, top-level tensors only",
-            "Pass them by position, or use torch_ref.gradient_checkpoint_forward, which moves tensors anywhere",
+            f"{_listed(hidden)} stay on the device: the saved-tensor hooks around this checkpoint (save_on_cpu) only see "
+            "positional, top-level tensors",
+            "Pass the tensors by position, or use torch_ref.gradient_checkpoint_forward, which moves tensors anywhere",
         )
 
 
@@ -90,7 +90,7 @@ def rebound_variable(region: Region) -> Iterator[Finding]:
             yield _finding(
                 region,
                 "rebound_variable",
-                f"backward would compute something else than forward did: {str(error).split(', so')[0]}",
+                f"the recomputation would differ from the forward pass: {str(error).split(', so')[0]}",
                 "Bind the variable when the function is made (lambda x, layer=layer: layer(x)), or checkpoint the module",
             )
 
@@ -144,7 +144,7 @@ def random_state(region: Region) -> Iterator[Finding]:
         yield _finding(
             region,
             "random_state",
-            "it draws random numbers (dropout), and preserve_rng_state=False: backward is that of another mask",
+            "it draws random numbers (dropout) with preserve_rng_state=False: the recomputation draws another mask",
             "Leave preserve_rng_state at its default, True",
         )
 

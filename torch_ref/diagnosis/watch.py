@@ -106,8 +106,8 @@ class Watch(TorchDispatchMode):
         self._before = sys.getprofile()
         if self._before is not None and not callable(self._before):
             raise InvalidArgumentError(
-                f"a profiler written in C ({type(self._before).__name__}) is on, expected none: Python cannot put it back"
-                " after another one. Call doctor outside cProfile and torch.profiler(with_stack=True)."
+                f"a profiler written in C ({type(self._before).__name__}) is active, expected none: Python cannot restore it "
+                "after another profiler. Call doctor outside cProfile and torch.profiler(with_stack=True)."
             )
         super().__enter__()
         sys.setprofile(self._profile)

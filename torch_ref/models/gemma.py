@@ -54,7 +54,7 @@ class AdaptiveRMSNorm(nn.Module):
         if not self.is_adaptive:
             return (normed * (1 + self.weight.to(exact.dtype))).to(x.dtype), None
         if condition is None:
-            raise InvalidArgumentError("condition is None, expected (batch, condition_width): this norm is set by it.")
+            raise InvalidArgumentError("condition is None, expected (batch, condition_width): it conditions this norm.")
         scale, shift, gate = self.dense(condition)[:, None].to(exact.dtype).chunk(3, dim=-1)
         return (normed * (1 + scale) + shift).to(x.dtype), gate.to(x.dtype)
 

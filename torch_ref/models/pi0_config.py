@@ -63,7 +63,8 @@ class Pi0Config:
             raise InvalidArgumentError(f"prompt_length is {self.prompt_length}, expected at least 0.")
         if min(*self.widths, *self.mlp_dims) < 1:
             raise InvalidArgumentError(
-                f"widths is {self.widths} and mlp_dims is {self.mlp_dims}, expected at least 1 each: both experts are there."
+                f"widths is {self.widths} and mlp_dims is {self.mlp_dims}, expected at least 1 each: the model has both "
+                "experts."
             )
         divisions = (("num_kv_heads", self.num_heads), ("vision_heads", self.vision_width), ("patch_size", self.image_size))
         for name, whole in divisions:
@@ -121,7 +122,7 @@ def check_shapes(config: Pi0Config, observation: Observation, actions: torch.Ten
     given = observation._asdict() | {"actions": actions, "time": time}
     absent = [name for name, one in given.items() if not isinstance(one, torch.Tensor)]
     if absent:
-        raise InvalidArgumentError(f"{', '.join(absent)}: expected tensors; give zeros for what is not read.")
+        raise InvalidArgumentError(f"{', '.join(absent)}: expected tensors; give zeros for inputs that are not read.")
     if not observation.images.is_floating_point():
         raise InvalidArgumentError(
             f"images have dtype {observation.images.dtype}, expected floating point: divide by 127.5 and subtract 1."

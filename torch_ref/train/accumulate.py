@@ -63,7 +63,7 @@ def micro_batches(batch: tuple[Any, ...], n: int) -> list[tuple[Any, ...]]:
     (size,) = sizes
     if not size or size % n:
         near = [one for one in range(1, size + 1) if size % one == 0]
-        raise InvalidArgumentError(f"n={n} does not divide the {size} rows of batch; what divides them: {near}.")
+        raise InvalidArgumentError(f"n={n} does not divide the {size} rows of batch; divisors: {near}.")
     whole = [not isinstance(leaf, torch.Tensor) or not leaf.dim() for leaf in leaves]
     parts = [[leaf] * n if same else leaf.split(size // n) for leaf, same in zip(leaves, whole, strict=True)]
     return [pytree.tree_unflatten([part[index] for part in parts], spec) for index in range(n)]

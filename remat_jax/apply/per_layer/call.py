@@ -19,8 +19,9 @@ from remat_jax.errors import UnsupportedError
 
 _CLOSED_OVER = (
     "fn writes to an NNX object (a model, an nnx.Rngs, a statistic) that it closes over, or that a jax.jit, jax.grad or scan "
-    "inside it closes over: what is written while tracing cannot get out. Make the object an argument of fn and pass it in the "
-    "call, as in checkpoint_blocks(lambda model, x: model(x), policies)(model, x); inside fn use nnx.jit, nnx.grad, nnx.scan."
+    "inside it closes over: values that are written while tracing cannot leave the trace. Make the object an argument of fn "
+    "and pass it in the call, as in checkpoint_blocks(lambda model, x: model(x), policies)(model, x); inside fn use nnx.jit, "
+    "nnx.grad, nnx.scan."
 )
 
 

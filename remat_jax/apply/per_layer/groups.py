@@ -104,15 +104,15 @@ def torn(block: Block, group: range) -> UnsupportedError:
     """The error for a group that begins or ends inside an indivisible equation."""
     return UnsupportedError(
         f"block={name_of(block)}: the group of {layers_text(group)} begins or ends inside a jit, a branch, a loop or a round "
-        "of a scan that calls the block several times. Give groups that begin and end where these do."
+        "of a scan that calls the block several times. Give groups that do not cross the border of such a region."
     )
 
 
 def _overlapping(groups: Sequence[tuple[Block, range]]) -> str:
     named = sorted({f"{name_of(block)} {layers_text(group)}" for block, group in groups})
     return (
-        f"groups of layers of several blocks overlap: {'; '.join(named[:6])}. Give blocks that alternate groups of the same "
-        "calls, or groups to one of them only."
+        f"groups of layers of several blocks overlap: {'; '.join(named[:6])}. Where blocks alternate, give all of them groups "
+        "of the same calls, or give groups to only one of them."
     )
 
 

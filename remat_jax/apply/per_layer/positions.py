@@ -34,11 +34,11 @@ def checked_counts(jaxpr: Any, blocks: frozenset[Block]) -> Counter[Block]:
     return counts
 
 
-def _another_number(block: Block, policies: LayerPolicies, found: int) -> str:
-    times = "once" if found == 1 else f"{found} times"
+def _another_number(block: Block, policies: LayerPolicies, calls: int) -> str:
+    times = "once" if calls == 1 else f"{calls} times"
     return (
-        f"block={name_of(block)}: policy={str(policies)!r} is for {policies.layers} layers, and the block is called {times}. "
-        f"Give policies for {found}: each call counts, also those of a model that is run twice."
+        f"block={name_of(block)}: policy={str(policies)!r} has policies for {policies.layers} layers, but the block is called "
+        f"{times}. Give policies for {calls}: every call counts, so a model that runs twice counts twice."
     )
 
 
@@ -46,8 +46,8 @@ def _refuse_while(eqn: Any, blocks: frozenset[Block]) -> None:
     for mark in (mark for body in bodies(eqn) for mark in marks(body)):
         if mark.marked.block in blocks and isinstance(mark.marked.policy, LayerPolicies):
             raise UnsupportedError(
-                f"block={name_of(mark.marked.block)}: it is called in a while loop, and nobody knows how many layers that is. "
-                "Give it one policy, or use a scan: jax.lax.scan, or a fori_loop whose bounds are Python numbers."
+                f"block={name_of(mark.marked.block)}: it is called in a while loop, so the number of layers is unknown. Give "
+                "it one policy, or call it in jax.lax.scan or in a fori_loop whose bounds are Python numbers."
             )
 
 

@@ -14,8 +14,8 @@ from remat_jax.errors import UnsupportedError
 from remat_jax.policy import LayerPolicies
 
 _CROSSED = (
-    "block={block}: rounds {start} to {last} of a scan are in one group of layers, and the policies or groups of another block "
-    "in the same rounds begin or end between them. Give both blocks groups of the same rounds."
+    "block={block}: rounds {start} to {last} of a scan are one group of layers, but the policies or groups of another block "
+    "change between these rounds. Give both blocks groups of the same rounds."
 )
 
 

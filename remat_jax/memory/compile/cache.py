@@ -94,7 +94,7 @@ def write(key: str, target: Target, value: Plain) -> None:
         for oldest in files[:-MOST_FILES]:
             oldest.unlink(missing_ok=True)
     except OSError as error:
-        warn(f"{VARIABLE}: the folder {str(folder)!r} cannot be written ({error.strerror}): nothing is kept. {_REMEDY}")
+        warn(f"{VARIABLE}: the folder {str(folder)!r} cannot be written ({error.strerror}): nothing is cached. {_REMEDY}")
 
 
 def forget() -> None:
@@ -109,10 +109,10 @@ def _folder(target: Target) -> Path | None:
     try:
         folder = Path(asked or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "remat_jax")).expanduser()
     except RuntimeError:  # a user without a home folder, as in a container
-        warn(f"{VARIABLE}={asked!r}: there is no such home folder: nothing is kept. {_REMEDY}" if asked else None)
+        warn(f"{VARIABLE}={asked!r}: there is no such home folder: nothing is cached. {_REMEDY}" if asked else None)
         return None
     if others := _of_others(folder):
-        warn(f"{VARIABLE}: others may write the folder {str(others)!r}, so that {str(folder)!r} is not used. {_REMEDY}")
+        warn(f"{VARIABLE}: other users may write to the folder {str(others)!r}, so {str(folder)!r} is not used. {_REMEDY}")
         return None
     return folder
 

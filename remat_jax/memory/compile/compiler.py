@@ -134,9 +134,9 @@ def compile_programs(
     if target.kind == "gpu":
         if target.compiler_description is None:
             raise TargetError(
-                f"target={target.name!r} has no compiler description, without which nothing can be compiled for it: add a "
-                f"table [{target.name}.compiler] to its file, and its line under [{target.name}.source], in the form of the "
-                "package's own targets.toml"
+                f"target={target.name!r} has no compiler description, so XLA cannot compile for it: add a table "
+                f"[{target.name}.compiler] to its file, and a line with its source under [{target.name}.source], in the form "
+                "of the package's own targets.toml"
             )
         compat.require_gpu_compiler()
     tell = on_done or (lambda key: None)

@@ -23,15 +23,15 @@ def check_devices(workload: Workload, target: Target) -> None:
     if workload.mesh is None:
         if target.devices > 1:
             raise UnsupportedError(
-                f"target={target.name!r} is {target.devices} devices, and {workload.name!r} has no mesh to use them by: ask "
-                "for one of them, or say how it is divided: Workload(…, mesh={'data': …}, shardings=(…)), or workload.on_mesh "
-                "('data=…,fsdp=…'), which is --mesh on the command line"
+                f"target={target.name!r} has {target.devices} devices, but {workload.name!r} has no mesh to use them: ask for "
+                "one device, or give a mesh: Workload(…, mesh={'data': …}, shardings=(…)), or "
+                "workload.on_mesh('data=…,fsdp=…'), on the command line --mesh"
             )
         return
     if target.attached:
         raise UnsupportedError(
-            f"target={target.name!r} is one device to run on, and {workload.name!r} has a mesh: name the hardware instead, "
-            f"such as '{workload.mesh.size}xh200'"
+            f"target={target.name!r} is one device of this machine, but {workload.name!r} has a mesh: name the hardware "
+            f"instead, such as '{workload.mesh.size}xh200'"
         )
     check_size(workload.mesh, target, f"the mesh of {workload.name!r} ({shown(workload.mesh)})")
 
@@ -45,8 +45,9 @@ def check_size(mesh: AbstractMesh, target: Target, called: str) -> None:
     if mesh.size != target.devices:
         one = re.sub(r"^(\d+x){1,2}", "", target.name)
         raise ArgumentError(
-            f"target={target.name!r} is {target.devices} device{'s' * (target.devices > 1)}, and {called} has {mesh.size}: ask "
-            f"for as many, such as '{mesh.size}x{one}' in one host ('8x8x{one}' are 64 in eight hosts), or change the mesh"
+            f"target={target.name!r} has {target.devices} device{'s' * (target.devices > 1)}, but {called} has {mesh.size}: "
+            f"ask for {mesh.size}, such as '{mesh.size}x{one}' in one host ('8x8x{one}' has 64 in eight hosts), or change the "
+            "mesh"
         )
 
 
@@ -57,7 +58,7 @@ def host_shortage(host_bytes: int, target: Target) -> str | None:
     >>> host_shortage(10**12, target("l4")) is None  # nothing is known of its hosts
     True
     >>> print(host_shortage(3 * 10**11, target("2x8xh200")))
-    the 8 devices of a host need 2.2 TiB of its memory, and 2x8xh200 has 1.8 TiB for them: offload less, or use more hosts
+    the 8 devices of a host need 2.2 TiB of its memory, but 2x8xh200 has 1.8 TiB for them: offload less, or use more hosts
     """
     devices = target.devices // target.hosts
     if target.host_memory_bytes is None or host_bytes <= target.host_memory_bytes:
@@ -65,6 +66,6 @@ def host_shortage(host_bytes: int, target: Target) -> str | None:
     its, their = ("its", "them") if devices > 1 else ("its host's", "it")
     needed = f"the {devices} devices of a host need" if devices > 1 else "a device needs"
     return (
-        f"{needed} {format_bytes(host_bytes * devices)} of {its} memory, and {target.name} has "
+        f"{needed} {format_bytes(host_bytes * devices)} of {its} memory, but {target.name} has "
         f"{format_bytes(target.host_memory_bytes * devices)} for {their}: offload less, or use more hosts"
     )

@@ -31,8 +31,8 @@ def _check_process() -> None:
     """Raise at once for a process in which compiling would fail later or hang."""
     if not Path(__file__).is_file():
         raise UnsupportedError(
-            f"remat_jax was imported from {__file__.partition('/remat_jax/')[0]!r}, which is no folder, and the process that "
-            "compiles is started from a file: install remat-jax, or unpack it"
+            f"remat_jax was imported from {__file__.partition('/remat_jax/')[0]!r}, which is not a folder, but the compile "
+            "process must start from a file: install remat-jax, or unpack it"
         )
     compat.warn_of_lost_threads()
 
@@ -92,7 +92,7 @@ def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram
             raise _of_another_mesh(devices, str(error)) from error
     # A program for one device, without any sharding, runs on every device.
     if exported.nr_devices not in (1, devices):
-        raise _of_another_mesh(devices, f"it is a program for {_counted(exported.nr_devices)}")
+        raise _of_another_mesh(devices, f"the program is for {_counted(exported.nr_devices)}")
     mesh = tuple(zip(step.mesh.axis_names, step.mesh.axis_sizes, strict=True)) if step.mesh is not None else ()
     held = _held_bytes(step, exported.out_avals, donated)
     return ExportedProgram(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)), mesh, held, kernels)
@@ -151,11 +151,11 @@ def _exported(
     raise AssertionError("each reason to try again is met once")
 
 
-def _of_another_mesh(devices: int, said: str) -> UnsupportedError:
+def _of_another_mesh(devices: int, reason: str) -> UnsupportedError:
     return UnsupportedError(
-        f"the step is asked about for {_counted(devices)}, and names a mesh of its own of another size, by a NamedSharding in "
-        f"a constraint, in a jit, or of an array that the loss closes over ({said}): write constraints as bare PartitionSpecs, "
-        "and give Workload(…, mesh=…, shardings=…), which says what mesh they mean"
+        f"the step is compiled for {_counted(devices)}, but it contains a mesh of another size: in the NamedSharding of a "
+        f"constraint, of a jit, or of an array that the loss closes over ({reason}). Write constraints as bare PartitionSpecs, "
+        "and give their mesh to Workload(…, mesh=…, shardings=…)"
     )
 
 

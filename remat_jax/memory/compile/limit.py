@@ -41,8 +41,8 @@ def limit_bytes(memory_limit: Any, target: Target) -> int | None:
         return None
     if target.kind != "gpu" or target.memory_bytes is None:
         raise ArgumentError(
-            f"memory_limit={memory_limit!r} with target={target.name!r}: XLA has a memory limit for GPUs only, and of those "
-            "whose memory is known; give a GPU, such as 'h200', or no memory_limit"
+            f"memory_limit={memory_limit!r} with target={target.name!r}: XLA takes a memory limit only for GPUs whose memory "
+            "is known; give such a GPU, for example 'h200', or leave memory_limit out"
         )
     return device_amount(memory_limit, target, "memory_limit", ArgumentError)
 

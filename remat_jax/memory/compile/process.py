@@ -281,7 +281,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle.forget)
 
 
-def _raise_for(question: Question, answers: dict[str, Any], failed: str, status: int, expired: bool, said: str) -> None:
+def _raise_for(question: Question, answers: dict[str, Any], failed: str, status: int, expired: bool, output: str) -> None:
     missing = [key for key in question.keys if key not in answers]
     if expired and missing:
         raise CompileError(
@@ -294,26 +294,26 @@ def _raise_for(question: Question, answers: dict[str, Any], failed: str, status:
     if missing:
         reason = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
         raise CompileError(
-            f"{question.doing}: the process ended with {reason} at policy={missing[0]!r}. "
-            f"It said: {_shortened(said) or 'nothing'}{_remedy(said, status)}"
+            f"{question.doing}: the compile process ended with {reason} at policy={missing[0]!r}. Its output: "
+            f"{_shortened(output) or 'none'}{_remedy(output, status)}"
         )
 
 
-def _shortened(said: str) -> str:
+def _shortened(output: str) -> str:
     """The beginning and the end of an output: an abort gives its reason before a long stack, an exception after it."""
-    return said if len(said) <= 1500 else f"{said[:500]}\n…\n{said[-1000:]}"
+    return output if len(output) <= 1500 else f"{output[:500]}\n…\n{output[-1000:]}"
 
 
-def _remedy(said: str, status: int) -> str:
+def _remedy(output: str, status: int) -> str:
     """The remedy at the end of a message, if the reason is known."""
-    if remedy := full_disk(said):
+    if remedy := full_disk(output):
         return remedy
-    if any(word in said for word in _OUT_OF_MEMORY):
+    if any(word in output for word in _OUT_OF_MEMORY):
         return ". It ran out of memory: give it more (ulimit -v, the container's limit), or compile fewer policies at once"
     if status == -signal.SIGKILL:
-        return ". It ran out of memory, or was killed from outside: look at the memory that is free"
+        return ". It ran out of memory, or another process killed it: check how much memory is free"
     if status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT):
-        return ". A compiler ends so where it may not have more memory (ulimit -v), or by a fault of its own"
+        return ". Either the compiler reached a memory limit (ulimit -v), or it has a bug"
     return ""
 
 

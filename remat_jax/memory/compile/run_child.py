@@ -58,9 +58,11 @@ def peak(program: dict[str, Any], device: Any) -> int:
     found = stats(device).get("peak_bytes_in_use")
     del results
     if found is None:
-        raise RuntimeError(f"the allocator of {device.device_kind} counts no peak (memory_stats has no peak_bytes_in_use)")
+        raise RuntimeError(f"the allocator of {device.device_kind} reports no peak (memory_stats has no peak_bytes_in_use)")
     if found <= before:
-        raise RuntimeError(f"compiling needed more of the device ({before} bytes) than the step, whose own peak is not known")
+        raise RuntimeError(
+            f"compiling used more device memory ({before} bytes) than the step, so the peak of the step is unknown"
+        )
     return found
 
 

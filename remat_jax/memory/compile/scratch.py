@@ -41,15 +41,18 @@ def scratch() -> Iterator[Path]:
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        raise CompileError(f"what is to be compiled cannot be written ({error}){full_disk(str(error))}") from error
+        raise CompileError(f"the program to compile cannot be written ({error}){full_disk(str(error))}") from error
 
 
-def full_disk(said: str) -> str:
+def full_disk(output: str) -> str:
     """The remedy for a full disk, as the end of a message; empty if `said` reports another error."""
-    if not any(word in said for word in _FULL.values()):
+    if not any(word in output for word in _FULL.values()):
         return ""
     where = tempfile.gettempdir()
-    return f". The temporary folder {where!r} is full, or no file may be so long (ulimit -f): name another in TMPDIR"
+    return (
+        f". The temporary folder {where!r} is full, or its files may not be this large (ulimit -f): name another folder in "
+        "TMPDIR"
+    )
 
 
 @functools.cache

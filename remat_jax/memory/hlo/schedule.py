@@ -147,7 +147,9 @@ def read_overlap(
     given = {"hbm_bytes_per_s": hbm_bytes_per_s, "host_link_bytes_per_s": host_link_bytes_per_s}
     for name, rate in given.items():
         if rate is None and getattr(target, name) is None:
-            raise ArgumentError(f"{name}: target={target.name!r} does not say; name a GPU such as 'h200', or pass {name}=")
+            raise ArgumentError(
+                f"{name}: target={target.name!r} does not state this rate; name a GPU such as 'h200', or pass {name}="
+            )
     for name, rate in {**given, "flops_per_s": flops_per_s}.items():
         if rate is not None and not rate > 0:
             raise ArgumentError(f"{name}={rate!r}: expected a positive number per second")
@@ -157,7 +159,7 @@ def read_overlap(
 def _with(target: Target, flops: float | None, memory: float | None, link: float | None) -> Rates:
     """The rates of a target, except those given."""
     if flops is None and not (target.peak_flops or target.reached or target.measured):
-        raise ArgumentError(f"flops_per_s: target={target.name!r} has no rate of products; pass flops_per_s=")
+        raise ArgumentError(f"flops_per_s: target={target.name!r} states no rate of matrix products; pass flops_per_s=")
     rates = Rates.of(target)
     if flops is not None:
         rates = replace(rates, flops={"float32": flops}, launch_seconds=0.0, cores=None, products={})
@@ -227,9 +229,9 @@ class _Player:
             seconds = exchange_seconds(*found, self.target, self.rates.links)
             if seconds is None:
                 raise ArgumentError(
-                    f"target={self.target.name!r}: its devices exchange arrays ({found[1].opcode}), and no rate of the links "
-                    "between them is known; state device_link_bytes_per_s, and network_bytes_per_s for several hosts, in the "
-                    "file that describes the target"
+                    f"target={self.target.name!r}: its devices exchange arrays ({found[1].opcode}), but the rate of the links "
+                    "between them is unknown; state device_link_bytes_per_s, and network_bytes_per_s for several hosts, in "
+                    "the file that describes the target"
                 )
             return "exchange", sum(array.bytes for array in found[1].arrays), seconds
         copied = host_copy(self.module, computation, one)
@@ -238,7 +240,9 @@ class _Player:
     def _link(self, direction: Direction) -> float:
         rate = self.rates.out_bytes_per_s if direction == "out" else self.rates.in_bytes_per_s
         if rate is None:
-            raise ArgumentError(f"host_link_bytes_per_s: target={self.target.name!r} does not say; pass host_link_bytes_per_s=")
+            raise ArgumentError(
+                f"host_link_bytes_per_s: target={self.target.name!r} does not state this rate; pass host_link_bytes_per_s="
+            )
         return rate
 
     def _enter(self, one: Instruction) -> None:

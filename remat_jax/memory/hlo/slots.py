@@ -66,8 +66,8 @@ def scanned_offload_is_miscompiled(text: str | HloModule) -> bool:
         )
     except (LookupError, RecursionError, ValueError) as error:
         raise UnsupportedError(
-            f"a loop of the compiled module refers to what is not in its text ({type(error).__name__}: {error}), so that it is "
-            "not known whether its copies are right; give the whole text"
+            "a loop of the compiled module refers to an instruction that is missing from the module's text "
+            f"({type(error).__name__}: {error}), so the loop's copies cannot be checked; give the whole text"
         ) from error
 
 
@@ -167,6 +167,6 @@ def _value(
     if instruction.opcode in ("fusion", "call") and called is not None:
         return _value(module, called, called.root, {}, of)
     raise UnsupportedError(
-        f"instruction {instruction.name!r} ({instruction.opcode}) of {computation.name!r}: an index that a baked-in copy "
-        "stands beside cannot be followed through it, so that it is not known whether the copy is right"
+        f"instruction {instruction.name!r} ({instruction.opcode}) of {computation.name!r}: the index of a baked-in copy "
+        "cannot be traced through this instruction, so the copy cannot be checked"
     )

@@ -53,9 +53,9 @@ def _agreeing_when_alike(pair: ModelPair, space: Space, start: MapCandidate) -> 
         errors.append((error, where))
     error, where = min(errors)
     raise PortingError(
-        f"the models agree by no map: with equal weights in all modules of equal shapes, {where} still differs by {error:.1e}; "
-        "they differ in more than their weights (epsilon, padding, activation, mask, a missing layer, float32 inside); "
-        f"of the last: {FLOAT32_REMEDY}"
+        f"no map makes the models agree: with equal weights in all modules of equal shapes, {where} still differs by "
+        f"{error:.1e}; the models differ in more than their weights (epsilon, padding, activation, mask, a missing layer, "
+        f"float32 inside); for float32 inside: {FLOAT32_REMEDY}"
     )
 
 

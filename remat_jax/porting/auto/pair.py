@@ -52,8 +52,8 @@ def wrapper_text(flax_module: Any) -> str:
     if isinstance(flax_module, (nn.Module, nnx.Module, type)) or not isinstance(inner, nn.Module):
         return ""
     return (
-        f"flax_module is a {type(flax_module).__name__}, which holds a module and is none: give its module, "
-        f"a {type(inner).__name__}, as flax_module=wrapper.module, and its arguments as that takes them (by flax_call)"
+        f"flax_module is a {type(flax_module).__name__}, which holds a module but is not a module: give its module, a "
+        f"{type(inner).__name__}, as flax_module=wrapper.module, and pass this module's arguments by flax_call"
     )
 
 

@@ -123,9 +123,9 @@ def _no_match(parts: TorchParts, flax: Sequence[FlaxUnit]) -> str:
     lines = [
         f"no map fits the shapes: PyTorch has {len(parts.units)} modules with weights, Flax {len(flax)}; give rules, "
         "in which 'extra:' and 'missing:' name what only PyTorch and only Flax have:",
-        "  PyTorch's that fit nothing:",
+        "  PyTorch modules that fit nothing:",
         *(f"    {text}" for text in ours or ["none"]),
-        "  Flax's that nothing fits:",
+        "  Flax modules that nothing fits:",
         *(f"    {text}" for text in theirs or ["none"]),
     ]
     return "\n".join(lines)
@@ -144,8 +144,8 @@ def _require_proof(pair: ModelPair, space: Space, candidate: MapCandidate) -> No
     if not error <= LIMIT:
         rounded = f" The error has the size of float32's rounding: {FLOAT32_REMEDY}." if error <= FLOAT32_ERROR else ""
         raise PortingError(
-            f"no map was found by which the models agree: by the best one, {where} differs by {error:.1e}.{rounded} "
-            "They may differ in more than their weights; or write rules for a part of them, and give these as rules."
+            f"no map was found under which the models agree: under the best map, {where} differs by {error:.1e}.{rounded} The "
+            "models may differ in more than their weights. Or write rules for a part of the weights, and give them as rules."
         )
 
 
@@ -162,15 +162,15 @@ def _require_forced(space: Space, answer: MapCandidate, unused: Sequence[int]) -
         names = [name for unit in open_units for name in space.names(unit)]
         lines = [rule for unit in open_units for rule in space.way(answer, unit)]
         raise PortingError(
-            f"the outputs do not depend on {', '.join(names)}, so nothing can be proved of these; "
-            "give inputs that use them, or rules for them, such as:\n" + "\n".join(f"  {rule}" for rule in lines)
+            f"the outputs do not depend on {', '.join(names)}, so nothing can be proved about these weights; give inputs that "
+            "use them, or rules for them, such as:\n" + "\n".join(f"  {rule}" for rule in lines)
         )
 
 
 def _unproved(space: Space, unused: Sequence[int]) -> str | None:
     names = [name for unit in unused for name in space.names(unit)]
-    them = "them, so that their places are" if len(names) > 1 else "it, so that its place is"
-    text = f"{', '.join(names)}: the outputs do not depend on {them} by name, shape and kind alone, and not proved"
+    them = "them, so their places follow from" if len(names) > 1 else "it, so its place follows from"
+    text = f"{', '.join(names)}: the outputs do not depend on {them} name, shape and kind alone, and are not proved"
     return text if names else None
 
 
@@ -186,7 +186,7 @@ def _require_one(pair: ModelPair, space: Space, answer: MapCandidate) -> None:
             ]
             lines += [f"  {number}:", *(f"    {rule}" for unit in units for rule in space.way(candidate, unit))]
         raise PortingError(
-            "several maps agree with both models, in values and gradients; choose one, and give its lines as rules:\n"
+            "several maps agree with both models, in values and gradients; choose one map, and give its lines as rules:\n"
             + "\n".join(lines)
         )
 
