@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
-from benchmarks.predict_memory import pallas_attention
 from remat_jax import compat
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.memory.advice import DONATION, DTYPE, HEAD, MICRO, SCORES, STATE, Advice, micro_batches_divide
@@ -34,7 +33,7 @@ class Block(nn.Module):
         if self.attention != "none":
             q, k, v = (dense(WIDTH)(x).reshape(*x.shape[:2], HEADS, WIDTH // HEADS) for _ in range(3))
             if self.attention == "kernel":
-                mixed = pallas_attention()(q, k, v, segment_ids=None)
+                mixed = compat.attention_kernel()(q, k, v, segment_ids=None)
             else:
                 mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v)
             x = x + mixed.reshape(x.shape)
@@ -125,8 +124,11 @@ def test_a_head_on_a_mesh_is_that_of_one_device() -> None:
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_attention_in_a_kernel() -> None:
     """The Pallas kernel stands for cuDNN's: neither makes the scores."""
-    found = assert_mended(job(attention="scores"), job(attention="kernel"), SCORES, 0.1)
+    before, after = job(attention="scores"), job(attention="kernel")
+    found = assert_mended(before, after, SCORES, 0.1)
     assert "[4, 2, 512, 512]" in found.why and "dot_product_attention" in found.how
+    (compiled,) = (one for one in rj.doctor(before, "full", "h200").advice if one.what == SCORES)
+    assert compiled.compiled and compiled.bytes == advised(before)[0] - advised(after)[0]
 
 
 def test_parameters_in_bfloat16() -> None:
@@ -157,7 +159,8 @@ def test_the_doctor_compiles_what_it_advises() -> None:
     need, estimated = advised(work)
     left, others = advised(offloaded)
     found = {one.what: one for one in rj.doctor(work, "full", "h200").advice}
-    assert {what: one.compiled for what, one in found.items()} == {HEAD: False, MICRO: True, STATE: True}
+    assert {what: one.compiled for what, one in found.items()} == {HEAD: True, MICRO: True, STATE: True}
+    assert found[HEAD].bytes == need - advised(job(vocabulary=8192, chunks=8))[0]
     assert found[STATE].bytes == need - left and STATE not in others
     assert estimated[MICRO].bytes == pytest.approx(found[MICRO].bytes, rel=0.02)
     # An estimate of what the update streams is on the safe side.
