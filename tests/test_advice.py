@@ -119,6 +119,9 @@ def test_a_head_on_a_mesh_is_that_of_one_device() -> None:
     mesh = {"mesh": {"data": 2}, "shardings": (None, P("data"), P("data"))}
     before, after = (job(vocabulary=8192, chunks=chunks, **mesh) for chunks in (1, 8))
     assert_mended(before, after, HEAD, 0.05, target="2xh200")
+    (found,) = (one for one in rj.doctor(before, "full", "2xh200").advice if one.what == HEAD)
+    need, left = (rj.measure(work, "full", "2xh200").device_bytes for work in (before, after))
+    assert found.compiled and found.bytes == need - left
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -212,3 +215,19 @@ def test_products_that_a_softmax_reads_are_found_in_loops_and_calls() -> None:
     chunked = rj.in_chunks(loss, 2, axis=(0, None))
     found = softmax_products(jax.make_jaxpr(chunked)(jnp.ones((4, 16, 8)), jnp.ones((8, 50))))
     assert {(one.is_head, one.shape) for one in found} == {(False, (2, 16, 16))}
+
+
+def test_a_head_whose_last_logits_the_loss_drops_is_found() -> None:
+    """As language models do: `logits[:, :-1]`. A gate with as many elements as the scores is no head."""
+
+    def loss(x: Any, kernel: Any, up: Any) -> Any:
+        q = x.reshape(2, 16, 2, 4).swapaxes(1, 2)
+        mixed = (jax.nn.softmax(q @ q.mT) @ q).swapaxes(1, 2).reshape(x.shape)
+        x = x + mixed + (jax.nn.sigmoid(x @ up) * (x @ up))[..., :8]
+        return jax.nn.logsumexp((x @ kernel)[:, :-1], axis=-1).sum()
+
+    found = softmax_products(jax.make_jaxpr(loss)(jnp.ones((2, 16, 8)), jnp.ones((8, 50)), jnp.ones((8, 32))))
+    assert {(one.is_head, one.shape, one.read) for one in found} == {
+        (False, (2, 2, 16, 16), 2 * 2 * 16 * 16),
+        (True, (2, 16, 50), 2 * 15 * 50),
+    }

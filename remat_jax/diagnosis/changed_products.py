@@ -26,13 +26,17 @@ from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.effect import with_blocks
 from remat_jax.apply.per_layer import layered
-from remat_jax.core.marks import bind_mark, mark_of
+from remat_jax.core.marks import mark_of
 from remat_jax.core.walk import bodies, equations, interpret, map_inner, retrace, value_of, values_of_inputs
 from remat_jax.errors import UnsupportedError
+from remat_jax.memory.softmax_products import is_softmax_of
 from remat_jax.mesh import under
 from remat_jax.policy import as_block_policy, is_off
 from remat_jax.train import in_chunks
 from remat_jax.workload import Workload
+
+TILE = 128
+"""Rows of queries and of keys that JAX's kernel takes at a time."""
 
 Change = Callable[[Any, Sequence[Any]], list[Any]]
 """Evaluates a closed jaxpr, changed, on arguments."""
@@ -104,9 +108,9 @@ def _dependents(eqns: Sequence[Any], made: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _has_exponential(eqns: Sequence[Any], size: int) -> bool:
+def _has_exponential(eqns: Sequence[Any], product: Any, *, is_head: bool = False) -> bool:
     inside = (inner for eqn in eqns for inner in (eqn, *(one for body in bodies(eqn) for one in equations(body))))
-    return any(one.primitive.name == "exp" and _size(one.outvars[0]) == size for one in inside)
+    return any(one.primitive.name == "exp" and is_softmax_of(one.outvars[0], product, is_head=is_head) for one in inside)
 
 
 # --- a head in chunks --------------------------------------------------------------------------------------------------
@@ -142,7 +146,7 @@ def head_in_chunks(chunks: int) -> Change:
 def _heads(eqns: Sequence[Any]) -> Iterator[Any]:
     for eqn in eqns:
         if _is_product(eqn) and not _has_batch(eqn) and _size(eqn.outvars[0]):
-            if _has_exponential(_dependents(eqns, eqn.outvars), _size(eqn.outvars[0])):
+            if _has_exponential(_dependents(eqns, eqn.outvars), eqn.outvars[0], is_head=True):
                 yield eqn
 
 
@@ -260,8 +264,8 @@ def _with_kernels(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         if id(eqn) in found:
             outputs = [_kernel(found[id(eqn)], env)]
         elif (mark := mark_of(eqn)) is not None:
-            with compat.eqn_context(eqn):
-                outputs = bind_mark(replace(mark, jaxpr=_replaced(mark.jaxpr)), inputs)
+            # The block's jaxpr without the `vmap`s around it; `layered` puts them around the block under its policy.
+            outputs = compat.bind(eqn, inputs, mark=replace(mark, jaxpr=_replaced(mark.jaxpr)))
         else:
             outputs = compat.bind(eqn, inputs, **(map_inner(eqn, _replaced) if _can_change(eqn) else {}))
         env.update(zip(eqn.outvars, outputs, strict=True))
@@ -288,7 +292,7 @@ def _attentions(eqns: Sequence[Any]) -> Iterator[_Attention]:
         between = after[: after.index(mixed)]
         made = {atom for one in (eqn, *between) for atom in one.outvars}
         reads = [atom in made for atom in mixed.invars]
-        if sum(reads) == 1 and _has_exponential(between, _size(eqn.outvars[0])):
+        if sum(reads) == 1 and _has_exponential(between, eqn.outvars[0]):
             yield _Attention(eqn, mixed, reads.index(False))
 
 
@@ -307,10 +311,18 @@ def _kernel(found: _Attention, env: dict[Any, Any]) -> Any:
         query, key = sides if sides[1].shape[1:] == value.shape and len(sides[1]) == 1 else sides[::-1]
         if key.shape[1:] != value.shape or query.shape[3:] != key.shape[3:]:
             raise UnsupportedError(f"queries {query.shape}, keys {key.shape}, values {value.shape}: no kernel takes them")
-        kernel = functools.partial(compat.attention_kernel(), segment_ids=None)
-        mixed = jax.vmap(lambda query: kernel(query, key[0], value))(query).astype(out.dtype)
+        of_key = functools.partial(compat.attention_kernel(), k=_padded(key[0]), v=_padded(value), segment_ids=None)
+        padded = _padded(query)
+        mixed = (of_key(padded[0])[None] if len(query) == 1 else jax.vmap(of_key)(padded))[:, :, : query.shape[2]]
         order = (1, 3, 2, 0, 4) if found.values else (1, 3, 4, 2, 0)
-        return jnp.transpose(mixed, order).reshape(out.shape)
+        return jnp.transpose(mixed, order).reshape(out.shape).astype(out.dtype)
+
+
+def _padded(array: Any) -> Any:
+    """`array` with its rows, the third dimension from the end, in whole tiles of the kernel."""
+    rows, place = array.shape[-3], array.ndim - 3
+    more = -rows % TILE if rows > TILE else 0
+    return jnp.pad(array, [(0, more if dim == place else 0) for dim in range(array.ndim)]) if more else array
 
 
 def _as_heads(
