@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
 from remat_jax import compat
+from remat_jax.diagnosis.beyond import compiled_advice
 from remat_jax.errors import InfeasibleBudget
+from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import DONATION, DTYPE, HEAD, MICRO, SCORES, STATE, Advice, micro_batches_divide
 from remat_jax.memory.softmax_products import softmax_products
 
@@ -94,6 +97,14 @@ def assert_mended(before: rj.Workload, after: rj.Workload, what: str, error: flo
     return found[what]
 
 
+def assert_compiled_as(before: rj.Workload, after: rj.Workload, what: str, target: str) -> None:
+    """The doctor's compiled bytes for the advice `what` are those of `after`, a model written with the change."""
+    report = rj.measure(before, "full", target)
+    asked = dataclasses.replace(report, advice=tuple(one for one in report.advice if one.what == what))
+    (found,) = compiled_advice(before, "full", asked, target_named(target), 300)
+    assert found.compiled and found.bytes == report.device_bytes - rj.measure(after, "full", target).device_bytes
+
+
 def test_a_head_in_chunks() -> None:
     before = job(vocabulary=8192)
     found = assert_mended(before, job(vocabulary=8192, chunks=8), HEAD, 0.02)
@@ -119,9 +130,7 @@ def test_a_head_on_a_mesh_is_that_of_one_device() -> None:
     mesh = {"mesh": {"data": 2}, "shardings": (None, P("data"), P("data"))}
     before, after = (job(vocabulary=8192, chunks=chunks, **mesh) for chunks in (1, 8))
     assert_mended(before, after, HEAD, 0.05, target="2xh200")
-    (found,) = (one for one in rj.doctor(before, "full", "2xh200").advice if one.what == HEAD)
-    need, left = (rj.measure(work, "full", "2xh200").device_bytes for work in (before, after))
-    assert found.compiled and found.bytes == need - left
+    assert_compiled_as(before, after, HEAD, "2xh200")
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -130,8 +139,7 @@ def test_attention_in_a_kernel() -> None:
     before, after = job(attention="scores"), job(attention="kernel")
     found = assert_mended(before, after, SCORES, 0.1)
     assert "[4, 2, 512, 512]" in found.why and "dot_product_attention" in found.how
-    (compiled,) = (one for one in rj.doctor(before, "full", "h200").advice if one.what == SCORES)
-    assert compiled.compiled and compiled.bytes == advised(before)[0] - advised(after)[0]
+    assert_compiled_as(before, after, SCORES, "h200")
 
 
 def test_parameters_in_bfloat16() -> None:
