@@ -3,8 +3,9 @@
     python -m benchmarks.chunked_head                               8 × 1024 tokens, policy full, one H200
     python -m benchmarks.chunked_head --batch 2 --length 4096       where the scores of attention hold the peak
 
-Adam, parameters in bfloat16, layers scanned, 128,256 words. Nothing is run. The last line is the advice of the first row. The
-modelled step is that of the compiled schedule, at the rates that programs reach on the target.
+Adam, parameters in bfloat16, layers scanned, 128,256 words. Nothing is run. The last lines are the advice of the first row on
+its head and its attention, estimated by the report and compiled by the doctor. The modelled step is that of the compiled
+schedule, at the rates that programs reach on the target.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rich.table import Table
 import remat_jax as rj
 from examples.models import llama
 from examples.models.functions import cross_entropy
-from remat_jax.memory.advice import HEAD
+from remat_jax.memory.advice import HEAD, SCORES
 from remat_jax.report import format_bytes
 
 
@@ -52,17 +53,18 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     options = parser.parse_args()
     table = Table("chunks", "device", "of it temp", "less than one chunk", "modelled step")
-    first = 0
+    first = None
     for chunks in options.chunks:
         report = rj.measure(decoder(options.batch, options.length, chunks), options.policy, options.target)
-        if not first:
-            first = report.device_bytes
-            expected = sum(one.bytes for one in report.advice if one.what == HEAD)
+        first = first or report
         seconds = "" if report.seconds is None else f"{report.seconds * 1e3:.0f} ms"
-        sizes = (report.device_bytes, report.temp_bytes, first - report.device_bytes)
+        sizes = (report.device_bytes, report.temp_bytes, first.device_bytes - report.device_bytes)
         table.add_row(str(chunks), *map(format_bytes, sizes), seconds)
     Console(width=100).print(table)
-    print(f"expected of a head in 8 chunks: {format_bytes(expected)} less")
+    diagnosis = rj.doctor(decoder(options.batch, options.length, options.chunks[0]), options.policy, options.target)
+    for one in (*(first.advice if first else ()), *diagnosis.advice):
+        if one.what in (HEAD, SCORES):
+            print(f"{one.what}: {format_bytes(one.bytes)} less ({'compiled' if one.compiled else 'estimated'})")
 
 
 if __name__ == "__main__":

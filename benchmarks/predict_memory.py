@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,13 +29,6 @@ DECODER, MLP_ROWS = {"width": 1024, "heads": 16, "batch": 4, "length": 1024, "vo
 
 
 @functools.cache
-def pallas_attention() -> Any:
-    """JAX's own attention kernel for GPUs, deprecated by JAX 0.10 in favour of a package of its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return importlib.import_module("jax.experimental.pallas.ops.gpu.attention").mha
-
-
 class MlpBlock(nn.Module):
     """LayerNorm, up, GELU, down, added to the input."""
 
@@ -65,7 +56,7 @@ class DecoderBlock(nn.Module):
         normed = nn.RMSNorm(dtype=DTYPE, param_dtype=DTYPE, name="norm1")(x)
         q, k, v = (dense(self.width, name)(normed).reshape(*x.shape[:2], self.heads, -1) for name in "qkv")
         if self.attention == "pallas":
-            mixed = pallas_attention()(q, k, v, segment_ids=None, sm_scale=q.shape[-1] ** -0.5, causal=True)
+            mixed = compat.attention_kernel()(q, k, v, segment_ids=None, sm_scale=q.shape[-1] ** -0.5, causal=True)
         else:
             mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
         x = x + dense(self.width, "out")(mixed.reshape(x.shape))

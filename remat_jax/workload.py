@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from remat_jax import compat
 from remat_jax.apply import nnx as nnx_blocks
 from remat_jax.apply.blocks import under_policies
 from remat_jax.apply.pytrees import ModelArrays
@@ -25,6 +24,7 @@ from remat_jax.mesh import (
     argument_shardings,
     as_mesh,
     local_struct,
+    on_mesh,
     pinned,
     specs_for,
     state_shardings,
@@ -88,7 +88,8 @@ class Workload:
         `"data=8,fsdp=8"`; the devices need not exist here. The loss is traced under it, so its constraints may name its axes.
       shardings: the shardings of the arguments: `(for params, for batch[0], …)`, each a `PartitionSpec`, a pytree prefix of
         specs, or a function of an array's path and the leaf that returns one. None and missing entries mean replicated. An
-        optimizer's state has its parameters' shardings.
+        optimizer's state has its parameters' shardings. Without `mesh` and `shardings`, arrays that are on a mesh
+        (`NamedSharding`) give both.
       name: the workload's name in reports.
       own_checkpoints: `"replace"`: policies replace the model's own checkpoints around the blocks, as in `checkpoint_blocks`;
         `"keep"` keeps them, with a `RematWarning`. Under `"off"` the model stays as its author wrote it.
@@ -133,7 +134,7 @@ class Workload:
         self.batch, self.optimizer = structs(batch, "batch"), optimizer
         self._model = ModelArrays(params)
         self.params = structs(self._model.arrays, "params")
-        self.mesh, self.shardings = _on_mesh(mesh, shardings, self.params, self.batch)
+        self.mesh, self.shardings = on_mesh(mesh, shardings, self._model.arrays, batch)
         self.loss, self._own_loss, self._states = under(self.mesh, self._model.loss(loss)), loss, 0
         self.blocks = _checked_blocks(blocks)
         self.trainable = trainable if trainable is not None else self._model.trainable
@@ -384,17 +385,3 @@ def _checked_blocks(blocks: Any) -> Blocks:
     if not listed:
         raise ArgumentError("blocks=(): expected at least one class, marked function or glob on module paths")
     return tuple(checked_block(block, "blocks") for block in listed)
-
-
-def _on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[AbstractMesh | None, tuple[Any, ...]]:
-    """The mesh, and the shardings of parameters and batch."""
-    if mesh is None and shardings is None:
-        return None, ()
-    if mesh is None or shardings is None:
-        given, lacking = ("shardings", "mesh") if mesh is None else ("mesh", "shardings")
-        raise ArgumentError(f"{given} without {lacking}: they belong together; give both, or neither for a single device")
-    if any(compat.is_on_host(leaf) for leaf in jax.tree.leaves((params, batch))):
-        raise UnsupportedError("params or batch: arrays in host memory on a mesh are not served; give them in device memory")
-    abstract_mesh = as_mesh(mesh)
-    of_params, of_batch = argument_shardings(abstract_mesh, shardings, params, batch)
-    return abstract_mesh, (of_params, *of_batch)

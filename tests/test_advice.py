@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
-from benchmarks.predict_memory import pallas_attention
 from remat_jax import compat
+from remat_jax.diagnosis.beyond import compiled_advice
 from remat_jax.errors import InfeasibleBudget
+from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import DONATION, DTYPE, HEAD, MICRO, SCORES, STATE, Advice, micro_batches_divide
 from remat_jax.memory.softmax_products import softmax_products
 
@@ -34,7 +36,7 @@ class Block(nn.Module):
         if self.attention != "none":
             q, k, v = (dense(WIDTH)(x).reshape(*x.shape[:2], HEADS, WIDTH // HEADS) for _ in range(3))
             if self.attention == "kernel":
-                mixed = pallas_attention()(q, k, v, segment_ids=None)
+                mixed = compat.attention_kernel()(q, k, v, segment_ids=None)
             else:
                 mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v)
             x = x + mixed.reshape(x.shape)
@@ -95,6 +97,14 @@ def assert_mended(before: rj.Workload, after: rj.Workload, what: str, error: flo
     return found[what]
 
 
+def assert_compiled_as(before: rj.Workload, after: rj.Workload, what: str, target: str) -> None:
+    """The doctor's compiled bytes for the advice `what` are those of `after`, a model written with the change."""
+    report = rj.measure(before, "full", target)
+    asked = dataclasses.replace(report, advice=tuple(one for one in report.advice if one.what == what))
+    (found,) = compiled_advice(before, "full", asked, target_named(target), 300)
+    assert found.compiled and found.bytes == report.device_bytes - rj.measure(after, "full", target).device_bytes
+
+
 def test_a_head_in_chunks() -> None:
     before = job(vocabulary=8192)
     found = assert_mended(before, job(vocabulary=8192, chunks=8), HEAD, 0.02)
@@ -120,13 +130,16 @@ def test_a_head_on_a_mesh_is_that_of_one_device() -> None:
     mesh = {"mesh": {"data": 2}, "shardings": (None, P("data"), P("data"))}
     before, after = (job(vocabulary=8192, chunks=chunks, **mesh) for chunks in (1, 8))
     assert_mended(before, after, HEAD, 0.05, target="2xh200")
+    assert_compiled_as(before, after, HEAD, "2xh200")
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_attention_in_a_kernel() -> None:
     """The Pallas kernel stands for cuDNN's: neither makes the scores."""
-    found = assert_mended(job(attention="scores"), job(attention="kernel"), SCORES, 0.1)
+    before, after = job(attention="scores"), job(attention="kernel")
+    found = assert_mended(before, after, SCORES, 0.1)
     assert "[4, 2, 512, 512]" in found.why and "dot_product_attention" in found.how
+    assert_compiled_as(before, after, SCORES, "h200")
 
 
 def test_parameters_in_bfloat16() -> None:
@@ -157,7 +170,8 @@ def test_the_doctor_compiles_what_it_advises() -> None:
     need, estimated = advised(work)
     left, others = advised(offloaded)
     found = {one.what: one for one in rj.doctor(work, "full", "h200").advice}
-    assert {what: one.compiled for what, one in found.items()} == {HEAD: False, MICRO: True, STATE: True}
+    assert {what: one.compiled for what, one in found.items()} == {HEAD: True, MICRO: True, STATE: True}
+    assert found[HEAD].bytes == need - advised(job(vocabulary=8192, chunks=8))[0]
     assert found[STATE].bytes == need - left and STATE not in others
     assert estimated[MICRO].bytes == pytest.approx(found[MICRO].bytes, rel=0.02)
     # An estimate of what the update streams is on the safe side.
@@ -209,3 +223,19 @@ def test_products_that_a_softmax_reads_are_found_in_loops_and_calls() -> None:
     chunked = rj.in_chunks(loss, 2, axis=(0, None))
     found = softmax_products(jax.make_jaxpr(chunked)(jnp.ones((4, 16, 8)), jnp.ones((8, 50))))
     assert {(one.is_head, one.shape) for one in found} == {(False, (2, 16, 16))}
+
+
+def test_a_head_whose_last_logits_the_loss_drops_is_found() -> None:
+    """As language models do: `logits[:, :-1]`. A gate with as many elements as the scores is no head."""
+
+    def loss(x: Any, kernel: Any, up: Any) -> Any:
+        q = x.reshape(2, 16, 2, 4).swapaxes(1, 2)
+        mixed = (jax.nn.softmax(q @ q.mT) @ q).swapaxes(1, 2).reshape(x.shape)
+        x = x + mixed + (jax.nn.sigmoid(x @ up) * (x @ up))[..., :8]
+        return jax.nn.logsumexp((x @ kernel)[:, :-1], axis=-1).sum()
+
+    found = softmax_products(jax.make_jaxpr(loss)(jnp.ones((2, 16, 8)), jnp.ones((8, 50)), jnp.ones((8, 32))))
+    assert {(one.is_head, one.shape, one.read) for one in found} == {
+        (False, (2, 2, 16, 16), 2 * 2 * 16 * 16),
+        (True, (2, 16, 50), 2 * 15 * 50),
+    }

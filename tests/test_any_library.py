@@ -122,7 +122,7 @@ def test_full_runs_every_product_of_the_blocks_again_and_dots_none():
     assert again == {"full": 8 * LAYERS, "dots": 0}
 
 
-@pytest.mark.parametrize(("make", "path"), [(Model, "layers/0"), (Scanned, "Block")])
+@pytest.mark.parametrize(("make", "path"), [(Model, "layers/0"), (Scanned, "layers")])
 def test_residuals_have_attribute_paths_and_are_what_the_policy_keeps(make, path):
     table, full = (rj.residuals(job(make), policy) for policy in ("dots_with_no_batch_dims", "full"))
     names = {row.name.split(":")[0].removeprefix(path).strip("/") for row in table if row.action == "save"}
@@ -136,6 +136,9 @@ def test_globs_are_attribute_paths():
     model, x = Model(jax.random.key(0)), jnp.ones(X)
     one = rj.checkpoint_blocks(loss, {"layers/1": "full"})
     assert products(one, model, x) - products(loss, model, x) == 8
+    stack = Scanned(jax.random.key(0))
+    by_path, by_class = (products(rj.checkpoint_blocks(loss, {block: "full"}), stack, x) for block in ("layers", Block))
+    assert by_path == by_class > products(loss, stack, x)
     named = rj.residuals(rj.Workload(loss, model, (x,), "layers/*"), "save: *mlp/*/layers/0/*:dot_general#0")
     assert sum(row.count for row in named if row.action == "save" and "mlp/eqx.nn.MLP/layers/0" in row.name) == LAYERS
 
@@ -180,6 +183,12 @@ def test_an_offload_of_equinox_blocks_is_tied_where_they_are_unrolled():
 def test_an_offload_of_equinox_blocks_is_compiled_for_a_gpu():
     found = rj.measure(job(Model), "offload_inputs", "h200")
     assert found.host_bytes >= found.receipt.offered_bytes == LAYERS * 4 * X[0] * X[1] * X[2]
+
+
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+def test_the_doctor_compiles_a_scanned_stack_of_equinox():
+    found = rj.doctor(job(Scanned), "full", "h200")
+    assert found.ok and found.regions == 1 and all(one.compiled for one in found.advice)
 
 
 def test_only_floating_point_arrays_are_parameters():

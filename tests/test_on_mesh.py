@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
 
@@ -24,7 +25,8 @@ X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 JOB = """
     import flax.linen as nn, jax, jax.numpy as jnp, optax
     import remat_jax as rj
-    from jax.sharding import PartitionSpec as P
+    from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
     class Block(nn.Module):
         @nn.compact
@@ -46,6 +48,27 @@ PARAMETERS, ROWS = 4 * 2 * (8 * 32 + 32 + 32 * 8 + 8), 4 * 64 * 8
 def mlp(**options):
     params = jax.eval_shape(Mlp().init, jax.random.key(0), X)
     return rj.Workload(lambda p, x: (Mlp().apply(p, x) ** 2).sum(), params, (X,), Mlp, **options)
+
+
+def sharded(*sizes):
+    """The parameters and the batch of `mlp`; the batch is over a mesh of each of `sizes` devices, one argument for each."""
+    meshes = [AbstractMesh((size,), ("data",), axis_types=(AxisType.Auto,)) for size in sizes]
+    xs = [jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("data"))) for mesh in meshes]
+    return jax.eval_shape(Mlp().init, jax.random.key(0), X), tuple(xs)
+
+
+def test_arrays_that_are_on_a_mesh_say_which():
+    """Without this the step would be that of one device, and nothing would say so."""
+    params, batch = sharded(2)
+    job = rj.Workload(lambda p, x: (Mlp().apply(p, x) ** 2).sum(), params, batch, Mlp)
+    asked = mlp(mesh={"data": 2}, shardings=(None, P("data")))
+    assert job.mesh == asked.mesh and job.shardings == asked.shardings
+    assert job.step("off").local_arguments[2].shape == (4, 16)
+    with pytest.raises(ArgumentError, match=r"the mesh of .* \(data=2\) has 2: ask for as many, such as '2xh200'"):
+        rj.measure(job, "full", "h200")
+    params, batch = sharded(2, 4)
+    with pytest.raises(ArgumentError, match=r"on several meshes, \{'data': 2\} and \{'data': 4\}"):
+        rj.Workload(lambda p, x, y: (Mlp().apply(p, x + y) ** 2).sum(), params, batch, Mlp)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 import remat_jax as rj
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import NoEffectError
+from tests.test_own_checkpoints import MODELS
 
 NAMES = jax.checkpoint_policies
 
@@ -113,3 +114,14 @@ def test_a_block_of_integers_has_no_names() -> None:
     wrapped = rj.checkpoint_blocks(lambda w, x: count(w, x).sum(), {count: NAMES.save_only_these_names("hidden")})
     with pytest.raises(NoEffectError, match="no checkpoint_name in count gives 'hidden'.*that are given: none"):
         wrapped({"offset": jnp.arange(4)}, jnp.arange(4))
+
+
+@pytest.mark.parametrize("choice", ["replace", "keep"])
+@pytest.mark.parametrize("name", ["unrolled", "scanned", "nnx", "bridged"])
+@pytest.mark.filterwarnings("ignore:own_checkpoints='keep'")
+def test_names_that_a_model_with_own_checkpoints_does_not_give_are_refused(name: str, choice: str) -> None:
+    loss, block, params = MODELS[name][0]()
+    for policy in ("save: attention_out", jax.checkpoint_policies.save_only_these_names("attention_out")):
+        policed = rj.checkpoint_blocks(loss, {block: policy}, own_checkpoints=choice)
+        with pytest.raises(NoEffectError, match=r"attention_out' matches no residual|gives 'attention_out'"):
+            jax.eval_shape(jax.grad(policed), params, jnp.ones((2, 8)))

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import pytest
 
 import remat_jax as rj
-from benchmarks.predict_memory import pallas_attention
 from remat_jax import compat
 from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.hardware import target
@@ -324,7 +323,7 @@ BATCH, LENGTH, HEADS, WIDTH = 2, 512, 4, 64
 def attention(x: Any, implementation: str) -> Any:
     if implementation != "pallas":
         return jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation=implementation)
-    return pallas_attention()(x, x, x, segment_ids=None, causal=True)
+    return compat.attention_kernel()(x, x, x, segment_ids=None, causal=True)
 
 
 def attention_job(implementation: str) -> rj.Workload:

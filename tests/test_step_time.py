@@ -12,7 +12,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
-from benchmarks.predict_memory import pallas_attention
+from remat_jax import compat
 from remat_jax.cost.kernels import named_kernels
 from remat_jax.errors import ArgumentError, TargetError
 from remat_jax.hardware import target
@@ -137,7 +137,7 @@ def test_a_pallas_kernel_says_its_operations_by_its_name() -> None:
 
     def kernels(causal: bool) -> dict[str, float]:
         def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return pallas_attention()(q, k, v, segment_ids=None, causal=causal).astype(jnp.float32).sum()
+            return compat.attention_kernel()(q, k, v, segment_ids=None, causal=causal).astype(jnp.float32).sum()
 
         return named_kernels(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(x, x, x))
 

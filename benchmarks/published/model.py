@@ -15,8 +15,8 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 
 import remat_jax as rj
-from benchmarks.predict_memory import pallas_attention
 from examples.llama_70b import EVERYWHERE, dividing
+from remat_jax import compat
 
 DTYPE = jnp.bfloat16
 
@@ -88,7 +88,7 @@ class DecoderLayer(nn.Module):
         return read_backward(x) if shape.whole else x
 
     def _attention(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        run = partial(pallas_attention(), segment_ids=None, sm_scale=q.shape[-1] ** -0.5, causal=True)
+        run = partial(compat.attention_kernel(), segment_ids=None, sm_scale=q.shape[-1] ** -0.5, causal=True)
         if jax.sharding.get_abstract_mesh().empty:
             return run(q, k, v)
         spec = PartitionSpec(EVERYWHERE)

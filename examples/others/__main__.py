@@ -27,7 +27,7 @@ FIGURES = (
     r"full: (.+)",
     r"dots_with_no_batch_dims: (.+)",
     r"plan within (.+)",
-    r"  found in (.+?),",
+    r"  found in (.+?), .+",
     r"  found in .+ after (.+)",
     r"  best named policy that fits: (.+)",
     r"  as written: (.+)",

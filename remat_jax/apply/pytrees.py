@@ -30,8 +30,9 @@ from remat_jax.policy import JaxPolicy, Policy
 _NOT_TREES = (linen.Module, nnx.Module, functools.partial)
 F = TypeVar("F", bound=Callable[..., Any])
 
-# id of a callable pytree among the arguments → its attribute path.
+# id of a callable pytree among the arguments → its attribute path; class → the paths of its instances there.
 _paths: ContextVar[dict[int, str]] = ContextVar("paths", default={})  # noqa: B039 - never mutated, only replaced
+_paths_of_class: ContextVar[dict[type, frozenset[str]]] = ContextVar("paths_of_class", default={})  # noqa: B039 - the same
 
 
 def call(
@@ -52,8 +53,12 @@ def call(
 
 
 def path_of(module: Any) -> str:
-    """The attribute path of `module` in the arguments; without one, the name of its class."""
-    return _paths.get().get(id(module), type(module).__name__)
+    """The attribute path of `module` in the arguments; without one, the name of its class.
+
+    A row of a scanned stack, or a copy in another dtype, has the path of the only argument of its class.
+    """
+    alike = _paths_of_class.get().get(type(module), frozenset())
+    return _paths.get().get(id(module), next(iter(alike)) if len(alike) == 1 else type(module).__name__)
 
 
 @contextmanager
@@ -75,15 +80,17 @@ def intercepting(policies: BlockPolicies, arguments: tuple[Any, ...]) -> Iterato
 @contextmanager
 def known_paths(*arguments: Any) -> Iterator[None]:
     """Inside this context every callable pytree in one of the `arguments` is known by its attribute path."""
-    paths = dict(_paths.get())
+    paths, of_class = dict(_paths.get()), dict(_paths_of_class.get())
     for argument in arguments:
         for path, node in callables(argument):
             paths.setdefault(id(node), path)
-    token = _paths.set(paths)
+            of_class[type(node)] = of_class.get(type(node), frozenset()) | {path}
+    tokens = _paths.set(paths), _paths_of_class.set(of_class)
     try:
         yield
     finally:
-        _paths.reset(token)
+        _paths.reset(tokens[0])
+        _paths_of_class.reset(tokens[1])
 
 
 class ModelArrays:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 from jax._src import config as _config
@@ -71,6 +74,17 @@ CUDNN_REMEDY = (
 
 # JAX's check that fails if cuDNN is missing. Tests replace it to see that failure with cuDNN installed.
 CUDNN_CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
+
+
+def attention_kernel() -> Any:
+    """JAX's own attention kernel for GPUs, a Pallas kernel that needs no GPU to be compiled; its package is experimental.
+
+    Raises:
+      ImportError: this JAX has no such kernel any more.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module("jax.experimental.pallas.ops.gpu.attention").mha
 
 
 def wants_cudnn(message: str) -> bool:

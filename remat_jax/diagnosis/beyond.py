@@ -9,10 +9,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from remat_jax.diagnosis.changed_products import attention_in_a_kernel, head_in_chunks, with_change
 from remat_jax.errors import CompileError
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport
-from remat_jax.memory.advice import DONATION, DTYPE, LEAST, MICRO, MICRO_BATCHES, STATE, Advice, undonated_arguments
+from remat_jax.memory.advice import (
+    CHUNKS,
+    DONATION,
+    DTYPE,
+    HEAD,
+    LEAST,
+    MICRO,
+    MICRO_BATCHES,
+    SCORES,
+    STATE,
+    Advice,
+    undonated_arguments,
+)
 from remat_jax.memory.compile.compiler import compile_programs, export_step
 from remat_jax.train import offload_optimizer
 from remat_jax.workload import TrainingStep, Workload
@@ -33,8 +46,8 @@ def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryRep
         return advice
     try:
         program = export_step(advice.what, step, target)
-    except Exception:  # whatever the author's loss raises of a dtype that it refuses
-        if advice.what == DTYPE:
+    except Exception:  # a loss may refuse another dtype, and an attention or a head may have a form that is not rewritten
+        if advice.what in (DTYPE, HEAD, SCORES):
             return advice
         raise
     try:
@@ -51,14 +64,18 @@ def _changed(workload: Workload, policy: Any, advice: Advice) -> TrainingStep | 
     if advice.what == DONATION and not workload.has_loss:
         step = workload.step(policy)
         return replace(step, donate_argnums=tuple(sorted({*step.donate_argnums, *undonated_arguments(workload)})))
-    if advice.what not in (STATE, DONATION, DTYPE):
-        return None
     changed = copy.copy(workload)
+    if advice.what in (HEAD, SCORES):
+        if not workload.has_loss:
+            return None
+        change = head_in_chunks(CHUNKS) if advice.what == HEAD else attention_in_a_kernel
+        changed.loss = with_change(workload, policy, change)
+        return changed.step("off")
     if advice.what == STATE:
         changed.optimizer = offload_optimizer(workload.optimizer)
     elif advice.what == DTYPE:
         changed.params = jax.tree.map(_narrow, workload.params)
-    else:
+    elif advice.what == DONATION:
         changed.donate = True
     return changed.step(policy)
 

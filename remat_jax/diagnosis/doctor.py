@@ -71,8 +71,8 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     are found in the traced or compiled program, not in the source code. Nothing is run. With a target the step is compiled;
     some traps need a second compilation to compare.
 
-    With a target the diagnosis also has `advice`: changes that save memory which policies on the blocks cannot save. The
-    savings of optimizer state on the host, micro-batches and donation are compiled; others are estimated.
+    With a target the diagnosis also has `advice`: changes that save memory which policies on the blocks cannot save. Each
+    change is compiled. Its saving is an estimate (`Advice.compiled`) only if the change cannot be made here.
 
     Random numbers of `jax.random` are no trap: recomputed with the same key they are equal. A `jax.checkpoint` with a missing
     policy cannot be distinguished from a deliberate `None`, which recomputes everything.

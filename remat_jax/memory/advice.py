@@ -142,7 +142,8 @@ class _Adviser:
         if buffer.phase in ("argument", RESULT) or is_gradient or (buffer.phase == "other" and not is_unnamed):
             return False
         return any(
-            self._is_part(buffer, one.elements) and (one.is_head or is_unnamed or _is_inside(buffer.module, one.path))
+            any(self._is_part(buffer, size) for size in (one.elements, one.read))
+            and (one.is_head or is_unnamed or _is_inside(buffer.module, one.path))
             for one in products
         )
 

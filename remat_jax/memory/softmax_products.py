@@ -29,12 +29,14 @@ class SoftmaxProduct:
       shape: the result's shape, on all devices together.
       path: the innermost module around both the product and the softmax; empty if unknown.
       source: the user's source line.
+      read: the elements of what the softmax reads: all of the result, or most of it, as in a loss without the last token.
     """
 
     is_head: bool
     shape: tuple[int, ...]
     path: str
     source: str
+    read: int
 
     @property
     def elements(self) -> int:
@@ -48,7 +50,7 @@ class _Body:
 
     in_loop: bool
     products: list[tuple[Any, str]] = field(default_factory=list)
-    exponentials: dict[int, list[str]] = field(default_factory=dict)
+    exponentials: list[tuple[Any, str]] = field(default_factory=list)
 
 
 def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
@@ -65,13 +67,15 @@ def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
     for body in _bodies(jaxpr, (), False):
         read = {_size(atom) for eqn, _ in body.products if _has_batch(eqn) for atom in eqn.invars}
         for eqn, path in body.products:
-            size = _size(eqn.outvars[0])
+            result = eqn.outvars[0]
             is_head = not _has_batch(eqn)
             # The product with the values reads the scores; a head's product runs once in the whole step.
-            is_candidate = not body.in_loop if is_head else size in read
-            if is_candidate and size in body.exponentials:
-                shared = _common([path, *body.exponentials[size]])
-                products[SoftmaxProduct(is_head, tuple(eqn.outvars[0].aval.shape), shared, compat.source_line(eqn))] = None
+            is_candidate = not body.in_loop if is_head else _size(result) in read
+            readers = [(atom, module) for atom, module in body.exponentials if is_softmax_of(atom, result, is_head=is_head)]
+            if is_candidate and readers:
+                shared, most = _common([path, *(module for _, module in readers)]), max(_size(atom) for atom, _ in readers)
+                shape = tuple(result.aval.shape)
+                products[SoftmaxProduct(is_head, shape, shared, compat.source_line(eqn), most)] = None
     return tuple(products)
 
 
@@ -89,12 +93,26 @@ def _collect(jaxpr: Any, path: tuple[str, ...], collected: _Body) -> Iterator[_B
         if eqn.primitive.name == "dot_general":
             collected.products.append((eqn, module))
         elif eqn.primitive.name == "exp":
-            collected.exponentials.setdefault(_size(eqn.outvars[0]), []).append(module)
+            collected.exponentials.append((eqn.outvars[0], module))
         for body in bodies(eqn):
             if eqn.primitive.name in _LOOPS:
                 yield from _bodies(body, here, True)
             else:
                 yield from _collect(body, here, collected)
+
+
+def is_softmax_of(exponential: Any, product: Any, *, is_head: bool) -> bool:
+    """Whether an exponential may be that of a product: of as many elements, or for a head of most of its rows.
+
+    A head's logits may be transposed before the softmax, and attention's scores reshaped too. A gate of a feed-forward layer
+    may have as many elements as scores have, but not their dimensions.
+    """
+    shapes = exponential.aval.shape, product.aval.shape
+    size, whole = map(math.prod, shapes)
+    same_last = bool(all(shapes)) and shapes[0][-1] == shapes[1][-1]
+    if not is_head or size == whole:
+        return size == whole and (not is_head or same_last or sorted(shapes[0]) == sorted(shapes[1]))
+    return bool(same_last and size < whole <= 2 * size)
 
 
 def _has_batch(eqn: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat_jax.mesh.arguments import argument_shardings, check_context, local_struct, pinned, state_shardings, under
+from remat_jax.mesh.arguments import argument_shardings, check_context, local_struct, on_mesh, pinned, state_shardings, under
 from remat_jax.mesh.axes import as_mesh, shown, specs_for, usual_shardings
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "as_mesh",
     "check_context",
     "local_struct",
+    "on_mesh",
     "pinned",
     "shown",
     "specs_for",

@@ -12,6 +12,49 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from remat_jax import compat
 from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.mesh.axes import as_mesh
+
+
+def on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[AbstractMesh | None, tuple[Any, ...]]:
+    """The mesh of a workload, and the shardings of its parameters and batch; None and () for a single device.
+
+    Without `mesh` and `shardings` they are those of the arrays.
+
+    Raises:
+      ArgumentError: one of the two is missing, they do not fit the arrays, or the arrays are on several meshes.
+      UnsupportedError: an array is in host memory.
+    """
+    if mesh is None and shardings is None:
+        mesh, shardings = _mesh_and_shardings_of(params, batch)
+    if mesh is None and shardings is None:
+        return None, ()
+    if mesh is None or shardings is None:
+        given, lacking = ("shardings", "mesh") if mesh is None else ("mesh", "shardings")
+        raise ArgumentError(f"{given} without {lacking}: they belong together; give both, or neither for a single device")
+    if any(compat.is_on_host(leaf) for leaf in jax.tree.leaves((params, batch))):
+        raise UnsupportedError("params or batch: arrays in host memory on a mesh are not served; give them in device memory")
+    abstract_mesh = as_mesh(mesh)
+    of_params, of_batch = argument_shardings(abstract_mesh, shardings, params, batch)
+    return abstract_mesh, (of_params, *of_batch)
+
+
+def _mesh_and_shardings_of(params: Any, batch: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The axes by name and the specs of arrays that are on a mesh of several devices; (None, None) without such arrays."""
+
+    def place(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
+
+    placed = [one for leaf in jax.tree.leaves((params, batch)) if (one := place(leaf)) is not None]
+    sizes = list({tuple(one.mesh.shape.items()): None for one in placed})
+    if len(sizes) > 1:
+        raise ArgumentError(
+            f"params and batch are on several meshes, {' and '.join(str(dict(one)) for one in sizes)}: put them on one, or "
+            "give mesh=… and shardings=…"
+        )
+    if not sizes:
+        return None, None
+    return dict(sizes[0]), jax.tree.map(lambda leaf: one.spec if (one := place(leaf)) else PartitionSpec(), (params, *batch))
 
 
 def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
