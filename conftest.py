@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,8 @@ def pytest_configure() -> None:
 
     Not said in the environment, so the children that compile and commands that are tested do what a user's would.
     """
+    # Tracing makes many objects that live long: by Python's own numbers, a tenth of the time goes into looking through them.
+    gc.set_threshold(50_000, 20, 50)
     if ON_GPU:
         return
     import jax
@@ -80,6 +83,33 @@ def garbage_of_this_file_alone() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+_kernels: dict[tuple[Any, ...], Any] = {}
+"""By target and flags, the kernels that XLA's GPU compiler made in this run."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let every compilation for a GPU have the kernels of the earlier ones: they are most of its time, and no size is theirs.
+
+    `tests/test_kernels.py` holds that sizes are the same with them, and has none of this run's.
+    """
+    compiler = sys.modules.get("remat_jax.memory.compile.compiler")
+    if compiler is None:
+        yield
+        return
+    answers, kernels_of = compiler._answers, compiler.Kernels
+
+    def with_kernels(entries: Any, target: Any, timeout: float, folder: Path, tell: Any, _: Any, *children: Any) -> Any:
+        key = target.compiler_description, target.devices, compiler.compat.xla_flags()
+        if key not in _kernels:
+            _kernels[key] = kernels_of(tmp_path_factory.mktemp("kernels"))
+        return answers(entries, target, timeout, folder, tell, _kernels[key], *children)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(compiler, "_answers", with_kernels)
+        yield
 
 
 @pytest.fixture(autouse=True)
