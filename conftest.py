@@ -134,7 +134,8 @@ def children_as_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def in_a_hurry() -> dict[str, str]:
     """The environment of a command that compiles for the CPU what it runs a few times, as this process does."""
-    return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {' '.join(IN_A_HURRY)}".strip()
+    return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": flags}
 
 
 @pytest.fixture(scope="session")
@@ -146,7 +147,8 @@ def on_eight_devices(tmp_path_factory: pytest.TempPathFactory, in_a_hurry: dict[
 
     def run(module: str, name: str, **environment: str) -> Path:
         path = tmp_path_factory.mktemp("on_eight_devices") / name
-        eight = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+        flags = f"{in_a_hurry['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+        eight = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         command = [sys.executable, "-m", module, str(path)]
         root = Path(__file__).parent
         done = subprocess.run(

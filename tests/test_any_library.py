@@ -141,8 +141,7 @@ def test_globs_are_attribute_paths():
     assert sum(row.count for row in named if row.action == "save" and "mlp/eqx.nn.MLP/layers/0" in row.name) == LAYERS
 
 
-@pytest.mark.parametrize("share", [0.2, 0.6, 1.0])
-@pytest.mark.parametrize("make", [Model, Scanned])
+@pytest.mark.parametrize(("make", "share"), [(Model, 0.2), (Model, 0.6), (Model, 1.0), (Scanned, 0.6), (Scanned, 1.0)])
 def test_a_plan_applies_to_the_loss_as_it_is_written(make, share, monkeypatch):
     # Which plan is found is asked elsewhere; here, that any is that of the model.
     monkeypatch.setitem(search.Search.__init__.__kwdefaults__, "most_compiled", 3)

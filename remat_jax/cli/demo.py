@@ -22,7 +22,9 @@ from remat_jax.report import demo_pictures
 
 def demo(
     output: Annotated[Path, typer.Option(help="The folder for the pictures; made if need be.")] = Path("build/demo"),
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of training; 20 unless given, 6 with --quick.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of training; 12 unless given, 20 with --full, 6 with --quick.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small model and few steps.")] = False,
     full: Annotated[
         bool, typer.Option("--full", help="Unrolled layers, a stack and a toy model as well: some minutes.")
