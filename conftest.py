@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,8 @@ def pytest_configure() -> None:
 
     Not said in the environment, so the children that compile and commands that are tested do what a user's would.
     """
+    # Tracing makes many objects that live long: by Python's own numbers, a tenth of the time goes into looking through them.
+    gc.set_threshold(50_000, 20, 50)
     if ON_GPU:
         return
     import jax
@@ -80,6 +83,33 @@ def garbage_of_this_file_alone() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+_kernels: dict[tuple[Any, ...], Any] = {}
+"""By target and flags, the kernels that XLA's GPU compiler made in this run."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let every compilation for a GPU have the kernels of the earlier ones: they are most of its time, and no size is theirs.
+
+    `tests/test_kernels.py` holds that sizes are the same with them, and has none of this run's.
+    """
+    compiler = sys.modules.get("remat_jax.memory.compile.compiler")
+    if compiler is None:
+        yield
+        return
+    answers, kernels_of = compiler._answers, compiler.Kernels
+
+    def with_kernels(entries: Any, target: Any, timeout: float, folder: Path, tell: Any, _: Any, *children: Any) -> Any:
+        key = target.compiler_description, target.devices, compiler.compat.xla_flags()
+        if key not in _kernels:
+            _kernels[key] = kernels_of(tmp_path_factory.mktemp("kernels"))
+        return answers(entries, target, timeout, folder, tell, _kernels[key], *children)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(compiler, "_answers", with_kernels)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +134,8 @@ def children_as_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def in_a_hurry() -> dict[str, str]:
     """The environment of a command that compiles for the CPU what it runs a few times, as this process does."""
-    return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {' '.join(IN_A_HURRY)}".strip()
+    return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": flags}
 
 
 @pytest.fixture(scope="session")
@@ -116,7 +147,8 @@ def on_eight_devices(tmp_path_factory: pytest.TempPathFactory, in_a_hurry: dict[
 
     def run(module: str, name: str, **environment: str) -> Path:
         path = tmp_path_factory.mktemp("on_eight_devices") / name
-        eight = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+        flags = f"{in_a_hurry['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+        eight = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         command = [sys.executable, "-m", module, str(path)]
         root = Path(__file__).parent
         done = subprocess.run(

@@ -12,6 +12,7 @@ from typing import Any
 
 from remat_jax import compat
 from remat_jax.hardware import target
+from remat_jax.memory.compile.tuned_kernels import never_run_options
 
 _HEAD = """
 import json
@@ -25,7 +26,7 @@ device = topologies.get_topology_desc(platform="cuda", target_config=described, 
 def struct(shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(device))
 def keep(name, function, *arguments):
-    compiled = jax.jit(function).lower(*arguments).compile()
+    compiled = jax.jit(function).lower(*arguments).compile(compiler_options=options)
     sizes = compiled.memory_analysis()
     out = pathlib.Path(sys.argv[2])
     (out / f"{name}.hlo").write_text(compiled.as_text())
@@ -49,7 +50,9 @@ class Compiled:
 
 def compile_for_h200(folder: pathlib.Path, script: str) -> dict[str, Compiled]:
     """What `script` compiled with `keep(name, function, *structs)`, by name."""
-    (folder / "script.py").write_text("import pathlib\n" + _HEAD + script)
+    # Text and sizes are settled before kernels are made, and nothing runs.
+    options = f"options = {never_run_options('gpu')}\n"
+    (folder / "script.py").write_text("import pathlib\n" + options + _HEAD + script)
     (folder / "h200.txt").write_text(target("h200").compiler_description or "")
     flags = compat.xla_flags(compat.GPU_COMPILER_FLAGS)
     environment: dict[str, Any] = {**os.environ, **compat.GPU_COMPILER_ENVIRONMENT, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}

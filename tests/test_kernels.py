@@ -19,6 +19,11 @@ from tests.small_models import Attention, make_loss
 needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def kernels_made_once():
+    """Here it is seen when kernels are made."""
+
+
 def test_a_file_is_of_one_process_at_a_time_and_the_fullest_is_taken_first(tmp_path):
     kernels = Kernels(tmp_path)
     first, second = kernels.take(), kernels.take()

@@ -18,6 +18,7 @@ from parity_tests import support as s
 from parity_tests.third_party import ports as p
 from parity_tests.third_party.ports import Case, Port, Result
 from remat_jax import porting
+from remat_jax.memory.residuals import kept_residuals
 from remat_jax.parity import float64_error, judge
 from remat_jax.parity.kept import kept_alone
 from remat_jax.porting.links import fit
@@ -140,7 +141,7 @@ def _torch_kept(port: Port, mode: str, config: Any) -> torch_ref.SavedBytes:
 def _jax_kept(port: Port, mode: str, config: Any, scan: bool) -> rj.ResidualTable:
     model, (inputs, targets) = port.make_flax(config, scan=scan), p.batch(port, "float32")
     loss, empty = p.loss_of(port, model), p.shapes(port, model, inputs)
-    return rj.residuals(rj.Workload(loss, empty, (inputs, targets), port.block, has_aux=True), p.POLICIES[mode])
+    return kept_residuals(rj.Workload(loss, empty, (inputs, targets), port.block, has_aux=True), p.POLICIES[mode])
 
 
 def layers_keep_differently(port: Port, few: int = 1, many: int = 2) -> list[str]:

@@ -21,10 +21,12 @@ from remat_jax.report import demo_pictures
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help=("The folder for the pictures; created if it does not exist."))] = Path(
+    output: Annotated[Path, typer.Option(help="The folder for the pictures; created if it does not exist.")] = Path(
         "build/demo"
     ),
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps. Default: 20, or 6 with --quick.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps. Default: 12, 20 with --full, or 6 with --quick.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small model and few steps.")] = False,
     full: Annotated[
         bool, typer.Option("--full", help="Also run unrolled layers, a stack and a toy model; takes some minutes.")

@@ -237,6 +237,8 @@ class Refusal:
         return met and isinstance(error, self.error) and self.words in str(error)
 
 
+CLOSED_OVER = "differentiation of a custom_vjp function with respect to a closed-over value"
+
 _BY_JAX = (
     # It cannot choose between arrays on the host: a `vmap` over the choice of a branch that offloads, also by hand.
     Refusal("select on the host", ValueError, "inputs passed to `select_n`", ("cond", "switch")),
@@ -244,6 +246,8 @@ _BY_JAX = (
     Refusal("an ordered callback with arrays on the host", ValueError, "safe_zip() argument", ("told",)),
     # Nor transpose what its own rule for a `cond` under `vmap` makes of tangents.
     Refusal("a choice along a vmap", NotImplementedError, "'stop_gradient'", ("cond", "switch")),
+    # Nor differentiate, under `jit`, `scan` or a checkpoint, a rule that closes over what is differentiated.
+    Refusal("a rule that closes over an array", Exception, CLOSED_OVER, ("custom_vjp", "half_mapped")),
     # Its own checkpoint rounds what it keeps, and its rounding knows real numbers only.
     Refusal("complex, kept by hand", TypeError, "reduce_precision does not accept dtype complex", way="by_hand"),
     # Version 0.10.2 with `jax_remat3` on.
@@ -271,7 +275,7 @@ def check(case: Case, tally: Tally | None = None) -> None:
                 raise
             tally.refused["no effect"] += 1
             return
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except Exception as error:
             named = [one.name for one in _BY_JAX if one.is_of(error, case)]
             if not named:
                 raise

@@ -48,8 +48,8 @@ class Stack:
     def plain(self) -> Loss:
         """The loss without policies: `(params, x, ids, keys)` → a scalar, and what is not differentiated."""
         if self.way in BY_CLASS:
-            return self._loss(_MODULES[self.way](self.program))
-        return self._loss(self._layer)
+            return self.loss_of(_MODULES[self.way](self.program))
+        return self.loss_of(self._layer)
 
     def under(self, policy: Any) -> Loss:
         """The same with `policy` on every layer."""
@@ -58,15 +58,15 @@ class Stack:
         if self.way in BY_CLASS:
             return rj.checkpoint_blocks(self.plain(), {_BLOCKS[self.way]: policy})
         if self.way == "replan":
-            return rj.replan(self._loss(jax.checkpoint(self._layer)), policy)
+            return rj.replan(self.loss_of(jax.checkpoint(self._layer)), policy)
         if self.way == "sequential":
-            return self._loss(functools.partial(self._sequential, policy))
+            return self.loss_of(functools.partial(self._sequential, policy))
         layer = {
             "remat": lambda: rj.remat(self._layer, policy),
             "by_hand": lambda: jax.checkpoint(self._layer, policy=rj.jax_policy(policy)),
             "forward": lambda: _forward(self._layer, policy == "offload_inputs"),
         }[self.way]()
-        return self._loss(layer)
+        return self.loss_of(layer)
 
     def _layer(self, weights: Any, x: Any, ids: Any, key: Any) -> Any:
         return run(self.program, weights, x, jnp.cos(x), ids, key)
@@ -76,7 +76,9 @@ class Stack:
         pieces = [lambda x: self._layer(weights, x, ids, key), lambda results: results]
         return rj.checkpoint_sequential(pieces, 2, x, policy=policy)
 
-    def _loss(self, layer: Callable[..., Any]) -> Loss:
+    def loss_of(self, layer: Callable[..., Any]) -> Loss:
+        """The loss with `layer` in the place of its own."""
+
         def loss(params: Any, x: Any, ids: Any, keys: Any) -> Any:
             x, given = self._through(layer, params, x, ids, keys)
             total = jnp.sum(jnp.sin(x))
