@@ -12,10 +12,9 @@ import pytest
 
 import torch_ref
 from examples.models import weights as w
+from examples.pytorch import decoder, faithful
 from parity_tests import matrix
 from parity_tests import support as s
-from torch_ref import faithful
-from torch_ref.models import decoder
 
 FORMS = [(framework, layers) for framework in ("linen", "nnx") for layers in ("unrolled", "scan")]
 forms = pytest.mark.parametrize(("framework", "layers"), FORMS)

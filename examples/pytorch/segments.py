@@ -149,10 +149,10 @@ def checkpoint_segments(
     Raises:
         InvalidArgumentError: if there are no layers, or the boundaries do not fit them.
 
-    >>> import torch, torch_ref
-    >>> model = torch_ref.DeepMLP(num_layers=6, hidden_size=4, in_features=3)
+    >>> from examples.pytorch import DeepMLP
+    >>> model = DeepMLP(num_layers=6, hidden_size=4, in_features=3)
     >>> x = torch.ones(2, 3)
-    >>> bool((torch_ref.checkpoint_segments(model.layers, (2, 5), x) == model(x)).all())
+    >>> bool((checkpoint_segments(model.layers, (2, 5), x) == model(x)).all())
     True
     """
     functions = list(layers)
