@@ -96,6 +96,10 @@ bench: $(STAMP)  ## measure on this machine's processor
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.true_shapes)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.published)
 
+.PHONY: figures
+figures: $(STAMP)  ## write the figures of the pages by the commands that print them; all of them take hours
+	$(BIN)/python -m benchmarks.figures $(ARGS)
+
 .PHONY: bench-gpu
 bench-gpu: $(STAMP)  ## measure twelve steps on this machine's GPU, in nine minutes
 	$(BIN)/python -m benchmarks.gpu $(ARGS)

@@ -187,7 +187,7 @@ def test_the_smoke_test_sees_a_page_without_one_of_its_files():
 
 
 TARGETS = ["setup", "demo", "test", "test-browser", "test-versions", "test-newest", "wheel", "smoke", "lint", "format"]
-TARGETS += ["bench", "bench-gpu", "docs", "fuzz", "clean"]
+TARGETS += ["bench", "bench-gpu", "figures", "docs", "fuzz", "clean"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
