@@ -92,6 +92,9 @@ class Observation(NamedTuple):
         prompt: token numbers (batch, prompt_length).
         prompt_mask: (batch, prompt_length), false for padding.
         state: (batch, action_dim); π0.5 does not read it.
+
+    >>> Observation(None, None, None, None, "the state").state
+    'the state'
     """
 
     images: Any

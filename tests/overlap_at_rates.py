@@ -22,7 +22,7 @@ def read_overlap(
 ) -> Overlap:
     """How far compute covers the host copies, by `step_time` at the target's rates, except those given.
 
-    With `flops_per_s`, which is for all products of all dtypes, a kernel launch takes no time; a memory rate of `math.inf` ignores
+    With `flops_per_s`, for all products of all dtypes, a kernel launch takes no time; a memory rate of `math.inf` ignores
     the traffic of device memory.
     """
     rates = Rates.of(target)

@@ -35,6 +35,8 @@ from torch_ref.host import HostCopy
 from torch_ref.modes import mode_of
 from torch_ref.receipts import CallEntry, record_call, tensors_in
 
+__all__ = ["gradient_checkpoint_forward"]
+
 
 def gradient_checkpoint_forward(
     model: Callable[..., Any],

@@ -117,7 +117,7 @@ PLANTED = [
     ),
     (
         "hidden_from_offload",
-        lambda: Stack(lambda layer, x: faithful.gradient_checkpoint_forward(layer, True, True, input=x)),
+        lambda: Stack(lambda layer, x: torch_ref.faithful.gradient_checkpoint_forward(layer, True, True, input=x)),
         r"stay on the device.*or use torch_ref.gradient_checkpoint_forward, which moves tensors anywhere",
         lambda: Stack(lambda layer, x: torch_ref.gradient_checkpoint_forward(layer, True, True, input=x)),
     ),
@@ -193,12 +193,12 @@ def test_the_rebound_variable_is_a_wrong_gradient_and_no_error():
 
     def late(x):
         for layer in layers:
-            x = faithful.gradient_checkpoint_forward(lambda x: torch.tanh(layer(x)), True, True, x)  # noqa: B023
+            x = torch_ref.faithful.gradient_checkpoint_forward(lambda x: torch.tanh(layer(x)), True, True, x)  # noqa: B023
         return x
 
     def bound(x):
         for layer in layers:
-            x = faithful.gradient_checkpoint_forward(lambda x, layer=layer: torch.tanh(layer(x)), True, True, x)
+            x = torch_ref.faithful.gradient_checkpoint_forward(lambda x, layer=layer: torch.tanh(layer(x)), True, True, x)
         return x
 
     def gradient(forward):
