@@ -59,7 +59,7 @@ def bytes_kept(kind: str, framework: str, policy: str) -> kept.Kept:
     """What a training step keeps between the passes; the batch counts where PyTorch's first block keeps it."""
     if framework != "torch":
         return kept.jax_kept(kind, framework, policy)
-    model = getattr(torch_ref, kind)(**kept.SIZES, **({"max_len": kept.TIME} if kind == "ByteDecoder" else {}))
+    model = getattr(pytorch, kind)(**kept.SIZES, **({"max_len": kept.TIME} if kind == "ByteDecoder" else {}))
     with torch_ref.checkpoint_blocks(model, {pytorch.DecoderLayer: policy}):
         if kind == "ByteDecoder":
             tokens = torch.zeros(kept.BATCH, kept.TIME, dtype=torch.long)
