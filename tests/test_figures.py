@@ -7,12 +7,10 @@ import pytest
 from benchmarks import figures
 
 LIGHT = ["python -m benchmarks.targets"]
-MEASURED = "off full dots_with_no_batch_dims offload_inputs"
 # Not run again since their blocks got their marks. A command that was run leaves this list, and none is added.
 OLDER = {
     "python -m benchmarks.chunked_head --batch 8 32",
     "python -m benchmarks.convolutions",
-    f"python -m benchmarks.measured examples/byte_decoder.py:job --target h200 --policy {MEASURED}",
     "python -m benchmarks.published --markdown",
 }
 
