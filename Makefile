@@ -18,7 +18,7 @@ COMMA := ,
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-EXTRAS := gpu-compile,report,test,dev,docs$(if $(TORCH),$(COMMA)torch)
+EXTRAS := gpu-compile,test,dev,docs$(if $(TORCH),$(COMMA)torch)
 PINS := $(if $(TORCH),-c constraints.txt,)
 # Two workers on two cores: more threads in each only take turns. A file stays in one worker, with what its tests share;
 # the short ones, docstrings, stay last, so that both workers end together.
@@ -95,6 +95,10 @@ bench: $(STAMP)  ## measure on this machine's processor
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.plan)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.true_shapes)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.published)
+
+.PHONY: figures
+figures: $(STAMP)  ## write the figures of the pages by the commands that print them; all of them take hours
+	$(BIN)/python -m benchmarks.figures $(ARGS)
 
 .PHONY: bench-gpu
 bench-gpu: $(STAMP)  ## measure twelve steps on this machine's GPU, in nine minutes

@@ -42,7 +42,7 @@ collect_ignore: list[str] = []
 collect_ignore_glob: list[str] = []
 if WITHOUT_TORCH:
     # A folder that is named on the command line, or under `testpaths`, is collected even if it is to be ignored.
-    collect_ignore_glob += ["torch_ref/*", "parity_tests/*"]
+    collect_ignore_glob += ["torch_ref/*", "parity_tests/*", "examples/pytorch/*"]
     # Their examples compare with PyTorch.
     names = ("asserting", "capture_torch", "comparison", "localise", "semantics")
     collect_ignore += [

@@ -1,9 +1,9 @@
 """`python -m benchmarks.chunked_head`: device memory of Llama 3 8B with its head and loss in chunks, compiled for a GPU.
 
-    python -m benchmarks.chunked_head                               8 × 1024 tokens, policy full, one H200
+    python -m benchmarks.chunked_head --batch 8 32                  8 and 32 × 1024 tokens, policy full, one H200
     python -m benchmarks.chunked_head --batch 2 --length 4096       where the scores of attention hold the peak
 
-Adam, parameters in bfloat16, layers scanned, 128,256 words. Nothing is run. The last lines are the advice of the first row on
+Adam, parameters in bfloat16, layers scanned, 128,256 words. Nothing is run. Standard error has the advice of the first row on
 its head and its attention, estimated by the report and compiled by the doctor. The modelled step is that of the compiled
 schedule, at the rates that programs reach on the target.
 """
@@ -11,15 +11,16 @@ schedule, at the rates that programs reach on the target.
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from rich.console import Console
-from rich.table import Table
 
 import remat_jax as rj
+from benchmarks.figures import markdown
 from examples.models import llama
 from examples.models.functions import cross_entropy
 from remat_jax.memory.advice import HEAD, SCORES
@@ -44,27 +45,34 @@ def decoder(batch: int, length: int, chunks: int) -> rj.Workload:
     return rj.Workload(loss, params, (tokens, tokens), llama.LlamaBlock, optimizer=optax.adam(1e-4), name="Llama 3 8B")
 
 
+def column(batch: int, length: int, chunks: list[int], policy: str, target: str) -> Iterator[tuple[str, str]]:
+    """Device memory and the modelled step for each number of chunks; the first is the step that advice is given on."""
+    for number in chunks:
+        work = decoder(batch, length, number)
+        report = rj.measure(work, policy, target)
+        if number == chunks[0]:
+            for advice in (*report.advice, *rj.doctor(work, policy, target).advice):
+                if advice.what in (HEAD, SCORES):
+                    how = "compiled" if advice.compiled else "estimated"
+                    print(f"{advice.what}: {format_bytes(advice.bytes)} less ({how})", file=sys.stderr)
+        yield format_bytes(report.device_bytes), "" if report.seconds is None else f"{report.seconds * 1e3:.0f} ms"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="h200")
     parser.add_argument("--policy", default="full")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, nargs="+", default=[8])
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     options = parser.parse_args()
-    table = Table("chunks", "device", "of it temp", "less than one chunk", "modelled step")
-    first = None
-    for chunks in options.chunks:
-        report = rj.measure(decoder(options.batch, options.length, chunks), options.policy, options.target)
-        first = first or report
-        seconds = "" if report.seconds is None else f"{report.seconds * 1e3:.0f} ms"
-        sizes = (report.device_bytes, report.temp_bytes, first.device_bytes - report.device_bytes)
-        table.add_row(str(chunks), *map(format_bytes, sizes), seconds)
-    Console(width=100).print(table)
-    diagnosis = rj.doctor(decoder(options.batch, options.length, options.chunks[0]), options.policy, options.target)
-    for one in (*(first.advice if first else ()), *diagnosis.advice):
-        if one.what in (HEAD, SCORES):
-            print(f"{one.what}: {format_bytes(one.bytes)} less ({'compiled' if one.compiled else 'estimated'})")
+    columns = [list(column(batch, options.length, options.chunks, options.policy, options.target)) for batch in options.batch]
+    names = [name for batch in options.batch for name in (f"{batch} × {options.length} tokens", "step")]
+    rows = [
+        (chunks, *(cell for pair in pairs for cell in pair))
+        for chunks, pairs in zip(options.chunks, zip(*columns, strict=True), strict=True)
+    ]
+    print(markdown(["chunks", *names], rows))
 
 
 if __name__ == "__main__":

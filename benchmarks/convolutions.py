@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 import remat_jax as rj
+from benchmarks.figures import markdown
 from remat_jax.report import format_bytes
 
 CLASSES = 1000
@@ -76,13 +78,13 @@ def job(images: int, size: int) -> rj.Workload:
     return rj.Workload(loss, variables["params"], batch, Bottleneck, optimizer=optax.sgd(0.1, momentum=0.9))
 
 
-def rows(workload: rj.Workload, target: str) -> Iterator[str]:
+def rows(workload: rj.Workload, target: str) -> Iterator[tuple[str, ...]]:
     """The rows of the table, one for each policy."""
     for policy in POLICIES:
         report = rj.measure(workload, policy, target)
         on_host = format_bytes(report.host_bytes) if report.host_bytes else ""
         seconds = f"{report.seconds * 1e3:.1f} ms" if report.seconds is not None else ""
-        yield f"| `{policy}` | {format_bytes(report.device_bytes)} | {on_host} | {seconds} |"
+        yield f"`{policy}`", format_bytes(report.device_bytes), on_host, seconds
 
 
 def main() -> None:
@@ -93,10 +95,9 @@ def main() -> None:
     parser.add_argument("--target", default="h200")
     options = parser.parse_args()
     workload = job(options.images, options.size)
-    print(f"residuals without a checkpoint: {format_bytes(rj.residuals(workload, 'off').device_bytes or 0)}")
-    print("| policy | device memory | on the host | modelled step |\n| --- | --- | --- | --- |")
-    for row in rows(workload, options.target):
-        print(row, flush=True)
+    kept = format_bytes(rj.residuals(workload, "off").device_bytes or 0)
+    print(f"residuals without a checkpoint: {kept}", file=sys.stderr)
+    print(markdown(["policy", "device memory", "on the host", "modelled step"], list(rows(workload, options.target))))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ import numpy as np
 import optax
 
 import remat_jax as rj
+from benchmarks.predictor import Predictor, compile_policies, full_plus_residuals, random_policies
 from benchmarks.record import ROOT, provenance, text_table, write_json
 from remat_jax import compat
 from remat_jax.hardware import target as target_named
-from remat_jax.memory.predict import Predictor, compile_policies, full_plus_residuals, random_policies
 
 DTYPE = jnp.bfloat16
 CALIBRATION_SEED, POLICY_SEED = 1, 2

@@ -22,7 +22,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
-import torch_ref
+from examples import pytorch
 from torch_ref.executions import MATMULS, Matmul
 
 KNAPSACK = {"activation_memory_budget_runtime_estimator": "flops", "activation_memory_budget_solver": "dp"}
@@ -34,7 +34,7 @@ class Training(torch.nn.Module):
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         super().__init__()
-        self.model = torch_ref.ByteDecoder(
+        self.model = pytorch.ByteDecoder(
             d_model=sizes["d_model"], nhead=sizes["heads"], num_layers=sizes["layers"], max_len=sizes["length"]
         )
 

@@ -26,7 +26,7 @@ from remat_jax.compat import keep_to_cpu_without_gpu
 from remat_jax.cost.count import matmuls
 from remat_jax.report.tables import format_bytes, render, table
 
-from . import text
+from . import pytorch, text
 from .models import linen, weights
 
 WIDTH, HEADS, BATCH, LENGTH, LEARNING_RATE = 64, 4, 8, 32, 1e-3
@@ -54,12 +54,12 @@ def batches(steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
 def initial() -> dict[str, torch.Tensor]:
     """The weights that every form starts from."""
     torch.manual_seed(0)
-    return torch_ref.DecoderLayer(WIDTH, HEADS).state_dict()
+    return pytorch.DecoderLayer(WIDTH, HEADS).state_dict()
 
 
 def train_torch(run: Torch, data: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
     """Train in PyTorch; the losses, and what the last step kept and executed."""
-    layer = torch_ref.DecoderLayer(WIDTH, HEADS)
+    layer = pytorch.DecoderLayer(WIDTH, HEADS)
     layer.load_state_dict(initial())
     optimizer = torch.optim.Adam(layer.parameters(), lr=LEARNING_RATE)
     tensors = [tuple(torch.from_numpy(array) for array in pair) for pair in data]

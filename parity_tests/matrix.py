@@ -18,6 +18,7 @@ import torch
 
 import remat_jax as rj
 import torch_ref
+from examples import pytorch
 from examples.models import weights as w
 from examples.models.functions import cross_entropy
 from parity_tests import support as s
@@ -237,7 +238,7 @@ def cost(case: Case, policy: Any = None) -> Cost:
 
 def torch_cost(case: Case) -> Cost:
     """Count while PyTorch runs."""
-    blocks = (torch_ref.DecoderLayer, torch_ref.ToyModel)
+    blocks = (pytorch.DecoderLayer, pytorch.ToyModel)
     with torch_ref.count_matmuls() as matmuls, torch_ref.count_calls(*blocks) as calls, torch_ref.receipt() as receipt:
         torch_step(case, s.make_torch(case.model, case.dtype))
     return Cost(matmuls.total, calls.total, receipt.bytes_on_host, receipt.bytes_brought_back)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_ref
+from examples import pytorch
 
 # By the model's own flags, gradient_checkpoint_forward around each sharded block; the rest are policies inside of it.
 FLAGS = torch_ref.MODES
@@ -62,15 +63,15 @@ def in_mode(given: dict[str, Any], mesh: DeviceMesh, rows: slice, policy: str, m
     return found | {"bytes": bytes_here, "whole": sharded.gradients()}
 
 
-def made(given: dict[str, Any]) -> torch_ref.ByteDecoder:
-    model = torch_ref.ByteDecoder(**given["sizes"]).double()
+def made(given: dict[str, Any]) -> pytorch.ByteDecoder:
+    model = pytorch.ByteDecoder(**given["sizes"]).double()
     model.load_state_dict(given["state"])
     return model
 
 
 def refused(given: dict[str, Any], mesh: DeviceMesh) -> str:
     """What a policy around a sharded block says, where it has to be inside."""
-    stack = torch_ref.DecoderStack(2, given["sizes"]["d_model"], given["sizes"]["nhead"]).double()
+    stack = pytorch.DecoderStack(2, given["sizes"]["d_model"], given["sizes"]["nhead"]).double()
     torch_ref.shard_blocks(stack, mesh)
     x = torch.ones(1, 3, given["sizes"]["d_model"], dtype=torch.float64, requires_grad=True)
     try:

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from flax import nnx
 
-import torch_ref
-from examples import text
+from examples import pytorch, text
 from examples.models import linen
 from examples.models import nnx as nnx_models
 from examples.models import weights as w
@@ -66,7 +65,7 @@ def data(kind: str) -> Data:
 def make_torch(kind: str, dtype: str = "float64", **options: Any) -> torch.nn.Module:
     """A fresh PyTorch model with the weights that all tests use."""
     torch.manual_seed(0)
-    model = getattr(torch_ref, kind)(**(SIZES[kind] | options)).double()
+    model = getattr(pytorch, kind)(**(SIZES[kind] | options)).double()
     with torch.no_grad():  # at their initial 0 and 1, biases and scales would hide a wrong map
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)

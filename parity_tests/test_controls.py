@@ -12,10 +12,9 @@ import pytest
 
 import torch_ref
 from examples.models import weights as w
+from examples.pytorch import decoder
 from parity_tests import matrix
 from parity_tests import support as s
-from torch_ref import faithful
-from torch_ref.models import decoder
 
 FORMS = [(framework, layers) for framework in ("linen", "nnx") for layers in ("unrolled", "scan")]
 forms = pytest.mark.parametrize(("framework", "layers"), FORMS)
@@ -127,7 +126,7 @@ def test_a_pytorch_block_that_is_called_plainly_is_seen(mode: str, in_its_place:
 
 def test_the_faithful_offload_of_keyword_arguments_is_seen(in_its_place: Callable[[Any], None]) -> None:
     case = matrix.Case("torch", "DecoderStack", "unrolled", "offload", "float32")
-    in_its_place(faithful.gradient_checkpoint_forward)
+    in_its_place(torch_ref.faithful.gradient_checkpoint_forward)
     with torch_ref.receipt() as receipt:
         found = matrix.cost(case)
     assert found == matrix.expected_cost(case)._replace(to_host=0, back=0)

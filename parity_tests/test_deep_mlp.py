@@ -13,6 +13,7 @@ import torch
 from flax import nnx
 
 import torch_ref
+from examples import pytorch
 from examples.models import deep_mlp_linen, deep_mlp_nnx
 from examples.models import weights as w
 from parity_tests.support import LIMIT, run
@@ -38,17 +39,17 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def model() -> torch_ref.DeepMLP:
+def model() -> pytorch.DeepMLP:
     torch.manual_seed(0)
-    return torch_ref.DeepMLP(**SIZES).double()
+    return pytorch.DeepMLP(**SIZES).double()
 
 
 @pytest.fixture(scope="module")
-def expected(model: torch_ref.DeepMLP, data: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
+def expected(model: pytorch.DeepMLP, data: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
     return torch_gradients(model, data)
 
 
-def torch_gradients(model: torch_ref.DeepMLP, data: tuple[np.ndarray, np.ndarray], **how: Any) -> dict[str, np.ndarray]:
+def torch_gradients(model: pytorch.DeepMLP, data: tuple[np.ndarray, np.ndarray], **how: Any) -> dict[str, np.ndarray]:
     x, weights = (torch.tensor(array) for array in data)
     model.zero_grad()
     (model(x, **how) * weights).sum().backward()
@@ -80,7 +81,7 @@ def flax_gradients(api: str, tree: Any, data: tuple[np.ndarray, np.ndarray], *, 
     return w.gradients_to_torch(to_tree(run(jax.grad(loss), params)), "DeepMLP")
 
 
-def test_pytorch_s_names_are_the_seed_s(model: torch_ref.DeepMLP) -> None:
+def test_pytorch_s_names_are_the_seed_s(model: pytorch.DeepMLP) -> None:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert list(shapes) == [f"layers.{index}.{kind}" for index in range(6) for kind in ("weight", "bias")]
     assert [shapes[f"layers.{index}.weight"] for index in (0, 1, 4, 5)] == [(7, 5), (7, 7), (7, 7), (3, 7)]
@@ -132,7 +133,7 @@ def test_a_layer_that_is_missing_is_refused(model) -> None:
 
 def test_wrong_sizes_are_named() -> None:
     with pytest.raises(torch_ref.InvalidArgumentError, match="num_layers is 1, expected at least 2"):
-        torch_ref.DeepMLP(1)
+        pytorch.DeepMLP(1)
     with pytest.raises(ValueError, match="num_layers=2, expected at least 3"):
         deep_mlp_nnx.DeepMLP(2, rngs=nnx.Rngs(0))
     linen = deep_mlp_linen.DeepMLP(**SIZES)

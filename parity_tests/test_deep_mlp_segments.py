@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import remat_jax as rj
 import torch_ref
+from examples import pytorch
 from examples.models import deep_mlp_linen, deep_mlp_scan
 from examples.segments import jax_forms, torch_forms
 from examples.segments.setting import Setting, cuts
@@ -27,7 +28,7 @@ ACTIVATION, MASK = 20 * 12 * 4, 20 * 12
 
 def sqrt_form(num_layers: int) -> jax_forms.Form:
     forms = jax_forms.forms(SMALL, num_layers)
-    return forms[f"√L uniform, {torch_ref.sqrt_segments(num_layers)}"]
+    return forms[f"√L uniform, {pytorch.sqrt_segments(num_layers)}"]
 
 
 def nested_form(num_layers: int) -> jax_forms.Form:
@@ -45,8 +46,8 @@ def test_checkpoint_sequential_with_the_square_root(num_layers: int, segments: i
     executed = jax_forms.matmul_count(SMALL, form, num_layers)
     assert executed == 3 * num_layers - 1 + num_layers - segments
     # PyTorch executes the same, and keeps of each layer of the last segment its result only: no mask, no zeros.
-    boundaries = torch_ref.uniform_boundaries(num_layers, segments)
-    cost = torch_ref.deep_mlp_cost(num_layers, boundaries, batch=20, **SMALL.widths)
+    boundaries = pytorch.uniform_boundaries(num_layers, segments)
+    cost = pytorch.deep_mlp_cost(num_layers, boundaries, batch=20, **SMALL.widths)
     assert (kept - cost.saved_bytes, executed) == ((segments - 1) * (ACTIVATION + MASK), cost.matmuls)
 
 

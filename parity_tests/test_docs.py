@@ -17,7 +17,7 @@ import torch
 from flax.traverse_util import unflatten_dict
 
 import remat_jax as rj
-import torch_ref
+from examples import pytorch
 from examples.models import linen
 from examples.models.pi0 import Pi0
 from examples.models.pi0_config import Pi0Config
@@ -143,8 +143,8 @@ def test_the_page_on_pytorch() -> None:
     names |= {"config": config, "shapes": shapes, "openpi_parameters": unflatten_dict(made, sep="/")}
     assert run(flax_side, "pytorch.md", names) == 3 and names["report"].passed
     assert jax.tree.map(jnp.shape, names["variables"]) == jax.tree.map(jnp.shape, shapes)
-    given = {name: torch_ref.ByteDecoder(**SIZES) for name in ("model", "other")}
-    given |= dict.fromkeys(("tokens", "targets"), torch.ones(2, 8, dtype=torch.long)) | {"DecoderLayer": torch_ref.DecoderLayer}
+    given = {name: pytorch.ByteDecoder(**SIZES) for name in ("model", "other")}
+    given |= dict.fromkeys(("tokens", "targets"), torch.ones(2, 8, dtype=torch.long)) | {"DecoderLayer": pytorch.DecoderLayer}
     assert run(torch_side, "pytorch.md", given) == 1
     # Neither the switch's policy, `full`, nor any other of the page is on while the receipt counts offloads.
     assert given["r"].bytes_on_host == 0

@@ -18,6 +18,7 @@ from flax import nnx
 
 import remat_jax as rj
 import torch_ref
+from examples import pytorch
 from parity_tests import support as s
 
 BATCH, TIME, WIDTH, LAYERS, VOCAB = 3, 64, 64, 4, 256
@@ -37,7 +38,7 @@ class Kept(NamedTuple):
 
 @functools.cache
 def torch_kept(kind: str, mode: str) -> Kept:
-    model, flags = getattr(torch_ref, kind)(**SIZES, **_length(kind)), torch_ref.mode_flags(mode)
+    model, flags = getattr(pytorch, kind)(**SIZES, **_length(kind)), torch_ref.mode_flags(mode)
     if kind == "ByteDecoder":
         tokens = torch.zeros(BATCH, TIME, dtype=torch.long)
         saved = torch_ref.saved_for_backward(lambda x, y: model.loss(x, y, **flags), tokens, tokens)

@@ -18,6 +18,7 @@ import torch
 
 import remat_jax as rj
 import torch_ref
+from examples import pytorch
 from parity_tests import matrix
 from parity_tests import support as s
 from parity_tests import test_residual_bytes as kept
@@ -58,8 +59,8 @@ def bytes_kept(kind: str, framework: str, policy: str) -> kept.Kept:
     """What a training step keeps between the passes; the batch counts where PyTorch's first block keeps it."""
     if framework != "torch":
         return kept.jax_kept(kind, framework, policy)
-    model = getattr(torch_ref, kind)(**kept.SIZES, **({"max_len": kept.TIME} if kind == "ByteDecoder" else {}))
-    with torch_ref.checkpoint_blocks(model, {torch_ref.DecoderLayer: policy}):
+    model = getattr(pytorch, kind)(**kept.SIZES, **({"max_len": kept.TIME} if kind == "ByteDecoder" else {}))
+    with torch_ref.checkpoint_blocks(model, {pytorch.DecoderLayer: policy}):
         if kind == "ByteDecoder":
             tokens = torch.zeros(kept.BATCH, kept.TIME, dtype=torch.long)
             saved = torch_ref.saved_for_backward(model.loss, tokens, tokens)
@@ -81,7 +82,7 @@ def products(framework: str, policy: str) -> int:
     if framework != "torch":
         return matrix.cost(case, policy).matmuls
     model = s.make_torch("ByteDecoder", "float32")
-    with torch_ref.count_matmuls() as count, torch_ref.checkpoint_blocks(model, {torch_ref.DecoderLayer: policy}):
+    with torch_ref.count_matmuls() as count, torch_ref.checkpoint_blocks(model, {pytorch.DecoderLayer: policy}):
         matrix.torch_step(case, model)
     return count.total
 
@@ -118,7 +119,7 @@ def test_the_language_model_keeps_the_same_bytes(framework: str, policy: str) ->
 @pytest.mark.parametrize("kind", ["ByteDecoder", "DecoderStack"])
 def test_pytorch_s_gradients_are_plain_pytorch_s(kind: str, policy: str) -> None:
     case, model = matrix.Case("torch", kind, "unrolled", "off", "float64"), s.make_torch(kind)
-    with torch_ref.checkpoint_blocks(model, {torch_ref.DecoderLayer: policy}):
+    with torch_ref.checkpoint_blocks(model, {pytorch.DecoderLayer: policy}):
         assert matrix.problems(case, matrix.torch_step(case, model)) == []
 
 

@@ -19,6 +19,7 @@ from flax import nnx
 
 import remat_jax as rj
 import torch_ref
+from examples import pytorch
 from examples.models import deep_mlp_linen, deep_mlp_nnx
 from examples.models import weights as w
 from parity_tests import support as s
@@ -65,9 +66,9 @@ def arrays(dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return random.normal(size=(BATCH, WIDTH)).astype(dtype), random.normal(size=(BATCH, WIDTH)).astype(dtype)
 
 
-def torch_model(dtype: torch.dtype = torch.float64) -> torch_ref.DeepMLP:
+def torch_model(dtype: torch.dtype = torch.float64) -> pytorch.DeepMLP:
     torch.manual_seed(0)
-    return torch_ref.DeepMLP(**SIZES).to(dtype)
+    return pytorch.DeepMLP(**SIZES).to(dtype)
 
 
 def jax_job(form: str) -> tuple[Any, Any, type]:
@@ -94,7 +95,7 @@ def cost(form: str, policy: str) -> tuple[int, Kept]:
         def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return s.mean_squared(model(x), y)
 
-        with torch_ref.checkpoint_blocks(model, {torch_ref.MlpLayer: policy}):
+        with torch_ref.checkpoint_blocks(model, {pytorch.MlpLayer: policy}):
             saved = torch_ref.saved_for_backward(loss, x, y)
             with torch_ref.count_matmuls() as count:
                 loss(x, y).backward()
@@ -138,7 +139,7 @@ def torch_gradients(policy: str) -> dict[str, np.ndarray]:
     if policy == "off":
         s.mean_squared(model(x), y).backward()
     else:
-        with torch_ref.checkpoint_blocks(model, {torch_ref.MlpLayer: policy}):
+        with torch_ref.checkpoint_blocks(model, {pytorch.MlpLayer: policy}):
             s.mean_squared(model(x), y).backward()
     return {name: w.as_numpy(parameter.grad) for name, parameter in model.named_parameters()}
 

@@ -18,6 +18,7 @@ from torch import nn
 
 import remat_jax as rj
 import torch_ref
+from examples import pytorch
 from examples.models import linen
 from examples.models import weights as w
 from parity_tests import support as s
@@ -136,7 +137,7 @@ def test_a_policy_around_a_sharded_block_is_refused(ranks: list[dict[str, Any]])
 
 
 def test_what_cannot_be_sharded_is_told() -> None:
-    model = torch_ref.DecoderStack(num_layers=2, d_model=8, nhead=2)
+    model = pytorch.DecoderStack(num_layers=2, d_model=8, nhead=2)
     with pytest.raises(torch_ref.InvalidArgumentError, match="mesh is a int, expected a DeviceMesh"):
         torch_ref.shard_blocks(model, 2)
     with alone_in_a_group() as mesh:

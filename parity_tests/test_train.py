@@ -15,8 +15,8 @@ import torch
 import remat_jax as rj
 from examples import text
 from examples.models import weights as w
+from examples.pytorch import HybridOptimizer, accumulate_gradients, micro_batches
 from parity_tests import support as s
-from torch_ref.train import HybridOptimizer, accumulate_gradients, micro_batches
 
 STEPS = 4
 BATCHES = text.batches(seed=5, batch=4, length=9, steps=STEPS)

@@ -187,10 +187,8 @@ def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
     found = run("measure", f"{folder}/train.py:job", "-p", "full", "--target", "h200", "--plot", picture, "--json")
     assert found.exit_code == 0, found.output
     assert json.loads(found.stdout)["picture"] == str(picture)
-    # Text is drawn as shapes, with what it says in a comment beside them.
-    assert (
-        picture.read_text().startswith("<?xml") and "three blocks: one training step compiled for h200" in picture.read_text()
-    )
+    drawn = picture.read_text()
+    assert drawn.startswith("<svg") and "three blocks: one training step compiled for h200" in drawn
 
 
 @pytest.mark.parametrize(
@@ -222,8 +220,11 @@ def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
             "memory_limit='1GiB' with target='cpu': XLA takes a memory limit only for GPUs",
         ),
         (["train.py:job", "--memory-limit", "1G", "--target", "h200"], "memory_limit='1G': 'G' is not a unit of bytes"),
-        (["train.py:job", "--plot", "memory.gif"], "plot='memory.gif': expected a name that ends in .png, .svg, .pdf"),
-        (["train.py:job", "--plot", "memory.png"], "plot='memory.png' with target='cpu': memory at the peak is"),
+        (
+            ["train.py:job", "--plot", "memory.gif"],
+            "plot='memory.gif': pictures are written as SVG; expected a name that ends in .svg",
+        ),
+        (["train.py:job", "--plot", "memory.svg"], "plot='memory.svg' with target='cpu': memory at the peak is"),
     ],
 )
 def test_wrong_use_ends_with_2_and_a_message(folder, monkeypatch, arguments, message):

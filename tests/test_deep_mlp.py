@@ -15,7 +15,7 @@ from examples.segments import command, show
 from examples.segments.setting import QUICK, Row, Setting, cuts
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURES = {f"{name}.{ending}" for name in ("memory", "time", "trade_off", "depth", "rules") for ending in ("png", "svg")}
+PICTURES = {f"{name}.svg" for name in ("memory", "time", "trade_off", "depth", "rules")}
 
 
 @pytest.fixture(scope="module")

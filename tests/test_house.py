@@ -36,7 +36,7 @@ def imported_names(path):
 
 
 def loaded_after(code):
-    """The names of the top-level modules, and of Matplotlib's, that a fresh Python has loaded after `code`."""
+    """The names of the modules that a fresh Python has loaded after `code`."""
     program = f"import sys\n{code}\nprint(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -69,13 +69,6 @@ def test_every_module_but_the_examples_imports_without_torch():
     names = [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
     code = "import importlib\nsys.modules['torch'] = None\n" + "\n".join(f"importlib.import_module({n!r})" for n in names)
     assert set(names) <= loaded_after(code) and len(names) > 20
-
-
-def test_pictures_are_drawn_without_pyplot(tmp_path):
-    row = {"framework": "a", "model": "m", "mode": "off", "peak_bytes": {"cpu": 2}, "relative_time": 1.0}
-    row |= {"residual_device_bytes": 1, "residual_host_bytes": 0}
-    loaded = loaded_after(f"from remat_jax.report import demo_pictures\ndemo_pictures([{row!r}], {str(tmp_path)!r})")
-    assert "matplotlib.figure" in loaded and "matplotlib.pyplot" not in loaded
 
 
 def test_private_jax_is_used_in_compat_only():
@@ -133,7 +126,7 @@ def test_torch_is_pinned_to_one_release_without_a_build_tag():
 
 def test_everything_that_is_installed_for_development_is_pinned():
     wanted = list(PROJECT["dependencies"])
-    for extra in ("torch", "gpu-compile", "report", "test", "dev", "docs"):
+    for extra in ("torch", "gpu-compile", "test", "dev", "docs"):
         wanted += PROJECT["optional-dependencies"][extra]
     pinned = {name.lower().replace("_", "-") for name in pins()}
     assert {name_of(requirement) for requirement in wanted} - pinned == set()
@@ -194,7 +187,7 @@ def test_the_smoke_test_sees_a_page_without_one_of_its_files():
 
 
 TARGETS = ["setup", "demo", "test", "test-browser", "test-versions", "test-newest", "wheel", "smoke", "lint", "format"]
-TARGETS += ["bench", "bench-gpu", "docs", "fuzz", "clean"]
+TARGETS += ["bench", "bench-gpu", "figures", "docs", "fuzz", "clean"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -209,9 +202,9 @@ def test_make_installs_the_pinned_torch_and_none_when_told(tmp_path):
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     assert f"install -q -c constraints.txt 'torch=={pins()['torch']}'" in plan()
-    assert "-e '.[gpu-compile,report,test,dev,docs,torch]'" in plan()
+    assert "-e '.[gpu-compile,test,dev,docs,torch]'" in plan()
     without = plan("TORCH=")
-    assert "torch" not in without and "constraints" not in without and "-e '.[gpu-compile,report,test,dev,docs]'" in without
+    assert "torch" not in without and "constraints" not in without and "-e '.[gpu-compile,test,dev,docs]'" in without
 
 
 def test_nothing_names_a_machine():

@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 
 import remat_jax as rj
+from benchmarks.predictor import Predictor
 from remat_jax import compat
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError, NoEffectError, PlanningError, UnsupportedError
-from remat_jax.memory.predict import Predictor
 from remat_jax.planning.problem import describe, extra_seconds
 from tests.small_models import (
     Attention,

@@ -15,11 +15,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
+from benchmarks.predictor import Predictor
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.measure import measure_many
-from remat_jax.memory.predict import Predictor
 from remat_jax.memory.shares import Shares, residual_shares
 from remat_jax.mesh import as_mesh
 from remat_jax.planning import problem

@@ -18,8 +18,8 @@ from remat_jax.core import tied_chain as overlap
 from remat_jax.cost.count import matmuls
 from remat_jax.hardware import target
 from remat_jax.memory.hlo.copies import Overlap
-from remat_jax.memory.hlo.schedule import read_overlap
 from tests.gpu_text import Compiled, compile_for_h200
+from tests.overlap_at_rates import read_overlap
 from tests.small_models import Attention, Mlp, assert_same, equations, make_loss, to_host
 
 OFFLOADS = ("offload_inputs", "offload: *tanh*; save: @dots")

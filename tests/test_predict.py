@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 import remat_jax as rj
-from remat_jax import compat
-from remat_jax.errors import ArgumentError, PolicyError, UnsupportedError
-from remat_jax.hardware import target
-from remat_jax.memory.predict import (
+from benchmarks.predictor import (
     Predictor,
     compile_policies,
     full_plus_residuals,
     least_absolute_deviations,
     random_policies,
 )
+from remat_jax import compat
+from remat_jax.errors import ArgumentError, PolicyError, UnsupportedError
+from remat_jax.hardware import target
 from remat_jax.memory.residuals import Residual, ResidualTable
 
 ROWS, WIDTH, LAYERS = 4096, 64, 8
@@ -112,7 +112,7 @@ def test_three_points_on_a_plane_give_the_plane_back(job, monkeypatch):
             found[policy] = type("Sizes", (), {"temp": temp, "device": temp + 7})
         return found
 
-    monkeypatch.setattr("remat_jax.memory.predict.compile_policies", made_up)
+    monkeypatch.setattr("benchmarks.predictor.compile_policies", made_up)
     predictor = Predictor(job, "h200", ["full", "everything", "dots", "offload: *mul*, *up*, *norm*", "offload: @dots"])
     for policy in ("save: *norm*", "offload: *norm*; save: *up:dot*"):
         wanted = made_up(job, [policy], None)[policy].temp

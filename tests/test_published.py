@@ -9,7 +9,7 @@ import pytest
 
 import remat_jax as rj
 from benchmarks.published import __main__ as command
-from benchmarks.published.__main__ import Row, allowed, missed, note, ratios, row
+from benchmarks.published.__main__ import Row, allowed, figures, missed, ratios, row
 from benchmarks.published.cases import ABSOLUTE, CASES, SECOND, Case
 from benchmarks.published.model import Shape, workload
 
@@ -86,10 +86,6 @@ def test_what_misses_is_told_and_a_sixth_may() -> None:
     assert missed(alone) == {} and ratios(alone)[0][1:] == (0.62, 0.6)
 
 
-def test_the_note_keeps_what_stands_around_its_tables() -> None:
-    text = "# Title\n<!-- table -->\nold\n<!-- end -->\nBehind.\n"
-    made = note([Row(CASES[0], 0.75, 0.7)], text)
-    assert (
-        made.startswith("# Title\n<!-- table -->\n| step |") and made.endswith("<!-- end -->\nBehind.\n") and "old" not in made
-    )
-    assert "| 720 ms | 750 ms | +4 % | 50 ms |" in made and note([Row(CASES[0], 0.75, 0.7)], made) == made
+def test_the_figures_of_the_note() -> None:
+    made = figures([Row(CASES[0], 0.75, 0.7)])
+    assert made.startswith("| step |") and "| 720 ms | 750 ms | +4 % | 50 ms |" in made and "\nSources:\n" in made

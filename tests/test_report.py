@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-import struct
-import sys
 from itertools import combinations
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,18 +12,10 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from remat_jax.report import (
-    demo_pictures,
-    format_bytes,
-    format_error,
-    format_ratio,
-    memory_figure,
-    table,
-    time_figure,
-    trade_off_figure,
-)
+from examples.pictures import demo_pictures, memory_picture, mode_label, time_picture, trade_off_picture
+from remat_jax.report import format_bytes, format_error, format_ratio, table
 from remat_jax.report.labels import place_labels
-from remat_jax.report.rows import mode_label
+from remat_jax.report.svg import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 
 MIB = 2**20
 
@@ -65,19 +55,28 @@ ROWS = [
 ]
 
 
-def widths(axes, label):
-    """The widths of the bars that carry a legend's label, from top to bottom."""
-    containers = [container for container in axes.containers if container.get_label() == label]
-    return [bar.get_width() for container in containers for bar in container.patches]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
-def notes(axes):
-    return [text.get_text() for text in axes.texts]
+def root(picture):
+    return ElementTree.fromstring(picture.svg())
 
 
-def offsets(axes):
-    """The points of every framework's scatter, in data coordinates."""
-    return [collection.get_offsets().tolist() for collection in axes.collections]
+def says(picture):
+    """The tooltips of bars and marks, in the order of drawing; a hatched bar is drawn twice."""
+    return list(dict.fromkeys(title.text for title in root(picture).iter(f"{SVG}title")))
+
+
+def texts(picture, **attributes):
+    """The texts with such attributes, in the order of drawing."""
+    wanted = {name.replace("_", "-"): value for name, value in attributes.items()}
+    return [one.text for one in root(picture).iter(f"{SVG}text") if wanted.items() <= one.attrib.items()]
+
+
+def bars(picture, colour):
+    """(x, width) of the bars of one colour, from top to bottom, without the legend's."""
+    rects = [one.attrib for one in root(picture).iter(f"{SVG}rect") if one.get("fill") == colour]
+    return [(float(one["x"]), float(one["width"])) for one in rects if one["height"] != "12.00"]
 
 
 # --- numbers
@@ -174,17 +173,14 @@ def test_rows_and_formats_must_fit_the_columns():
 # --- pictures
 
 
-def test_every_picture_is_written_as_png_and_svg(tmp_path):
+def test_every_picture_is_written_as_svg(tmp_path):
     paths = [Path(path) for path in demo_pictures(ROWS, tmp_path / "new" / "folder")]
-    names = ["memory.png", "memory.svg", "time.png", "time.svg", "trade_off.png", "trade_off.svg"]
+    names = ["memory.svg", "time.svg", "trade_off.svg"]
     assert [path.name for path in paths] == names
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == names
     for path in paths:
-        if path.suffix == ".png":
-            header = path.read_bytes()[:24]
-            assert header.startswith(b"\x89PNG") and struct.unpack(">I", header[16:20])[0] == 1600
-        else:
-            assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+        drawn = ElementTree.parse(path).getroot()
+        assert drawn.tag == f"{SVG}svg" and drawn.get("width") == "1000" and len(list(drawn.iter())) > 60
 
 
 def test_the_same_rows_give_the_same_files(tmp_path):
@@ -192,95 +188,94 @@ def test_the_same_rows_give_the_same_files(tmp_path):
     assert [Path(path).read_bytes() for path in first] == [Path(path).read_bytes() for path in second]
 
 
+def test_another_ending_is_an_error_that_names_svg(tmp_path):
+    with pytest.raises(ValueError, match=r"ends in '\.png': pictures are written as SVG; expected a name that ends in \.svg"):
+        time_picture(ROWS).save(tmp_path / "new" / "time.png")
+    assert not (tmp_path / "new").exists()
+
+
 def test_each_model_has_pictures_of_its_own(tmp_path):
     rows = [row("PyTorch", "off", 100, model="decoder"), row("PyTorch", "off", 1, model="Toy model/2")]
     names = [Path(path).name for path in demo_pictures(rows, tmp_path)]
-    assert names[0] == "memory-decoder.png" and names[6] == "memory-toy-model-2.png" and len(set(names)) == 12
+    assert names[0] == "memory-decoder.svg" and names[3] == "memory-toy-model-2.svg" and len(set(names)) == 6
 
 
 def test_residual_bars_stack_host_on_device():
-    left, _ = memory_figure(ROWS).axes
-    assert widths(left, "on the device") == [122, 14, 0, 230.5, 14, 0, 118, 14, 44, 230.5, 14, 118]
-    assert widths(left, "on the host") == [14, 14, 104, 20]
-    hosts = [c.patches[0] for c in left.containers if c.get_label() == "on the host"]
-    assert [bar.get_x() for bar in hosts] == [0, 0, 14, 44]
-    assert left.get_xlabel() == "residuals, MiB"
+    picture = memory_picture(ROWS)
+    device = [float(text.rsplit(": ")[-1].split()[0]) for text in says(picture) if text.endswith("on the device")]
+    host = [float(text.rsplit(": ")[-1].split()[0]) for text in says(picture) if text.endswith("on the host")]
+    assert device == [122, 14, 230.5, 14, 118, 14, 44, 230.5, 14, 118] and host == [14, 14, 104, 20]
+    on_device, on_host = bars(picture, BLUE), bars(picture, SKY)
+    start, scale = on_device[0][0], on_device[0][1] / 122
+    assert [width for _, width in on_device] == pytest.approx([scale * size for size in device], abs=0.01)
+    assert [x for x, _ in on_host] == pytest.approx([start + scale * before for before in (0, 0, 14, 44)], abs=0.02)
+    assert len(bars(picture, "url(#hatch)")) == 4 and "kept for the backward pass, MiB" in texts(picture)
 
 
 def test_peaks_have_a_bar_for_each_value_and_a_note_for_each_gap():
-    _, right = memory_figure(ROWS).axes
-    assert widths(right, "PyTorch, tracked") == [190, 81, 70]
-    assert widths(right, "JAX, compiled for CPU") == [310, 91, 91, 201, 201, 310, 91, 91, 201]
-    assert widths(right, "JAX, compiled for H200") == [280, 77, 64, 184, 88, 108, 280, 77, 64, 184]
-    # PyTorch has no compiled peak and that is no gap; the policy without a CPU peak is the one gap.
-    assert notes(right).count("n/a") == 1
+    picture = memory_picture(ROWS)
+    for colour, sizes in (
+        (VERMILLION, [190, 81, 70]),
+        (ORANGE, [310, 91, 91, 201, 201, 310, 91, 91, 201]),
+        (GREEN, [280, 77, 64, 184, 88, 108, 280, 77, 64, 184]),
+    ):
+        scale = bars(picture, VERMILLION)[0][1] / 190
+        assert [width for _, width in bars(picture, colour)] == pytest.approx([scale * size for size in sizes], abs=0.02)
+    # PyTorch has no compiled peak: no gap. Gaps are the policy without a CPU peak, and the NNX row without residuals.
+    assert texts(picture, font_style="italic") == ["n/a", "n/a"]
 
 
 def test_missing_residuals_are_noted_not_drawn_as_zero():
-    left, _ = memory_figure(ROWS).axes
-    assert notes(left).count("n/a") == 1
-    assert sum(len(container.patches) for container in left.containers) == 12 + 4
-    assert notes(left)[7:9] == ["14.0 + 104.0", "44.0 + 20.0"]
+    picture = memory_picture(ROWS)
+    assert len(bars(picture, BLUE)) == 10 and len(bars(picture, SKY)) == 4
+    assert texts(picture, font_size="11")[7:9] == ["14.0 + 104.0", "44.0 + 20.0"]
 
 
 def test_half_known_residuals_say_which_half_is_missing():
-    left, _ = memory_figure([row("PyTorch", "a", 3, None), row("PyTorch", "b", None, 4)]).axes
-    assert notes(left) == ["3.0 + n/a", "n/a + 4.0"]
-    assert (widths(left, "on the device"), widths(left, "on the host")) == ([3], [4])
+    picture = memory_picture([row("PyTorch", "a", 3, None), row("PyTorch", "b", None, 4)])
+    assert texts(picture, font_size="11")[:2] == ["3.0 + n/a", "n/a + 4.0"]
+    assert len(bars(picture, BLUE)) == len(bars(picture, SKY)) == 1
 
 
 def test_bars_of_one_panel_share_the_unit_of_the_longest():
-    left, right = memory_figure([row("JAX", "a", 2048, peaks=(None, 1, 0.5)), row("JAX", "b", 512)]).axes
-    assert widths(left, "on the device") == [2.0, 0.5]
-    assert left.get_xlabel().endswith(", GiB") and right.get_xlabel().endswith(", MiB")
+    picture = memory_picture([row("JAX", "a", 2048, peaks=(None, 1, 0.5)), row("JAX", "b", 512)])
+    assert [text for text in says(picture) if "device" in text] == ["JAX, a: 2 on the device", "JAX, b: 0.5 on the device"]
+    assert {"kept for the backward pass, GiB", "of one training step, MiB"} <= set(texts(picture))
 
 
 def test_times_have_value_labels_and_missing_ones_no_bar():
-    (axes,) = time_figure(ROWS).axes
-    drawn = [bar.get_width() for bar in axes.patches]
-    assert drawn == [r["relative_time"] for r in ROWS if r["relative_time"] is not None]
-    assert len(drawn) == 12 and notes(axes) == [format_ratio(r["relative_time"]) for r in ROWS]
-    assert notes(axes)[8] == "n/a" and notes(axes)[1] == "1.29×"
+    picture = time_picture(ROWS)
+    widths = [width for colour in (VERMILLION, BLUE, GREEN) for _, width in bars(picture, colour)]
+    times = [r["relative_time"] for r in ROWS if r["relative_time"] is not None]
+    assert len(widths) == 12 and [width / widths[0] for width in widths] == pytest.approx(times, abs=1e-3)
+    notes = texts(picture, font_size="11")
+    assert notes == [format_ratio(r["relative_time"]) for r in ROWS] and notes[8] == "n/a" and notes[1] == "1.29×"
     # From zero, so that lengths can be compared; the dashed line at 1 is in view however short the bars.
-    assert axes.get_xlim()[0] == 0
-    assert time_figure([row("JAX", "a", 1, time=0.5)]).axes[0].get_xlim()[1] > 1
+    short = time_picture([row("JAX", "a", 1, time=0.5)])
+    ((start, width),) = bars(short, PURPLE)
+    dashed = next(one for one in root(short).iter(f"{SVG}path") if one.get("stroke-dasharray"))
+    assert float(dashed.get("d").split()[0][1:]) == pytest.approx(start + 2 * width, abs=0.02) and start + 2 * width < 1000
 
 
 def test_modes_stand_below_their_framework():
-    (axes,) = time_figure(ROWS).axes
-    names = [label.get_text() for label in axes.get_yticklabels()]
+    picture = time_picture(ROWS)
+    names = texts(picture, text_anchor="end")
     assert names[:5] == ["PyTorch", "off", "checkpoint", "offload", "JAX Linen"] and len(names) == len(ROWS) + 3
-    bold = [label.get_text() for label in axes.get_yticklabels() if label.get_fontweight() == "bold"]
-    assert bold == ["PyTorch", "JAX Linen", "JAX NNX"]
+    assert texts(picture, text_anchor="end", font_weight="bold") == ["PyTorch", "JAX Linen", "JAX NNX"]
 
 
 def test_trade_off_draws_the_measured_points_only():
-    figure = trade_off_figure(ROWS)
-    torch, linen, nnx = offsets(figure.axes[0])
-    assert torch == [[1.0, 122.0], [1.29, 14.0], [1.41, 0.0]]
-    assert linen == [[1.0, 230.5], [1.09, 118.0], [1.19, 14.0], [1.31, 14.0], [1.33, 0.0]]
-    assert nnx == [[1.0, 230.5], [1.11, 118.0], [1.33, 14.0]]
-    assert notes(figure.axes[0]).count("checkpoint") == 3 and len(notes(figure.axes[0])) == 11
-    assert figure.get_supxlabel() == f"Not measured, so not drawn: JAX Linen {mode_label(ROWS[8])}, JAX NNX offload"
+    picture = trade_off_picture(ROWS)
+    torch, linen = says(picture)[:3], says(picture)[3:6]
+    assert torch == ["off: 1, 122", "checkpoint: 1.29, 14", "offload: 1.41, 0"]
+    assert linen == ["off: 1, 230.5", "dots: 1.09, 118", "offload_dot_with_no_batch_dims: 1.19, 14"]
+    assert texts(picture, font_size="12").count("checkpoint") == 3
+    assert f"Not measured, so not drawn: JAX Linen {mode_label(ROWS[8])}, JAX NNX offload" in texts(picture)
 
 
 def test_hollow_points_have_residuals_on_the_host():
-    torch = trade_off_figure(ROWS).axes[0].collections[0]
-    white = [tuple(colour[:3]) == (1, 1, 1) for colour in torch.get_facecolors()]
-    assert white == [False, False, True]
-
-
-def test_labels_of_points_cover_neither_labels_nor_points():
-    figure = trade_off_figure(ROWS)
-    (axes,) = figure.axes
-    figure.draw_without_rendering()
-    boxes = [text.get_window_extent() for text in axes.texts]
-    assert len(boxes) == 11
-    assert [(a, b) for a, b in combinations(boxes, 2) if a.overlaps(b)] == []
-    points = [axes.transData.transform(point) for collection in offsets(axes) for point in collection]
-    assert [point for point in points for box in boxes if box.contains(*point)] == []
-    area = axes.get_window_extent()
-    assert all(area.x0 <= box.x0 and box.x1 <= area.x1 and area.y0 <= box.y0 and box.y1 <= area.y1 for box in boxes)
+    marks = [one.get("fill") for one in root(trade_off_picture(ROWS)).iter(f"{SVG}polygon") if one.get("stroke") == VERMILLION]
+    assert marks == [VERMILLION, VERMILLION, "#ffffff", VERMILLION]  # three points and the key
 
 
 def test_coincident_points_get_separate_labels_and_a_full_area_still_one_each():
@@ -300,16 +295,14 @@ def test_a_label_at_the_edge_turns_inwards():
 def test_nothing_measured_is_drawn_as_nothing(tmp_path):
     nothing = row("PyTorch", "off", None, None, time=None)
     rows = [nothing, {**nothing, "framework": "JAX", "peak_bytes": None}]
-    left, right = memory_figure(rows).axes
-    assert (left.containers, right.containers) == ([], []) and notes(left) == notes(right) == ["n/a", "n/a"]
-    (axes,) = trade_off_figure(rows).axes
-    assert offsets(axes) == [] and len(demo_pictures(rows, tmp_path)) == 6
+    picture = memory_picture(rows)
+    assert says(picture) == [] and texts(picture, font_style="italic") == ["n/a"] * 4
+    assert [Path(path).name for path in demo_pictures(rows, tmp_path)] == ["memory.svg", "time.svg"]
 
 
 def test_rows_may_be_dataclass_instances():
     Row = dataclasses.make_dataclass("Row", list(ROWS[0]))
-    (axes,) = time_figure([Row(**given) for given in ROWS[:3]]).axes
-    assert [bar.get_width() for bar in axes.patches] == [1.0, 1.29, 1.41]
+    assert texts(time_picture([Row(**given) for given in ROWS[:3]]), font_size="11") == ["1.00×", "1.29×", "1.41×"]
 
 
 @pytest.mark.parametrize(
@@ -327,18 +320,3 @@ def test_rows_that_cannot_be_drawn(rows, error, message, tmp_path):
     with pytest.raises(error, match=message):
         demo_pictures(rows, tmp_path / "pictures")
     assert not (tmp_path / "pictures").exists()
-
-
-def test_pictures_leave_the_users_settings_alone_and_do_not_follow_them():
-    matplotlib = pytest.importorskip("matplotlib")
-    with matplotlib.rc_context({"axes.spines.top": True, "font.size": 31.0, "axes.linewidth": 7.0}):
-        (axes,) = time_figure(ROWS).axes
-        assert not axes.spines["top"].get_visible() and axes.xaxis.label.get_fontsize() == 10
-        assert axes.spines["bottom"].get_linewidth() < 1
-        assert matplotlib.rcParams["font.size"] == 31.0
-
-
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pictures need Matplotlib.*pip install 'remat_jax\[report\]'"):
-        memory_figure(ROWS)

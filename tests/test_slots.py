@@ -16,9 +16,9 @@ from remat_jax import compat
 from remat_jax.compat import versions
 from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import target
-from remat_jax.memory.hlo.schedule import read_overlap
 from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled
 from tests.gpu_text import Compiled, compile_for_h200
+from tests.overlap_at_rates import read_overlap
 from tests.test_measure import KERNELS, WIDTH, workload
 
 needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")

@@ -48,13 +48,14 @@ def checkpoint_blocks(
         NothingToOffloadError: later in the cases above.
 
     >>> import torch, torch_ref
-    >>> model = torch_ref.DecoderStack(num_layers=3, d_model=8, nhead=2)
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> model = torch.nn.TransformerEncoder(layer, num_layers=3)
     >>> x = torch.ones(2, 5, 8, requires_grad=True)
     >>> def products():
     ...     with torch_ref.count_matmuls() as count:
     ...         model(x).sum().backward()
     ...     return count.total
-    >>> with torch_ref.checkpoint_blocks(model, {torch_ref.DecoderLayer: "save: *self_attn*:dot_general*"}):
+    >>> with torch_ref.checkpoint_blocks(model, {type(layer): "save: *self_attn*:dot_general*"}):
     ...     products()
     60
     >>> products()

@@ -53,7 +53,7 @@ def gradient_checkpoint_forward(
     >>> import torch, torch_ref
     >>> x = torch.zeros(2, 3, requires_grad=True)
     >>> y = torch_ref.gradient_checkpoint_forward(
-    ...     torch_ref.ToyModel(), use_gradient_checkpointing=True, use_gradient_checkpointing_offload=False, x=x
+    ...     torch.nn.Sigmoid(), use_gradient_checkpointing=True, use_gradient_checkpointing_offload=False, input=x
     ... )
     >>> y.sum().backward()
     >>> x.grad[0].tolist()

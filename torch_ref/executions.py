@@ -149,11 +149,11 @@ def count_calls(*blocks: nn.Module | type[nn.Module]) -> Iterator[CallCount]:
         InvalidArgumentError: if a block is neither a module nor a class of modules, or if none is given.
 
     >>> import torch, torch_ref
-    >>> block, x = torch_ref.ToyModel(), torch.ones(2, requires_grad=True)
-    >>> with torch_ref.count_calls(torch_ref.ToyModel) as calls:
-    ...     torch_ref.gradient_checkpoint_forward(block, True, False, x=x).sum().backward()
+    >>> block, x = torch.nn.Sigmoid(), torch.ones(2, requires_grad=True)
+    >>> with torch_ref.count_calls(torch.nn.Sigmoid) as calls:
+    ...     torch_ref.gradient_checkpoint_forward(block, True, False, input=x).sum().backward()
     >>> calls.total, calls.per_class
-    (2, {'ToyModel': 2})
+    (2, {'Sigmoid': 2})
     """
     classes = tuple(block for block in blocks if isinstance(block, type) and issubclass(block, nn.Module))
     modules = {id(block) for block in blocks if isinstance(block, nn.Module)}

@@ -75,9 +75,9 @@ class Receipt:
     """The calls inside a `receipt()` block; the numbers grow until the backward pass is over.
 
     >>> import torch, torch_ref
-    >>> block, x = torch_ref.ToyModel(), torch.ones(2, 3, requires_grad=True)
+    >>> block, x = torch.nn.Sigmoid(), torch.ones(2, 3, requires_grad=True)
     >>> with torch_ref.receipt() as r:
-    ...     y = torch_ref.gradient_checkpoint_forward(block, True, True, x=x)
+    ...     y = torch_ref.gradient_checkpoint_forward(block, True, True, input=x)
     >>> r.bytes_offered, r.bytes_on_host, r.tensors_packed, r.bytes_brought_back
     (24, 24, 1, 0)
     >>> y.sum().backward()

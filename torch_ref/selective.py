@@ -63,7 +63,8 @@ def selective_checkpoint(block: Callable[..., Any], policy: Policy | str, /, *ar
     Built on `torch.utils.checkpoint.create_selective_checkpoint_contexts`, which saves but does not offload.
 
     >>> import torch, torch_ref
-    >>> layer, x = torch_ref.DecoderLayer(d_model=8, nhead=2), torch.ones(3, 5, 8, requires_grad=True)
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> x = torch.ones(3, 5, 8, requires_grad=True)
     >>> def products(policy):
     ...     with torch_ref.count_matmuls() as count:
     ...         torch_ref.selective_checkpoint(layer, policy, x).sum().backward()

@@ -41,7 +41,8 @@ def gradient_checkpointing_enable(
         PolicyError: if `policy` is malformed.
 
     >>> import torch, torch_ref
-    >>> model = torch_ref.DecoderStack(num_layers=3, d_model=8, nhead=2)
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> model = torch.nn.TransformerEncoder(layer, num_layers=3)
     >>> sorted(torch_ref.gradient_checkpointing_enable(model).blocks)
     ['layers/0', 'layers/1', 'layers/2']
     >>> x = torch.ones(2, 5, 8)
@@ -87,8 +88,8 @@ def gradient_checkpointing_disable(model: nn.Module) -> None:
     Raises:
         InvalidArgumentError: if `model` is no module.
 
-    >>> import torch_ref
-    >>> model = torch_ref.DecoderStack(num_layers=2, d_model=8, nhead=2)
+    >>> import torch, torch_ref
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     >>> _ = torch_ref.gradient_checkpointing_enable(model)
     >>> gradient_checkpointing_disable(model)
     >>> torch_ref.is_gradient_checkpointing(model)

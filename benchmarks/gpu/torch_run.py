@@ -16,6 +16,7 @@ import torch_ref
 from benchmarks.gpu.child import answer_with
 from benchmarks.gpu.gradients import compare_and_keep
 from benchmarks.gpu.job import ADAM, MICRO_BATCHES, Job, load_arrays
+from examples import pytorch
 from examples.models import weights
 
 
@@ -26,12 +27,12 @@ def run(job: Job) -> dict[str, Any]:
     options = {"lr": ADAM["learning_rate"], "betas": betas, "eps": ADAM["eps"]}
     optimizer: torch.optim.Optimizer
     if job.variant == "host_optimizer":
-        optimizer = torch_ref.HybridOptimizer(model.parameters(), torch.optim.Adam, **options)
+        optimizer = pytorch.HybridOptimizer(model.parameters(), torch.optim.Adam, **options)
     else:
         optimizer = torch.optim.Adam(model.parameters(), **options, fused=job.device == "cuda")
     flags = torch_ref.mode_flags(job.policy) if job.policy in torch_ref.MODES else {}
     if not flags:
-        torch_ref.checkpoint_blocks(model, {torch_ref.DecoderLayer: job.policy})
+        torch_ref.checkpoint_blocks(model, {pytorch.DecoderLayer: job.policy})
 
     def summed(tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
         logits = model(tokens, **flags)
@@ -47,7 +48,7 @@ def run(job: Job) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         micro_batches = list(zip(tokens.chunk(parts), targets.chunk(parts), strict=True))
         if parts > 1:
-            loss = torch_ref.accumulate_gradients(summed, micro_batches, model.parameters()).loss
+            loss = pytorch.accumulate_gradients(summed, micro_batches, model.parameters()).loss
         else:
             total, count = summed(tokens, targets)
             (total / count).backward()
@@ -69,11 +70,11 @@ def run(job: Job) -> dict[str, Any]:
     return fields | compare_and_keep(job, weights.flatten(weights.gradients_from_torch(gradients, "ByteDecoder")))
 
 
-def load_model(job: Job) -> torch_ref.ByteDecoder:
+def load_model(job: Job) -> pytorch.ByteDecoder:
     """The decoder with the shared weights, never initialised by PyTorch."""
     size = job.size
     with torch.device("meta"):
-        model = torch_ref.ByteDecoder(d_model=size.d_model, nhead=size.heads, num_layers=size.layers, max_len=size.length)
+        model = pytorch.ByteDecoder(d_model=size.d_model, nhead=size.heads, num_layers=size.layers, max_len=size.length)
     model = model.to(getattr(torch, size.dtype)).to_empty(device=job.device)
     flat = load_arrays(Path(job.folder, "weights.npz"), size.dtype)
     arrays = weights.gradients_to_torch(unflatten_dict(flat, sep="/"), "ByteDecoder")

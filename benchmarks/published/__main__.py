@@ -2,7 +2,7 @@
 
     python -m benchmarks.published                    all of them; exits with 1 where more than a sixth miss a bound
     python -m benchmarks.published 'GPT-2'            those whose name has this in it
-    python -m benchmarks.published --note             write the table into docs/notes/published_steps.md, too
+    python -m benchmarks.published --markdown         print the figures of the note, which make figures writes
 
 No GPU is needed and nothing is run. Rates are those of `remat_jax/hardware/targets.toml`; none was fitted to these steps.
 """
@@ -13,19 +13,17 @@ import argparse
 import math
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rich.console import Console
 
 import remat_jax as rj
+from benchmarks.figures import markdown
 from benchmarks.published import tensor
 from benchmarks.published.cases import ABSOLUTE, CASES, MISSED_SHARE, RATIO, Case
 from benchmarks.published.model import workload
-from benchmarks.record import ROOT
 from benchmarks.true_shapes.cases import compiling
 from remat_jax.report.tables import format_seconds, table
 
-NOTE = ROOT / "docs" / "notes" / "published_steps.md"
 FEW = (2, 4)
 """Layers of unrolled steps that are compiled: the others take what one of these takes more."""
 
@@ -120,30 +118,28 @@ def said(rows: list[Row]) -> str:
     return f"{len(missed(rows))} of {judged} steps miss a bound; {allowed(rows)} may."
 
 
-def note(rows: list[Row], text: str) -> str:
-    """The note with its tables made anew, between its two marks."""
-    before, _, rest = text.partition("<!-- table -->\n")
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
-    lines += ["| " + " | ".join(cells(one)) + " |" for one in rows]
-    lines += ["", "| ratio | to | published | estimated |", "| --- | --- | --- | --- |"]
-    lines += [f"| {case.name} | {case.beside} | {told:.3f} | {seen:.3f} |" for case, told, seen in ratios(rows)]
+def figures(rows: list[Row]) -> str:
+    """The figures of the note: both tables, what misses, and the sources."""
+    lines = [markdown(list(COLUMNS), [cells(one) for one in rows]), ""]
+    beside = [(case.name, case.beside, f"{told:.3f}", f"{seen:.3f}") for case, told, seen in ratios(rows)]
+    lines.append(markdown(["ratio", "to", "published", "estimated"], beside))
     lines += ["", said(rows), "", *(f"- {name}: {text}" for name, text in missed(rows).items()), "", "Sources:", ""]
     lines += [
         f"- {one.case.name}: {one.case.told}; {one.case.source}" + (f"; {one.case.differs}" if one.case.differs else "")
         for one in rows
     ]
-    return f"{before}<!-- table -->\n" + "\n".join(lines) + "\n<!-- end -->\n" + rest.partition("<!-- end -->\n")[2]
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", default="", help="of the names")
-    parser.add_argument("--note", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     chosen = [case for case in CASES if options.part in case.name]
     if not chosen:
         parser.error(f"part={options.part!r}: no step has this in its name; they are {[case.name for case in CASES]}")
-    console, rows = Console(width=150), []
+    console, rows = Console(width=150, stderr=options.markdown), []
     for case in chosen:
         rows.append(row(case))
         console.print(*cells(rows[-1]), sep="  ")
@@ -153,8 +149,8 @@ def main() -> None:
     for name, text in missed(rows).items():
         console.print(f"misses: {name}: {text}")
     console.print(said(rows))
-    if options.note:
-        NOTE.write_text(note(rows, Path(NOTE).read_text(encoding="utf-8")), encoding="utf-8")
+    if options.markdown:
+        print(figures(rows))
     sys.exit(len(missed(rows)) > allowed(rows))
 
 

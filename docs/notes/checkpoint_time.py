@@ -15,10 +15,11 @@ from collections.abc import Callable
 import torch
 
 import torch_ref
+from examples import pytorch
 from remat_jax.report.tables import render, table
 
 ROUNDS = 15
-BLOCKS = (torch_ref.DecoderLayer, torch_ref.MlpLayer, torch_ref.JointLayer)
+BLOCKS = (pytorch.DecoderLayer, pytorch.MlpLayer, pytorch.JointLayer)
 Step = Callable[[], torch.Tensor]
 
 
@@ -26,12 +27,12 @@ def models() -> dict[str, tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]:
     """Models and the inputs of one step."""
     torch.manual_seed(0)
     return {
-        "ByteDecoder 4×128, 16×64": (torch_ref.ByteDecoder(num_layers=4), (torch.randint(256, (16, 64)),)),
-        "DecoderStack 4×256, 8×128": (torch_ref.DecoderStack(4, 256, 4), (torch.randn(8, 128, 256),)),
-        "DecoderStack 2×512, 4×256": (torch_ref.DecoderStack(2, 512, 8), (torch.randn(4, 256, 512),)),
-        "DeepMLP 16×512, 256": (torch_ref.DeepMLP(16, 512), (torch.randn(256, 1024),)),
+        "ByteDecoder 4×128, 16×64": (pytorch.ByteDecoder(num_layers=4), (torch.randint(256, (16, 64)),)),
+        "DecoderStack 4×256, 8×128": (pytorch.DecoderStack(4, 256, 4), (torch.randn(8, 128, 256),)),
+        "DecoderStack 2×512, 4×256": (pytorch.DecoderStack(2, 512, 8), (torch.randn(4, 256, 512),)),
+        "DeepMLP 16×512, 256": (pytorch.DeepMLP(16, 512), (torch.randn(256, 1024),)),
         "JointDecoder 6×(128, 64)": (
-            torch_ref.JointDecoder(6, widths=(128, 64), heads=4),
+            pytorch.JointDecoder(6, widths=(128, 64), heads=4),
             (torch.randn(8, 128, 48), torch.randn(8, 50, 8)),
         ),
     }

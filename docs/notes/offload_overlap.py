@@ -24,7 +24,7 @@ import remat_jax as rj
 from examples.models.linen import ByteDecoder, DecoderLayer
 from remat_jax.core import tied_chain as overlap
 from remat_jax.hardware import Target, target
-from remat_jax.memory.hlo.schedule import read_overlap
+from tests.overlap_at_rates import read_overlap
 
 # What an H200 reaches; the nominal rates are higher. The same for every target, so that schedules are compared, not GPUs.
 RATES = {"flops_per_s": 790e12, "hbm_bytes_per_s": 4.8e12, "host_link_bytes_per_s": 50e9}

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from ..pictures import demo_pictures
 from .driver import run
 from .outcome import Check, Outcome, Row
 from .setting import FULL, QUICK, Setting
 from .show import LEGEND, reading, tables
 
-__all__ = ["FULL", "LEGEND", "QUICK", "Check", "Outcome", "Row", "Setting", "reading", "run", "tables"]
+__all__ = ["FULL", "LEGEND", "QUICK", "Check", "Outcome", "Row", "Setting", "demo_pictures", "reading", "run", "tables"]

@@ -17,7 +17,7 @@ from flax import nnx
 import torch_ref
 from remat_jax import Workload
 
-from .. import text
+from .. import pytorch, text
 from ..models import linen, weights
 from ..models import nnx as nnx_models
 from .setting import Form, Setting
@@ -107,14 +107,14 @@ class Case(ABC):
 class ByteDecoder(Case):
     """A byte-level language model, trained on the source text of the Python standard library."""
 
-    blocks = (torch_ref.DecoderLayer,)
+    blocks = (pytorch.DecoderLayer,)
 
     def batches(self) -> list[Batch]:
         size = self.setting
         return text.batches(size.seed, size.batch, size.length, size.steps)
 
     def module(self) -> torch.nn.Module:
-        return torch_ref.ByteDecoder(**self._sizes())
+        return pytorch.ByteDecoder(**self._sizes())
 
     def torch_loss(self, model: torch.nn.Module, mode: str) -> TorchLoss:
         flags = torch_ref.mode_flags(mode)
@@ -210,11 +210,11 @@ class _Regression(Case):
 class DecoderStack(_Regression):
     """A stack of decoder layers, trained by mean squared error."""
 
-    blocks = (torch_ref.DecoderLayer,)
+    blocks = (pytorch.DecoderLayer,)
     block = linen.DecoderLayer
 
     def inner(self) -> torch.nn.Module:
-        return torch_ref.DecoderStack(self.setting.num_layers, self.setting.d_model, self.setting.nhead)
+        return pytorch.DecoderStack(self.setting.num_layers, self.setting.d_model, self.setting.nhead)
 
     def flax_inner(self, scan: bool) -> Any:
         size = self.setting
@@ -227,7 +227,7 @@ class DecoderStack(_Regression):
 class ToyModel(_Regression):
     """A single sigmoid."""
 
-    blocks = (torch_ref.ToyModel,)
+    blocks = (pytorch.ToyModel,)
     block = linen.ToyModel
 
     @property
@@ -240,7 +240,7 @@ class ToyModel(_Regression):
         return 100 * self.setting.learning_rate
 
     def inner(self) -> torch.nn.Module:
-        return Checkpointed(torch_ref.ToyModel())
+        return Checkpointed(pytorch.ToyModel())
 
     def flax_inner(self, scan: bool) -> Any:
         return linen.ToyModel()

@@ -6,5 +6,5 @@
 `llama`, `gpt2`, `bert`, `siglip` and `gemma` are ports of well-known transformers to Linen, made of the pieces in
 `transformer`; `rules` has their weight maps.
 
-`pi0` holds π0 and π0.5, OpenPI's policies, the twins of `torch_ref.Pi0`; their sizes are in `pi0_config`.
+`pi0` holds π0 and π0.5, OpenPI's policies, the twins of `examples.pytorch.Pi0`; their sizes are in `pi0_config`.
 """

@@ -1,4 +1,4 @@
-"""The Flax NNX twin of `torch_ref.DeepMLP`: a deep perceptron of blocks `MlpLayer` and a linear head."""
+"""The Flax NNX twin of `examples.pytorch.DeepMLP`: a deep perceptron of blocks `MlpLayer` and a linear head."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Images and a prompt make the prefix, the state and the noisy actions the suffix. Each has weights of its own, and a layer
 has one attention over both. The model predicts the velocity from actions to noise (flow matching).
 
-`rules.pi0` carries the weights of the PyTorch twin, `torch_ref.Pi0`, and those of OpenPI's JAX and PyTorch models.
+`rules.pi0` carries the weights of the PyTorch twin, `examples.pytorch.Pi0`, and those of OpenPI's JAX and PyTorch models.
 Black et al., "π0: A Vision-Language-Action Flow Model for General Robot Control", 2024.
 """
 
@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..pi0_sizes import check_shapes
 from .diffusion import exact_angles
 from .gemma import GatedFeedForward, dense, root_mean_square
-from .pi0_config import Observation, Pi0Config, check_shapes
+from .pi0_config import Observation, Pi0Config
 from .siglip import encode
 from .transformer import attention, rotate, rotations, run_blocks, split_heads, wide
 
@@ -133,7 +134,8 @@ class Pi0(nn.Module):
 
     @nn.compact
     def __call__(self, observation: Observation, noisy_actions: jax.Array, time: jax.Array) -> jax.Array:
-        check_shapes(self.config, observation, noisy_actions, time)
+        size = self.config.image_size
+        check_shapes(self.config, observation, noisy_actions, time, image_shape=(size, size, 3))
         config, dtype = self.config, observation.images.dtype
         prefix = self._prefix(observation)
         suffix, condition = self._suffix(observation, noisy_actions.astype(dtype), time_embedding(config, time).astype(dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,12 +17,13 @@ import torch_ref
 from remat_jax import porting
 from remat_jax.cost.count import matmuls
 from remat_jax.parity.compiling import compile_options
-from torch_ref.faithful import PI0Pytorch
 
+from .. import pytorch
 from ..models import pi0
 from ..models.pi0_config import Pi0Config
 from ..models.rules.pi0 import rules
 from ..models.siglip import SiglipBlock
+from ..pytorch.faithful import PI0Pytorch
 from .data import Batch
 
 BLOCKS = (pi0.JointLayer, SiglipBlock)
@@ -61,16 +62,16 @@ class Row:
         return self.held_out[1] < self.held_out[0] * 2 / 3
 
 
-def torch_model(config: Pi0Config) -> torch_ref.Pi0:
+def torch_model(config: Pi0Config) -> pytorch.Pi0:
     """The policy with the weights that every form starts from, in float64 and in training mode."""
     torch.manual_seed(0)
-    return torch_ref.Pi0(torch_ref.Pi0Config(**asdict(config))).double().train()
+    return pytorch.Pi0(config).double().train()
 
 
 def tensors(batch: Batch) -> tuple[Any, ...]:
     """A batch as PyTorch takes it: channels first."""
     observation = batch.observation._replace(images=np.moveaxis(batch.observation.images, -1, 2).copy())
-    return torch_ref.Observation(*map(torch.from_numpy, observation)), *map(torch.from_numpy, batch[1:])
+    return pytorch.Observation(*map(torch.from_numpy, observation)), *map(torch.from_numpy, batch[1:])
 
 
 def train_torch(config: Pi0Config, form: str, data: list[Batch], held_out: Batch) -> Row:
@@ -84,7 +85,7 @@ def train_torch(config: Pi0Config, form: str, data: list[Batch], held_out: Batch
         loss_of = functools.partial(model.loss, **torch_ref.mode_flags(form))
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
     saved = torch_ref.saved_for_backward(loss_of, *tensors(data[0]))
-    towers = (torch_ref.Pi0Layer, torch_ref.SiglipLayer)
+    towers = (pytorch.Pi0Layer, pytorch.SiglipLayer)
     losses, before = [], _evaluate(model, held_out)
     for batch in data:
         optimizer.zero_grad()
@@ -98,7 +99,7 @@ def train_torch(config: Pi0Config, form: str, data: list[Batch], held_out: Batch
     return Row("PyTorch", form, losses, (before, after), saved.device_bytes, saved.host_bytes, count.total, runs)
 
 
-def _evaluate(model: torch_ref.Pi0, batch: Batch) -> float:
+def _evaluate(model: pytorch.Pi0, batch: Batch) -> float:
     with torch.no_grad():
         return model.loss(*tensors(batch)).item()
 

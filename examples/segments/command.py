@@ -25,11 +25,11 @@ Tell = Callable[[str, int, int], None]
 
 def torch_row(setting: Setting, name: str, cut: tuple[int, ...], plain: dict[str, Any]) -> Row:
     """One form of PyTorch, its time not yet taken."""
-    import torch_ref
+    from .. import pytorch
 
     segments = torch_forms.segments_of(name, cut)
     executions, matmuls = torch_forms.counts(setting, segments)
-    cost = torch_ref.deep_mlp_cost(setting.num_layers, cut, batch=setting.batch, **setting.widths)
+    cost = pytorch.deep_mlp_cost(setting.num_layers, cut, batch=setting.batch, **setting.widths)
     fields = ("saved_bytes", "peak_bytes", "executions", "matmuls")
     return Row(
         framework=torch_forms.FRAMEWORK,

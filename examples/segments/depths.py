@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_ref
 
+from .. import pytorch
 from . import jax_forms
 from .setting import Setting, cuts
 from .torch_forms import segments_of
@@ -27,13 +28,13 @@ def kept_at(setting: Setting, num_layers: int) -> dict[str, dict[str, int]]:
     found = {}
     with FakeTensorMode():
         x = torch.zeros(setting.batch, setting.in_features)
-        model = torch_ref.DeepMLP(num_layers, **setting.widths)
+        model = pytorch.DeepMLP(num_layers, **setting.widths)
         for name, cut in cuts(num_layers).items():
             if name == "checkpoint_sequential, 3":
                 continue
             segments = segments_of(name, cut)
             measured = torch_ref.saved_for_backward(lambda x, segments=segments: model(x, segments=segments), x).device_bytes
-            expected = torch_ref.deep_mlp_cost(num_layers, cut, batch=setting.batch, **setting.widths).saved_bytes
+            expected = pytorch.deep_mlp_cost(num_layers, cut, batch=setting.batch, **setting.widths).saved_bytes
             found[f"PyTorch, {short(name)}"] = {"measured": measured, "closed_form": expected}
     # A scan wants equal rounds: it runs over the layers between the first and the head, and these can be cut evenly.
     for name, form in jax_forms.forms(setting, num_layers + 2).items():
@@ -51,8 +52,8 @@ def rule_at(setting: Setting, num_layers: int, kept: dict[str, dict[str, int]]) 
     root, flops = math.sqrt(num_layers), []
     with FakeTensorMode():
         x = torch.zeros(setting.batch, setting.in_features)
-        model = torch_ref.DeepMLP(num_layers, **setting.widths)
-        for segments in (None, torch_ref.sqrt_segments(num_layers)):
+        model = pytorch.DeepMLP(num_layers, **setting.widths)
+        for segments in (None, pytorch.sqrt_segments(num_layers)):
             with torch_ref.count_matmuls() as count:
                 model(x, segments=segments).sum().backward()
             flops.append(count.flops)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import remat_jax as rj
-import torch_ref
 from remat_jax.cost.count import matmuls
 from remat_jax.parity.compiling import compile_options
 
+from .. import pytorch
 from ..demo.timing import KEEP_BARRIERS
 from ..models import deep_mlp_linen, deep_mlp_scan, weights
 from .setting import Setting
@@ -57,7 +57,7 @@ def forms(setting: Setting, num_layers: int | None = None) -> dict[str, Form]:
     array for all rounds, and beside the stacked inputs there is the last output, which the head reads.
     """
     layers = num_layers or setting.num_layers
-    hidden, sqrt, best = layers - 2, torch_ref.sqrt_segments(layers), torch_ref.optimal_segments(layers)
+    hidden, sqrt, best = layers - 2, pytorch.sqrt_segments(layers), pytorch.optimal_segments(layers)
     elements = setting.batch * setting.hidden_size
     a, mask = 4 * elements, elements
     unrolled = deep_mlp_linen.DeepMLP(layers, **setting.widths)
@@ -65,8 +65,8 @@ def forms(setting: Setting, num_layers: int | None = None) -> dict[str, Form]:
     nested = divisor_nearest_to_root(hidden)
 
     def sequential(segments: int) -> Form:
-        boundaries = torch_ref.uniform_boundaries(layers, segments)
-        again = torch_ref.recomputed_layers(layers, boundaries)
+        boundaries = pytorch.uniform_boundaries(layers, segments)
+        again = pytorch.recomputed_layers(layers, boundaries)
         kept = (segments - 1) * a + (layers - again - 1) * (2 * a + mask)
         return Form(lambda p, x: unrolled.apply({"params": p}, x, segments=segments), False, same, same, kept, again)
 

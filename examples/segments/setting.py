@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-import torch_ref
+from .. import pytorch
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Setting:
     """The model, its batch, and how much is measured.
 
     A batch larger than `hidden_size` makes an activation larger than a layer's gradient, so that there is something to
-    save: see `torch_ref.deep_mlp_cost`.
+    save: see `pytorch.deep_mlp_cost`.
 
     Raises:
         ValueError: if there are too few layers to cut, or the batch is not larger than `hidden_size`.
@@ -63,13 +63,13 @@ def cuts(num_layers: int) -> dict[str, tuple[int, ...]]:
     >>> cuts(62)["plain"], cuts(62)["checkpoint_sequential, 3"]
     ((), (20, 40))
     """
-    sqrt, best = torch_ref.sqrt_segments(num_layers), torch_ref.optimal_segments(num_layers)
+    sqrt, best = pytorch.sqrt_segments(num_layers), pytorch.optimal_segments(num_layers)
     return {
         "plain": (),
-        "checkpoint_sequential, 3": torch_ref.uniform_boundaries(num_layers, 3),
-        f"√L uniform, {sqrt}": torch_ref.uniform_boundaries(num_layers, sqrt),
-        f"best uniform, {best}": torch_ref.uniform_boundaries(num_layers, best),
-        f"by hand, {len(torch_ref.decreasing_boundaries(num_layers)) + 1}": torch_ref.decreasing_boundaries(num_layers),
+        "checkpoint_sequential, 3": pytorch.uniform_boundaries(num_layers, 3),
+        f"√L uniform, {sqrt}": pytorch.uniform_boundaries(num_layers, sqrt),
+        f"best uniform, {best}": pytorch.uniform_boundaries(num_layers, best),
+        f"by hand, {len(pytorch.decreasing_boundaries(num_layers)) + 1}": pytorch.decreasing_boundaries(num_layers),
     }
 
 

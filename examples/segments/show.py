@@ -8,21 +8,15 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from remat_jax.report import (
-    Line,
-    Panel,
-    demo_pictures,
-    format_bytes,
-    format_error,
-    format_ratio,
-    lines_figure,
-    save_figure,
-    table,
-)
+from remat_jax.report import format_bytes, format_error, format_ratio, table
+from remat_jax.report.chart import Panel, Series, chart
+from remat_jax.report.svg import BLUE, GREEN, INK, ORANGE, PURPLE, SHAPES, SKY, VERMILLION
 from remat_jax.report.tables import byte_unit, scaled_bytes
 
+from ..pictures import demo_pictures
 from .setting import Row, Setting
 
+COLOURS = (INK, VERMILLION, BLUE, GREEN, ORANGE, PURPLE, SKY)
 PEAKS = {"PyTorch": "torch", "JAX Linen": "h200"}
 COLUMNS = (
     "form, segments",
@@ -137,7 +131,7 @@ def reading(found: dict[str, Any]) -> list[str]:
 
 
 def pictures(setting: Setting, found: dict[str, Any], folder: Path) -> list[str]:
-    """Memory, time, trade-off, depth and the rules, each as PNG and SVG in `folder`; the paths."""
+    """Memory, time, trade-off, depth and the rules, each as SVG in `folder`; the paths."""
     drawn = [
         {
             "framework": row.framework,
@@ -151,36 +145,40 @@ def pictures(setting: Setting, found: dict[str, Any], folder: Path) -> list[str]
         for row in found["rows"]
     ]
     paths = demo_pictures(drawn, folder)
-    paths += save_figure(lines_figure(_depth_panels(found["depths"])), folder, "depth")
-    return paths + save_figure(lines_figure(_rule_panels(found["rules"])), folder, "rules")
+    paths.append(chart(_depth_panels(found["depths"])).save(folder / "depth.svg"))
+    return [*paths, chart(_rule_panels(found["rules"])).save(folder / "rules.svg")]
 
 
 def _depth_panels(depths: dict[int, Any]) -> list[Panel]:
     names = list(next(iter(depths.values())))
     unit = byte_unit(max(one["measured"] for forms in depths.values() for one in forms.values()))
 
-    def lines(framework: str) -> list[Line]:
+    def lines(framework: str) -> list[Series]:
+        its_names = [name for name in names if name.startswith(framework)]
         return [
-            Line(
+            Series(
                 name.removeprefix(f"{framework}, "),
+                COLOURS[at % len(COLOURS)],
                 [(depth, scaled_bytes(forms[name]["closed_form"], unit)) for depth, forms in depths.items()],
                 [(depth, scaled_bytes(forms[name]["measured"], unit)) for depth, forms in depths.items()],
+                shape=SHAPES[at % len(SHAPES)],
+                # Later marks are smaller, so that equal values of two forms both show.
+                size=max(3.0, 7.0 - at),
             )
-            for name in names
-            if name.startswith(framework)
+            for at, name in enumerate(its_names)
         ]
 
     kept = f"kept between the passes, {unit}"
     return [
-        Panel(f"{framework}: closed form, and measured", layers, kept, lines(framework), True, True)
+        Panel(f"{framework}: closed form, and measured", layers, kept, lines(framework), binary_x=True, binary_y=True)
         for framework, layers in (("PyTorch", "layers"), ("JAX", "layers, first and head not counted"))
     ]
 
 
 def _rule_panels(rules: list[dict[str, float]]) -> list[Panel]:
-    def line(label: str, key: str, *, claim: bool) -> Line:
+    def line(label: str, key: str, *, claim: bool) -> Series:
         values = [(rule["num_layers"], rule[key]) for rule in rules]
-        return Line(label, values, () if claim else values, dashed=claim)
+        return Series(label, INK if claim else VERMILLION, values, () if claim else values, dashed=claim)
 
     return [
         Panel(
@@ -188,7 +186,8 @@ def _rule_panels(rules: list[dict[str, float]]) -> list[Panel]:
             "layers",
             "share of what is kept",
             [line("rule: 1 − √L/L", "claimed_saving", claim=True), line("measured", "measured_saving", claim=False)],
-            logarithmic=True,
+            binary_x=True,
+            from_zero=True,
             percent=True,
         ),
         Panel(
@@ -196,7 +195,8 @@ def _rule_panels(rules: list[dict[str, float]]) -> list[Panel]:
             "layers",
             "share of a step's FLOPs",
             [line("rule: 2√L/L", "claimed_increase", claim=True), line("measured", "measured_increase", claim=False)],
-            logarithmic=True,
+            binary_x=True,
+            from_zero=True,
             percent=True,
         ),
     ]

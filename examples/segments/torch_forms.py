@@ -11,17 +11,18 @@ import torch
 import torch_ref
 from remat_jax.porting import as_numpy
 
+from .. import pytorch
 from .setting import Setting
 
 FRAMEWORK = "PyTorch"
 Segments = int | Sequence[int] | None
 
 
-def model_of(setting: Setting, num_layers: int | None = None) -> torch_ref.DeepMLP:
+def model_of(setting: Setting, num_layers: int | None = None) -> pytorch.DeepMLP:
     """The model in float32, the same weights in every call, large enough that signals survive all layers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(setting.seed)
-        model = torch_ref.DeepMLP(num_layers or setting.num_layers, **setting.widths)
+        model = pytorch.DeepMLP(num_layers or setting.num_layers, **setting.widths)
         for layer in model.layers:
             torch.nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     return model
@@ -34,7 +35,7 @@ def segments_of(name: str, boundaries: Sequence[int]) -> Segments:
     return len(boundaries) + 1 if boundaries else None
 
 
-def loss_of(model: torch_ref.DeepMLP, segments: Segments) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def loss_of(model: pytorch.DeepMLP, segments: Segments) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The weighted sum of the outputs."""
     return lambda x, weights: (model(x, segments=segments) * weights).sum()
 
@@ -56,7 +57,7 @@ def peak_bytes(setting: Setting, segments: Segments, num_layers: int | None = No
     """The tracked peak of a step that ends with the gradients."""
 
     def build() -> torch_ref.TrainingStep:
-        model = torch_ref.DeepMLP(num_layers or setting.num_layers, **setting.widths)
+        model = pytorch.DeepMLP(num_layers or setting.num_layers, **setting.widths)
         x = torch.zeros(setting.batch, setting.in_features)
         return torch_ref.TrainingStep(model, lambda x: model(x, segments=segments).sum(), (x,))
 

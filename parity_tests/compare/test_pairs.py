@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import remat_jax as rj
 import torch_ref
+from examples import pytorch
 from parity_tests import support as s
 from parity_tests.compare import cases as c
 from parity_tests.compare.cases import run
@@ -113,7 +114,7 @@ def test_both_frameworks_peaks_are_told_in_every_mode(stack: ParityReport) -> No
 def test_pytorchs_peak_is_that_of_its_mode() -> None:
     """A batch so large that the peak is in the last layer: elsewhere it is at the end, where all gradients are."""
     given = {name: one.default for name, one in inspect.signature(compare).parameters.items() if one.default is not one.empty}
-    module = torch_ref.DecoderStack(num_layers=6, d_model=16, nhead=4)
+    module = pytorch.DecoderStack(num_layers=6, d_model=16, nhead=4)
     inputs = np.ones((64, 32, 16), np.float32)
     peaks, x64 = {}, jax.enable_x64(True)
     with x64:

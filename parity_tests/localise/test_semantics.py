@@ -16,7 +16,7 @@ from examples.models import gpt2
 from parity_tests.third_party import ports as p
 from parity_tests.third_party import test_bert, test_gpt2
 from remat_jax.errors import ArgumentError
-from remat_jax.parity.exciting import excite, far_positions, padding_mask, tokens
+from remat_jax.parity.exciting import excite
 from remat_jax.parity.semantics import differences, torch_facts
 
 
@@ -175,17 +175,3 @@ def test_without_exciting_a_missing_bias_is_missed() -> None:
     assert variance["count"].tolist() == [0, 0, 0]
     with pytest.raises(ArgumentError, match=r"scale=0: expected a positive number"):
         excite(plain, scale=0)
-
-
-def test_masks_tokens_and_positions() -> None:
-    mask = padding_mask(4, 9, seed=2)
-    assert mask[0, 0] == mask[1, -1] == 1 and mask[0, -1] == mask[1, 0] == 0 and (mask.sum(1) >= 4).all()
-    found = tokens(11, 4, 9, mask=mask, padding=3)
-    assert (found[mask == 0] == 3).all() and (found[mask == 1] == 3).sum() == 1 and found.max() < 11
-    assert far_positions(2, 3, 8).tolist() == [[0, 4, 8]] * 2
-    with pytest.raises(ArgumentError, match=r"padding=11, mask=None: expected a token below vocab=11"):
-        tokens(11, 4, 9, padding=11)
-    with pytest.raises(ArgumentError, match=r"batch=0, length=9"):
-        padding_mask(0, 9)
-    with pytest.raises(ArgumentError, match=r"length=5, last=2"):
-        far_positions(1, 5, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +11,14 @@ import torch
 
 import remat_jax as rj
 import torch_ref
+from examples import pytorch
 from examples.models import pi0
 from examples.models.pi0_config import Observation, Pi0Config
 from examples.models.rules.pi0 import rules
 from examples.models.siglip import SiglipBlock
+from examples.pytorch.faithful import PI0Pytorch
 from parity_tests import support as s
 from remat_jax import porting
-from torch_ref.faithful import PI0Pytorch
 
 POLICIES = {"off": "off", "checkpoint": "full", "offload": "offload_inputs"}
 BLOCKS = (pi0.JointLayer, SiglipBlock)
@@ -54,28 +54,28 @@ def batch(config: Pi0Config, dtype: str = "float64") -> tuple[Any, ...]:
 def as_torch(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same for PyTorch: channels first."""
     observation = given[0]._replace(images=np.moveaxis(given[0].images, -1, 2).copy())
-    return torch_ref.Observation(*map(torch.tensor, observation)), *map(torch.tensor, given[1:])
+    return pytorch.Observation(*map(torch.tensor, observation)), *map(torch.tensor, given[1:])
 
 
 @functools.cache
 def weights(config: Pi0Config) -> dict[str, torch.Tensor]:
     """The state dict that all tests use, in float64: at their initial 0 gates and scales would hide a wrong map."""
     torch.manual_seed(0)
-    model = torch_ref.Pi0(torch_ref.Pi0Config(**asdict(config))).double()
+    model = pytorch.Pi0(config).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     return model.state_dict()
 
 
-def make_torch(config: Pi0Config, dtype: str = "float64") -> torch_ref.Pi0:
+def make_torch(config: Pi0Config, dtype: str = "float64") -> pytorch.Pi0:
     """A fresh model in training mode with the weights of all tests."""
-    model = torch_ref.Pi0(torch_ref.Pi0Config(**asdict(config))).to(getattr(torch, dtype))
+    model = pytorch.Pi0(config).to(getattr(torch, dtype))
     model.load_state_dict(weights(config))
     return model.train()
 
 
-def faithful(model: torch_ref.Pi0, switch: str) -> PI0Pytorch:
+def faithful(model: pytorch.Pi0, switch: str) -> PI0Pytorch:
     """OpenPI's form of a model, its switch `enabled` or `disabled`."""
     made = PI0Pytorch(model).train()
     made.gradient_checkpointing_enable()

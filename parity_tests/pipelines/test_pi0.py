@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import torch_ref
+from examples import pytorch
 from examples.models import pi0
 from examples.models.pi0_config import Observation, Pi0Config
 from examples.models.rules.pi0 import rules
@@ -88,7 +88,7 @@ def test_a_checkpoint_runs_each_layer_once_more(variant: str) -> None:
 def test_published_sizes(config: Pi0Config, millions: int) -> None:
     """The same parameters on paper: as many in both frameworks, each with a place in the map."""
     with torch.device("meta"):
-        original = {name: tuple(x.shape) for name, x in torch_ref.Pi0(_torch_config(config)).named_parameters()}
+        original = {name: tuple(x.shape) for name, x in pytorch.Pi0(config).named_parameters()}
     observation, actions, time, _ = config.shapes(1)
     empty = jax.eval_shape(pi0.Pi0(config, scan=True).init, jax.random.key(0), observation, actions, time)
     flat = {"/".join(key.key for key in path): x.shape for path, x in jax.tree.leaves_with_path(empty)}
@@ -106,8 +106,8 @@ def test_who_sees_whom() -> None:
     assert valid[0].tolist() == [True, False, True, False, True, True, True]
     adaptive = pi0.see(dataclasses.replace(config, adaptive=True), seen)[1]
     assert ["".join(str(int(one)) for one in row) for row in adaptive[0]][-2:] == ["101011"] * 2
-    positions, bias = torch_ref.Pi0(_torch_config(config)).see(
-        torch_ref.Observation(*(None if one is None else torch.tensor(one) for one in seen)), torch.float64
+    positions, bias = pytorch.Pi0(config).see(
+        pytorch.Observation(*(None if one is None else torch.tensor(one) for one in seen)), torch.float64
     )
     assert np.array_equal(bias[0, 0].numpy() == 0, visible[0]) and positions[0].tolist() == [0, 0, 1, 1, 2, 3, 4]
 
@@ -129,8 +129,6 @@ BAD = [
 def test_a_configuration_that_does_not_fit_is_refused(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Pi0Config(**changes)
-    with pytest.raises(torch_ref.InvalidArgumentError, match=message):
-        torch_ref.Pi0Config(**changes)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +143,7 @@ def test_inputs_of_the_wrong_shape_are_named(field: str, shape: tuple[int, ...])
     seen, actions, _, time = p.as_torch((wrong, actions, actions, time))
     model = p.make_torch(config)
     for either in (model, p.faithful(model, "enabled")):
-        with pytest.raises(torch_ref.InvalidArgumentError, match=rf"^{field} has shape \(.*\), expected \(.*pad prompts"):
+        with pytest.raises(ValueError, match=rf"^{field} has shape \(.*\), expected \(.*pad prompts"):
             either(seen, actions, time)
 
 
@@ -157,7 +155,3 @@ def test_weights_without_the_tower_fill_no_port() -> None:
     lost = len(p.weights(config)) - len(without)
     with pytest.raises(PortingError, match=rf"{lost} problems:\n  vision_tower\..*missing, wanted for params/vision/"):
         porting.from_torch(without, empty, rules(config, False), dtype="float32")
-
-
-def _torch_config(config: Pi0Config) -> torch_ref.Pi0Config:
-    return torch_ref.Pi0Config(**dataclasses.asdict(config))

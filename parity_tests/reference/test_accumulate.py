@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from examples.pytorch import accumulate_gradients, accumulated_step, micro_batches
+from examples.pytorch.faithful.accumulate import train
 from torch_ref.errors import InvalidArgumentError
-from torch_ref.faithful.accumulate import train
-from torch_ref.train import accumulate_gradients, accumulated_step, micro_batches
 
 COUNTS = (5, 1, 4, 2, 1, 5)
 """Targets in each of six micro-batches."""

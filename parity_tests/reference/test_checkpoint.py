@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import torch_ref
+from examples import pytorch
 from parity_tests.reference.blocks import Gate, all_equal, call, gradients, live_copies
 from torch_ref.replay import accelerators_of
 
@@ -38,7 +39,7 @@ def test_gradients_are_those_of_the_plain_call(mode, given, xy):
 @pytest.mark.parametrize("mode", torch_ref.MODES)
 def test_dropout_repeats_and_the_random_state_goes_on_as_in_the_plain_call(mode):
     torch.manual_seed(2)
-    model = torch_ref.DecoderStack(3, 16, 2, dropout=0.3)
+    model = pytorch.DecoderStack(3, 16, 2, dropout=0.3)
     x = torch.randn(2, 5, 16, requires_grad=True)
     flags = torch_ref.mode_flags(mode)
     plain, after_plain = gradients(model, model, x), torch.rand(3)
@@ -298,7 +299,7 @@ def test_the_package_imports_neither_jax_nor_remat_jax():
 @pytest.mark.parametrize("mode", torch_ref.MODES)
 def test_on_a_gpu(mode):
     torch.manual_seed(6)
-    model = torch_ref.DecoderStack(4, 64, 4, dropout=0.2).cuda()
+    model = pytorch.DecoderStack(4, 64, 4, dropout=0.2).cuda()
     x = torch.randn(8, 128, 64, device="cuda")
     flags = torch_ref.mode_flags(mode)
     gradients(model, model, x)

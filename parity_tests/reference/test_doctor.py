@@ -14,7 +14,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import torch_ref
-from torch_ref import faithful
+from examples import pytorch
+from examples.pytorch import faithful
 
 X, W = torch.ones(2, 4), nn.Parameter(torch.ones(4))
 
@@ -116,7 +117,7 @@ PLANTED = [
     ),
     (
         "hidden_from_offload",
-        lambda: Stack(lambda layer, x: faithful.gradient_checkpoint_forward(layer, True, True, input=x)),
+        lambda: Stack(lambda layer, x: torch_ref.faithful.gradient_checkpoint_forward(layer, True, True, input=x)),
         r"stay on the device.*or use torch_ref.gradient_checkpoint_forward, which moves tensors anywhere",
         lambda: Stack(lambda layer, x: torch_ref.gradient_checkpoint_forward(layer, True, True, input=x)),
     ),
@@ -192,12 +193,12 @@ def test_the_rebound_variable_is_a_wrong_gradient_and_no_error():
 
     def late(x):
         for layer in layers:
-            x = faithful.gradient_checkpoint_forward(lambda x: torch.tanh(layer(x)), True, True, x)  # noqa: B023
+            x = torch_ref.faithful.gradient_checkpoint_forward(lambda x: torch.tanh(layer(x)), True, True, x)  # noqa: B023
         return x
 
     def bound(x):
         for layer in layers:
-            x = faithful.gradient_checkpoint_forward(lambda x, layer=layer: torch.tanh(layer(x)), True, True, x)
+            x = torch_ref.faithful.gradient_checkpoint_forward(lambda x, layer=layer: torch.tanh(layer(x)), True, True, x)
         return x
 
     def gradient(forward):
@@ -215,30 +216,30 @@ def images():
 
 
 CLEAN = {
-    "toy": lambda: (torch_ref.ToyModel(), (X.clone().requires_grad_(),), {}),
-    "decoder, off": lambda: (torch_ref.DecoderStack(2, 8, 2), (torch.ones(2, 3, 8),), {}),
+    "toy": lambda: (pytorch.ToyModel(), (X.clone().requires_grad_(),), {}),
+    "decoder, off": lambda: (pytorch.DecoderStack(2, 8, 2), (torch.ones(2, 3, 8),), {}),
     "decoder, checkpoint": lambda: (
-        torch_ref.DecoderStack(2, 8, 2, dropout=0.5),
+        pytorch.DecoderStack(2, 8, 2, dropout=0.5),
         (torch.ones(2, 3, 8),),
         {"use_gradient_checkpointing": True},
     ),
     "decoder, offload": lambda: (
-        torch_ref.DecoderStack(2, 8, 2),
+        pytorch.DecoderStack(2, 8, 2),
         (torch.ones(2, 3, 8),),
         {"use_gradient_checkpointing_offload": True},
     ),
     "bytes": lambda: (
-        torch_ref.ByteDecoder(d_model=8, nhead=2, num_layers=2),
+        pytorch.ByteDecoder(d_model=8, nhead=2, num_layers=2),
         (torch.zeros(2, 5, dtype=torch.long),),
         {"use_gradient_checkpointing": True},
     ),
     "joint, checkpoint": lambda: (
-        torch_ref.JointDecoder(2),
+        pytorch.JointDecoder(2),
         (torch.ones(2, 5, 48), torch.ones(2, 4, 8)),
         {"use_gradient_checkpointing": True},
     ),
     "joint, offload": lambda: (
-        torch_ref.JointDecoder(2),
+        pytorch.JointDecoder(2),
         (torch.ones(2, 5, 48), torch.ones(2, 4, 8)),
         {"use_gradient_checkpointing_offload": True},
     ),
@@ -286,7 +287,7 @@ def test_models_that_are_right(name):
 
 def test_openpis_form():
     """Flags that nothing reads, and layers that are nested with a list; in the right form nothing."""
-    model = faithful.Pi0(torch_ref.JointDecoder(3))
+    model = faithful.Pi0(pytorch.JointDecoder(3))
     model.gradient_checkpointing_enable()
     inputs = (torch.randn(2, 5, 48), torch.randn(2, 4, 8))
     found = torch_ref.doctor(model, *inputs)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import torch_ref
+from examples import pytorch
 from parity_tests.reference.blocks import call
 
 L = 3
@@ -24,10 +25,10 @@ def run(fn, *args, **kwargs) -> torch_ref.MatmulCount:
 @pytest.mark.parametrize(("mode", "executions"), [("off", 1), ("checkpoint", 2), ("offload", 2)])
 def test_matmuls_of_the_decoder(mode, executions, early_stop):
     torch.manual_seed(0)
-    model = torch_ref.ByteDecoder(d_model=16, nhead=2, num_layers=L, max_len=8)
+    model = pytorch.ByteDecoder(d_model=16, nhead=2, num_layers=L, max_len=8)
     tokens = torch.randint(0, 256, (2, 8))
     # The last operator is a norm, whose statistics backward needs: stopping early saves no multiplication.
-    with set_checkpoint_early_stop(early_stop), torch_ref.count_calls(torch_ref.DecoderLayer) as calls:
+    with set_checkpoint_early_stop(early_stop), torch_ref.count_calls(pytorch.DecoderLayer) as calls:
         count = run(model.loss, tokens, tokens, **torch_ref.mode_flags(mode))
     assert count.total == L * (executions * FORWARD + BACKWARD) + 3
     assert count.per_operator["bmm"] == L * (executions * 2 + 4)
@@ -40,7 +41,7 @@ def test_matmuls_of_the_decoder(mode, executions, early_stop):
 
 @pytest.mark.parametrize(("requires_grad", "saving"), [(True, 0), (False, 1)])
 def test_matmuls_of_a_stack(requires_grad, saving):
-    stack = torch_ref.DecoderStack(L, 16, 2)
+    stack = pytorch.DecoderStack(L, 16, 2)
     count = run(stack, torch.randn(2, 4, 16, requires_grad=requires_grad))
     assert count.total == L * (FORWARD + BACKWARD) - saving
 
@@ -57,7 +58,7 @@ def test_stopping_early_saves_the_last_matmul_of_a_perceptron(mode, early_stop, 
 
 
 def test_shapes_and_flops():
-    layer = torch_ref.DecoderLayer(d_model=16, nhead=2)
+    layer = pytorch.DecoderLayer(d_model=16, nhead=2)
     with torch_ref.count_matmuls() as count:
         layer(torch.randn(3, 5, 16))
     assert count.executed == [
@@ -84,7 +85,7 @@ def test_all_four_operators_are_counted():
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_recomputation_that_stops_early_never_ends_but_starts(early_stop):
-    block = torch_ref.ToyModel()
+    block = pytorch.ToyModel()
     ended: list[int] = []
     block.register_forward_hook(lambda *_: ended.append(1))
     with set_checkpoint_early_stop(early_stop), torch_ref.count_calls(block) as calls:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import torch_ref
+from examples import pytorch
 from parity_tests.reference.blocks import Gate, all_equal, gradients
 from torch_ref.faithful import gradient_checkpoint_forward as faithful
 
@@ -65,12 +66,12 @@ def test_a_shared_tensor_is_copied_once_per_use():
 def test_modes_without_offload():
     x = torch.ones(2, requires_grad=True)
     for flags, executions in (((False, False), 1), ((True, False), 2), ((True, True), 2), ((False, True), 2)):
-        block = torch_ref.ToyModel()
+        block = pytorch.ToyModel()
         with torch_ref.count_calls(block) as calls:
             faithful(block, *flags, x).sum().backward()
         assert calls.total == executions
     with torch.no_grad(), torch_ref.receipt() as r:
-        faithful(torch_ref.ToyModel(), True, True, x)
+        faithful(pytorch.ToyModel(), True, True, x)
     assert r.tensors_packed == 0
 
 
@@ -141,7 +142,7 @@ TRUTH = [(1, True), (0, False), (None, False), ("yes", True), ("", False), (torc
 def test_flags_are_taken_by_their_truth_here_alone(flag, truth):
     x = torch.ones(2, 3, requires_grad=True)
     for given, meant in (((flag, False), (truth, False)), ((False, flag), (False, truth)), ((flag, flag), (truth, truth))):
-        block = torch_ref.ToyModel()
+        block = pytorch.ToyModel()
         with torch_ref.count_calls(block) as calls, torch_ref.receipt() as r:
             faithful(block, *given, x).sum().backward()
         assert (calls.total, r.calls[0].mode) == (2 if any(meant) else 1, torch_ref.modes.mode_of(*meant))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from examples.pytorch import HybridOptimizer
 from torch_ref.errors import InvalidArgumentError, NothingToOffloadError
-from torch_ref.train import HybridOptimizer
 
 LEARNING_RATE = 0.1
 """Ten steps of it move every parameter by far more than rounding: an optimizer that does nothing is seen."""

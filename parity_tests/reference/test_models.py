@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import torch_ref
+from examples import pytorch
 from parity_tests.reference.blocks import all_equal, gradients
 
 
@@ -12,7 +13,7 @@ from parity_tests.reference.blocks import all_equal, gradients
 def test_explicit_attention_is_that_of_pytorch(causal):
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(24, 4).double()
-    ours = torch_ref.ExplicitMultiheadAttention(24, 4).double()
+    ours = pytorch.ExplicitMultiheadAttention(24, 4).double()
     for parameter in theirs.parameters():
         nn.init.normal_(parameter)
     ours.load_state_dict(theirs.state_dict(), strict=True)
@@ -30,8 +31,8 @@ def test_explicit_attention_is_that_of_pytorch(causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_both_kinds_of_attention_make_the_same_layer(causal):
     torch.manual_seed(1)
-    explicit = torch_ref.DecoderLayer(16, 4, causal=causal).double()
-    fused = torch_ref.DecoderLayer(16, 4, causal=causal, explicit_attention=False).double()
+    explicit = pytorch.DecoderLayer(16, 4, causal=causal).double()
+    fused = pytorch.DecoderLayer(16, 4, causal=causal, explicit_attention=False).double()
     fused.load_state_dict(explicit.state_dict(), strict=True)
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     assert (explicit(x) - fused(x)).norm() < 1e-14 * fused(x).norm()
@@ -39,7 +40,7 @@ def test_both_kinds_of_attention_make_the_same_layer(causal):
 
 def test_the_layer_is_pytorchs_own_post_norm_layer():
     torch.manual_seed(6)
-    ours = torch_ref.DecoderLayer(16, 4).double()
+    ours = pytorch.DecoderLayer(16, 4).double()
     for parameter in ours.parameters():
         nn.init.normal_(parameter, std=0.3)
     theirs = nn.TransformerEncoderLayer(16, 4, 64, dropout=0.0, batch_first=True, norm_first=False).double()
@@ -52,7 +53,7 @@ def test_the_layer_is_pytorchs_own_post_norm_layer():
 
 def test_the_layer_attends_along_time_not_along_the_batch():
     torch.manual_seed(2)
-    layer = torch_ref.DecoderLayer(16, 4)
+    layer = pytorch.DecoderLayer(16, 4)
     x = torch.randn(3, 5, 16)
     alone = torch.cat([layer(row[None]) for row in x])
     assert torch.allclose(layer(x), alone, atol=1e-6)
@@ -60,7 +61,7 @@ def test_the_layer_attends_along_time_not_along_the_batch():
 
 
 def test_parameters_of_the_layer():
-    shapes = {name: tuple(p.shape) for name, p in torch_ref.DecoderLayer().named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in pytorch.DecoderLayer().named_parameters()}
     assert shapes == {
         "self_attn.in_proj_weight": (1536, 512),
         "self_attn.in_proj_bias": (1536,),
@@ -79,7 +80,7 @@ def test_parameters_of_the_layer():
 
 def test_the_decoder_sees_only_the_past():
     torch.manual_seed(3)
-    model = torch_ref.ByteDecoder(d_model=16, nhead=2, num_layers=2, max_len=8).double()
+    model = pytorch.ByteDecoder(d_model=16, nhead=2, num_layers=2, max_len=8).double()
     tokens = torch.randint(0, 256, (2, 8))
     changed = tokens.clone()
     changed[:, 5] = (changed[:, 5] + 1) % 256
@@ -91,7 +92,7 @@ def test_the_decoder_sees_only_the_past():
 @pytest.mark.parametrize("mode", torch_ref.MODES)
 def test_float64_is_float64_throughout(mode):
     torch.manual_seed(4)
-    model = torch_ref.ByteDecoder(d_model=16, nhead=2, num_layers=2, max_len=8).double()
+    model = pytorch.ByteDecoder(d_model=16, nhead=2, num_layers=2, max_len=8).double()
     tokens = torch.randint(0, 256, (2, 8))
     flags = torch_ref.mode_flags(mode)
     saved = torch_ref.saved_for_backward(lambda x: model(x, **flags), tokens)
@@ -100,7 +101,7 @@ def test_float64_is_float64_throughout(mode):
 
 
 def test_the_loss_of_a_decoder_that_knows_nothing():
-    model = torch_ref.ByteDecoder(d_model=16, nhead=2, num_layers=1, max_len=8).double()
+    model = pytorch.ByteDecoder(d_model=16, nhead=2, num_layers=1, max_len=8).double()
     nn.init.zeros_(model.head.weight)
     nn.init.zeros_(model.head.bias)
     tokens = torch.randint(0, 256, (2, 8))
@@ -110,7 +111,7 @@ def test_the_loss_of_a_decoder_that_knows_nothing():
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_gradients_are_bit_equal_in_every_mode(dropout):
     torch.manual_seed(5)
-    model = torch_ref.ByteDecoder(d_model=16, nhead=2, num_layers=3, max_len=8, dropout=dropout)
+    model = pytorch.ByteDecoder(d_model=16, nhead=2, num_layers=3, max_len=8, dropout=dropout)
     tokens = torch.randint(0, 256, (2, 8))
     found = {}
     for mode in torch_ref.MODES:
@@ -124,8 +125,8 @@ def test_gradients_are_bit_equal_in_every_mode(dropout):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: torch_ref.DecoderLayer(10, 3), "nhead is 3, expected a divisor of d_model, which is 10"),
-        (lambda: torch_ref.DecoderStack(0, 8, 2), "num_layers is 0, expected at least 1"),
+        (lambda: pytorch.DecoderLayer(10, 3), "nhead is 3, expected a divisor of d_model, which is 10"),
+        (lambda: pytorch.DecoderStack(0, 8, 2), "num_layers is 0, expected at least 1"),
         (lambda: small()(torch.ones(2, 3)), r"tokens is torch.float32 of shape \(2, 3\), expected integers"),
         (
             lambda: small()(torch.ones(3, dtype=torch.long)),
@@ -143,5 +144,5 @@ def test_wrong_use(make, message):
         make()
 
 
-def small() -> torch_ref.ByteDecoder:
-    return torch_ref.ByteDecoder(d_model=8, nhead=2, num_layers=1, max_len=8)
+def small() -> pytorch.ByteDecoder:
+    return pytorch.ByteDecoder(d_model=8, nhead=2, num_layers=1, max_len=8)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import torch_ref
+from examples import pytorch
+from examples.pytorch import faithful
 from parity_tests.reference.blocks import all_equal
-from torch_ref import faithful
 from torch_ref.host import HostCopy, live_host_copies, to_host
 from torch_ref.layout import Layout
 
@@ -227,7 +228,7 @@ def test_on_a_gpu_accumulation_with_autocast_is_the_whole_batchs_gradient():
         nn.functional.cross_entropy(model(x), labels).backward()
     whole = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    torch_ref.accumulate_gradients(summed, parts, model.parameters(), autocast=torch.bfloat16)
+    pytorch.accumulate_gradients(summed, parts, model.parameters(), autocast=torch.bfloat16)
     for parameter, expected in zip(model.parameters(), whole, strict=True):
         assert (parameter.grad - expected).norm() < 2e-2 * expected.norm()
 

@@ -12,16 +12,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import torch_ref
+from examples import pytorch
+from examples.pytorch import faithful
 from parity_tests.reference.blocks import all_equal
-from torch_ref import faithful
 
 LAYERS = 6
 PATCHES, ACTIONS = (2, 5, 48), (2, 4, 8)
 
 
-def decoder() -> torch_ref.JointDecoder:
+def decoder() -> pytorch.JointDecoder:
     torch.manual_seed(0)
-    return torch_ref.JointDecoder(LAYERS).double()
+    return pytorch.JointDecoder(LAYERS).double()
 
 
 def inputs():
@@ -197,7 +198,7 @@ def test_the_training_script_goes_on_without(caplog):
 
 
 def test_the_switch():
-    model = torch_ref.ByteDecoder(d_model=8, nhead=2, num_layers=3)
+    model = pytorch.ByteDecoder(d_model=8, nhead=2, num_layers=3)
     tokens = torch.zeros(2, 5, dtype=torch.long)
     names = list(model.state_dict())
     assert not torch_ref.is_gradient_checkpointing(model)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import torch_ref
+from examples import pytorch
 from parity_tests.reference.blocks import call, live_copies
 
 B, T, D, H, L = 16, 64, 64, 4, 4
@@ -13,7 +14,7 @@ ACTIVATION = B * T * D * 4
 
 def step_in(mode: str, optimizer: bool = False, batch: int = B):
     def build() -> torch_ref.TrainingStep:
-        model = torch_ref.DecoderStack(L, D, H)
+        model = pytorch.DecoderStack(L, D, H)
         flags = torch_ref.mode_flags(mode)
         x = torch.zeros(batch, T, D)
         adam = torch.optim.Adam(model.parameters(), fused=True) if optimizer else None
@@ -27,7 +28,7 @@ def peaks() -> dict[str, torch_ref.PeakBytes]:
     return {mode: torch_ref.peak_bytes(step_in(mode)) for mode in torch_ref.MODES}
 
 
-PARAMETERS = sum(p.nbytes for p in torch_ref.DecoderStack(L, D, H).parameters())
+PARAMETERS = sum(p.nbytes for p in pytorch.DecoderStack(L, D, H).parameters())
 
 
 def test_the_parts_make_the_whole(peaks):
@@ -58,7 +59,7 @@ def test_offload_moves_the_peak_to_the_other_end(peaks):
 def test_more_layers_cost_what_they_keep():
     def layers(count: int, mode: str) -> int:
         def build():
-            model = torch_ref.DecoderStack(count, D, H)
+            model = pytorch.DecoderStack(count, D, H)
             x, flags = torch.zeros(B, T, D), torch_ref.mode_flags(mode)
             return torch_ref.TrainingStep(model, lambda x: model(x + 0, **flags).square().mean(), (x,))
 
@@ -73,7 +74,7 @@ def test_more_layers_cost_what_they_keep():
 
 def test_optimizer_state_is_there_from_the_start_of_the_step():
     peak = torch_ref.peak_bytes(step_in("off", optimizer=True))
-    tensors = len(list(torch_ref.DecoderStack(L, D, H).parameters()))
+    tensors = len(list(pytorch.DecoderStack(L, D, H).parameters()))
     assert peak.breakdown["optimizer_state"] == 2 * PARAMETERS + 4 * tensors  # both moments, and a step count each
 
 
@@ -157,7 +158,7 @@ def test_the_allocators_peak_needs_a_gpu_and_says_so() -> None:
 def test_the_allocators_peak_is_the_tracked_one_but_for_rounding_and_workspaces() -> None:
     def build(device: str | None = "cuda") -> torch_ref.TrainingStep:
         with torch.device(device or "cpu"):
-            model = torch_ref.DeepMLP(num_layers=8, hidden_size=1024)
+            model = pytorch.DeepMLP(num_layers=8, hidden_size=1024)
             x = torch.zeros(4096, 1024)
         return torch_ref.TrainingStep(model, lambda x: model(x).square().mean(), (x,), torch.optim.Adam(model.parameters()))
 

@@ -10,10 +10,10 @@ import torch
 from transformers import GemmaConfig, GemmaModel, SiglipVisionConfig, SiglipVisionModel
 
 import torch_ref
+from examples.pytorch import faithful
+from examples.pytorch.gemma import AdaptiveRMSNorm
 from parity_tests.pipelines import pi0 as p
 from remat_jax.parity import keep_float64
-from torch_ref import faithful
-from torch_ref.models.gemma import AdaptiveRMSNorm
 
 PI0, PI05 = p.CONFIGS["pi0"], p.CONFIGS["pi05"]
 variants = pytest.mark.parametrize("config", [PI0, PI05], ids=["pi0", "pi05"])
@@ -132,7 +132,7 @@ def test_a_model_without_its_tower_is_refused():
     del model.vision_tower, model.projector
     with pytest.raises(torch_ref.InvalidArgumentError, match="model lacks vision_tower, projector, expected"):
         model(observation, noise, time)
-    with pytest.raises(torch_ref.InvalidArgumentError, match="model is a Linear, expected a torch_ref.Pi0"):
+    with pytest.raises(torch_ref.InvalidArgumentError, match="model is a Linear, expected a Pi0"):
         faithful.PI0Pytorch(torch.nn.Linear(1, 1))
     with pytest.raises(torch_ref.InvalidArgumentError, match="streams has 1 tensors, expected two"):
         model.layers[0]([torch.zeros(1)], None)

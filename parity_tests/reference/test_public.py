@@ -7,6 +7,6 @@ import pytest
 from tests.public_names import undocumented
 
 
-@pytest.mark.parametrize("package", ["torch_ref", "torch_ref.faithful"])
+@pytest.mark.parametrize("package", ["torch_ref", "examples.pytorch", "examples.pytorch.faithful"])
 def test_every_public_name_has_an_example(package: str) -> None:
     assert undocumented(package) == []

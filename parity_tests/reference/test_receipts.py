@@ -3,13 +3,14 @@ from __future__ import annotations
 import torch
 
 import torch_ref
+from examples import pytorch
 from parity_tests.reference.blocks import call
 from torch_ref.faithful import gradient_checkpoint_forward as faithful
 
 
 def test_an_offload_of_a_decoder_in_full():
     torch.manual_seed(0)
-    model = torch_ref.DecoderStack(3, 8, 2)
+    model = pytorch.DecoderStack(3, 8, 2)
     x = torch.randn(2, 4, 8)
     with torch_ref.receipt() as r:
         y = model(x + 0, use_gradient_checkpointing_offload=True)
@@ -25,7 +26,7 @@ def test_an_offload_of_a_decoder_in_full():
 def test_an_offload_that_moved_nothing_says_so():
     x = torch.ones(2, 3, requires_grad=True)
     with torch_ref.receipt() as r:
-        faithful(torch_ref.ToyModel(), True, True, x=x)
+        faithful(pytorch.ToyModel(), True, True, x=x)
     assert len(r.warnings) == 1
     assert "1 offloaded call(s) moved 0 bytes of the 24 offered to the host (ToyModel)" in r.warnings[0]
     assert "the faithful form moves positional tensors only" in r.warnings[0]
@@ -34,7 +35,7 @@ def test_an_offload_that_moved_nothing_says_so():
 def test_an_offload_that_freed_nothing_says_so():
     x = torch.ones(2, 3, requires_grad=True)
     with torch_ref.receipt() as r:
-        _y = call("offload", torch_ref.ToyModel(), x=x)
+        _y = call("offload", pytorch.ToyModel(), x=x)
     assert r.warnings == ("24 bytes are on the host, but no device memory was freed: something else still holds the tensors.",)
 
 
@@ -52,7 +53,7 @@ def test_calls_that_could_keep_nothing_say_so():
         pass
     assert empty.warnings == ("no block was called through torch_ref inside this receipt.",)
     with torch_ref.receipt() as r, torch.no_grad():
-        call("offload", torch_ref.ToyModel(), torch.ones(2))
+        call("offload", pytorch.ToyModel(), torch.ones(2))
     assert r.warnings == ("ToyModel: called with gradients disabled, so mode 'offload' had nothing to keep.",)
 
 

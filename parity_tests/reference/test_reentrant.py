@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_ref
+from examples import pytorch
 
 forms = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 REFUSED = "incompatible with .grad"
@@ -145,7 +146,7 @@ def saved(forward):
 @pytest.mark.parametrize("count", [4, 8, 16])
 def test_memory_falls_by_a_factor_and_not_to_a_constant(count):
     """N checkpointed layers keep N inputs: O(N), as without, with a smaller factor. Both forms keep the same."""
-    layers = torch_ref.DecoderStack(count, WIDTH, 4).layers
+    layers = pytorch.DecoderStack(count, WIDTH, 4).layers
     plain = saved(nn.Sequential(*layers))
     assert saved(stack(True, layers)) == saved(stack(False, layers)) == count * STREAM
     assert plain == count * 13.125 * STREAM
@@ -157,14 +158,14 @@ def test_one_region_around_all_layers_moves_the_peak_into_the_backward_pass(coun
 
     def peak(forward):
         def build():
-            model = torch_ref.DecoderStack(count, WIDTH, 4)
+            model = pytorch.DecoderStack(count, WIDTH, 4)
             x = torch.zeros(64 * BATCH, TIME, WIDTH, requires_grad=True)
             return torch_ref.TrainingStep(model, lambda x: forward(model, x).sum(), (x,))
 
         found = torch_ref.peak_bytes(build)
         return found.breakdown["activations"] + found.breakdown["temp"]
 
-    model = torch_ref.DecoderStack(count, WIDTH, 4)
+    model = pytorch.DecoderStack(count, WIDTH, 4)
     assert saved(lambda x: run(False, model, x)) == STREAM
     plain, whole = peak(lambda model, x: model(x)), peak(lambda model, x: run(False, model, x))
     layers = peak(lambda model, x: model(x, use_gradient_checkpointing=True))

@@ -6,6 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_ref
+from examples import pytorch
 from parity_tests.reference.blocks import call
 from torch_ref.faithful import gradient_checkpoint_forward as faithful
 
@@ -14,13 +15,13 @@ N = B * T
 ACTIVATION = N * D
 
 
-def decoder(dtype: torch.dtype = torch.float32) -> tuple[torch_ref.ByteDecoder, torch.Tensor]:
+def decoder(dtype: torch.dtype = torch.float32) -> tuple[pytorch.ByteDecoder, torch.Tensor]:
     torch.manual_seed(0)
-    model = torch_ref.ByteDecoder(d_model=D, nhead=H, num_layers=L, max_len=T).to(dtype)
+    model = pytorch.ByteDecoder(d_model=D, nhead=H, num_layers=L, max_len=T).to(dtype)
     return model, torch.randint(0, V, (B, T))
 
 
-def saved_by(model: torch_ref.ByteDecoder, tokens: torch.Tensor, mode: str) -> torch_ref.SavedBytes:
+def saved_by(model: pytorch.ByteDecoder, tokens: torch.Tensor, mode: str) -> torch_ref.SavedBytes:
     flags = torch_ref.mode_flags(mode)
     return torch_ref.saved_for_backward(lambda x, y: model.loss(x, y, **flags), tokens, tokens.roll(-1, 1))
 
@@ -46,7 +47,7 @@ def test_closed_forms_of_the_three_modes(dtype):
 
 
 def test_a_stacks_own_input_counts_apart_until_it_is_offloaded():
-    stack = torch_ref.DecoderStack(L, D, H)
+    stack = pytorch.DecoderStack(L, D, H)
     x = torch.randn(B, T, D)
     found = {}
     for mode in torch_ref.MODES:
@@ -143,7 +144,7 @@ def test_nested_checkpoints():
 def test_the_faithful_form_is_found_out(given, host):
     def fn(x):
         h = x * 1
-        block = torch_ref.ToyModel()
+        block = pytorch.ToyModel()
         return faithful(block, True, True, h) if given == "positional" else faithful(block, True, True, x=h)
 
     saved = torch_ref.saved_for_backward(fn, torch.ones(4, requires_grad=True))
@@ -152,7 +153,7 @@ def test_the_faithful_form_is_found_out(given, host):
 
 def test_fake_tensors_of_any_size():
     with FakeTensorMode():
-        layer = torch_ref.DecoderLayer(8192, 64)
+        layer = pytorch.DecoderLayer(8192, 64)
         x = torch.empty(4, 4096, 8192)
         saved = torch_ref.saved_for_backward(lambda x: call("offload", layer, x=x + 0), x)
     assert (saved.device_bytes, saved.host_bytes) == (0, 4 * 4096 * 8192 * 4)

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import torch_ref
-from torch_ref.faithful import deep_mlp as faithful
+from examples import pytorch
+from examples.pytorch.faithful import deep_mlp as faithful
 
 Segments = int | Sequence[int] | None
 SIZES = {"hidden_size": 64, "in_features": 48, "out_features": 10}
@@ -23,12 +24,12 @@ ACTIVATION = BATCH * 64 * 4
 
 
 @functools.cache
-def measured(num_layers: int, segments: Segments, batch: int = BATCH, **sizes: int) -> torch_ref.SegmentCost:
+def measured(num_layers: int, segments: Segments, batch: int = BATCH, **sizes: int) -> pytorch.SegmentCost:
     """Everything that a closed form says, measured on fake tensors."""
     sizes = sizes or SIZES
 
     def build() -> torch_ref.TrainingStep:
-        model = torch_ref.DeepMLP(num_layers, **sizes)
+        model = pytorch.DeepMLP(num_layers, **sizes)
         x = torch.zeros(batch, sizes["in_features"])
         return torch_ref.TrainingStep(model, lambda x: model(x, segments=segments).sum(), (x,))
 
@@ -39,18 +40,18 @@ def measured(num_layers: int, segments: Segments, batch: int = BATCH, **sizes: i
             step.run()
     peak = torch_ref.peak_bytes(build)
     activations = peak.device_bytes - sum(peak.breakdown[kind] for kind in ("parameters", "gradients", "batch"))
-    return torch_ref.SegmentCost(saved.device_bytes, activations - 8, peak.device_bytes, calls.total, matmuls.total)
+    return pytorch.SegmentCost(saved.device_bytes, activations - 8, peak.device_bytes, calls.total, matmuls.total)
 
 
 def cuts(num_layers: int) -> dict[str, tuple[Segments, tuple[int, ...]]]:
     """What the model is given, and the same as boundaries."""
-    sqrt, best = torch_ref.sqrt_segments(num_layers), torch_ref.optimal_segments(num_layers)
-    by_hand = torch_ref.decreasing_boundaries(num_layers)
+    sqrt, best = pytorch.sqrt_segments(num_layers), pytorch.optimal_segments(num_layers)
+    by_hand = pytorch.decreasing_boundaries(num_layers)
     return {
         "plain": (None, ()),
-        "three": (3, torch_ref.uniform_boundaries(num_layers, 3)),
-        "sqrt": (sqrt, torch_ref.uniform_boundaries(num_layers, sqrt)),
-        "optimal": (best, torch_ref.uniform_boundaries(num_layers, best)),
+        "three": (3, pytorch.uniform_boundaries(num_layers, 3)),
+        "sqrt": (sqrt, pytorch.uniform_boundaries(num_layers, sqrt)),
+        "optimal": (best, pytorch.uniform_boundaries(num_layers, best)),
         "by hand": (by_hand, by_hand),
     }
 
@@ -69,7 +70,7 @@ def cuts(num_layers: int) -> dict[str, tuple[Segments, tuple[int, ...]]]:
 )
 def test_what_a_cut_costs_is_its_closed_form(num_layers: int, cut: str) -> None:
     segments, boundaries = cuts(num_layers)[cut]
-    found, expected = measured(num_layers, segments), torch_ref.deep_mlp_cost(num_layers, boundaries, batch=BATCH, **SIZES)
+    found, expected = measured(num_layers, segments), pytorch.deep_mlp_cost(num_layers, boundaries, batch=BATCH, **SIZES)
     assert found.saved_bytes == expected.saved_bytes
     assert found.peak_bytes == expected.peak_bytes
     assert (found.executions, found.matmuls) == (expected.executions, expected.matmuls)
@@ -79,8 +80,8 @@ def test_what_a_cut_costs_is_its_closed_form(num_layers: int, cut: str) -> None:
     ("num_layers", "segments", "activations", "runs"), [(16, 4, 6, 28), (64, 8, 14, 120), (256, 16, 30, 496)]
 )
 def test_the_square_roots_by_hand(num_layers: int, segments: int, activations: int, runs: int) -> None:
-    assert torch_ref.sqrt_segments(num_layers) == torch_ref.optimal_segments(num_layers) == segments
-    cost = torch_ref.deep_mlp_cost(num_layers, torch_ref.uniform_boundaries(num_layers, segments), batch=BATCH, **SIZES)
+    assert pytorch.sqrt_segments(num_layers) == pytorch.optimal_segments(num_layers) == segments
+    cost = pytorch.deep_mlp_cost(num_layers, pytorch.uniform_boundaries(num_layers, segments), batch=BATCH, **SIZES)
     assert cost.saved_bytes == activations * ACTIVATION == (2 * segments - 2) * ACTIVATION
     assert cost.peak_activation_bytes == (activations + 2) * ACTIVATION
     assert (cost.executions, cost.matmuls) == (runs, runs + 2 * num_layers - 1)
@@ -93,8 +94,8 @@ def test_the_square_roots_by_hand(num_layers: int, segments: int, activations: i
 )
 def test_the_peak_holds_for_any_cut_and_shape(segments: Segments, batch: int, hidden_size: int, in_features: int) -> None:
     sizes = {"hidden_size": hidden_size, "in_features": in_features, "out_features": 10}
-    boundaries = segments if isinstance(segments, tuple) else torch_ref.uniform_boundaries(9, segments or 1)
-    expected = torch_ref.deep_mlp_cost(9, boundaries, batch=batch, **sizes)
+    boundaries = segments if isinstance(segments, tuple) else pytorch.uniform_boundaries(9, segments or 1)
+    expected = pytorch.deep_mlp_cost(9, boundaries, batch=batch, **sizes)
     assert measured(9, segments, batch, **sizes).peak_bytes == expected.peak_bytes
 
 
@@ -104,7 +105,7 @@ def test_the_peak_of_the_activations_alone(cut: str) -> None:
     segments, boundaries = cuts(16)[cut]
     sizes = {"hidden_size": 4, "in_features": 4, "out_features": 2}
     found = measured(16, segments, 4096, **sizes)
-    assert found.peak_activation_bytes == torch_ref.deep_mlp_cost(16, boundaries, batch=4096, **sizes).peak_activation_bytes
+    assert found.peak_activation_bytes == pytorch.deep_mlp_cost(16, boundaries, batch=4096, **sizes).peak_activation_bytes
 
 
 def test_with_a_small_batch_no_cut_lowers_the_peak() -> None:
@@ -121,17 +122,17 @@ def test_a_segment_that_ends_on_a_relu_leaves_nothing_to_stop_early_for(early_st
 @pytest.mark.parametrize("num_layers", range(1, 13))
 def test_decreasing_segments_are_the_best_of_all_cuts(num_layers: int) -> None:
     def cost(boundaries: tuple[int, ...]) -> tuple[int, int]:
-        return torch_ref.most_activations(num_layers, boundaries), torch_ref.recomputed_layers(num_layers, boundaries)
+        return pytorch.most_activations(num_layers, boundaries), pytorch.recomputed_layers(num_layers, boundaries)
 
     every = (cut for count in range(num_layers) for cut in itertools.combinations(range(1, num_layers), count))
-    assert cost(torch_ref.decreasing_boundaries(num_layers)) == min(map(cost, every))
+    assert cost(pytorch.decreasing_boundaries(num_layers)) == min(map(cost, every))
 
 
 def test_the_number_of_segments_where_the_rest_spoils_the_root() -> None:
-    kept = [torch_ref.kept_activations(62, torch_ref.uniform_boundaries(62, segments)) for segments in range(1, 63)]
-    assert torch_ref.sqrt_segments(62) == 7 and torch_ref.optimal_segments(62) == 6
+    kept = [pytorch.kept_activations(62, pytorch.uniform_boundaries(62, segments)) for segments in range(1, 63)]
+    assert pytorch.sqrt_segments(62) == 7 and pytorch.optimal_segments(62) == 6
     assert (kept[6], kept[5], min(kept)) == (19, 16, 16)
-    assert torch_ref.most_activations(62, torch_ref.decreasing_boundaries(62)) == 11
+    assert pytorch.most_activations(62, pytorch.decreasing_boundaries(62)) == 11
 
 
 # The same numbers.
@@ -140,7 +141,7 @@ def test_the_number_of_segments_where_the_rest_spoils_the_root() -> None:
 @pytest.mark.parametrize("cut", ["three", "sqrt", "optimal", "by hand"])
 def test_gradients_are_those_of_the_plain_model(cut: str) -> None:
     torch.manual_seed(0)
-    model, x = torch_ref.DeepMLP(20, 12, 7, 5).double(), torch.randn(9, 7, dtype=torch.float64)
+    model, x = pytorch.DeepMLP(20, 12, 7, 5).double(), torch.randn(9, 7, dtype=torch.float64)
     (y := model(x)).square().sum().backward()
     plain = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
@@ -155,8 +156,8 @@ def test_layers_that_are_functions_can_be_cut_too() -> None:
     weights = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(5)]
     layers = [lambda x, w=w: torch.tanh(x @ w) for w in weights]
     x = torch.randn(3, 4, dtype=torch.float64)
-    plain = torch.autograd.grad(torch_ref.checkpoint_segments(layers, (), x).sum(), weights)
-    cut = torch.autograd.grad(torch_ref.checkpoint_segments(layers, (1, 3), x).sum(), weights)
+    plain = torch.autograd.grad(pytorch.checkpoint_segments(layers, (), x).sum(), weights)
+    cut = torch.autograd.grad(pytorch.checkpoint_segments(layers, (1, 3), x).sum(), weights)
     assert all(torch.equal(a, b) for a, b in zip(plain, cut, strict=True))
 
 
@@ -224,7 +225,7 @@ def test_fault_4_detached_segments_cut_the_gradient(tutorial, x) -> None:
 
 
 def test_the_right_forms_have_none_of_these_faults(tutorial, x) -> None:
-    right = torch_ref.DeepMLP(9, 32, 24).double()
+    right = pytorch.DeepMLP(9, 32, 24).double()
     right.load_state_dict(tutorial.state_dict())
     for segments in (3, (3, 6)):
         right.zero_grad()
@@ -240,7 +241,7 @@ def test_fault_5_what_is_held_after_forward_is_not_the_peak(segments: int | None
     """At the tutorial's sizes: what it would read in a step by itself, and the peak of that step, optimizer left out."""
 
     def build() -> torch_ref.TrainingStep:
-        model = torch_ref.DeepMLP(20, 1024)
+        model = pytorch.DeepMLP(20, 1024)
         x, target = torch.zeros(32, 1024), torch.zeros(32, dtype=torch.long)
         return torch_ref.TrainingStep(model, lambda x, t: F.cross_entropy(model(x, segments=segments), t), (x, target))
 
@@ -259,7 +260,7 @@ def test_fault_5_what_is_held_after_forward_is_not_the_peak(segments: int | None
 @pytest.mark.parametrize("segments", [None, 3])
 def test_at_the_tutorial_s_sizes_no_cut_lowers_the_peak_of_a_step_with_adam(segments: int | None) -> None:
     def build() -> torch_ref.TrainingStep:
-        model = torch_ref.DeepMLP(20, 1024)
+        model = pytorch.DeepMLP(20, 1024)
         x, target = torch.zeros(32, 1024), torch.zeros(32, dtype=torch.long)
         adam = torch.optim.Adam(model.parameters())
         return torch_ref.TrainingStep(model, lambda x, t: F.cross_entropy(model(x, segments=segments), t), (x, target), adam)
@@ -293,11 +294,11 @@ def test_fault_6_the_second_reading_has_gradients_and_moments_in_it() -> None:
 )
 def test_wrong_cuts_are_refused(segments: object, message: str) -> None:
     with pytest.raises(torch_ref.InvalidArgumentError, match=message):
-        torch_ref.DeepMLP(6, 4, 3)(torch.ones(2, 3), segments=segments)
+        pytorch.DeepMLP(6, 4, 3)(torch.ones(2, 3), segments=segments)
 
 
 def test_other_wrong_use() -> None:
     with pytest.raises(torch_ref.InvalidArgumentError, match="a flag is True.*Give one of them"):
-        torch_ref.DeepMLP(6, 4, 3)(torch.ones(2, 3), True, segments=2)
+        pytorch.DeepMLP(6, 4, 3)(torch.ones(2, 3), True, segments=2)
     with pytest.raises(torch_ref.InvalidArgumentError, match="layers is 0, expected the number of layers"):
-        torch_ref.checkpoint_segments([], (), torch.ones(2))
+        pytorch.checkpoint_segments([], (), torch.ones(2))

@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import torch_ref
+from examples import pytorch
 from parity_tests.reference.blocks import Gate, all_equal, gradients
 from torch_ref import selective_checkpoint
 from torch_ref.host import live_host_copies
@@ -43,9 +44,9 @@ POLICIES = {
 every_policy = pytest.mark.parametrize("policy", [*POLICIES, "off", "everything", "offload: *"])
 
 
-def layer(**options: Any) -> tuple[torch_ref.DecoderLayer, torch.Tensor]:
+def layer(**options: Any) -> tuple[pytorch.DecoderLayer, torch.Tensor]:
     torch.manual_seed(0)
-    return torch_ref.DecoderLayer(D, H, **options).double(), torch.randn(B, T, D, dtype=torch.float64, requires_grad=True)
+    return pytorch.DecoderLayer(D, H, **options).double(), torch.randn(B, T, D, dtype=torch.float64, requires_grad=True)
 
 
 def names(block: Callable[..., Any], *args: Any, policy: str = "save: *", path: str = "", **kwargs: Any) -> list[str]:
@@ -292,7 +293,7 @@ def test_on_a_gpu_gradients_agree_and_the_device_gives_back_what_is_moved():
 
 def test_fake_tensors_of_any_size():
     with FakeTensorMode():
-        block, x = torch_ref.DecoderLayer(8192, 64), torch.empty(4, 4096, 8192)
+        block, x = pytorch.DecoderLayer(8192, 64), torch.empty(4, 4096, 8192)
         saved = torch_ref.saved_for_backward(lambda x: selective_checkpoint(block, "offload: *ffn*:dot*; save: @dots", x), x)
     stream = 4 * 4096 * 8192 * 4
     assert (saved.host_bytes, saved.device_bytes) == (5 * stream, 5 * stream + 4 * 64 * 4096 * 4096 * 4)

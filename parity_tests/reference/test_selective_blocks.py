@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_ref
+from examples.pytorch import ByteDecoder, DecoderLayer, DecoderStack, ExplicitMultiheadAttention
 from parity_tests.reference.blocks import all_equal, gradients
-from torch_ref import ByteDecoder, DecoderLayer, DecoderStack, ExplicitMultiheadAttention, NoEffectError, checkpoint_blocks
+from torch_ref import NoEffectError, checkpoint_blocks
 
 LAYERS = 3
 

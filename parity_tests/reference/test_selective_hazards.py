@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import torch_ref
+from examples import pytorch
 from parity_tests.reference.blocks import all_equal, gradients
 from torch_ref import selective_checkpoint
 from torch_ref.selective import run_under
@@ -19,9 +20,9 @@ KEEPING = ["full", "dots", "everything", "offload: @dots", "offload: *", "offloa
 keeping = pytest.mark.parametrize("policy", KEEPING)
 
 
-def layer(**options: Any) -> tuple[torch_ref.DecoderLayer, torch.Tensor]:
+def layer(**options: Any) -> tuple[pytorch.DecoderLayer, torch.Tensor]:
     torch.manual_seed(0)
-    return torch_ref.DecoderLayer(8, 2, **options).double(), torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
+    return pytorch.DecoderLayer(8, 2, **options).double(), torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
 
 
 def under(policy: str, block: Any) -> Any:
@@ -194,7 +195,7 @@ def test_a_copy_that_an_inner_block_finds_on_the_host_does_not_shift_what_the_ou
 @keeping
 def test_autocast(policy):
     torch.manual_seed(0)
-    block, x = torch_ref.DecoderLayer(8, 2), torch.randn(3, 5, 8, requires_grad=True)
+    block, x = pytorch.DecoderLayer(8, 2), torch.randn(3, 5, 8, requires_grad=True)
 
     def run(call, times):
         def fn(x):

@@ -17,7 +17,6 @@ import remat_jax
 from remat_jax import compat
 from remat_jax.cli.output import FAILED, Answer, Json, answering, progress
 from remat_jax.errors import ArgumentError, UnsupportedError
-from remat_jax.report import demo_pictures
 
 
 def demo(
@@ -54,7 +53,7 @@ def demo(
         with progress() as bar:
             outcome = driver.run(dataclasses.replace(setting, **changes), bar.tell)
         main_model = outcome.rows[0].model
-        pictures = _pictures([row for row in outcome.rows if row.model == main_model], output, answer)
+        pictures = driver.demo_pictures([row for row in outcome.rows if row.model == main_model], output)
         _show(driver, outcome, pictures, answer)
         answer.data({**outcome.to_dict(), "pictures": pictures})
         if not outcome.passed:
@@ -86,14 +85,6 @@ def _check_folder(output: Path) -> None:
         raise ArgumentError(f"output={str(output)!r} cannot be created as a folder ({error}); give another one") from None
 
 
-def _pictures(rows: list[Any], output: Path, answer: Answer) -> list[str]:
-    try:
-        return demo_pictures(rows, output)
-    except ImportError as error:
-        answer.remark(f"no pictures: {error}")
-        return []
-
-
 def _show(driver: ModuleType, outcome: Any, pictures: list[str], answer: Answer) -> None:
     *models, checks = driver.tables(outcome)
     for model_table in models:
@@ -104,9 +95,7 @@ def _show(driver: ModuleType, outcome: Any, pictures: list[str], answer: Answer)
     for note in outcome.notes:
         answer.remark(_point(f"Note: {note}"))
     answer.show("", checks)
-    if pictures:
-        names = ", ".join(Path(path).name for path in pictures)
-        answer.show(f"Pictures in {Path(pictures[0]).parent}: {names}")
+    answer.show(f"Pictures in {Path(pictures[0]).parent}: {', '.join(Path(path).name for path in pictures)}")
     answer.show("PASSED" if outcome.passed else "NOT PASSED")
 
 

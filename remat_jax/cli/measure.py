@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from remat_jax import compat
-from remat_jax.cli.output import Answer, Json, answering, progress
+from remat_jax.cli.output import Answer, Json, answering, check_picture, progress
 from remat_jax.cli.workloads import TAKEN, MeshOption, check_policy, checked_mesh, is_plan, load_on_mesh, read_policy
-from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport, residuals
@@ -24,7 +23,7 @@ from remat_jax.memory.hlo.text import COLLECTIVES
 from remat_jax.memory.measure import DEFAULT_TIMEOUT, measure_many
 from remat_jax.policy import is_off
 from remat_jax.report import format_bytes, table
-from remat_jax.report.stacked import FORMATS, module_memory_figure, save_picture
+from remat_jax.report.stacked import module_memory_figure
 from remat_jax.workload import Workload
 
 PLAIN_AND_FULL = ("off", "full")
@@ -64,9 +63,7 @@ def measure(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help=("Draw device memory at the step's peak, by module: .png, .svg, .pdf. GPU targets only.")
-        ),
+        typer.Option(metavar="FILE", help="Draw device memory at the step's peak, by module, as SVG. GPU targets only."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -142,15 +139,12 @@ def _check_picture(plot: Path | None, target: Target) -> None:
     """Check that a picture can be drawn, before minutes of compiling."""
     if plot is None:
         return
-    if plot.suffix.lower() not in FORMATS:
-        raise ArgumentError(f"plot={str(plot)!r}: expected a name that ends in {', '.join(FORMATS)}")
+    check_picture(plot)
     if target.kind != "gpu":
         raise ArgumentError(
             f"plot={str(plot)!r} with target={target.name!r}: memory at the peak is known only for GPU targets; give one, "
             "such as --target h200"
         )
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UnsupportedError("plot: pictures need Matplotlib, not installed here: pip install 'remat_jax[report]'")
 
 
 def _draw(plot: Path, reports: Sequence[MemoryReport], answer: Answer) -> str:
@@ -158,7 +152,7 @@ def _draw(plot: Path, reports: Sequence[MemoryReport], answer: Answer) -> str:
     title = f"{first.workload}: one training step compiled for {first.target} (JAX {first.jax_version})"
     figure = module_memory_figure({report.policy: report.live_bytes_by_module for report in reports}, title)
     try:
-        picture = save_picture(figure, plot)
+        picture = figure.save(plot)
     except OSError as error:
         raise ArgumentError(f"plot={str(plot)!r} cannot be written ({error}); give another file") from None
     answer.show(f"Picture: {picture}")

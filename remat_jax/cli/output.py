@@ -12,14 +12,16 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from remat_jax.errors import CompileError, InfeasibleBudget, RematError, UnsupportedError
+from remat_jax.errors import ArgumentError, CompileError, InfeasibleBudget, RematError, UnsupportedError
 from remat_jax.reading import visible
+from remat_jax.report.svg import FORMATS
 from remat_jax.report.tables import SafeConsole
 from remat_jax.warning import silenced
 
@@ -31,6 +33,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on sta
 
 
 _PLAIN = {"−": "-", "–": "-", "—": "-", "×": "x", "≤": "<=", "≥": ">=", "→": "->", "…": "...", "µ": "u", "·": ".", "█": "#"}
+
+
+def check_picture(plot: Path) -> None:
+    """Check before minutes of compiling that a picture can have this name."""
+    if plot.suffix.lower() not in FORMATS:
+        raise ArgumentError(f"plot={str(plot)!r}: pictures are written as SVG; expected a name that ends in .svg")
 
 
 def prepare_streams() -> None:

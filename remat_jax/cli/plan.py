@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +9,9 @@ from typing import Annotated
 import typer
 
 from remat_jax import compat
-from remat_jax.cli.output import Answer, Json, answering, progress
+from remat_jax.cli.output import Answer, Json, answering, check_picture, progress
 from remat_jax.cli.workloads import MeshOption, checked_mesh, load_on_mesh
-from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.measure import DEFAULT_TIMEOUT
 from remat_jax.planning.budget import budget_bytes, host_budget_bytes
@@ -20,7 +19,6 @@ from remat_jax.planning.explain import named_table, next_gib, plan_table
 from remat_jax.planning.make import plan as make_plan
 from remat_jax.planning.page import picture
 from remat_jax.planning.plan import Plan
-from remat_jax.report.stacked import FORMATS, save_picture
 
 
 def plan(
@@ -37,11 +35,9 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Explain for every residual where it is, and why.")] = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON, for Plan.load.")] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help=("Write one HTML page with a slider over the frontier."))
+        Path | None, typer.Option(metavar="FILE", help="Write one HTML page with a slider over the frontier.")
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw memory against time: .png, .svg, .pdf; needs Matplotlib.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw memory against time, as SVG.")] = None,
     as_json: Json = False,
 ) -> None:
     """Find the fastest policy whose compiled training step fits a budget of memory.
@@ -74,10 +70,7 @@ def _check_files(files: Sequence[tuple[str, Path | None]]) -> None:
                 f"{option}={str(path)!r}: there is no folder {path.absolute().parent}; create it, or give another file"
             )
         if option == "plot" and path is not None:
-            if path.suffix.lower() not in FORMATS:
-                raise ArgumentError(f"plot={str(path)!r}: expected a name that ends in {', '.join(FORMATS)}")
-            if importlib.util.find_spec("matplotlib") is None:
-                raise UnsupportedError("plot: pictures need Matplotlib, not installed here: pip install 'remat_jax[report]'")
+            check_picture(path)
 
 
 def _write(made: Plan, save: Path | None, html: Path | None, plot: Path | None, answer: Answer) -> dict[str, str]:
@@ -88,7 +81,7 @@ def _write(made: Plan, save: Path | None, html: Path | None, plot: Path | None, 
         written["page"] = str(made.to_html(html))
     if plot is not None:
         try:
-            written["picture"] = save_picture(picture(made), plot)
+            written["picture"] = picture(made).save(plot)
         except OSError as error:
             raise ArgumentError(f"plot={str(plot)!r} cannot be written ({error}); give another file") from None
     for what, path in written.items():

@@ -9,6 +9,7 @@ from remat_jax.planning.plan_data import PlanData
 from remat_jax.planning.point import Part, Point
 from remat_jax.report.frontier import frontier_figure
 from remat_jax.report.plan_page import plan_page
+from remat_jax.report.svg import Picture
 from remat_jax.report.tables import format_bytes
 
 
@@ -33,8 +34,8 @@ def page_data(plan: PlanData) -> dict[str, Any]:
     }
 
 
-def picture(plan: PlanData) -> Any:
-    """Memory against time as a Matplotlib figure: the frontier, the named policies, the plan."""
+def picture(plan: PlanData) -> Picture:
+    """Memory against time: the frontier, the named policies, the plan."""
     named = [(one.name, place) for one in plan.named if not one.remark and (place := _place(one)) is not None]
     line = [place for one in with_plan(plan) if (place := _place(one)) is not None]
     title = f"{plan.workload} on {plan.target}: one training step"

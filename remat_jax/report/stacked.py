@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from remat_jax.report.document import written_whole
-from remat_jax.report.style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, new_figure, style
+from remat_jax.report.bars import Bar, BarPanel, Part, bars_picture
+from remat_jax.report.svg import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Key, Picture
 from remat_jax.report.tables import byte_unit, format_bytes, scaled_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Memory = Mapping[tuple[str, str], int]
 """(module path, phase) → bytes."""
-
-FORMATS = (".png", ".svg", ".pdf")
 
 _COLOURS = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, "#F0E442")
 _ARGUMENTS = {"parameters": "#4d4d4d", "frozen parameters": "#6e6e6e", "optimizer state": "#909090", "batch": "#b5b5b5"}
@@ -27,15 +19,13 @@ _OTHER, _NOWHERE = "other modules", "of no module"
 _LIGHT = {_OTHER: "#d0d0d0", _NOWHERE: "#e8e8e8"}
 KEPT, WORKING = "kept", "working set"
 _PHASES = {"argument": KEPT, "forward": KEPT}
-_HATCH = "////"
-_HEIGHT = 0.66
 _LONGEST_NAME = 34
 MOST_MODULES = len(_COLOURS)
 """The most modules with a colour of their own."""
 
 
-def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int = MOST_MODULES) -> Figure:
-    """Device memory at the peak under each policy, by module, as a Matplotlib figure.
+def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int = MOST_MODULES) -> Picture:
+    """Device memory at the peak under each policy, by module.
 
     The left panel has bytes, the right panel the shares of each bar, which make small bars readable. Plain parts are arguments
     and saved arrays of the forward pass. Hatched parts are the working set: recomputed arrays and those of the backward pass.
@@ -48,11 +38,10 @@ def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int 
 
     Raises:
       ValueError: there is no policy, a policy has no bytes, or `modules` is out of range.
-      ImportError: Matplotlib is not installed.
 
-    >>> figure = module_memory_figure({"off": {("ffn/up", "forward"): 2048, ("parameters", "argument"): 512}}, "a model")
-    >>> [axes.get_title(loc="left") for axes in figure.axes]
-    ['Bytes', 'Shares']
+    >>> picture = module_memory_figure({"off": {("ffn/up", "forward"): 2048, ("parameters", "argument"): 512}}, "a model")
+    >>> "<title>off: up, kept 2.0 KiB</title>" in picture.svg()
+    True
     """
     if not 1 <= modules <= len(_COLOURS):
         raise ValueError(f"modules={modules!r}: expected 1 to {len(_COLOURS)}, one for each colour")
@@ -63,52 +52,26 @@ def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int 
         )
     bars = grouped(memory, modules)
     colours = _colours(bars)
-    with style():
-        figure = new_figure(2.0 + 0.42 * len(bars) + 0.2 * (1 + len(colours) // _columns(map(_short, colours))))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        left, right = figure.subplots(1, 2, sharey=True)
-        unit = byte_unit(max(sum(bar.values()) for bar in bars.values()))
-        for y, bar in enumerate(bars.values()):
-            total = sum(bar.values())
-            _stack(left, y, {part: scaled_bytes(n, unit) for part, n in bar.items()}, colours)
-            _stack(right, y, {part: 100 * n / total for part, n in bar.items()}, colours)
-            left.annotate(
-                format_bytes(total, unit),
-                (scaled_bytes(total, unit), y),
-                xytext=(4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-            )
-        _frame(left, "Bytes", f"on the device at the peak, {unit}", 1.24 * left.get_xlim()[1] / 1.05)
-        _frame(right, "Shares", "of each bar, %", 100)
-        left.set_yticks(range(len(bars)), [_short(name) for name in bars])
-        left.set_ylim(len(bars) - 0.4, -0.6)
-        _legend(figure, colours, bars)
-    return figure
+    unit = byte_unit(max(sum(bar.values()) for bar in bars.values()))
 
+    def drawn(policy: str, length: Callable[[int, int], float], *, total: bool) -> Bar:
+        whole = sum(bars[policy].values())
+        parts = [
+            Part(length(n, whole), colours[module], phase == WORKING, f"{policy}: {module}, {phase} {format_bytes(n)}")
+            for (module, phase), n in bars[policy].items()
+        ]
+        return Bar(parts, format_bytes(whole, unit) if total else "")
 
-def save_picture(figure: Figure, path: str | Path) -> str:
-    """Write `figure` to `path` in the format of its ending, and return the path. Creates the folder if needed.
-
-    Raises `ValueError` for an ending that is not in `FORMATS`.
-
-    >>> save_picture(None, "memory.gif")
-    Traceback (most recent call last):
-    ...
-    ValueError: path='memory.gif' ends in '.gif': expected .png, .svg or .pdf
-    """
-    path = Path(path)
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"path={str(path)!r} ends in {path.suffix!r}: expected {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Leave out metadata that changes from run to run, so that equal figures give equal files.
-    metadata: dict[str, Any] = {".png": {"Software": None}, ".svg": {"Date": None}}.get(
-        path.suffix.lower(), {"CreationDate": None}
-    )
-    with style(), written_whole(path) as new:
-        figure.savefig(new, metadata=metadata, format=path.suffix[1:].lower())
-    return str(path)
+    sizes = [[drawn(policy, lambda n, _: scaled_bytes(n, unit), total=True)] for policy in bars]
+    shares = [[drawn(policy, lambda n, whole: 100 * n / whole, total=False)] for policy in bars]
+    keys = [Key(_short(module), colour) for module, colour in colours.items()]
+    if any(phase == WORKING for bar in bars.values() for _, phase in bar):
+        keys.append(Key("hatched: recomputed or backward", "#777777", hatched=True))
+    panels = [
+        BarPanel("Bytes", f"on the device at the peak, {unit}", sizes),
+        BarPanel("Shares", "of each bar, %", shares, end=100.0),
+    ]
+    return bars_picture([_short(name) for name in bars], panels, keys, title)
 
 
 def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[str, str], int]]:
@@ -209,39 +172,6 @@ def _colours(bars: Mapping[str, Mapping[tuple[str, str], int]]) -> dict[str, str
     modules = dict.fromkeys(module for bar in bars.values() for module, _ in bar if module not in fixed)
     colours = dict(zip(modules, _COLOURS, strict=False))
     return colours | {name: colour for name, colour in fixed.items() if name in present}
-
-
-def _stack(axes: Axes, y: int, parts: Mapping[tuple[str, str], float], colours: Mapping[str, str]) -> None:
-    start = 0.0
-    for (module, phase), width in parts.items():
-        hatch = _HATCH if phase == WORKING else None
-        axes.barh(y, width, _HEIGHT, left=start, color=colours[module], hatch=hatch, edgecolor="white", linewidth=0.4)
-        start += width
-
-
-def _frame(axes: Axes, title: str, label: str, right: float) -> None:
-    axes.set_title(title, pad=8)
-    axes.set_xlabel(label)
-    axes.set_xlim(0, right)
-    axes.grid(True, axis="x")
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-
-
-def _legend(figure: Figure, colours: Mapping[str, str], bars: Mapping[str, Mapping[tuple[str, str], int]]) -> None:
-    from matplotlib.patches import Patch
-
-    entries = [Patch(facecolor=colour, label=_short(module)) for module, colour in colours.items()]
-    if any(phase == WORKING for bar in bars.values() for _, phase in bar):
-        entries.append(Patch(facecolor="#777777", hatch=_HATCH, edgecolor="white", label="hatched: recomputed or backward"))
-    figure.legend(
-        handles=entries, loc="outside lower center", ncols=_columns(entry.get_label() for entry in entries), labelcolor=INK
-    )
-
-
-def _columns(labels: Iterable[object]) -> int:
-    """The number of legend columns; a letter is about 0.075 inches wide, a patch half an inch."""
-    return max(1, min(4, int(9.6 / (0.6 + 0.075 * max(len(str(label)) for label in labels)))))
 
 
 def _short(name: str) -> str:

@@ -1,6 +1,7 @@
 """`doctor`: run a model once, observe its checkpointed regions, and report their mistakes.
 
 `watch` observes the regions, and `traps` judges them with a function for each known mistake.
+`Finding` has the fields of `remat_jax`'s, written again on purpose: `torch_ref` imports nothing of `remat_jax`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The weights of π0: of `torch_ref.Pi0`, whose parts have the names of `transformers`, and of OpenPI, mapped in `openpi`."""
+"""The weights of π0: of PyTorch's `Pi0`, whose parts have the names of `transformers`, and of OpenPI, mapped in `openpi`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The run process: the attached device's name, and its allocator's peak after one step of an exported program.
 
-It runs as a script, by path, so that it imports only JAX. A process runs one program, so that the peak is of that step alone.
-It compiles before any array is on the device and makes the arguments on the host, so that only the step adds to the peak.
+It runs as a script, by path, so that it imports only JAX; like `child.py` it therefore has its own end. A process runs one
+program, so that the peak is of that step alone. It compiles before any array is on the device and makes the arguments on the
+host, so that only the step adds to the peak.
 """
 
 from __future__ import annotations

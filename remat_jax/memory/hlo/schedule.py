@@ -8,7 +8,6 @@ and its stream is free. The line that waits for it delays compute until it is do
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -109,63 +108,6 @@ def _at_once(rates: Rates, late: Collection[str]) -> Rates:
         links = replace(links, **{name.replace("device_link", "device"): 0.0 for name in between})
     own = {name: 0.0 for name in late if name in ("launch_seconds", "copy_seconds")}
     return replace(rates, links=links, **own)  # type: ignore[arg-type]
-
-
-def read_overlap(
-    text: str | HloModule,
-    target: Target,
-    *,
-    flops_per_s: float | None = None,
-    hbm_bytes_per_s: float | None = None,
-    host_link_bytes_per_s: float | None = None,
-) -> Overlap:
-    """How far compute covers the host copies in the compiled module `text`, as simulated by `step_time`.
-
-    Args:
-      text: `compiled.as_text()` of a program compiled for a GPU.
-      target: gives the rates.
-      flops_per_s: one rate for all products of all dtypes, used instead of the target's; a kernel launch then takes no time.
-      hbm_bytes_per_s, host_link_bytes_per_s: rates used instead of the target's; `math.inf` ignores device memory traffic.
-
-    Raises:
-      ArgumentError: a rate is not positive, or neither given nor known for the target.
-
-    >>> from remat_jax.hardware import target
-    >>> text = '''
-    ... ENTRY %main (x: f32[250000000]) -> f32[250000000] {
-    ...   %x = f32[250000000]{0} parameter(0)
-    ...   %copy-start = (f32[250000000]{0:S(5)}, f32[250000000]{0}, u32[]) copy-start(%x)
-    ...   %y = f32[250000000]{0} negate(%x)
-    ...   %copy-done = f32[250000000]{0:S(5)} copy-done(%copy-start)
-    ...   ROOT %z = f32[250000000]{0} negate(%y)
-    ... }
-    ... '''
-    >>> found = read_overlap(text, target("h200"), hbm_bytes_per_s=4e12, host_link_bytes_per_s=50e9)
-    >>> found.out.bytes, found.out.seconds, round(found.out.covered, 3)
-    (1000000000, 0.02, 0.025)
-    """
-    given = {"hbm_bytes_per_s": hbm_bytes_per_s, "host_link_bytes_per_s": host_link_bytes_per_s}
-    for name, rate in given.items():
-        if rate is None and getattr(target, name) is None:
-            raise ArgumentError(
-                f"{name}: target={target.name!r} does not state this rate; name a GPU such as 'h200', or pass {name}="
-            )
-    for name, rate in {**given, "flops_per_s": flops_per_s}.items():
-        if rate is not None and not rate > 0:
-            raise ArgumentError(f"{name}={rate!r}: expected a positive number per second")
-    return step_time(text, target, _with(target, flops_per_s, hbm_bytes_per_s, host_link_bytes_per_s)).overlap
-
-
-def _with(target: Target, flops: float | None, memory: float | None, link: float | None) -> Rates:
-    """The rates of a target, except those given."""
-    if flops is None and not (target.peak_flops or target.reached or target.measured):
-        raise ArgumentError(f"flops_per_s: target={target.name!r} states no rate of matrix products; pass flops_per_s=")
-    rates = Rates.of(target)
-    if flops is not None:
-        rates = replace(rates, flops={"float32": flops}, launch_seconds=0.0, cores=None, products={})
-    if memory is not None:
-        rates = replace(rates, hbm_bytes_per_s=min(memory, sys.float_info.max))
-    return rates if link is None else replace(rates, out_bytes_per_s=link, in_bytes_per_s=link, copy_seconds=0.0)
 
 
 # --- simulating the schedule ------------------------------------------------------------------------------------------

@@ -86,6 +86,22 @@ class DecoderLayer(nn.Module):
         return self.self_attn(x, x, x, attn_mask=mask, need_weights=False)[0]
 
 
+class ToyModel(nn.Module):
+    """A single sigmoid.
+
+    >>> ToyModel()(torch.zeros(1)).item()
+    0.5
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the sigmoid to a tensor of any shape."""
+        return self.activation(x)
+
+
 class DecoderStack(nn.Module):
     """`num_layers` decoder layers, each a block that is called by keyword.
 

@@ -1,13 +1,9 @@
-"""The sizes and the inputs of π0 and π0.5, and the check that the inputs have these sizes."""
+"""The sizes and the inputs of π0 and π0.5, and the check that the inputs have these sizes: for both frameworks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
-
-import torch
-
-from torch_ref.errors import InvalidArgumentError
+from typing import Any, NamedTuple, Self
 
 
 @dataclass(frozen=True)
@@ -22,7 +18,7 @@ class Pi0Config:
         adaptive: π0.5: the time conditions the expert's norms, and there is no state token (the state is in the prompt).
 
     Raises:
-        InvalidArgumentError: if a size is too small, or does not divide another as it must.
+        ValueError: if a size is too small, or does not divide another as it must.
 
     >>> Pi0Config.pi05().prompt_length
     200
@@ -49,30 +45,28 @@ class Pi0Config:
 
     def __post_init__(self) -> None:
         if len(self.widths) != 2 or len(self.mlp_dims) != 2:
-            raise InvalidArgumentError(
+            raise ValueError(
                 f"widths is {self.widths} and mlp_dims is {self.mlp_dims}, expected two numbers each: the language model's"
                 " and the action expert's."
             )
         sizes = ("depth", "num_heads", "head_dim", "vision_width", "vision_mlp_dim", "vision_depth", "image_size", "num_images")
         for name in (*sizes, "vocab_size", "horizon", "action_dim"):
             if getattr(self, name) < 1:
-                raise InvalidArgumentError(
-                    f"{name} is {getattr(self, name)}, expected at least 1: the model has all its parts."
-                )
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1: the model has all its parts.")
         if self.prompt_length < 0:
-            raise InvalidArgumentError(f"prompt_length is {self.prompt_length}, expected at least 0.")
+            raise ValueError(f"prompt_length is {self.prompt_length}, expected at least 0.")
         if min(*self.widths, *self.mlp_dims) < 1:
-            raise InvalidArgumentError(
+            raise ValueError(
                 f"widths is {self.widths} and mlp_dims is {self.mlp_dims}, expected at least 1 each: the model has both "
                 "experts."
             )
         divisions = (("num_kv_heads", self.num_heads), ("vision_heads", self.vision_width), ("patch_size", self.image_size))
         for name, whole in divisions:
             if getattr(self, name) < 1 or whole % getattr(self, name):
-                raise InvalidArgumentError(f"{name} is {getattr(self, name)}, expected a divisor of {whole}.")
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a divisor of {whole}.")
         for name, value in (("head_dim", self.head_dim), ("widths[1]", self.widths[1])):
             if value % 2:
-                raise InvalidArgumentError(f"{name} is {value}, expected an even number: it is made of sines and cosines.")
+                raise ValueError(f"{name} is {value}, expected an even number: it is made of sines and cosines.")
 
     @property
     def image_tokens(self) -> int:
@@ -80,12 +74,12 @@ class Pi0Config:
         return self.num_images * (self.image_size // self.patch_size) ** 2
 
     @classmethod
-    def pi0(cls) -> Pi0Config:
+    def pi0(cls) -> Self:
         """The published π0: 3.2 billion parameters."""
         return cls((2048, 1024), (16384, 4096), 18, 8, 1, 256, 1152, 4304, 27, 16, 224, 14, 3, 257152, 48, 32, 50)
 
     @classmethod
-    def pi05(cls) -> Pi0Config:
+    def pi05(cls) -> Self:
         """The published π0.5."""
         return replace(cls.pi0(), prompt_length=200, adaptive=True)
 
@@ -94,45 +88,45 @@ class Observation(NamedTuple):
     """The robot's images, prompt and state.
 
     Attributes:
-        images: (batch, cameras, 3, image_size, image_size).
+        images: (batch, cameras, 3, image_size, image_size) in PyTorch, with the channels last in JAX.
         image_mask: (batch, cameras), false for a missing camera.
         prompt: token numbers (batch, prompt_length).
         prompt_mask: (batch, prompt_length), false for padding.
         state: (batch, action_dim); π0.5 does not read it.
 
-    >>> cameras = torch.zeros(1, 3, 3, 28, 28), torch.ones(1, 3, dtype=torch.bool)
-    >>> prompt = torch.zeros(1, 12, dtype=torch.long), torch.ones(1, 12, dtype=torch.bool)
-    >>> Observation(*cameras, *prompt, torch.zeros(1, 8)).state.shape
-    torch.Size([1, 8])
+    >>> Observation(None, None, None, None, "the state").state
+    'the state'
     """
 
-    images: torch.Tensor
-    image_mask: torch.Tensor
-    prompt: torch.Tensor
-    prompt_mask: torch.Tensor
-    state: torch.Tensor
+    images: Any
+    image_mask: Any
+    prompt: Any
+    prompt_mask: Any
+    state: Any
 
 
-def check_shapes(config: Pi0Config, observation: Observation, actions: torch.Tensor, time: torch.Tensor) -> None:
-    """Check that the arguments have the configuration's shapes.
+def check_shapes(
+    config: Pi0Config, observation: Observation, actions: Any, time: Any, *, image_shape: tuple[int, int, int]
+) -> None:
+    """Check that the arguments have the configuration's shapes, and an image `image_shape`.
 
     Raises:
-        InvalidArgumentError: naming every argument with a wrong shape.
+        ValueError: naming every argument with a wrong shape.
     """
     given = observation._asdict() | {"actions": actions, "time": time}
-    absent = [name for name, one in given.items() if not isinstance(one, torch.Tensor)]
+    absent = [name for name, array in given.items() if not hasattr(array, "shape")]
     if absent:
-        raise InvalidArgumentError(f"{', '.join(absent)}: expected tensors; give zeros for inputs that are not read.")
-    if not observation.images.is_floating_point():
-        raise InvalidArgumentError(
+        raise ValueError(f"{', '.join(absent)}: expected arrays; give zeros for inputs that are not read.")
+    if "float" not in str(observation.images.dtype):
+        raise ValueError(
             f"images have dtype {observation.images.dtype}, expected floating point: divide by 127.5 and subtract 1."
         )
-    if actions.dim() != 3:
-        raise InvalidArgumentError(f"actions has shape {tuple(actions.shape)}, expected (batch, horizon, action_dim).")
-    batch = len(actions)
-    cameras, size, prompt = (batch, config.num_images), config.image_size, (batch, config.prompt_length)
+    if len(actions.shape) != 3:
+        raise ValueError(f"actions has shape {tuple(actions.shape)}, expected (batch, horizon, action_dim).")
+    batch = actions.shape[0]
+    cameras, prompt = (batch, config.num_images), (batch, config.prompt_length)
     expected = {
-        "images": (*cameras, 3, size, size),
+        "images": (*cameras, *image_shape),
         "image_mask": cameras,
         "prompt": prompt,
         "prompt_mask": prompt,
@@ -146,4 +140,4 @@ def check_shapes(config: Pi0Config, observation: Observation, actions: torch.Ten
         if tuple(given[name].shape) != shape
     ]
     if wrong:
-        raise InvalidArgumentError("; ".join(wrong) + ". Resize images to image_size and pad prompts to prompt_length.")
+        raise ValueError("; ".join(wrong) + ". Resize images to image_size and pad prompts to prompt_length.")

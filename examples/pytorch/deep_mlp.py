@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from torch_ref.checkpoint import gradient_checkpoint_forward
 from torch_ref.errors import InvalidArgumentError
-from torch_ref.segments import check_segments, checkpoint_segments
+
+from .segments import check_segments, checkpoint_segments
 
 
 class MlpLayer(nn.Linear):
@@ -62,7 +63,7 @@ class DeepMLP(nn.Module):
         The flags put each block into one of the three modes of `gradient_checkpoint_forward`; the head is outside.
         `segments` cuts the list of layers instead, including the head: an integer is the number of segments for PyTorch's
         `checkpoint_sequential`; a sequence gives the indices at which the segments after the first begin
-        (`torch_ref.checkpoint_segments`). In both cases the last segment is not checkpointed.
+        (`checkpoint_segments`). In both cases the last segment is not checkpointed.
 
         Raises:
             InvalidArgumentError: if `segments` does not fit the number of layers, or is given together with a flag.

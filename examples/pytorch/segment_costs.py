@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_ref.segments import edges_of, kept_activations, most_activations, recomputed_layers
+from .segments import edges_of, kept_activations, most_activations, recomputed_layers
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,6 @@ class SegmentCost:
         executions: forward executions of all layers, including the head.
         matmuls: matrix multiplications in both passes.
 
-    >>> from torch_ref import deep_mlp_cost
     >>> plain, cut = deep_mlp_cost(16, batch=32, hidden_size=64), deep_mlp_cost(16, (8,), batch=32, hidden_size=64)
     >>> plain.saved_bytes > cut.saved_bytes, cut.executions - plain.executions  # the first segment again
     (True, 8)

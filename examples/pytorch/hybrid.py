@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from torch_ref.errors import InvalidArgumentError, NothingToOffloadError
-from torch_ref.train.offloaded import Offloaded, master_of
+
+from .offloaded import Offloaded, master_of
 
 MASTER = "master"
 """The key of a float32 master copy in `HybridOptimizer.state_dict`."""

@@ -35,6 +35,8 @@ from torch_ref.host import HostCopy
 from torch_ref.modes import mode_of
 from torch_ref.receipts import CallEntry, record_call, tensors_in
 
+__all__ = ["gradient_checkpoint_forward"]
+
 
 def gradient_checkpoint_forward(
     model: Callable[..., Any],
@@ -53,7 +55,7 @@ def gradient_checkpoint_forward(
     >>> import torch, torch_ref
     >>> x = torch.ones(2, 3, requires_grad=True)
     >>> with torch_ref.receipt() as r:
-    ...     y = torch_ref.faithful.gradient_checkpoint_forward(torch_ref.ToyModel(), False, True, x=x)
+    ...     y = torch_ref.faithful.gradient_checkpoint_forward(torch.nn.Sigmoid(), False, True, input=x)
     >>> r.bytes_offered, r.bytes_on_host
     (24, 0)
     """

@@ -2,7 +2,8 @@
 
 A checkpointed segment keeps its input and recomputes its interior in the backward pass. The last segment is not
 checkpointed, as in PyTorch's `checkpoint_sequential`, because its recomputation would directly follow its forward pass.
-The boundaries of a cut are the indices at which the segments after the first begin.
+The boundaries of a cut are the indices at which the segments after the first begin. `rj.checkpoint_sequential` cuts by the
+rule of `uniform_boundaries`; `parity_tests/test_deep_mlp_segments.py` compares them.
 """
 
 from __future__ import annotations
@@ -149,10 +150,10 @@ def checkpoint_segments(
     Raises:
         InvalidArgumentError: if there are no layers, or the boundaries do not fit them.
 
-    >>> import torch, torch_ref
-    >>> model = torch_ref.DeepMLP(num_layers=6, hidden_size=4, in_features=3)
+    >>> from examples.pytorch import DeepMLP
+    >>> model = DeepMLP(num_layers=6, hidden_size=4, in_features=3)
     >>> x = torch.ones(2, 3)
-    >>> bool((torch_ref.checkpoint_segments(model.layers, (2, 5), x) == model(x)).all())
+    >>> bool((checkpoint_segments(model.layers, (2, 5), x) == model(x)).all())
     True
     """
     functions = list(layers)

@@ -10,7 +10,7 @@ Written from the behaviour of `models_pytorch/pi0_pytorch.py` and `gemma_pytorch
    three times, and the outer checkpoint frees nothing.
 4. With the switch off, the layers and the final norms are still checkpointed in training.
 
-`torch_ref.Pi0` is the correct form: with its flags each layer runs twice, also in the tower.
+`examples.pytorch.Pi0` is the correct form: with its flags each layer runs twice, also in the tower.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from torch_ref.errors import InvalidArgumentError
-from torch_ref.faithful.openpi import Switched, TransformerWithExpert
-from torch_ref.models.pi0 import Pi0, beside, check_parts, flow, share
-from torch_ref.models.pi0_config import Observation, check_shapes
+
+from ...pi0_sizes import Observation
+from ..pi0 import Pi0, beside, check_inputs, check_parts, flow, share
+from .openpi import Switched, TransformerWithExpert
 
 
 class PaliGemmaWithExpertModel(TransformerWithExpert):
@@ -42,12 +43,12 @@ class PaliGemmaWithExpertModel(TransformerWithExpert):
 
 
 class PI0Pytorch(Switched):
-    """OpenPI's π0 and π0.5 around the parameters of a `torch_ref.Pi0`; values and gradients are those of that model.
+    """OpenPI's π0 and π0.5 around the parameters of an `examples.pytorch.Pi0`; values and gradients are those of that model.
 
     Raises:
         InvalidArgumentError: if `model` is none, or lacks a part such as its vision tower.
 
-    >>> from torch_ref import Pi0Config
+    >>> from examples.pytorch import Pi0Config
     >>> model = PI0Pytorch(Pi0(Pi0Config(depth=1)))
     >>> model.gradient_checkpointing_enable()
     >>> model.transformer.vision_tower.gradient_checkpointing
@@ -56,14 +57,14 @@ class PI0Pytorch(Switched):
 
     def __init__(self, model: Pi0) -> None:
         if not isinstance(model, Pi0):
-            raise InvalidArgumentError(f"model is a {type(model).__name__}, expected a torch_ref.Pi0.")
+            raise InvalidArgumentError(f"model is a {type(model).__name__}, expected a Pi0.")
         check_parts(model)
         super().__init__(PaliGemmaWithExpertModel(model))
         self.model = model
 
     def forward(self, observation: Observation, noisy_actions: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """Predict the velocity."""
-        check_shapes(self.model.config, observation, noisy_actions, time)
+        check_inputs(self.model.config, observation, noisy_actions, time)
         prefix = self._embed_prefix(observation)
         suffix, condition = self._embed_suffix(observation, noisy_actions, time, prefix.dtype)
         positions, bias = self.model.see(observation, prefix.dtype)
@@ -82,7 +83,7 @@ class PI0Pytorch(Switched):
         return self._apply_checkpoint(self.model.action_out_proj, suffix[:, -self.model.config.horizon :])
 
     def loss(self, observation: Observation, actions: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """The flow-matching loss, as `torch_ref.Pi0.loss`."""
+        """The flow-matching loss, as `examples.pytorch.Pi0.loss`."""
         noisy, velocity = flow(actions, noise, time)
         return (self(observation, noisy, time).to(actions.dtype) - velocity).square().mean()
 

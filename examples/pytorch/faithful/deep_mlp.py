@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 
 class DeepMLP(nn.Module):
-    """The tutorial's model: (batch, in_features) → (batch, 10); `torch_ref.DeepMLP` is correct, with the same parameters.
+    """The tutorial's model: (batch, in_features) → (batch, 10); the correct `DeepMLP` has the same parameters.
 
     >>> model = DeepMLP(num_layers=6, hidden_size=4, in_features=3)
     >>> bool((model(torch.ones(2, 3)) == model(torch.ones(2, 3, requires_grad=True), use_checkpoint=True)).all())

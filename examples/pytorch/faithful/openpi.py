@@ -1,4 +1,4 @@
-"""The gradient checkpointing switch of OpenPI's PyTorch code, with its quirks, on `torch_ref.JointDecoder`.
+"""The gradient checkpointing switch of OpenPI's PyTorch code, with its quirks, on `examples.pytorch.JointDecoder`.
 
 Written from the behaviour of `models_pytorch/pi0_pytorch.py`, `gemma_pytorch.py` and `scripts/train_pytorch.py`:
 
@@ -15,7 +15,7 @@ Written from the behaviour of `models_pytorch/pi0_pytorch.py`, `gemma_pytorch.py
 5. The random state is not restored: the gradient of a layer with dropout would use a different mask than its output.
 6. The training script checks `hasattr(model, "gradient_checkpointing_enable")`, and trains without checkpointing if false.
 
-`torch_ref.gradient_checkpointing_enable` is the correct form of the switch, `torch_ref.JointDecoder` of the calls.
+`torch_ref.gradient_checkpointing_enable` is the correct form of the switch, `examples.pytorch.JointDecoder` of the calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torch_ref.models.joint import JointDecoder
+from ..joint import JointDecoder
 
 logger = logging.getLogger(__name__)
 

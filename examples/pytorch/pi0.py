@@ -5,7 +5,7 @@ the prefix. Each stream has its own weights, and a layer's attention runs over b
 actions to noise (flow matching).
 
 Black et al., "π0: A Vision-Language-Action Flow Model for General Robot Control", 2024; π0.5, 2025.
-`torch_ref.faithful.PI0Pytorch` checkpoints this model as OpenPI does.
+`faithful.PI0Pytorch` checkpoints this model as OpenPI does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch import nn
 
 from torch_ref.checkpoint import gradient_checkpoint_forward
 from torch_ref.errors import InvalidArgumentError
-from torch_ref.models.gemma import (
+
+from ..pi0_sizes import Observation, Pi0Config, check_shapes
+from .gemma import (
     AdaptiveRMSNorm,
     GemmaAttentionWeights,
     GemmaMlp,
@@ -30,8 +32,7 @@ from torch_ref.models.gemma import (
     rotations,
     wide,
 )
-from torch_ref.models.pi0_config import Observation, Pi0Config, check_shapes
-from torch_ref.models.siglip import SiglipTower
+from .siglip import SiglipTower
 
 MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
 PARTS = (
@@ -172,7 +173,7 @@ class Pi0(nn.Module):
             InvalidArgumentError: if an argument has another shape than the configuration says, or the model lacks a part.
         """
         check_parts(self)
-        check_shapes(self.config, observation, noisy_actions, time)
+        check_inputs(self.config, observation, noisy_actions, time)
         flags = (use_gradient_checkpointing, use_gradient_checkpointing_offload)
         # All cameras at once: each layer of the tower runs once.
         images = self.embed_image(observation.images.flatten(0, 1), *flags).unflatten(0, observation.images.shape[:2])
@@ -259,6 +260,11 @@ def check_parts(model: Pi0) -> None:
     missing = unset + [name for name in PARTS if name not in unset and getattr(model, name, None) is None]
     if missing:
         raise InvalidArgumentError(f"model lacks {', '.join(missing)}, expected a Pi0 with all its parts: build a new one.")
+
+
+def check_inputs(config: Pi0Config, observation: Observation, actions: torch.Tensor, time: torch.Tensor) -> None:
+    """Check that the arguments have the configuration's shapes, with an image's channels first."""
+    check_shapes(config, observation, actions, time, image_shape=(3, config.image_size, config.image_size))
 
 
 def share(config: Pi0Config, positions: torch.Tensor, bias: torch.Tensor, condition: torch.Tensor | None) -> Shared:

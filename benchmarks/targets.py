@@ -1,0 +1,19 @@
+"""`python -m benchmarks.targets`: the table of docs/hardware.md, of nominal rates."""
+
+from __future__ import annotations
+
+from benchmarks.figures import markdown
+from remat_jax.hardware import Target, target, targets
+from remat_jax.report import format_bytes
+
+
+def row(one: Target) -> tuple[str, ...]:
+    """The cells of one GPU; all named GPUs have these rates."""
+    rates = (one.hbm_bytes_per_s or 0) / 1e9, (one.host_link_bytes_per_s or 0) / 1e9
+    flops = f"{one.peak_flops['bfloat16'] / 1e12:,.0f} TFLOP/s"
+    return f"`{one.name}`", format_bytes(one.memory_bytes), *(f"{rate:,.0f} GB/s" for rate in rates), flops, one.description
+
+
+if __name__ == "__main__":
+    columns = ["target", "memory", "its rate", "to the host, each way", "bfloat16", "what it is"]
+    print(markdown(columns, [row(target(name)) for name in targets() if target(name).kind == "gpu"]))

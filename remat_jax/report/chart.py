@@ -1,0 +1,165 @@
+"""Points and lines over two axes, each point with its name where there is room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from remat_jax.report.labels import Box, boxes_along, place_labels
+from remat_jax.report.svg import GREY, VERMILLION, WIDTH, Key, Picture, Place, Scale, legend_height, text_width
+
+_LETTERS = 12
+
+
+@dataclass(frozen=True)
+class Series:
+    """One quantity.
+
+    Attributes:
+        label: its name in the legend; empty for a series that the legend does not name.
+        colour: the colour of line, marks and names.
+        line: points (x, y) to join. May be empty.
+        points: points (x, y) to mark. May be empty.
+        hollow: for each marked point, whether its mark is hollow; empty for none.
+        names: for each marked point, the text beside it; empty for none.
+        shape, size: of the marks.
+        dashed, faint: the look of the line.
+        rings: points to ring.
+    """
+
+    label: str
+    colour: str
+    line: Sequence[Place] = ()
+    points: Sequence[Place] = ()
+    hollow: Sequence[bool] = ()
+    names: Sequence[str] = ()
+    shape: str = "circle"
+    size: float = 5.0
+    dashed: bool = False
+    faint: bool = False
+    rings: Sequence[Place] = ()
+
+    @property
+    def key(self) -> Key:
+        """The legend's entry."""
+        shape = self.shape if self.points or self.rings else ""
+        return Key(self.label, self.colour, shape, hollow=bool(self.rings), line=bool(self.line), dashed=self.dashed)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One system of axes.
+
+    Attributes:
+        title, xlabel, ylabel: the texts.
+        series: what is drawn, the first at the back.
+        binary_x, binary_y: whether an axis is logarithmic to base 2.
+        from_zero: whether the y axis begins at zero.
+        percent: whether y values are shares.
+        limit: the name and the x value of a dashed vertical line.
+        keys: further entries of the legend.
+    """
+
+    title: str
+    xlabel: str
+    ylabel: str
+    series: Sequence[Series] = field(default_factory=tuple)
+    binary_x: bool = False
+    binary_y: bool = False
+    from_zero: bool = False
+    percent: bool = False
+    limit: tuple[str, float] | None = None
+    keys: Sequence[Key] = ()
+
+
+def chart(panels: Sequence[Panel], height: float = 460.0, note: str = "") -> Picture:
+    """The panels side by side, each with its legend below, and a note at the foot.
+
+    Raises:
+        ValueError: there is no panel, or a panel has no point to draw.
+
+    >>> picture = chart([Panel("t", "x", "y", [Series("a", "#222222", [(1, 2), (2, 3)], [(1, 2)])])])
+    >>> picture.svg().count("<circle"), ">a<" in picture.svg()  # the point and its key
+    (2, True)
+    """
+    if not panels:
+        raise ValueError("panels is empty: expected at least one")
+    for position, panel in enumerate(panels):
+        if not _places(panel):
+            raise ValueError(f"panels[{position}] has no point to draw: give its series some")
+    width = WIDTH / len(panels)
+    legends = [[series.key for series in panel.series if series.label] + list(panel.keys) for panel in panels]
+    below = max(legend_height(keys, width - 90) for keys in legends)
+    picture = Picture(height + below + 24 * bool(note))
+    for at, (panel, keys) in enumerate(zip(panels, legends, strict=True)):
+        _draw(picture, panel, (width * at + 78, 40, width * (at + 1) - 16, height - 62))
+        picture.legend(keys, width * at + 78, height - 8, width - 90)
+    if note:
+        picture.text((12, height + below + 12), note, size=12, colour=GREY)
+    return picture
+
+
+def _places(panel: Panel) -> list[Place]:
+    return [place for series in panel.series for place in (*series.line, *series.points, *series.rings)]
+
+
+def _draw(picture: Picture, panel: Panel, area: Box) -> None:
+    left, top, right, bottom = area
+    xs, ys = zip(*_places(panel), strict=True)
+    limits = [] if panel.limit is None else [panel.limit[1]]
+    x = Scale(*_spread([*xs, *limits], panel.binary_x, 0.08), left, right, panel.binary_x)
+    low, high = _spread(ys, panel.binary_y, 0.12)
+    y = Scale(0.0 if panel.from_zero and not panel.binary_y else low, high, bottom, top, panel.binary_y)
+    picture.text((left, top - 16), panel.title, size=14, look='font-weight="bold"')
+    picture.x_axis(x, top, bottom, panel.xlabel)
+    picture.y_axis(y, left, right, panel.ylabel, "{:.0%}".format if panel.percent else "{:g}".format)
+    if panel.limit is not None:
+        name, value = panel.limit
+        picture.line([(x(value), top), (x(value), bottom)], VERMILLION, 1.3, dashed=True)
+        picture.text((x(value) - 6, top + 13), name, size=_LETTERS, colour=VERMILLION, anchor="end")
+
+    def at(places: Sequence[Place]) -> list[Place]:
+        return [(x(across), y(up)) for across, up in places]
+
+    for series in panel.series:
+        if series.line:
+            picture.line(at(series.line), series.colour, 1.8, dashed=series.dashed, opacity=0.35 if series.faint else 1.0)
+    for series in panel.series:
+        for index, place in enumerate(at(series.points)):
+            says = f"{series.names[index]}: " if series.names else ""
+            says += f"{series.points[index][0]:.4g}, {series.points[index][1]:.4g}"
+            is_hollow = bool(series.hollow) and series.hollow[index]
+            picture.mark(series.shape, place, series.colour, series.size, hollow=is_hollow, says=says)
+        for place in at(series.rings):
+            picture.mark(series.shape, place, series.colour, 11, fill="none")
+    taken = [box for series in panel.series for box in boxes_along(at(series.line))]
+    taken += [(px - 5, py - 5, px + 5, py + 5) for series in panel.series for px, py in at(series.points) if not series.names]
+    named = [
+        (place, name, series.colour)
+        for series in panel.series
+        for place, name in zip(at(series.points), series.names, strict=bool(series.names))
+        if name
+    ]
+    _name(picture, named, area, taken)
+
+
+def _name(picture: Picture, named: Sequence[tuple[Place, str, str]], area: Box, taken: Sequence[Box]) -> None:
+    """Write each name beside its point, clear of points, lines and other names, joined to a point that is far."""
+    sizes = [(text_width(name, _LETTERS) + 8, _LETTERS * 1.2) for _, name, _ in named]
+    boxes = place_labels([place for place, _, _ in named], sizes, area, taken=taken)
+    for (place, name, colour), (left, top, right, bottom) in zip(named, boxes, strict=True):
+        nearest = (min(max(place[0], left), right), min(max(place[1], top), bottom))
+        if math.dist(nearest, place) > 20:
+            picture.line([place, nearest], GREY, 0.8)
+        picture.text((left + 4, bottom - 0.3 * _LETTERS), name, size=_LETTERS, colour=colour)
+
+
+def _spread(values: Sequence[float], binary: bool, share: float) -> tuple[float, float]:
+    """The least and the largest value with a margin of `share` of their distance."""
+    if binary:
+        low, high = _spread([math.log2(value) for value in values], False, share)
+        return 2.0**low, 2.0**high
+    low, high = min(values), max(values)
+    margin = share * (high - low or abs(high) or 1.0)
+    return low - margin, high + margin

@@ -1,0 +1,216 @@
+"""The renderer of every picture: lines, marks, bars, text, axes and legends, written as one SVG file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from remat_jax.report.document import escaped, write_whole
+
+# The palette of Okabe and Ito, which colour-blind readers can distinguish.
+BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
+INK, GREY, EDGE, GRID, WHITE = "#222222", "#757575", "#bbbbbb", "#e6e6e6", "#ffffff"
+
+WIDTH = 1000.0
+"""The width of a picture in pixels."""
+FORMATS = (".svg",)
+SHAPES = ("circle", "square", "diamond", "triangle")
+
+_OUTLINES = {
+    "square": ((-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)),
+    "diamond": ((0, -1.25), (1.25, 0), (0, 1.25), (-1.25, 0)),
+    "triangle": ((0, -1.2), (1.1, 0.8), (-1.1, 0.8)),
+}
+_HATCH = (
+    '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    f'<line y2="7" stroke="{WHITE}" stroke-width="3.5"/></pattern></defs>'
+)
+_ROW = 22.0
+
+Place = tuple[float, float]
+Write = Callable[[float], str]
+_PLAIN: Write = "{:g}".format
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values from `low` to `high` as pixels from `start` to `end`; `binary` for a logarithmic scale to base 2.
+
+    >>> Scale(0, 10, 100, 200)(5), Scale(0, 10, 100, 200).ticks(5), Scale(3, 70, 0, 1, binary=True).ticks(9)
+    (150.0, [0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [4.0, 8.0, 16.0, 32.0, 64.0])
+    """
+
+    low: float
+    high: float
+    start: float
+    end: float
+    binary: bool = False
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value."""
+        low, high, at = map(math.log2, (self.low, self.high, value)) if self.binary else (self.low, self.high, value)
+        return self.start + (self.end - self.start) * (at - low) / (high - low)
+
+    def ticks(self, most: int) -> list[float]:
+        """About `most` round values, or at most so many powers of two."""
+        if self.binary:
+            powers = range(math.ceil(math.log2(self.low)), math.floor(math.log2(self.high)) + 1)
+            return [2.0**power for power in powers[:: math.ceil(len(powers) / most) or 1]]
+        raw = (self.high - self.low) / most
+        power = 10.0 ** math.floor(math.log10(raw))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
+        return [step * n for n in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
+
+
+@dataclass(frozen=True)
+class Key:
+    """An entry of a legend: a bar (`shape` empty), a mark, a line, or a mark on a line."""
+
+    label: str
+    colour: str
+    shape: str = ""
+    hollow: bool = False
+    hatched: bool = False
+    line: bool = False
+    dashed: bool = False
+
+
+class Picture:
+    """A picture of WIDTH pixels; `parts` are its elements in the order of drawing.
+
+    >>> picture = Picture(40)
+    >>> picture.bar(0, 0, 10, 20, BLUE, says="10 MiB")
+    >>> "<title>10 MiB</title>" in picture.svg()
+    True
+    """
+
+    def __init__(self, height: float) -> None:
+        self.height = height
+        self.parts: list[str] = []
+
+    def svg(self) -> str:
+        """The file's text; equal pictures have equal texts."""
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {self.height:g}" width="{WIDTH:g}" '
+            f'height="{self.height:g}" font-family="DejaVu Sans, Verdana, sans-serif" font-size="13">{_HATCH}\n'
+            f'<rect width="100%" height="100%" fill="{WHITE}"/>\n' + "\n".join(self.parts) + "\n</svg>\n"
+        )
+
+    def line(
+        self, places: Iterable[Place], colour: str, width: float = 1.0, *, dashed: bool = False, opacity: float = 1.0
+    ) -> None:
+        """A line through `places`."""
+        path = "L".join(f"{x:.2f} {y:.2f}" for x, y in places)
+        look = ' stroke-dasharray="6 4"' * dashed + f' stroke-opacity="{opacity:g}"' * (opacity != 1)
+        self.parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"{look}/>')
+
+    def bar(
+        self, x: float, y: float, width: float, height: float, colour: str, *, hatched: bool = False, says: str = ""
+    ) -> None:
+        """A filled rectangle; `says` is its tooltip."""
+        for fill in (colour, "url(#hatch)") if hatched else (colour,):
+            self.parts.append(
+                f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}" '
+                f'stroke="{WHITE}" stroke-width=".5">{_tooltip(says)}</rect>'
+            )
+
+    def mark(
+        self, shape: str, place: Place, colour: str, size: float = 5.0, *, hollow: bool = False, says: str = "", fill: str = ""
+    ) -> None:
+        """A mark of `SHAPES` at `place`; a hollow mark is white inside unless `fill` says otherwise."""
+        x, y = place
+        look = f'fill="{fill or (WHITE if hollow else colour)}" stroke="{colour}" stroke-width="1.8"'
+        if shape == "circle":
+            self.parts.append(f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{size:g}" {look}>{_tooltip(says)}</circle>')
+            return
+        corners = " ".join(f"{x + size * across:.2f},{y + size * down:.2f}" for across, down in _OUTLINES[shape])
+        self.parts.append(f'<polygon points="{corners}" {look}>{_tooltip(says)}</polygon>')
+
+    def text(
+        self, place: Place, text: str, *, size: float = 13, colour: str = INK, anchor: str = "start", look: str = ""
+    ) -> None:
+        """Text on the line of `place`; `look` has further attributes."""
+        if not text:
+            return
+        x, y = place
+        attributes = f'x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" fill="{colour}" text-anchor="{anchor}" {look}'
+        self.parts.append(f"<text {attributes.rstrip()}>{escaped(text)}</text>")
+
+    def x_axis(self, scale: Scale, top: float, bottom: float, label: str, write: Write = _PLAIN) -> None:
+        """Vertical grid lines with their values below, and the axis."""
+        for value in scale.ticks(max(2, round((scale.end - scale.start) / 62))):
+            self.line([(scale(value), top), (scale(value), bottom)], GRID)
+            self.text((scale(value), bottom + 19), write(round(value, 9)), anchor="middle")
+        self.line([(scale.start, bottom), (scale.end, bottom)], EDGE)
+        self.text(((scale.start + scale.end) / 2, bottom + 41), label, anchor="middle")
+
+    def y_axis(self, scale: Scale, left: float, right: float, label: str, write: Write = _PLAIN) -> None:
+        """Horizontal grid lines with their values at the left, and the axis."""
+        for value in scale.ticks(8):
+            self.line([(left, scale(value)), (right, scale(value))], GRID)
+            self.text((left - 8, scale(value) + 4.5), write(round(value, 9)), anchor="end")
+        self.line([(left, scale.start), (left, scale.end)], EDGE)
+        middle = (scale.start + scale.end) / 2
+        self.text((left - 58, middle), label, anchor="middle", look=f'transform="rotate(-90 {left - 58:.2f} {middle:.2f})"')
+
+    def legend(self, keys: Sequence[Key], left: float, top: float, width: float) -> None:
+        """The keys from left to right in rows of `width`; `legend_height` says how high they are."""
+        for key, (across, down) in zip(keys, _flow(keys, width), strict=True):
+            x, y = left + across, top + down + _ROW / 2
+            if key.line:
+                self.line([(x, y), (x + 26, y)], key.colour, 1.8, dashed=key.dashed)
+            if key.shape:
+                self.mark(key.shape, (x + 13, y), key.colour, hollow=key.hollow)
+            if not key.line and not key.shape:
+                self.bar(x, y - 6, 26, 12, key.colour, hatched=key.hatched)
+            self.text((x + 34, y + 4), key.label, size=12)
+
+    def save(self, path: str | Path) -> str:
+        """Write the picture to `path` and return the path. Creates the folder if needed.
+
+        Raises `ValueError` for an ending other than .svg.
+
+        >>> Picture(9).save("memory.png")
+        Traceback (most recent call last):
+        ...
+        ValueError: path='memory.png' ends in '.png': pictures are written as SVG; expected a name that ends in .svg
+        """
+        path = Path(path)
+        if path.suffix.lower() not in FORMATS:
+            raise ValueError(
+                f"path={str(path)!r} ends in {path.suffix!r}: pictures are written as SVG; expected a name that ends in .svg"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return str(write_whole(path, self.svg()))
+
+
+def legend_height(keys: Sequence[Key], width: float) -> float:
+    """The height of a legend in `width` pixels."""
+    return max((down + _ROW for _, down in _flow(keys, width)), default=0.0)
+
+
+def text_width(text: str, size: float = 13) -> float:
+    """The width of `text` in pixels, estimated from the letters of DejaVu Sans.
+
+    >>> text_width("ill") < text_width("MMM") / 2
+    True
+    """
+    return size * sum(0.34 if one in "iljIft.,:;'|!/()[] " else 0.9 if one in "mwMW@%" else 0.64 for one in text)
+
+
+def _flow(keys: Sequence[Key], width: float) -> list[Place]:
+    """The places of the keys in a legend, from its upper left corner."""
+    places, across, down = [], 0.0, 0.0
+    for key in keys:
+        needed = 34 + text_width(key.label, 12)
+        if across and across + needed > width:
+            across, down = 0.0, down + _ROW
+        places.append((across, down))
+        across += needed + 22
+    return places
+
+
+def _tooltip(says: str) -> str:
+    return f"<title>{escaped(says)}</title>" if says else ""

@@ -1,0 +1,96 @@
+"""Charts of `remat_jax.report`: what is drawn, and that it is what was given."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations, pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from remat_jax.report.chart import Panel, Series, chart
+from remat_jax.report.labels import boxes_along, place_labels
+from remat_jax.report.svg import INK, VERMILLION, text_width
+
+SVG = "{http://www.w3.org/2000/svg}"
+CLAIM = Series("claim", INK, [(4, 1.0), (16, 0.5)], dashed=True)
+RESULT = Series("measured", VERMILLION, [(4, 0.25), (16, 0.3)], [(4, 0.25), (16, 0.3)])
+EIGHTHS = [n / 8 for n in range(8)]
+PANEL = Panel("Work", "layers", "share", [CLAIM, RESULT], binary_x=True, percent=True, from_zero=True)
+
+
+def drawn(*panels):
+    return ElementTree.fromstring(chart(panels).svg())
+
+
+def texts(root):
+    return [one.text for one in root.iter(f"{SVG}text")]
+
+
+def test_lines_are_joined_and_points_are_marked_at_the_same_places():
+    root = drawn(PANEL)
+    dashed = [one for one in root.iter(f"{SVG}path") if one.get("stroke-dasharray")]
+    assert [one.get("stroke") for one in dashed] == [INK, INK]  # the line and its key
+    marks = [(one.get("cx"), one.get("cy")) for one in root.iter(f"{SVG}circle")]
+    joined = next(one.get("d") for one in root.iter(f"{SVG}path") if one.get("stroke") == VERMILLION)
+    assert len(marks) == 3 and joined == "M" + "L".join(" ".join(place) for place in marks[:2])
+    assert {"claim", "measured", "Work", "layers", "share"} <= set(texts(root))
+
+
+def test_values_are_where_the_ticks_say():
+    """4, 8 and 16 are equally far apart, and the point of 25 % is a quarter of the way from 0 % to 100 %."""
+    root = drawn(PANEL)
+    at = {one.text: (float(one.get("x")), float(one.get("y"))) for one in root.iter(f"{SVG}text")}
+    assert at["8"][0] - at["4"][0] == pytest.approx(at["16"][0] - at["8"][0], abs=0.02)
+    first = next(iter(root.iter(f"{SVG}circle")))
+    share = (at["0%"][1] - float(first.get("cy")) - 4.5) / (at["0%"][1] - at["100%"][1])
+    assert share == pytest.approx(0.25, abs=1e-3) and float(first.get("cx")) == pytest.approx(at["4"][0], abs=0.02)
+
+
+def test_ticks_are_written_plainly():
+    found = texts(drawn(Panel("t", "x", "y", [Series("a", INK, [(4, 1), (256, 128)])], True, True)))
+    assert {"4", "64", "256", "2", "128"} <= set(found) and not any("." in text for text in found)
+
+
+def test_panels_stand_side_by_side():
+    root = drawn(PANEL, Panel("Other", "x", "y", [RESULT], binary_y=True))
+    at = {one.text: float(one.get("x")) for one in root.iter(f"{SVG}text")}
+    assert at["Other"] - at["Work"] == 500 and "0.25" in texts(root)
+
+
+def test_names_cover_neither_names_nor_points_nor_lines():
+    points = [(1.0, 122.0), (1.29, 14.0), (1.31, 14.0), (1.33, 14.0), (1.0, 122.5), (1.41, 0.0)]
+    names = ["off", "checkpoint", "the same", "again", "off", "a name that is long"]
+    line = sorted(points)
+    root = drawn(Panel("t", "x", "y", [Series("a", INK, line, points, names=names)]))
+    joined = next(one.get("d") for one in root.iter(f"{SVG}path") if one.get("stroke") == INK)
+    corners = [tuple(map(float, corner.split())) for corner in joined[1:].split("L")]
+    marks = [((1 - at) * a + at * c, (1 - at) * b + at * d) for (a, b), (c, d) in pairwise(corners) for at in EIGHTHS]
+    boxes = []
+    for one in root.iter(f"{SVG}text"):
+        if one.text in names and one.get("font-size") == "12":
+            left, bottom = float(one.get("x")), float(one.get("y"))
+            boxes.append((left, bottom - 10, left + text_width(one.text, 12), bottom + 2))
+    marks += [(float(one.get("cx")), float(one.get("cy"))) for one in root.iter(f"{SVG}circle")]
+    assert len(boxes) == 6 and len(marks) == 5 * 8 + 7
+    assert [(a, b) for a, b in combinations(boxes, 2) if a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]] == []
+    assert [(box, x) for box in boxes for x, y in marks if box[0] < x < box[2] and box[1] < y < box[3]] == []
+    assert all(70 <= box[0] and box[2] <= 1000 for box in boxes)
+
+
+def test_a_name_keeps_clear_of_a_line():
+    (box,) = place_labels([(50, 50)], [(20, 10)], (0, 0, 100, 100), taken=boxes_along([(50, 50), (100, 50)]))
+    assert not box[1] < 50 < box[3] or box[2] < 50
+
+
+def test_a_limit_is_named_and_in_view():
+    picture = chart([Panel("t", "x", "y", [RESULT], limit=("budget", 40.0))])
+    x = re.search(r'd="M([\d.]+) [^"]*" fill="none" stroke="#D55E00" stroke-width="1.3" stroke-dasharray', picture.svg())
+    assert x is not None and 900 < float(x[1]) < 985 and ">budget<" in picture.svg()
+
+
+def test_nothing_to_draw_is_refused():
+    with pytest.raises(ValueError, match="panels is empty"):
+        chart([])
+    with pytest.raises(ValueError, match=r"panels\[1\] has no point to draw"):
+        chart([PANEL, Panel("t", "x", "y", [Series("a", INK)])])
