@@ -79,6 +79,16 @@ def test_another_mesh_is_refused(plan):
         jax.eval_shape(plan.apply(loss_of()), PARAMS, TOKENS)
 
 
+def test_arrays_on_another_mesh_are_refused_where_no_mesh_is_set(plan):
+    """The arrays say which mesh they are on, in a jit too: one of two devices of which only types are needed."""
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    tokens = jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype, sharding=place)
+    for call in (plan.apply(loss_of()), jax.jit(jax.grad(plan.apply(loss_of())))):
+        with pytest.raises(PlanningError, match="the mesh one device, called under data=2"):
+            jax.eval_shape(call, PARAMS, tokens)
+
+
 def test_what_it_was_made_for_is_in_its_file_and_older_files_are_read(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     loaded = rj.Plan.load(tmp_path / "plan.json")

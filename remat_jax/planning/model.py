@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from jax.sharding import NamedSharding
 
 from remat_jax import compat
 from remat_jax.apply import scope
@@ -101,7 +102,7 @@ class Model:
         if missing is not None:
             instead = [one for one in given if there[one[1:]] > 0]
             raise PlanningError(f"{told} was {_planned_for(missing, instead, fn)}. {_REMEDY}")
-        mesh = _axes(jax.sharding.get_abstract_mesh())
+        mesh = _axes(jax.sharding.get_abstract_mesh()) or _axes_of_arrays((args, kwargs))
         if self.mesh is not None and mesh and mesh != self.mesh:
             planned, called = (", ".join(f"{axis}={size}" for axis, size in one) or "one device" for one in (self.mesh, mesh))
             raise PlanningError(f"{told} was planned for the mesh {planned}, called under {called}. {_REMEDY}")
@@ -154,6 +155,12 @@ def _regions(function: Callable[..., Any], arguments: Sequence[Any]) -> int | No
         return count_regions(jax.make_jaxpr(function)(*arguments))
     except UnsupportedError:
         return None
+
+
+def _axes_of_arrays(tree: Any) -> tuple[tuple[str, int], ...]:
+    """The axes of the mesh that arrays are on, for a step whose mesh is not set (`jax.set_mesh`); () for a single device."""
+    shardings = (getattr(compat.type_of(leaf), "sharding", None) for leaf in jax.tree.leaves(tree) if compat.is_array(leaf))
+    return next((axes for one in shardings if isinstance(one, NamedSharding) and (axes := _axes(one.mesh))), ())
 
 
 def _axes(mesh: Any) -> tuple[tuple[str, int], ...]:
