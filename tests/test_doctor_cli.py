@@ -80,7 +80,7 @@ def test_json_is_one_object_with_what_the_library_says(file):
     [
         (["train.py:job", "-p", "ful"], "Did you mean 'full'"),
         (["train.py:job", "--target", "h2000"], "h2000"),
-        (["train.py:job", "--target", "cpu"], "no GPU"),
+        (["train.py:job", "--target", "cpu"], "not a GPU"),
         (["train.py:jobs"], "has no 'jobs'"),
         (["train.py:job", "--timeout", "0"], "timeout=0.0: expected a positive number of seconds"),
     ],

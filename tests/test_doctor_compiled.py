@@ -193,5 +193,5 @@ def test_what_is_refused_is_not_compiled():
 
 
 def test_a_target_that_is_no_gpu():
-    with pytest.raises(ArgumentError, match="'cpu' is no GPU"):
+    with pytest.raises(ArgumentError, match="'cpu' is not a GPU"):
         rj.doctor(job(), "full", target="cpu")
