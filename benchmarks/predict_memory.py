@@ -28,7 +28,6 @@ CALIBRATION_SEED, POLICY_SEED = 1, 2
 DECODER, MLP_ROWS = {"width": 1024, "heads": 16, "batch": 4, "length": 1024, "vocab": 4096}, 8192
 
 
-@functools.cache
 class MlpBlock(nn.Module):
     """LayerNorm, up, GELU, down, added to the input."""
 

@@ -309,7 +309,11 @@ def test_rows_may_be_dataclass_instances():
     ("rows", "error", "message"),
     [
         ([], ValueError, r"rows is empty: expected at least one row"),
-        ([ROWS[0], {"framework": "x"}], ValueError, r"rows\[1\] lacks model, mode, .*: give these keys, with None where"),
+        (
+            [ROWS[0], {"framework": "x"}],
+            ValueError,
+            r"rows\[1\] lacks model, mode, .*: give them, as None where",
+        ),
         ([{**ROWS[0], "peak_bytes": {"a100": 1}}], ValueError, r"rows\[0\]\['peak_bytes'\] has \['a100'\]: expected"),
         ([{**ROWS[0], "relative_time": math.nan}], ValueError, r"rows\[0\]\['relative_time'\]=nan: expected a ratio"),
         ([{**ROWS[0], "relative_time": 0}], ValueError, r"rows\[0\]\['relative_time'\]=0: expected a ratio above 0"),

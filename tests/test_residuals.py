@@ -201,7 +201,7 @@ def test_a_checkpoint_of_the_models_own_around_the_blocks_is_told(scan):
     assert len(set(kept.values())) == 1 and kept["full"][2] == 0
     told = rj.residuals(job, "dots")
     assert "own_checkpoints='keep'" in str(told.warning) and told.to_dict()["warning"] == told.warning
-    assert "checkpoints of the model's own" in str(told) and rj.measure(job, "dots").warnings == (told.warning,)
+    assert "replaces these checkpoints" in str(told) and rj.measure(job, "dots").warnings == (told.warning,)
     assert totals(freed, "everything")[0] > totals(freed, "full")[0] == kept["full"][0]
     assert rj.residuals(freed, "full").warning is rj.residuals(freed, "everything").warning is None
     assert rj.measure(freed, "full").warnings == ()

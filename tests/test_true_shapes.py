@@ -183,7 +183,7 @@ def test_flags_hold_while_compiling_and_no_longer(monkeypatch: pytest.MonkeyPatc
     [
         (["--targets", "h100"], "budget=''"),
         (["--targets", "h1=80GB"], "h1"),
-        (["--targets", "h100=90GB"], "and the h100 has"),
+        (["--targets", "h100=90GB"], "but the h100 has"),
         (["--targets", "h100=80GB+much"], "host_budget='much'"),
         (["--policies", "fulll"], "Did you mean 'full'?"),
     ],

@@ -17,7 +17,7 @@ from remat_jax.memory import MemoryReport, residuals
 from remat_jax.memory.measure import measure_many
 from remat_jax.memory.residuals import ResidualTable
 from remat_jax.planning import Plan
-from remat_jax.planning.problem import Described, describe, extra_seconds, recompute_flops
+from remat_jax.planning.problem import Described, describe, extra_seconds, keeping_seconds, recompute_flops
 from remat_jax.policy import NAMED, as_block_policy, is_off
 from remat_jax.warning import silenced
 from remat_jax.workload import Workload
@@ -190,18 +190,13 @@ def _estimated(described: Described | None, policy: Any, memory: MemoryReport) -
     """Seconds of a step, the excess over saving everything, and recomputed FLOPs; None if unknown."""
     if described is None or (memory.residual_host_bytes and described.stack.link is None):
         return None, None, None
-    wanted = {block: _kept(one) for block, one in policy.items()} if isinstance(policy, Mapping) else _kept(policy)
+    by_block = isinstance(policy, Mapping)
+    wanted = {block: as_block_policy(one) for block, one in policy.items()} if by_block else as_block_policy(policy)
     try:
         extra = extra_seconds(described, wanted)
-        over = extra - extra_seconds(described, "everything")
-        return described.base_seconds + extra, over, recompute_flops(described, wanted)
+        return described.base_seconds + extra, extra - keeping_seconds(described), recompute_flops(described, wanted)
     except PlanningError:
         return None, None, None  # one of JAX's policy objects, unknown before tracing
-
-
-def _kept(policy: Any) -> Any:
-    """A policy that saves the same arrays and has a price: `off` has none, and saves everything."""
-    return "everything" if _is_off(policy) else as_block_policy(policy)
 
 
 def _with_names(policy: Any) -> Any:

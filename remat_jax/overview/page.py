@@ -13,6 +13,7 @@ from remat_jax.planning import Plan
 from remat_jax.planning.explain import explanation
 from remat_jax.planning.explain import summary as plan_summary
 from remat_jax.planning.page import page_data
+from remat_jax.planning.problem import keeping_seconds
 from remat_jax.policy import Action
 from remat_jax.report.html_bars import StackedBar
 from remat_jax.report.html_tables import Cell, Column
@@ -104,7 +105,8 @@ def _same_rates(gathered: Gathered) -> bool:
     if plan is None or described is None:
         return True
     mine = [one for one in gathered.comparison.policies if one.name == THE_PLAN]
-    now, then = (mine[0].memory.seconds, plan.seconds) if plan.timed and mine else (described.base_seconds, plan.base_seconds)
+    kept = described.base_seconds + keeping_seconds(described)
+    now, then = (mine[0].memory.seconds, plan.seconds) if plan.timed and mine else (kept, plan.base_seconds)
     return now is not None and abs(now - then) <= 1e-6 * then
 
 

@@ -33,7 +33,7 @@ def failures(report: ParityReport) -> str:
     """The verdict, and a line for every check and every tensor that failed.
 
     >>> failures(ParityReport((), (), (), "Linear", "Dense", "", ("off",), ("float64",)))
-    'NOT PASSED: a planted fault was not found, so that this comparison proves nothing'
+    'NOT PASSED: a planted fault was not found, so this comparison proves nothing'
     """
     lines = [report.verdict()]
     lines += [f"  {check.name}: {check.found}" for check in report.checks if not check.passed]

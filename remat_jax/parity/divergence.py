@@ -36,7 +36,7 @@ class Divergence:
     def __str__(self) -> str:
         """One line that names both modules and how far apart they are."""
         torch, flax = (path or "(the whole model)" for path in (self.torch_path, self.flax_path))
-        line = f"{flax} against {torch}: {self.what} differs by {self.error:.2g}, of {self.reference:.2g}"
+        line = f"{flax} against {torch}: {self.what} is {self.error:.2g} off, of {self.reference:.2g}"
         return f"{line} ({self.note})" if self.note else line
 
 

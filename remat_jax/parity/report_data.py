@@ -190,7 +190,7 @@ def said(direction: str, found: Mapping[str, Any]) -> str:
     """
     names = f"{found['torch_path'] or 'the whole model'} ({found['flax_path'] or 'the whole model'} in Flax)"
     note = f" ({found['note']})" if found.get("note") else ""
-    return f"first difference, {direction}: {names}, {found['what']} differs by {relative(found):.1e}{note}"
+    return f"first difference, {direction}: {names}, {found['what']} {relative(found):.1e} off{note}"
 
 
 def unseen(hidden: Sequence[str]) -> str:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from remat_jax.planning.candidate import FAILED, StepCandidate, Tried
 from remat_jax.planning.fit import Fit
+from remat_jax.planning.problem import KEEP_ALL
 
-KEEP_ALL = ("off", "everything")
-"""The named policies that keep all residuals."""
 TELLS = 0.04
 """The least relative difference at which two compiled times are distinguished.
 

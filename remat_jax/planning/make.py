@@ -27,13 +27,13 @@ from remat_jax.planning.candidate import StepCandidate, Tried
 from remat_jax.planning.compiling import Compiler, Progress, first_sentence, one_line
 from remat_jax.planning.fit import Fit
 from remat_jax.planning.holders import argument_bytes, check_arguments_fit, infeasible
-from remat_jax.planning.last_word import KEEP_ALL, Times, last_word
+from remat_jax.planning.last_word import Times, last_word
 from remat_jax.planning.model import Model
 from remat_jax.planning.outcome import outcome
 from remat_jax.planning.plan import Plan
 from remat_jax.planning.plan_data import CUT_SHORT, NOT_MAXIMAL
 from remat_jax.planning.point import Point
-from remat_jax.planning.problem import Described, describe, extra_seconds, recompute_flops
+from remat_jax.planning.problem import KEEP_ALL, Described, describe, keeping_seconds, recompute_flops
 from remat_jax.planning.proposals import Proposals
 from remat_jax.planning.search import MOST_COMPILED, MOST_RUNS, Search
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
@@ -192,8 +192,7 @@ class _Making:
         searched, best = self._chosen()
         self.progress("reading the frontier", len(self.fit.tried), len(self.fit.tried))
         policies = policies_of(self.described, best.candidate)
-        keeping_everything = min(extra_seconds(self.described, name) for name in KEEP_ALL)
-        times = Times(self.fit, self.described.base_seconds, keeping_everything)
+        times = Times(self.fit, self.described.base_seconds, keeping_seconds(self.described))
         self._add_as_written(best, times)
         found = outcome(self.described, self.target, self.proposals, times, searched, best, self.remarks, self._is_late)
         if self._is_late():

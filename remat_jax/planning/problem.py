@@ -28,6 +28,9 @@ from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy
 from remat_jax.train.traced import device_bytes
 from remat_jax.workload import TrainingStep, Workload
 
+KEEP_ALL = ("off", "everything")
+"""The named policies that keep all residuals."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -244,6 +247,11 @@ def extra_seconds(described: Described, policy: Any) -> float:
         price.work_seconds + copy_seconds(described.stack.link, block, price.host_bytes, price.work_seconds, last=last)
         for block, _, price, last in _priced(described, policy)
     )
+
+
+def keeping_seconds(described: Described) -> float:
+    """The time that residuals cost if all are kept, under `off` or `everything`, whichever is faster."""
+    return min(extra_seconds(described, name) for name in KEEP_ALL)
 
 
 def copy_seconds(link: solver.HostLink | None, block: solver.Block, away: float, work: float, *, last: bool) -> float:
