@@ -26,7 +26,7 @@ def broken(row: Row) -> list[str]:
     if more is not None and more["device_bytes"] <= row["budget"] and not slower_as_compiled(row, more.get("seconds")):
         found.append(
             f"{more['residual']} of {more['where']} could be saved as well: {format_bytes(more['device_bytes'])}, "
-            f"{_ms(more.get('seconds') or 0.0)} ms instead of {_ms(row['seconds'])}"
+            f"{_ms(more.get('seconds'))} ms instead of {_ms(row.get('seconds'))}"
         )
     ratio = ratio_of(row)
     if ratio is not None and ratio > SLOWEST:
@@ -111,8 +111,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f}"
+def _ms(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{1e3 * seconds:.2f}"
 
 
 def _mib(size: int) -> str:

@@ -151,4 +151,4 @@ def _offloads(policy: Any) -> bool:
 def best_within(found: list[Rival], budget: int) -> Rival | None:
     """The fastest that fits, by its compiled time if that is known; of equal ones that with less memory."""
     fits = [one for one in found if not one.remark and one.device_bytes is not None and one.device_bytes <= budget]
-    return min(fits, key=lambda one: (one.seconds or one.extra_seconds, one.device_bytes), default=None)
+    return min(fits, key=lambda one: (one.seconds is None, one.seconds or one.extra_seconds, one.device_bytes), default=None)

@@ -24,7 +24,7 @@ from remat_jax.report.tables import format_bytes, format_estimate
 ON_HOST = "in host memory"
 _COLUMNS = (
     "Device (temp included) and host: memory of the compiled step. Kept: residuals, from the forward to the backward pass. "
-    "Step: the estimated time; over keeping all: the part of it that is recomputation, and copies that compute does not hide."
+    "Step: the estimated time; over keeping all: how much longer it is than a step that keeps all residuals."
 )
 _FOOTER = (
     "Device memory is the memory of one training step as the target's own compiler lays it out: arguments + outputs − "

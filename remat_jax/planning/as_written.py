@@ -43,8 +43,8 @@ def as_written(
 ) -> Point:
     """The memory and time of the step as written, for a model with its own checkpoints around the blocks.
 
-    The time is modelled from the compiled schedule. Without a compiled time, it is the time of `full`, scaled by the ratio of
-    recomputed operations.
+    The time is modelled from the compiled schedule. Without a compiled time, it lies between keeping everything and `full`, by
+    the ratio of recomputed operations.
     """
     answer = compile_([StepCandidate(AS_WRITTEN, (), 0.0)], best)
     compiled = answer[0] if answer and answer[0].device_bytes != FAILED else None
@@ -52,6 +52,7 @@ def as_written(
     seconds = compiled.seconds if compiled is not None and times.compiled else None
     timed = seconds is not None
     if not timed and full is not None and again is not None and of_full:
-        seconds = times.pace * (times.traced_base + full.seconds * again / of_full)
+        share = again / of_full
+        seconds = times.pace * (times.traced_base + (1 - share) * times.keeping_everything + share * full.seconds)
     device, host = (compiled.device_bytes, compiled.host_bytes) if compiled else (None, 0)
     return Point(AS_WRITTEN, device, host, seconds, compiled is not None, timed=timed)

@@ -33,7 +33,7 @@ from remat_jax.planning.outcome import outcome
 from remat_jax.planning.plan import Plan
 from remat_jax.planning.plan_data import CUT_SHORT, NOT_MAXIMAL
 from remat_jax.planning.point import Point
-from remat_jax.planning.problem import KEEP_ALL, Described, describe, keeping_seconds, recompute_flops
+from remat_jax.planning.problem import KEEP_ALL, Described, describe, recompute_flops
 from remat_jax.planning.proposals import Proposals
 from remat_jax.planning.search import MOST_COMPILED, MOST_RUNS, Search
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
@@ -192,7 +192,8 @@ class _Making:
         searched, best = self._chosen()
         self.progress("reading the frontier", len(self.fit.tried), len(self.fit.tried))
         policies = policies_of(self.described, best.candidate)
-        times = Times(self.fit, self.described.base_seconds, keeping_seconds(self.described))
+        kept = min((one.seconds for one in self.proposals.named if one.name in KEEP_ALL), default=0.0)
+        times = Times(self.fit, self.described.base_seconds, kept)
         self._add_as_written(best, times)
         found = outcome(self.described, self.target, self.proposals, times, searched, best, self.remarks, self._is_late)
         if self._is_late():
@@ -218,8 +219,8 @@ class _Making:
     def _chosen(self) -> tuple[Tried, Tried]:
         """The search's best step by the traced estimate, and the plan by the compiled times."""
         try:
-            searched: Tried | None = self._with_named(self._or_groups(self.search.run(self.compiler.compile)))
-            self._compile_without_copies()
+            found = self._with_named(self._or_groups(self.search.run(self.compiler.compile)))
+            searched: Tried | None = self._with_plan_without_copies(found)
         except InfeasibleBudget:
             searched = None
         limited = self._with_limit(searched)
@@ -285,11 +286,15 @@ class _Making:
         """The best step after compiling the smallest of the named policies that might be faster."""
         return self._one_more(best, self.proposals.unknown(best))
 
-    def _compile_without_copies(self) -> None:
-        """Compile the fastest plan that offloads nothing, for the last word: copies may wait for more than is estimated."""
-        if any(tried.candidate.host_bytes for tried in self.fit.tried if self.fit.fits(tried)) and self.fit.best:
-            here = self.proposals.without_copies(self.fit.stack, self.budget)
-            self._one_more(self.fit.best, [here] if here and self.fit.known(here) is None else [])
+    def _with_plan_without_copies(self, best: Tried) -> Tried:
+        """The best step after compiling the fastest plan that offloads nothing, for the last word, if any step offloads.
+
+        Copies may wait for more than is estimated.
+        """
+        if not any(tried.candidate.host_bytes for tried in self.fit.tried if self.fit.fits(tried)):
+            return best
+        here = self.proposals.without_copies(self.fit.stack, self.budget)
+        return self._one_more(best, [here] if here and self.fit.known(here) is None else [])
 
     def _one_more(self, best: Tried, asked: Sequence[StepCandidate]) -> Tried:
         """The best step after compiling the first candidate of `asked`, if time is left."""

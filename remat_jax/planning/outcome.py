@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,9 @@ from remat_jax.planning.choices import runs
 from remat_jax.planning.fitting import singles
 from remat_jax.planning.last_word import Times
 from remat_jax.planning.point import Part, Point, next_bytes, unbeaten
-from remat_jax.planning.problem import Described, copy_seconds
+from remat_jax.planning.problem import Described, busy_seconds, copy_seconds
 from remat_jax.planning.proposals import Proposals
-from remat_jax.planning.translate import name_of, recompute_seconds, rows_of, text_of
+from remat_jax.planning.translate import name_of, price_at, rows_of, text_of
 from remat_jax.solver import Stack
 
 POINTS = 12
@@ -86,8 +87,9 @@ def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tu
         block, load = blocks[start], candidate.loads[start]
         kind, layers = kinds[block.name], stop - start
         rows = rows_of(kind, block, candidate, start)
-        again = recompute_seconds(described, kind, block, candidate, start)
-        each = [copy_seconds(stack.link, block, load.away, again, last=at == len(blocks) - 1) for at in range(start, stop)]
+        price = price_at(described, kind, block, candidate, start)
+        busy = busy_seconds(stack.link, price)
+        each = [copy_seconds(stack.link, block, load.away, busy, last=at == len(blocks) - 1) for at in range(start, stop)]
         found.append(
             Part(
                 block=name_of(kind),
@@ -101,7 +103,7 @@ def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tu
                 rows=rows,
                 forward_seconds=block.forward_seconds,
                 backward_seconds=block.backward_seconds,
-                recompute_seconds=again,
+                recompute_seconds=price.seconds,
                 copy_seconds=sum(each) / layers,
             )
         )
@@ -137,8 +139,12 @@ def _lower_bound(proposals: Proposals, times: Times, best: Tried) -> float | Non
 
 
 def _next_gib(proposals: Proposals, times: Times, searched: Tried, best: Tried) -> float | None:
-    """The seconds gained by more memory, from the traced estimate scaled by the pace of the search's step."""
-    if best.candidate.seconds <= 0:
+    """The seconds gained by more memory, from the traced estimate scaled by the pace of the search's step.
+
+    None if no step is faster, however much memory there is.
+    """
+    any_size = [*filter(None, [proposals.solve(times.fit.stack, math.inf)]), *proposals.named]
+    if all(one.seconds * _ALIKE >= best.candidate.seconds for one in any_size):
         return None
     found = proposals.solve(times.fit.stack, proposals.fit.budget + next_bytes(proposals.fit.budget))
     if found is None:

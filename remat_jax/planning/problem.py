@@ -122,12 +122,13 @@ def describe(
     rates = Rates.of(target) if rates is None else rates
     shares = residual_shares(workload, target, timeout=timeout) if workload.mesh is not None else None
     found = calls(workload)
-    kinds, blocks, alone = [], [], 0.0
+    kinds, blocks, alone, written = [], [], 0.0, 0.0
     for number, (_, alike) in enumerate(groupby(found, key=lambda call: call.signature)):
         same = list(alike)
         program = block_program(same[0])
         count = sum(len(call.layers()) for call in same)
-        alone += count * (program.forward.seconds(rates) + program.backward.seconds(rates) + program.written_seconds(rates))
+        alone += count * (program.forward.seconds(rates) + program.backward.seconds(rates))
+        written += count * program.written_seconds(rates)
         if shares is not None:
             program = divided(program, shares.of_parts(same[0].parts))
         chosen = nodes(program)
@@ -144,7 +145,7 @@ def describe(
     whole = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(rates)
     stack = solver.Stack(tuple(blocks), link, _fixed_bytes(workload, step, kinds, shares, target))
     # The work outside the blocks is assumed to be divided like the blocks.
-    outside = max(0.0, whole - alone) * (inside / alone if alone else 1.0)
+    outside = max(0.0, whole - alone - written) * (inside / alone if alone else 1.0)
     return Described(stack, tuple(kinds), outside, rates)
 
 
@@ -244,9 +245,19 @@ def extra_seconds(described: Described, policy: Any) -> float:
         cannot be read in advance.
     """
     return sum(
-        price.work_seconds + copy_seconds(described.stack.link, block, price.host_bytes, price.work_seconds, last=last)
-        for block, _, price, last in _priced(described, policy)
+        block_seconds(described.stack.link, block, price, last=last) for block, _, price, last in _priced(described, policy)
     )
+
+
+def block_seconds(link: solver.HostLink | None, block: solver.Block, price: Price, *, last: bool) -> float:
+    """The time that the residuals of one block cost; `last` if it is the very last block."""
+    busy = busy_seconds(link, price)
+    return busy + copy_seconds(link, block, price.host_bytes, busy, last=last)
+
+
+def busy_seconds(link: solver.HostLink | None, price: Price) -> float:
+    """Seconds of the device for a block's residuals: keeping and recomputing them, and its memory's part in their copies."""
+    return price.work_seconds + (0.0 if link is None else link.seconds_per_byte * price.host_bytes)
 
 
 def keeping_seconds(described: Described) -> float:
@@ -254,18 +265,16 @@ def keeping_seconds(described: Described) -> float:
     return min(extra_seconds(described, name) for name in KEEP_ALL)
 
 
-def copy_seconds(link: solver.HostLink | None, block: solver.Block, away: float, work: float, *, last: bool) -> float:
-    """Seconds of one block's copies of `away` bytes to the host and back.
+def copy_seconds(link: solver.HostLink | None, block: solver.Block, away: float, busy: float, *, last: bool) -> float:
+    """Seconds of one block's copies of `away` bytes to the host and back that compute does not hide.
 
-    Copies read and write device memory, and take longer if compute does not hide them. The compute includes `work` seconds of
-    keeping and recomputing residuals. The backward pass of the very last block follows at once, so nothing overlaps its copies
-    back.
+    The compute includes the `busy` seconds of the block's residuals. The backward pass of the very last block follows at once,
+    so nothing overlaps its copies back.
     """
     if link is None or not away:
         return 0.0
-    busy = link.seconds_per_byte * away
-    beside = 0.0 if last else block.backward_seconds + work + busy
-    return busy + link.exposed_out(away, block.forward_seconds) + link.exposed_in(away, beside)
+    beside = 0.0 if last else block.backward_seconds + busy
+    return link.exposed_out(away, block.forward_seconds) + link.exposed_in(away, beside)
 
 
 def recompute_flops(described: Described, policy: Any) -> int:

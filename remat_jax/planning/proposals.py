@@ -10,6 +10,7 @@ from remat_jax.planning.candidate import FAILED, Own, Recut, StepCandidate, Trie
 from remat_jax.planning.choices import Cuts, block_policies, borders, one_residual_more, together
 from remat_jax.planning.fit import Fit
 from remat_jax.planning.fitting import predicted, singles
+from remat_jax.planning.problem import KEEP_ALL
 from remat_jax.solver import Choice, Prices, Stack, cheapest_policy
 from remat_jax.solver import Solver as StackSolver
 from remat_jax.solver.solve import MOST_POLICIES
@@ -131,7 +132,7 @@ class Proposals:
         This holds if both variants of `least_more` were compiled and do not fit, or are predicted over the budget by far more
         than the prediction error.
         """
-        if best.candidate.seconds <= 0:
+        if best.candidate.seconds <= 0 or best.candidate.name in KEEP_ALL:
             return True
         if best.candidate.done is None:
             return False

@@ -15,7 +15,8 @@ from remat_jax.planning.choices import Choices, Cuts, block_policies
 from remat_jax.planning.fitting import Load
 from remat_jax.planning.model import block_name
 from remat_jax.planning.point import LayerRow
-from remat_jax.planning.problem import Described, Kind, copy_seconds, extra_seconds, policy_of
+from remat_jax.planning.problem import Described, Kind, block_seconds, extra_seconds, policy_of
+from remat_jax.planning.program import Price
 from remat_jax.policy import LayerPolicies, Policy, as_block_policy
 from remat_jax.solver import Block, BlockPolicy, Choice
 
@@ -33,11 +34,9 @@ def own_candidate(described: Described, choices: Choices) -> StepCandidate:
             policy = BlockPolicy(block, one)
             load_of[one] = _load(policy)
             price = kind.program.price(policy_of(kind, policy), described.rates, kind.paths[0])
-            copies, last = (
-                copy_seconds(stack.link, block, price.host_bytes, price.work_seconds, last=last) for last in (False, True)
-            )
-            seconds += count * (price.work_seconds + copies)
-            seconds += last - copies if first == len(choices) and one == chosen[-1] else 0.0
+            each, last = (block_seconds(stack.link, block, price, last=last) for last in (False, True))
+            seconds += count * each
+            seconds += last - each if first == len(choices) and one == chosen[-1] else 0.0
         loads += [load_of[one] for one in chosen]
     return StepCandidate("", tuple(loads), seconds, choices)
 
@@ -139,15 +138,15 @@ def text_of(kind: Kind, block: Block, candidate: StepCandidate, at: int) -> str:
     return found.name or str(found)
 
 
-def recompute_seconds(described: Described, kind: Kind, block: Block, candidate: StepCandidate, at: int) -> float:
-    """Seconds of recomputation in the block at a position, for the whole policy: a named policy may keep further arrays."""
+def price_at(described: Described, kind: Kind, block: Block, candidate: StepCandidate, at: int) -> Price:
+    """The price of the whole policy of the block at a position: a named policy may keep arrays beside the residuals."""
     if candidate.choices is not None:
         policy = policy_of(kind, BlockPolicy(block, candidate.choices[at]))
     else:
         policy = Policy.parse(candidate.policy_name)
+    price = kind.program.price(policy, described.rates)
     # A group of layers runs forward once more, before its layers do.
-    group = block.forward_seconds if at < candidate.grouped else 0.0
-    return kind.program.price(policy, described.rates).seconds + group
+    return replace(price, seconds=price.seconds + block.forward_seconds) if at < candidate.grouped else price
 
 
 def rows_of(kind: Kind, block: Block, candidate: StepCandidate, at: int) -> tuple[LayerRow, ...]:

@@ -22,7 +22,7 @@ class GroupedLayer:
             layer's output, which is the next layer's input.
         working_bytes: memory that the backward pass needs while it runs, besides the saved bytes.
         forward_seconds: time of the forward pass.
-        extra_seconds: time of the recomputation under the policy; 0 for `off`.
+        extra_seconds: what the residuals cost under the policy; 0 for `off`.
         gradient_bytes: size of the parameters' gradients. A scan of groups stacks the gradients of one group separately.
         checkpointed: whether the layer keeps its input as a checkpoint does; False for `off`.
 
@@ -60,7 +60,7 @@ class Grouping:
         grouped: the number of layers in groups. The remaining layers have the same policy without groups.
         peak_bytes: peak memory, including the fixed bytes.
         kept_bytes: memory kept between the forward and the backward pass.
-        extra_seconds: time of the recomputation.
+        extra_seconds: what the residuals cost.
     """
 
     layers: int

@@ -134,7 +134,7 @@ class StackPlan:
         seconds: time of the whole step.
         peak_bytes: peak device memory, including fixed bytes.
         host_bytes: bytes in host memory.
-        extra_seconds: time over saving everything.
+        extra_seconds: what the residuals cost: keeping, recomputing and copying them.
         lower_bound: the solver's lower bound of any plan's seconds.
     """
 

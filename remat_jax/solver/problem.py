@@ -41,8 +41,7 @@ class HostLink:
         check_number("HostLink: out_bytes_per_s", self.out_bytes_per_s, positive=True)
         check_number("HostLink: in_bytes_per_s", self.in_bytes_per_s, positive=True)
         check_share("HostLink: hidden_share", self.hidden_share)
-        if math.isinf(self.memory_bytes_per_s) is not True:
-            check_number("HostLink: memory_bytes_per_s", self.memory_bytes_per_s, positive=True)
+        check_number("HostLink: memory_bytes_per_s", self.memory_bytes_per_s, positive=True, infinite=True)
 
     @property
     def seconds_per_byte(self) -> float:
