@@ -80,6 +80,8 @@ def main(names: list[str]) -> int:
     """Examine pairs, each in a process of its own, and say what became of them."""
     if not models.has_flax_classes():
         sys.exit("transformers has no Flax classes here: run make test-pairs, which installs 4.56.2 beside the project")
+    if unknown := [name for name in names if name not in models.PAIRS]:
+        sys.exit(f"no pair is named {', '.join(unknown)}; give some of {', '.join(models.PAIRS)}, or none for all of them")
     processes = multiprocessing.get_context("spawn")
     results = []
     with concurrent.futures.ProcessPoolExecutor(2, processes, max_tasks_per_child=1) as pool:
