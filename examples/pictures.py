@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from remat_jax.report.bars import Bar, BarPanel, Part, bars_picture
+from remat_jax.report.bars import BarPanel, BarSegment, PanelBar, bars_picture
 from remat_jax.report.chart import Panel, Series, chart
 from remat_jax.report.svg import BLUE, GREEN, GREY, ORANGE, PURPLE, SHAPES, SKY, VERMILLION, Key, Picture
 from remat_jax.report.tables import MISSING, byte_unit, format_ratio, scaled_bytes
@@ -99,7 +99,7 @@ def time_picture(rows: Iterable[Any]) -> Picture:
     rows = plain_rows(rows)
     colours = framework_colours(rows)
 
-    def bars(row: Row) -> list[Bar]:
+    def bars(row: Row) -> list[PanelBar]:
         return [_bar(row["relative_time"], format_ratio, colours[row["framework"]], f"{row['framework']}, {row['mode']}")]
 
     label = "relative to the same framework without checkpointing (dashed)"
@@ -229,18 +229,18 @@ def _names(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _slots(rows: Sequence[Row], bars: Callable[[Row], list[Bar]]) -> list[list[Bar]]:
+def _slots(rows: Sequence[Row], bars: Callable[[Row], list[PanelBar]]) -> list[list[PanelBar]]:
     """The bars of each name of `_names`; a framework's heading has none."""
     return [slot for its_rows in group(rows, "framework").values() for slot in ([], *map(bars, its_rows))]
 
 
-def _residuals(row: Row, unit: str) -> Bar:
+def _residuals(row: Row, unit: str) -> PanelBar:
     device, host = row["residual_device_bytes"], row["residual_host_bytes"]
     parts = [(device, BLUE, False, "on the device"), (host, SKY, True, "on the host")]
     texts = [MISSING if size is None else f"{scaled_bytes(size, unit):.1f}" for size in (device, host)]
     text = texts[0] if host == 0 or texts == [MISSING, MISSING] else f"{texts[0]} + {texts[1]}"
     drawn = [
-        Part(
+        BarSegment(
             scaled_bytes(size, unit),
             colour,
             hatched,
@@ -249,22 +249,22 @@ def _residuals(row: Row, unit: str) -> Bar:
         for size, colour, hatched, where in parts
         if size
     ]
-    return Bar(drawn, text, missing=text == MISSING)
+    return PanelBar(drawn, text, missing=text == MISSING)
 
 
-def _peak_bars(row: Row, kinds: Sequence[str], unit: str) -> list[Bar]:
+def _peak_bars(row: Row, kinds: Sequence[str], unit: str) -> list[PanelBar]:
     bars = []
     for kind in kinds:
         size = peak(row, kind)
         name, colour = _PEAKS[kind]
         bars.append(_bar(None if size is None else scaled_bytes(size, unit), "{:.1f}".format, colour, name))
-    return bars or [Bar([], MISSING, missing=True)]
+    return bars or [PanelBar([], MISSING, missing=True)]
 
 
-def _bar(value: float | None, write: Callable[[float], str], colour: str, says: str) -> Bar:
+def _bar(value: float | None, write: Callable[[float], str], colour: str, says: str) -> PanelBar:
     if value is None:
-        return Bar([], MISSING, missing=True)
-    return Bar([Part(value, colour, says=f"{says}: {value:g}")], write(value))
+        return PanelBar([], MISSING, missing=True)
+    return PanelBar([BarSegment(value, colour, says=f"{says}: {value:g}")], write(value))
 
 
 def _unit(sizes: Iterable[int | None]) -> str:

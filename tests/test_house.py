@@ -114,6 +114,15 @@ def test_modules_import_each_other_in_one_direction_only():
     assert len(ordered) == len(modules) > 200
 
 
+def test_a_public_class_name_stands_for_one_class():
+    places = {}
+    for path in sources("remat_jax"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {} and len(places) > 100
+
+
 def test_files_are_at_most_400_lines():
     lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in sources(*ALL_CODE)}
     assert {name: length for name, length in lengths.items() if length > 400} == {}

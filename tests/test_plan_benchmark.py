@@ -230,6 +230,9 @@ def test_each_claim_can_fail(message: str):
 def test_times_that_cannot_be_told_apart_are_no_failure():
     near, alone = ROW | {"best_seconds": 0.0087}, ROW | {"best": None, "best_seconds": None}
     assert claims.failures([ROW, near, alone]) == []
+    untimed = ROW | {"seconds": None, "best_seconds": None, "base_seconds": 0.008, "extra_seconds": 0.001}
+    assert claims.failures([untimed | {"best_extra_seconds": 0.001}]) == []
+    assert "full is faster" in claims.failures([untimed | {"best_extra_seconds": 0.0001}])[0]
     near_more = ROW | {"further": ROW["further"] | {"device_bytes": 3 * 2**20, "seconds": 0.0087}}
     assert claims.failures([near_more]) == []
     text = claims.summary([ROW, near, alone])

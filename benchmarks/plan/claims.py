@@ -30,7 +30,9 @@ def broken(row: Row) -> list[str]:
         )
     ratio = ratio_of(row)
     if ratio is not None and ratio > SLOWEST:
-        found.append(f"{row['best']} is faster: {_ms(row['best_seconds'])} ms against {_ms(row['seconds'])}")
+        found.append(
+            f"{row['best']} is faster: {_ms(row.get('best_seconds'))} ms against {_ms(row.get('seconds'))}, {ratio:.3f}"
+        )
     return found
 
 
@@ -45,13 +47,22 @@ def slower_as_compiled(row: Row, other: float | None) -> bool:
 
 
 def ratio_of(row: Row) -> float | None:
-    """The plan's compiled time over that of the best other policy; None where no other fits or a time is unknown.
+    """The plan's time over that of the best other policy; None where no other fits.
+
+    The times are of the compiled schedules; by the traced estimate where a schedule has no time, as on a CPU.
 
     >>> ratio_of({"seconds": 1.0, "best_seconds": 4.0}), ratio_of({"seconds": 1.0, "best_seconds": None})
     (0.25, None)
+    >>> ratio_of({"seconds": None, "base_seconds": 2.0, "extra_seconds": 1.0, "best_extra_seconds": 4.0})
+    0.5
     """
     mine, other = row.get("seconds"), row.get("best_seconds")
-    return mine / other if mine and other else None
+    if mine and other:
+        return float(mine / other)
+    base, extra, best_extra = (row.get(key) for key in ("base_seconds", "extra_seconds", "best_extra_seconds"))
+    if base is None or extra is None or best_extra is None:
+        return None
+    return float((base + extra) / (base + best_extra))
 
 
 def failures(rows: Sequence[Row]) -> list[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat_jax.report.svg import GREY, INK, WIDTH, Key, Picture, Scale, legend_height, text_width
+from remat_jax.report.svg import GREY, INK, WIDTH, AxisScale, Key, Picture, legend_height, text_width
 
 _ROW, _THICKNESS = 36.0, 26.0
 _TOP, _BELOW = 40.0, 56.0
 
 
 @dataclass(frozen=True)
-class Part:
+class BarSegment:
     """A part of a bar: its length in the panel's unit, its colour, whether it is hatched, and its tooltip."""
 
     length: float
@@ -22,10 +22,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Bar:
+class PanelBar:
     """A bar from its parts, and the text at its end; `missing` writes the text in grey italics."""
 
-    parts: Sequence[Part]
+    parts: Sequence[BarSegment]
     text: str = ""
     missing: bool = False
 
@@ -48,7 +48,7 @@ class BarPanel:
 
     title: str
     label: str
-    rows: Sequence[Sequence[Bar]]
+    rows: Sequence[Sequence[PanelBar]]
     end: float | None = None
     mark: float | None = None
 
@@ -58,7 +58,7 @@ def bars_picture(names: Sequence[str], panels: Sequence[BarPanel], keys: Sequenc
 
     A name whose row has no bar in any panel is a heading.
 
-    >>> picture = bars_picture(["off"], [BarPanel("Bytes", "MiB", [[Bar([Part(3.0, INK, says="3 MiB")], "3.0")]])])
+    >>> picture = bars_picture(["off"], [BarPanel("Bytes", "MiB", [[PanelBar([BarSegment(3.0, INK, says="3 MiB")], "3.0")]])])
     >>> [text in picture.svg() for text in (">off<", ">Bytes<", ">3.0<", "<title>3 MiB</title>")]
     [True, True, True, True]
     """
@@ -76,13 +76,13 @@ def bars_picture(names: Sequence[str], panels: Sequence[BarPanel], keys: Sequenc
     for at, panel in enumerate(panels):
         start = left + (width + 24) * at
         end = panel.end or 1.22 * max((bar.length for bars in panel.rows for bar in bars), default=0.0) or 1.0
-        scale = Scale(0, max(end, 1.1 * (panel.mark or 0)), start, start + width)
+        scale = AxisScale(0, max(end, 1.1 * (panel.mark or 0)), start, start + width)
         _panel(picture, panel, scale, top, bottom)
     picture.legend(keys, 20, bottom + _BELOW - 6, WIDTH - 40)
     return picture
 
 
-def _panel(picture: Picture, panel: BarPanel, scale: Scale, top: float, bottom: float) -> None:
+def _panel(picture: Picture, panel: BarPanel, scale: AxisScale, top: float, bottom: float) -> None:
     picture.text((scale.start, top - 12), panel.title, size=14, look='font-weight="bold"')
     picture.x_axis(scale, top, bottom, panel.label)
     for row, bars in enumerate(panel.rows):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from remat_jax.report.labels import Box, boxes_along, place_labels
-from remat_jax.report.svg import GREY, VERMILLION, WIDTH, Key, Picture, Place, Scale, legend_height, text_width
+from remat_jax.report.svg import GREY, VERMILLION, WIDTH, AxisScale, Key, Picture, Place, legend_height, text_width
 
 _LETTERS = 12
 
@@ -108,9 +108,9 @@ def _draw(picture: Picture, panel: Panel, area: Box) -> None:
     left, top, right, bottom = area
     xs, ys = zip(*_places(panel), strict=True)
     limits = [] if panel.limit is None else [panel.limit[1]]
-    x = Scale(*_spread([*xs, *limits], panel.binary_x, 0.08), left, right, panel.binary_x)
+    x = AxisScale(*_spread([*xs, *limits], panel.binary_x, 0.08), left, right, panel.binary_x)
     low, high = _spread(ys, panel.binary_y, 0.12)
-    y = Scale(0.0 if panel.from_zero and not panel.binary_y else low, high, bottom, top, panel.binary_y)
+    y = AxisScale(0.0 if panel.from_zero and not panel.binary_y else low, high, bottom, top, panel.binary_y)
     picture.text((left, top - 16), panel.title, size=14, look='font-weight="bold"')
     picture.x_axis(x, top, bottom, panel.xlabel)
     picture.y_axis(y, left, right, panel.ylabel, "{:.0%}".format if panel.percent else "{:g}".format)

@@ -9,7 +9,7 @@ from remat_jax.report.document import escaped
 from remat_jax.report.html_tables import Cell, Column, html_table
 from remat_jax.report.tables import format_bytes
 
-Part = tuple[str, str]
+PartKey = tuple[str, str]
 """The name of a part of a bar, and its kind."""
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -22,7 +22,7 @@ class StackedBar:
     """A bar: its label, and its parts in bytes."""
 
     label: str
-    parts: Mapping[Part, int]
+    parts: Mapping[PartKey, int]
 
     @property
     def total(self) -> int:

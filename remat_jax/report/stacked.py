@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from remat_jax.report.bars import Bar, BarPanel, Part, bars_picture
+from remat_jax.report.bars import BarPanel, BarSegment, PanelBar, bars_picture
 from remat_jax.report.svg import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Key, Picture
 from remat_jax.report.tables import byte_unit, format_bytes, scaled_bytes
 
@@ -54,13 +54,13 @@ def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int 
     colours = _colours(bars)
     unit = byte_unit(max(sum(bar.values()) for bar in bars.values()))
 
-    def drawn(policy: str, length: Callable[[int, int], float], *, total: bool) -> Bar:
+    def drawn(policy: str, length: Callable[[int, int], float], *, total: bool) -> PanelBar:
         whole = sum(bars[policy].values())
         parts = [
-            Part(length(n, whole), colours[module], phase == WORKING, f"{policy}: {module}, {phase} {format_bytes(n)}")
+            BarSegment(length(n, whole), colours[module], phase == WORKING, f"{policy}: {module}, {phase} {format_bytes(n)}")
             for (module, phase), n in bars[policy].items()
         ]
-        return Bar(parts, format_bytes(whole, unit) if total else "")
+        return PanelBar(parts, format_bytes(whole, unit) if total else "")
 
     sizes = [[drawn(policy, lambda n, _: scaled_bytes(n, unit), total=True)] for policy in bars]
     shares = [[drawn(policy, lambda n, whole: 100 * n / whole, total=False)] for policy in bars]

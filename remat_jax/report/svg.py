@@ -35,10 +35,10 @@ _PLAIN: Write = "{:g}".format
 
 
 @dataclass(frozen=True)
-class Scale:
+class AxisScale:
     """Values from `low` to `high` as pixels from `start` to `end`; `binary` for a logarithmic scale to base 2.
 
-    >>> Scale(0, 10, 100, 200)(5), Scale(0, 10, 100, 200).ticks(5), Scale(3, 70, 0, 1, binary=True).ticks(9)
+    >>> AxisScale(0, 10, 100, 200)(5), AxisScale(0, 10, 100, 200).ticks(5), AxisScale(3, 70, 0, 1, binary=True).ticks(9)
     (150.0, [0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [4.0, 8.0, 16.0, 32.0, 64.0])
     """
 
@@ -138,7 +138,7 @@ class Picture:
         attributes = f'x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" fill="{colour}" text-anchor="{anchor}" {look}'
         self.parts.append(f"<text {attributes.rstrip()}>{escaped(text)}</text>")
 
-    def x_axis(self, scale: Scale, top: float, bottom: float, label: str, write: Write = _PLAIN) -> None:
+    def x_axis(self, scale: AxisScale, top: float, bottom: float, label: str, write: Write = _PLAIN) -> None:
         """Vertical grid lines with their values below, and the axis."""
         for value in scale.ticks(max(2, round((scale.end - scale.start) / 62))):
             self.line([(scale(value), top), (scale(value), bottom)], GRID)
@@ -146,7 +146,7 @@ class Picture:
         self.line([(scale.start, bottom), (scale.end, bottom)], EDGE)
         self.text(((scale.start + scale.end) / 2, bottom + 41), label, anchor="middle")
 
-    def y_axis(self, scale: Scale, left: float, right: float, label: str, write: Write = _PLAIN) -> None:
+    def y_axis(self, scale: AxisScale, left: float, right: float, label: str, write: Write = _PLAIN) -> None:
         """Horizontal grid lines with their values at the left, and the axis."""
         for value in scale.ticks(8):
             self.line([(left, scale(value)), (right, scale(value))], GRID)
