@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from remat_jax.errors import InfeasibleBudget
+from remat_jax.planning import make
 from remat_jax.planning.candidate import Compiled
 from remat_jax.planning.choices import block_policies, one_residual_more, together
 from remat_jax.planning.fitting import Load, Seen, fitted, predicted
@@ -41,6 +44,27 @@ def test_beside_a_plan_that_offloads_the_fastest_without_the_host_is_asked_for()
     assert search.proposals.solve(stack, 3500).host_bytes > 0
     search.proposals.own = lambda done: replace(found := priced(done), seconds=found.seconds + (3 if found.host_bytes else 0))
     assert search.proposals.solve(stack, 3500) == searched(3500, stack, stack=stack, host=0.0)[0].proposals.solve(stack, 3500)
+
+
+def test_the_fastest_plan_without_the_host_is_compiled_too_if_a_step_offloads():
+    """For the last word: by the estimate it is slower, and copies may wait for more than is estimated."""
+    stack = with_link(2000.0, TRUTH)
+    search, asked = searched(3500, stack, stack=stack)
+    best = search.run()
+    assert best.candidate.host_bytes > 0
+    here = search.proposals.without_copies(search.fit.stack, 3500)
+    compile_them = lambda candidates, best: search.compile_them(candidates)  # noqa: E731
+    making = SimpleNamespace(
+        fit=search.fit, proposals=search.proposals, budget=3500, compiler=SimpleNamespace(is_over=False, compile=compile_them)
+    )
+    making._one_more = partial(make._Making._one_more, making)
+    search.fit.tried = [one for one in search.fit.tried if not one.candidate.is_same(here)]
+    assert make._Making._with_plan_without_copies(making, best) is best and search.fit.known(here) is not None
+    assert asked[-1] == [here] and here.host_bytes == 0
+    search.fit.tried = [one for one in search.fit.tried if not one.candidate.host_bytes]
+    before = len(asked)
+    make._Making._with_plan_without_copies(making, best)
+    assert len(asked) == before  # nothing that fits offloads
 
 
 @pytest.mark.parametrize("spares", [-300, 0, 300])

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import remat_jax as rj
-from remat_jax.planning.problem import Described, describe, kept_bytes, recompute_flops
+from remat_jax.cost.cost import jaxpr_cost
+from remat_jax.planning.problem import Described, describe, extra_seconds, kept_bytes, recompute_flops
 from remat_jax.policy import NAMED
 from tests.planning_models import ROWS, WIDTH, decoder, mlp, step_flops
 
@@ -118,3 +119,12 @@ def test_odd_blocks_recompute_what_the_model_says(kind):
     own = {"named": "save: mine", "custom_vjp": "save: *:cos*, *custom_vjp_call*, *reduce_sum*"}.get(kind, "save: *:sin#0")
     for policy in ("full", "everything", own):
         assert recompute_flops(found, policy) == step_flops(job, policy) - base, policy
+
+
+@pytest.mark.parametrize("make", [mlp, lambda: decoder(scan=False)], ids=["mlp", "decoder"])
+def test_what_keeps_everything_costs_the_traced_step(make) -> None:
+    """What is inside the blocks, what is outside, and the writes of what is kept: each once."""
+    job = make()
+    found, step = describe(job, "h200"), job.step("off")
+    traced = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(found.rates)
+    assert found.base_seconds + extra_seconds(found, "everything") == pytest.approx(traced, rel=1e-6)

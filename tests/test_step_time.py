@@ -43,6 +43,28 @@ def test_a_kernel_takes_its_start_and_the_longer_of_operations_and_bytes() -> No
     assert fast.seconds == pytest.approx(0.5 + 2 + 0.5)
 
 
+def test_an_update_of_a_stack_that_runs_beside_others_moves_its_slice() -> None:
+    """The newest JAX starts the fusion that copies a round's array into the stack of a scan as an asynchronous computation."""
+    shapes = "f32[4,10,10]{2,1,0}", "f32[1,10,10]{2,1,0}", "s32[]"
+    given = [f"%p{index} = {shape} parameter({index})" for index, shape in enumerate(shapes)]
+    update = [*given, f"ROOT %u = {shapes[0]} dynamic-update-slice(%p0, %p1, %p2, %p2, %p2)"]
+    beside = [*given, f"ROOT %f = {shapes[0]} fusion(%p0, %p1, %p2), kind=kLoop, calls=%update"]
+    others = "".join(
+        f"%{name} (p0: f32[4,10,10], p1: f32[1,10,10], p2: s32[]) -> f32[4,10,10] {{\n  " + "\n  ".join(lines) + "\n}\n"
+        for name, lines in (("update", update), ("beside", beside))
+    )
+    text = module(
+        f"%stack = {shapes[0]} bitcast(%x)",
+        f"%slice = {shapes[1]} bitcast(%x)",
+        "%i = s32[] constant(0)",
+        f"%start = (({', '.join(shapes)}), {shapes[0]}, s32[]) async-start(%stack, %slice, %i), calls=%beside",
+        f"ROOT %done = {shapes[0]} async-done(%start)",
+        others=others,
+    )
+    # The slice's 400 bytes and the index are read, the slice is written; the stack of 1600 bytes is not.
+    assert step_time(text, target("h200"), RATES).seconds == pytest.approx(0.5 + (400 + 4 + 400) / 100)
+
+
 def test_a_product_reaches_the_rate_of_its_tiles_and_rounds() -> None:
     # On one core tiles of 256 × 128 are the best: only filling their pipelines keeps a short sum from the rate of a long one.
     assert reached_share(1, 256, 128, 1024, 1) == pytest.approx(1024 / (1024 + FILL) * (8192 + FILL) / 8192)

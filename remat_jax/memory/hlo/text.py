@@ -283,6 +283,9 @@ def traffic(module: HloModule, computation: Computation, one: Instruction) -> in
             return 2 * _device_bytes(reads[1:2])
         sliced = one.opcode in ("dynamic-slice", "slice", "gather")
         return _device_bytes([one]) + _device_bytes([one] if sliced else reads)
+    if one.opcode == "async-start":
+        # It runs a computation beside others: a fusion that updates a slice, since JAX 0.12.
+        return sum(traffic(module, called, inner) for inner in called if inner.opcode not in FREE)
     return sum(_read(called, parameter) for parameter in called.parameters.values()) + _written(called, called.root)
 
 
