@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from remat_jax.planning import as_written
 from remat_jax.planning.candidate import Compiled, StepCandidate, Tried
 from remat_jax.planning.fit import Fit
 from remat_jax.planning.fitting import Load
@@ -76,3 +77,13 @@ def test_the_text_tells_compiled_times_from_estimates() -> None:
     assert "Estimated 8.9 ms to 14 ms per step (compiled schedule), 1.7 ms to 2.7 ms less than keeping everything" in text
     assert "The best named policy that fits, full, takes 9.3 ms to 15 ms." in text and "The next 256 MiB would buy" in text
     assert [next_bytes(size * 2**30) / 2**30 for size in (2, 4, 16, 80)] == [0.125, 0.25, 1, 1]
+
+
+def test_a_model_as_written_lies_between_keeping_everything_and_full(monkeypatch) -> None:
+    """By the products that its own checkpoints recompute: half of those of `full` here."""
+    monkeypatch.setattr(as_written, "counted_flops", lambda workload, policy: 50 if policy == "off" else 100)
+    times = SimpleNamespace(compiled=False, pace=2.0, traced_base=10.0, keeping_everything=1.0)
+    point = as_written.as_written(
+        SimpleNamespace(blocks=("Layer",)), times, StepCandidate("full", (), 3.0), lambda *_: [Compiled(7, 0)], None
+    )
+    assert (point.seconds, point.device_bytes, point.timed) == (2.0 * (10.0 + 0.5 * 1.0 + 0.5 * 3.0), 7, False)
