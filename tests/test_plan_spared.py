@@ -11,7 +11,7 @@ import pytest
 
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.planning import make
-from remat_jax.planning.candidate import Compiled
+from remat_jax.planning.candidate import Compiled, StepCandidate, Tried
 from remat_jax.planning.choices import block_policies, one_residual_more, together
 from remat_jax.planning.fitting import Load, Seen, fitted, predicted
 from remat_jax.solver import HostLink, ResidualCosts, stack_plan
@@ -65,6 +65,13 @@ def test_the_fastest_plan_without_the_host_is_compiled_too_if_a_step_offloads():
     before = len(asked)
     make._Making._with_plan_without_copies(making, best)
     assert len(asked) == before  # nothing that fits offloads
+
+
+def test_a_step_that_keeps_everything_can_save_no_residual_more():
+    """Also in a scan, where keeping has a price, so that the step is not the fastest."""
+    search, _ = searched(10_000, TRUTH)
+    off, dots = (Tried(StepCandidate(name, (Load(800, 0, 0),) * 6, 0.5), Compiled(5800, 0), 5800) for name in ("off", "dots"))
+    assert search.proposals.is_maximal(off) and not search.proposals.is_maximal(dots)
 
 
 @pytest.mark.parametrize("spares", [-300, 0, 300])
