@@ -188,3 +188,14 @@ def test_a_block_that_keeps_only_its_input():
     assert (plan.peak_bytes, plan.extra_seconds) == (32.0, 0.0)
     with pytest.raises(InfeasibleBudget):
         Solver(Stack((block,))).plan(31.0, math.inf)
+
+
+def test_an_offload_that_compute_hides_still_passes_through_the_devices_memory():
+    """Out of it and into it: twice 8 bytes at 4 bytes a second, and half a second to write the array; the bound knows it."""
+    block = Block("b", (ResidualCosts("x", 8.0, kept_seconds=0.5),), 100.0, 100.0)
+    table = BlockTable(block, HostLink(1.0, 1.0, memory_bytes_per_s=4.0))
+    codes, bound = table.cheapest(Prices(saved=1e3))
+    policy = table.policy(codes)
+    assert policy.choices == ("offload",) and bound == policy.extra_seconds(table.link) == 2 * 8 / 4 + 0.5
+    with pytest.raises(PlanningError, match="memory_bytes_per_s='fast'"):
+        HostLink(1.0, 1.0, memory_bytes_per_s="fast")
