@@ -23,7 +23,6 @@ from remat_jax.planning.division import divided, gathered_bytes
 from remat_jax.planning.nodes import Node, nodes, residual
 from remat_jax.planning.program import BlockProgram, Price, block_program
 from remat_jax.planning.selectors import selectors
-from remat_jax.planning.working_set import working_bytes
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy
 from remat_jax.train.traced import device_bytes
 from remat_jax.workload import TrainingStep, Workload
@@ -169,7 +168,7 @@ def _kind(number: int, same: Sequence[Call], program: BlockProgram, chosen: Sequ
 def _block(
     kind: Kind, program: BlockProgram, chosen: Sequence[Node], rates: Rates, working: Working | None, gathered: int
 ) -> solver.Block:
-    needs = working_bytes(program) + gathered if working is None else working
+    needs = program.working_bytes + gathered if working is None else working
     if callable(needs):
         needs = needs(kind)
     elif isinstance(needs, Mapping):

@@ -15,7 +15,7 @@ from remat_jax.core import PlannedBlock, is_smooth
 from remat_jax.core.block import decide
 from remat_jax.core.products import eqn_flops
 from remat_jax.core.walk import of_some
-from remat_jax.cost.cost import Cost, HasSeconds, is_pass, is_view, jaxpr_cost, shares
+from remat_jax.cost.cost import Cost, HasSeconds, is_pass, is_view, jaxpr_cost, materialised, shares
 from remat_jax.cost.flat import Array, Flat, FlatEqn, flatten, region
 from remat_jax.planning.blocks import Call
 from remat_jax.planning.inner import apart, inner_names
@@ -223,6 +223,29 @@ class BlockProgram:
     def constant_bytes(self) -> int:
         """The bytes of residuals that are constant or loop-invariant."""
         return sum(array.bytes for array in self.needed if array in self.free and array not in self.flat.inputs)
+
+    @cached_property
+    def working_bytes(self) -> int:
+        """A first guess of the memory of the backward pass beside its inputs: its peak, run in the order of its jaxpr.
+
+        Arrays in memory between two kernels count, including cotangents and gradients.
+        """
+        flat = self.backward_program
+        cotangents = set(flat.inputs[len(self.flat.outputs) :])
+        stored, roots = materialised(flat.eqns, flat.outputs)
+        stored |= cotangents
+        last: dict[Array, int] = {}
+        for place, one in enumerate(flat.eqns):
+            last.update((roots.get(array, array), place) for array in one.inputs)
+        kept = {roots.get(array, array) for array in flat.outputs}
+        alive = sum(array.bytes for array in cotangents)
+        most = alive
+        for place, one in enumerate(flat.eqns):
+            alive += sum(array.bytes for array in one.outputs if array in stored)
+            most = max(most, alive)
+            read = {roots.get(array, array) for array in one.inputs} & stored
+            alive -= sum(array.bytes for array in read - kept if last[array] == place)
+        return most
 
     @cached_property
     def _given(self) -> frozenset[Array]:
