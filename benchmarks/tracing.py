@@ -11,11 +11,12 @@ in all, and for each compiled step. A plan of unrolled layers is held against on
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from rich.table import Table
 
 import remat_jax as rj
 from benchmarks.plan_seconds import compiler_seconds, decoder
+from remat_jax.memory.compile.process import end_idle
 
 POLICIES = {
     "full": None,
@@ -108,10 +110,21 @@ def measuring(layers: int) -> tuple[float, float]:
 def planning(job: rj.Workload) -> tuple[float, float, float, float, int]:
     """Seconds to measure under `full`, and to plan for 1.2 × that, of the clock and of this process; and the steps compiled."""
     reports, plans = [], []
-    measured = clocked(lambda: reports.append(rj.measure(job, "full", "h200")))
+    with without_answers():
+        measured = clocked(lambda: reports.append(rj.measure(job, "full", "h200")))
     budget = round(1.2 * reports[0].device_bytes)
-    planned = clocked(lambda: plans.append(rj.plan(job, budget, "h200")))
+    with without_answers():
+        planned = clocked(lambda: plans.append(rj.plan(job, budget, "h200")))
     return *measured, *planned, max(1, len(plans[0].tried))
+
+
+@contextlib.contextmanager
+def without_answers() -> Iterator[None]:
+    """A cache folder of its own, and compile processes that are started anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        end_idle()
+        yield
 
 
 def clocked(run: Callable[[], Any]) -> tuple[float, float]:
@@ -154,16 +167,15 @@ def main() -> None:
             ours, hand = tracing(options.layers, policy)
             table.add_row(policy, f"{ours:.2f} s", f"{hand:.2f} s", f"{ours / hand:.2f}")
         console.print(table)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = folder
-        if options.only in (None, "measuring"):
-            layers = options.layers * 2 // 3
+    layers = options.layers * 2 // 3
+    if options.only in (None, "measuring"):
+        with without_answers():
             own, compiler = measuring(layers)
-            console.print(
-                f"measure {layers} unrolled layers: {own:.1f} s of our Python, {compiler:.1f} s of XLA: {own / compiler:.2f}"
-            )
-        if options.only in (None, "planning"):
-            print_plans(console, options.layers * 2 // 3, tuple(options.scanned))
+        console.print(
+            f"measure {layers} unrolled layers: {own:.1f} s of our Python, {compiler:.1f} s of XLA: {own / compiler:.2f}"
+        )
+    if options.only in (None, "planning"):
+        print_plans(console, layers, tuple(options.scanned))
 
 
 if __name__ == "__main__":

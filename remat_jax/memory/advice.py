@@ -244,15 +244,16 @@ def micro_batches_divide(workload: Workload, local_arguments: tuple[Any, ...]) -
 def undonated_arguments(workload: Workload) -> tuple[int, ...]:
     """The arguments that are not donated although the step returns results of their shapes and dtypes."""
     step = workload.step("off")
+    if workload.has_loss:
+        # A step with an optimizer returns its first two arguments, updated. Without one the result is a gradient, which has
+        # the parameters' shapes but does not replace them.
+        return () if workload.optimizer is None or step.donate_argnums else (0, 1)
     results = jax.eval_shape(step.function, *step.arguments)
-    given_back = {_signature(one) for one in (results if isinstance(results, tuple | list) else (results,))}
-    # Without an optimizer the result is a gradient: it has the parameters' shapes but does not replace them.
-    if workload.has_loss and workload.optimizer is None:
-        return ()
+    returned = {_signature(one) for one in (results if isinstance(results, tuple | list) else (results,))}
     return tuple(
         place
         for place, argument in enumerate(step.arguments)
-        if place not in step.donate_argnums and jax.tree.leaves(argument) and _signature(argument) in given_back
+        if place not in step.donate_argnums and jax.tree.leaves(argument) and _signature(argument) in returned
     )
 
 

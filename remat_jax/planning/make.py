@@ -37,7 +37,7 @@ from remat_jax.planning.problem import KEEP_ALL, Described, describe, recompute_
 from remat_jax.planning.proposals import Proposals
 from remat_jax.planning.search import MOST_COMPILED, MOST_RUNS, Search
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
-from remat_jax.policy import NAMED, is_off
+from remat_jax.policy import NAMED, LayerPolicies, is_off
 from remat_jax.warning import silenced, warn
 from remat_jax.workload import Workload
 
@@ -250,7 +250,7 @@ class _Making:
         off = [one for one in self.proposals.named if one.name == "off" and unrolled and not self._is_best(one, best)]
         asked = [one for one in off if self.fit.least_expected(one) <= _NEAR * self.budget]
         asked += sorted((one for one in over if one.name != "off"), key=lambda one: one.seconds)[:1]
-        faster = [one for one in asked if best is None or one.seconds < best.candidate.seconds]
+        faster = [one for one in asked if best is None or one.seconds < best.candidate.seconds - self.proposals.worth]
         if not faster or self.target.kind == "cpu" or self.compiler.is_over:
             return []
         answers = self.compiler.compile(faster, best, memory_limit=self.budget)
@@ -375,10 +375,11 @@ class _Making:
         return able, remarks
 
     def _recompute_flops(self, policies: Mapping[Any, Any]) -> int:
-        """The recomputed FLOPs, counted: the step under the plan less the step without recomputation."""
+        """The recomputed FLOPs of all blocks; if layers are in groups, of the traced step, or at least those of `full`."""
+        if not any(isinstance(policy, LayerPolicies) and policy.groups for policy in policies.values()):
+            return recompute_flops(self.described, dict(policies))
         counted = None if self._is_late() else counted_flops(self.workload, dict(policies))
-        # No time to trace, or a loop of unknown length, as in a Pallas kernel: sum the recomputation of the blocks instead.
-        return recompute_flops(self.described, dict(policies)) if counted is None else counted
+        return recompute_flops(self.described, "full") if counted is None else counted
 
     def _add_as_written(self, best: Tried, times: Times) -> None:
         """Add the author's own checkpoints to the named policies, and a note that the plan replaces them."""
