@@ -6,18 +6,18 @@
     PYTHONPATH=.:maxtext/src remat-jax measure examples/others/maxtext_llama.py:job --target h200
 
 MaxText wraps its layers in `jax.checkpoint` by its own `remat_policy`; the policy given here takes that checkpoint's place.
-Printed by commit e591f30 (22 August 2026) with JAX 0.10.2, MaxText's own messages left out:
+Printed by commit e591f30 (22 August 2026) with JAX 0.10.2 on two idle cores, MaxText's own messages left out:
 
-    as written: 83.0 GiB, 1323 ms
-    full: 83.0 GiB, 1323 ms
-    dots_with_no_batch_dims: 103.0 GiB, 1206 ms
-    plan within 65%: 90.6 GiB, estimated 1433 ms, LlamaDecoderLayer in runs of 24, 7 and 1
-      found in 122 s, the first answer that fits after 15 s
-      best named policy that fits: full, 83.0 GiB, estimated 1511 ms
-      as written: 83.0 GiB, estimated 1511 ms
+    as written: 83.0 GiB, 1183 ms
+    full: 83.0 GiB, 1183 ms
+    dots_with_no_batch_dims: 103.0 GiB, 1090 ms
+    plan within 65%: 91.1 GiB, estimated 1132 ms, LlamaDecoderLayer in runs of 16, 15 and 1
+      found in 38 s, the first answer that fits after 3 s
+      best named policy that fits: full, 83.0 GiB, estimated 1183 ms
+      as written: 83.0 GiB, estimated 1183 ms
     a step of a small one as written: loss 5.541267, parameters changed by 0.025215
     a step of a small one under full: loss 5.541267, parameters changed by 0.025215
-    a step of a small one under its plan, LlamaDecoderLayer in runs of 2 and 1: loss 5.541267, parameters changed by 0.025218
+    a step of a small one under its plan, LlamaDecoderLayer in one run of 3: loss 5.541267, parameters changed by 0.025218
 
 `--own` prints device bytes and matrix products of a step under MaxText's own policies and under ours. An earlier run: its
 own `full` and our `full` need the same 89,074,109,312 bytes and compute the same 1382 products; its own `minimal` needs

@@ -109,7 +109,7 @@ def _percent(fast: Tried, slow: Tried) -> str:
 
 
 def _name(tried: Tried) -> str:
-    return tried.candidate.name or ("a plan that offloads" if tried.candidate.host_bytes else "a plan that offloads nothing")
+    return tried.candidate.name or ("a mix of policies that offloads" if tried.candidate.host_bytes else "a mix of policies")
 
 
 def _complexity(candidate: StepCandidate) -> tuple[bool, bool]:
