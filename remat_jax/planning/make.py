@@ -141,6 +141,8 @@ def _check(workload: Any, timeout: Any) -> None:
 
 _NEAR = 1.1
 """The largest memory, relative to the budget, of a step that is compiled again with the budget as XLA's memory limit."""
+_TRACED_ERROR = 0.1
+"""The relative error of the traced estimate, against compiled times, of a policy far from the compiled ones."""
 _FASTER = 0.999
 """The largest compiled time of such a step, relative to the best step without a limit."""
 
@@ -220,7 +222,7 @@ class _Making:
         """The search's best step by the traced estimate, and the plan by the compiled times."""
         try:
             found = self._with_named(self._or_groups(self.search.run(self.compiler.compile)))
-            searched: Tried | None = self._with_plan_without_copies(found)
+            searched: Tried | None = self._with_full(self._with_plan_without_copies(found))
         except InfeasibleBudget:
             searched = None
         limited = self._with_limit(searched)
@@ -247,7 +249,8 @@ class _Making:
         if best is not None and not unrolled:
             return []
         over = [one.candidate for one in self.fit.tried if self.budget < one.compiled.device_bytes <= _NEAR * self.budget]
-        off = [one for one in self.proposals.named if one.name == "off" and unrolled and not self._is_best(one, best)]
+        named = self.proposals.named if unrolled and (best is None or best.candidate.name != "off") else ()
+        off = [one for one in named if one.name == "off"]
         asked = [one for one in off if self.fit.least_expected(one) <= _NEAR * self.budget]
         asked += sorted((one for one in over if one.name != "off"), key=lambda one: one.seconds)[:1]
         faster = [one for one in asked if best is None or one.seconds < best.candidate.seconds - self.proposals.worth]
@@ -296,6 +299,15 @@ class _Making:
         here = self.proposals.without_copies(self.fit.stack, self.budget)
         return self._one_more(best, [here] if here and self.fit.known(here) is None else [])
 
+    def _with_full(self, best: Tried) -> Tried:
+        """The best step after compiling `full`, for the last word, if its traced estimate is near the best step's."""
+        if self.target.kind == "cpu" or best.candidate.name in KEEP_ALL:
+            return best
+        base = self.described.base_seconds
+        near = (1 + _TRACED_ERROR) * (base + best.candidate.seconds) - base
+        full = [one for one in self.proposals.named if one.name == "full" and self.fit.known(one) is None]
+        return self._one_more(best, [one for one in full if one.seconds <= near and self.fit.expected(one) <= self.budget])
+
     def _one_more(self, best: Tried, asked: Sequence[StepCandidate]) -> Tried:
         """The best step after compiling the first candidate of `asked`, if time is left."""
         if asked and not self.compiler.is_over:
@@ -311,10 +323,6 @@ class _Making:
 
     def _is_late(self) -> bool:
         return time.monotonic() > self.deadline
-
-    @staticmethod
-    def _is_best(candidate: StepCandidate, best: Tried | None) -> bool:
-        return best is not None and best.candidate.is_same(candidate)
 
     def _note(self, searched: Tried, best: Tried) -> None:
         """Note what was not shown: about the search's step by the traced estimate, and about the plan's memory."""
