@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from remat_jax.hardware import Target
-from remat_jax.hardware.links import Links
+from remat_jax.hardware.rates import Links
 from remat_jax.memory.hlo.live import module_path
 from remat_jax.memory.hlo.text import COLLECTIVES, Computation, HloModule, Instruction, parse
 

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
-from remat_jax.hardware.rates import LATENCIES, Rates
+from remat_jax.hardware.entries import SECONDS
+from remat_jax.hardware.rates import Rates
 from remat_jax.memory.hlo.collectives import exchange_of, exchange_seconds
 from remat_jax.memory.hlo.copies import Copies, Direction, Overlap, host_copy, round_trips
 from remat_jax.memory.hlo.kernel_times import KernelTimes
@@ -84,7 +85,7 @@ def step_time(
     module = parse(text)
     rates = Rates.of(target) if rates is None else rates
     found = _played(module, target, rates, kernels)
-    late = {name for name in found.assumed if name in LATENCIES}
+    late = {name for name in found.assumed if name in SECONDS}
     if late and found.seconds - _played(module, target, _at_once(rates, late), kernels).seconds < _MATTERS * found.seconds:
         found = replace(found, assumed=tuple(name for name in found.assumed if name not in late))
     return found
