@@ -1,6 +1,6 @@
 """This machine's NVIDIA GPUs according to the driver, and a CUDA plugin that is quiet without one.
 
-The extra `gpu-compile` installs JAX's CUDA plugin without NVIDIA's libraries. The plugin looks for them when JAX starts, and JAX
+The extra `gpu-compile` installs the plugin without NVIDIA's libraries. The plugin looks for them when JAX starts, and JAX
 prints a traceback about cuDNN. Without a GPU they are useless, so the plugin is told not to look. The wheel's
 `remat_jax_quiet.pth` does the same for scripts that do not import this package.
 """

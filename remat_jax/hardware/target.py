@@ -41,7 +41,7 @@ class Target:
         device_link_bytes_per_s: rate of the links to the other devices of the host, each way.
         network_bytes_per_s: rate of one device's share of the network between hosts, each way.
         peak_flops: FLOPs per second by dtype name, dense; ``tensorfloat32`` is float32 at reduced matmul precision.
-        compiler_description: XLA's description of an absent GPU, a ``GpuTargetConfigProto`` as text; None for this machine's CPU.
+        compiler_description: XLA's description of an absent GPU, a ``GpuTargetConfigProto`` as text; None for the CPU.
         devices: the number of devices on all hosts together.
         hosts: the number of hosts, each with the same number of devices.
         device_kinds: JAX's names for the device (``device_kind``), the usual name first.

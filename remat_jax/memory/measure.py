@@ -20,7 +20,7 @@ from remat_jax.memory.advice import advise, traced_products
 from remat_jax.memory.compile.attached import measured_peak
 from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
 from remat_jax.memory.compile.devices import check_devices, host_shortage
-from remat_jax.memory.compile.limit import limit_bytes
+from remat_jax.memory.compile.options import limit_bytes
 from remat_jax.memory.compile.process import Children
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, kept_residuals, residuals
