@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,20 +12,8 @@ from remat_jax.core.walk import inner_jaxprs
 
 # Primitives that evaluate their one inner jaxpr on their own operands.
 _CALLS = frozenset(
-    {
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_call",
-        "eval_jaxpr",
-        "shard_map",
-        "checkpoint",
-        "remat",
-        "remat2",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-    }
+    """jit pjit closed_call core_call eval_jaxpr shard_map checkpoint remat remat2 custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr""".split()
 )
 # Primitives that return their operands unchanged.
 _SAME = frozenset({"name", "optimization_barrier", "reduce_precision", "copy", "copy_p", "mul_identity", "stop_gradient"})
@@ -97,9 +85,9 @@ class Flat:
         """The same program with copies of its arrays. `copies` maps arrays to copies; new copies are added to it."""
 
         def each(arrays: Iterable[Array]) -> tuple[Array, ...]:
-            return tuple(copies.setdefault(one, replace(one, names=list(one.names))) for one in arrays)
+            return tuple(copies.setdefault(array, replace(array, names=list(array.names))) for array in arrays)
 
-        eqns = tuple(FlatEqn(one.eqn, each(one.inputs), each(one.outputs)) for one in self.eqns)
+        eqns = tuple(FlatEqn(eqn.eqn, each(eqn.inputs), each(eqn.outputs)) for eqn in self.eqns)
         return Flat(each(self.inputs), eqns, each(self.outputs))
 
 
@@ -117,20 +105,10 @@ def flatten(jaxpr: Any) -> Flat:
     inputs = tuple(Array(var.aval) for var in jaxpr.jaxpr.invars)
     eqns: list[FlatEqn] = []
     outputs = tuple(_run(jaxpr, inputs, eqns))
-    return Flat(inputs, tuple(live(eqns, outputs)), outputs)
+    return Flat(inputs, tuple(region(eqns, outputs)), outputs)
 
 
-def live(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Iterator[FlatEqn]:
-    """The `eqns` that `outputs` need, in order."""
-    wanted, needed = set(outputs), []
-    for eqn in reversed(eqns):
-        if wanted.intersection(eqn.outputs):
-            wanted.update(eqn.inputs)
-            needed.append(eqn)
-    return reversed(needed)
-
-
-def region(eqns: Sequence[FlatEqn], wanted: Iterable[Array], given: Collection[Array]) -> list[FlatEqn]:
+def region(eqns: Sequence[FlatEqn], wanted: Iterable[Array], given: Collection[Array] = ()) -> list[FlatEqn]:
     """The `eqns` that compute `wanted` from `given`, in order. Given arrays are not computed."""
     open_, needed = {array for array in wanted if array not in given}, []
     for eqn in reversed(eqns):
@@ -183,7 +161,7 @@ def called(eqn: Any) -> Any | None:
 def _inner_names(eqn: Any) -> list[list[str]]:
     """For each output of a loop or branch, the names of its array inside: a residual is named where it is computed."""
     if eqn.primitive.name == "cond":
-        branches = [flatten(compat.closed(one)).outputs for one in eqn.params["branches"]]
+        branches = [flatten(compat.closed(branch)).outputs for branch in eqn.params["branches"]]
         return [list(dict.fromkeys(name for array in arrays for name in array.names)) for arrays in zip(*branches, strict=True)]
     if eqn.primitive.name != "scan":
         return [[] for _ in eqn.outvars]
