@@ -72,13 +72,8 @@ def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram
     devices = 1 if step.mesh is None else step.mesh.size
     check_context(devices, f"a step for {_counted(devices)}")
     leaves, treedef = jax.tree.flatten(step.arguments)
-    donated: list[int] = []
-    start = 0
-    for index, argument in enumerate(step.arguments):
-        count = len(jax.tree.leaves(argument))
-        if index in step.donate_argnums:
-            donated += range(start, start + count)
-        start += count
+    owners = [index for index, argument in enumerate(step.arguments) for _ in jax.tree.leaves(argument)]
+    donated = tuple(place for place, owner in enumerate(owners) if owner in step.donate_argnums)
 
     def flat(*values: Any) -> list[Any]:
         return jax.tree.leaves(step.function(*jax.tree.unflatten(treedef, values)))
@@ -95,23 +90,23 @@ def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram
         raise _of_another_mesh(devices, f"the program is for {_counted(exported.nr_devices)}")
     mesh = tuple(zip(step.mesh.axis_names, step.mesh.axis_sizes, strict=True)) if step.mesh is not None else ()
     held = _held_bytes(step, exported.out_avals, donated)
-    return ExportedProgram(key, bytes(exported.serialize()), tuple(donated), tuple(_argument_names(step)), mesh, held, kernels)
+    return ExportedProgram(key, bytes(exported.serialize()), donated, tuple(_argument_names(step)), mesh, held, kernels)
 
 
 def _held_bytes(step: TrainingStep, results: Sequence[Any], donated: Sequence[int]) -> int:
     """The bytes that one device holds for the whole step; a result is assumed to be sharded like an argument of its type."""
     local = jax.tree.leaves(step.local_arguments)
     reusable: Counter[Any] = Counter()
-    alike: dict[Any, Any] = {}
+    shards: dict[Any, Any] = {}
     for index, (whole, part) in enumerate(zip(jax.tree.leaves(step.arguments), local, strict=True)):
-        alike.setdefault(_type(whole), part)
+        shards.setdefault(_type(whole), part)
         reusable[_type(whole)] += index in donated
     held = device_bytes(local)
     for result in results:
         if reusable[_type(result)]:
             reusable[_type(result)] -= 1
         else:
-            held += device_bytes(alike.get(_type(result), result))
+            held += device_bytes(shards.get(_type(result), result))
     return held
 
 
@@ -164,9 +159,9 @@ def _counted(devices: int) -> str:
 
 
 def _argument_names(step: TrainingStep) -> list[str]:
-    found = []
+    names = []
     for index, argument in enumerate(step.arguments):
         name = step.names[index] if step.names else f"argument {index}"
         paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(argument)]
-        found += [f"{name}/{path}" if path else name for path in paths]
-    return found
+        names += [f"{name}/{path}" if path else name for path in paths]
+    return names
