@@ -1,18 +1,86 @@
-"""The shardings of a step's arguments on a mesh: parameters, batch, optimizer state; tracing under that mesh."""
+"""A workload over several devices: its mesh, the shardings of its arguments, and each device's shard of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from remat_jax import compat
 from remat_jax.errors import ArgumentError, UnsupportedError
-from remat_jax.mesh.axes import as_mesh
+
+REPLICATED, DIVIDED = "data", "fsdp"
+"""The axis names with a default meaning: the batch is divided over both axes, parameters over the second."""
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+def as_mesh(mesh: Any) -> AbstractMesh:
+    """The mesh without its devices: `mesh` is a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis name, as text or data.
+
+    Raises:
+      ArgumentError: `mesh` is none of these, or a size is not a positive integer.
+      UnsupportedError: an axis is not of type Auto.
+
+    >>> as_mesh({"data": 8, "fsdp": 4}).size
+    32
+    >>> as_mesh("data=8, fsdp=4").axis_names
+    ('data', 'fsdp')
+    """
+    if isinstance(mesh, str):
+        mesh = _written(mesh)
+    if isinstance(mesh, Mapping):
+        sized = [isinstance(name, str) and type(size) is int and size > 0 for name, size in mesh.items()]
+        if not sized or not all(sized):
+            raise ArgumentError(f"mesh={mesh!r}: expected sizes by axis name, such as {{'data': 8, 'fsdp': 8}}")
+        # The default axis type depends on JAX's version.
+        return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
+    abstract_mesh = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    if not isinstance(abstract_mesh, AbstractMesh) or not abstract_mesh.axis_names:
+        raise ArgumentError(
+            f"mesh={mesh!r}: expected a jax.sharding.Mesh or AbstractMesh with named axes, or sizes by axis name, such as "
+            "{'data': 8, 'fsdp': 8}"
+        )
+    types = zip(abstract_mesh.axis_names, abstract_mesh.axis_types, strict=True)
+    if manual := [name for name, kind in types if kind is not AxisType.Auto]:
+        raise UnsupportedError(
+            f"mesh: the axes {', '.join(manual)} do not have the type Auto, which lets the compiler partition the computation; "
+            "make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * n, or give sizes by axis name"
+        )
+    return abstract_mesh
+
+
+def _written(text: str) -> dict[str, int]:
+    """The sizes by axis name in a text such as `data=8,fsdp=8`."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (word.strip() for word in part.partition("="))
+        if not equals or not name.isidentifier() or not re.fullmatch(r"0*[1-9][0-9]{0,6}", size):
+            raise ArgumentError(
+                f"mesh={text!r}: {part.strip()!r} is not an axis with its size; expected text such as 'data=8,fsdp=8'"
+            )
+        if name in sizes:
+            raise ArgumentError(f"mesh={text!r} has the axis {name!r} twice; expected text such as 'data=8,fsdp=8'")
+        sizes[name] = int(size)
+    return sizes
+
+
+def shown(mesh: AbstractMesh) -> str:
+    """The axes and sizes as a text for `as_mesh`.
+
+    >>> shown(as_mesh({"data": 8, "fsdp": 4}))
+    'data=8,fsdp=4'
+    """
+    return ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+# --- shardings --------------------------------------------------------------------------------------------------------
 
 
 def on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[AbstractMesh | None, tuple[Any, ...]]:
@@ -45,16 +113,18 @@ def _mesh_and_shardings_of(params: Any, batch: tuple[Any, ...]) -> tuple[Any, An
         sharding = getattr(leaf, "sharding", None)
         return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
 
-    placed = [one for leaf in jax.tree.leaves((params, batch)) if (one := place(leaf)) is not None]
-    sizes = list({tuple(one.mesh.shape.items()): None for one in placed})
-    if len(sizes) > 1:
+    placed = filter(None, map(place, jax.tree.leaves((params, batch))))
+    meshes = [dict(shape) for shape in dict.fromkeys(tuple(sharding.mesh.shape.items()) for sharding in placed)]
+    if len(meshes) > 1:
         raise ArgumentError(
-            f"params and batch are on several meshes, {' and '.join(str(dict(one)) for one in sizes)}: put them on one, or "
-            "give mesh=… and shardings=…"
+            f"params and batch are on several meshes, {' and '.join(map(str, meshes))}: put them on one, or give mesh=… and "
+            "shardings=…"
         )
-    if not sizes:
+    if not meshes:
         return None, None
-    return dict(sizes[0]), jax.tree.map(lambda leaf: one.spec if (one := place(leaf)) else PartitionSpec(), (params, *batch))
+    return meshes[0], jax.tree.map(
+        lambda leaf: sharding.spec if (sharding := place(leaf)) else PartitionSpec(), (params, *batch)
+    )
 
 
 def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -139,14 +209,14 @@ def _checked(mesh: AbstractMesh, given: Any, shape: tuple[int, ...], where: str)
         raise ArgumentError(
             f"shardings: {spec} for {where} has {len(spec)} entries, but the shape {list(shape)} has {len(shape)} dimensions"
         )
-    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    sizes = dict(mesh.shape)
     for dimension, entry in enumerate(spec):
         if entry is PartitionSpec.UNCONSTRAINED:
             raise ArgumentError(
                 f"shardings: {spec} for {where} leaves dimension {dimension} unconstrained, but an argument has a fixed "
                 "layout: give the axes that divide it, or None"
             )
-        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        axes = _axes([entry])
         lacking = [axis for axis in axes if axis not in sizes]
         if lacking:
             raise ArgumentError(
@@ -158,10 +228,14 @@ def _checked(mesh: AbstractMesh, given: Any, shape: tuple[int, ...], where: str)
                 f"shardings: {spec} for {where} divides dimension {dimension} of {list(shape)} into {parts} parts, but "
                 f"{shape[dimension]} is not a multiple of {parts}; divide another dimension, or pad it"
             )
-    named = [axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())]
-    if len(set(named)) < len(named):
+    if len(set(_axes(spec))) < len(_axes(spec)):
         raise ArgumentError(f"shardings: {spec} for {where} names an axis twice; an axis can divide only one dimension")
     return NamedSharding(mesh, spec)
+
+
+def _axes(entries: Iterable[Any]) -> list[str]:
+    """The axes that the entries of a spec name."""
+    return [axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry or ())]
 
 
 def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) -> Any:
@@ -236,3 +310,69 @@ def local_struct(leaf: Any, sharding: NamedSharding) -> Any:
     if compat.is_on_host(leaf):
         return jax.core.ShapedArray(shape, leaf.dtype, memory_space=jax.memory.Space.Host)
     return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+
+# --- other meshes than the workload's own ------------------------------------------------------------------------------
+
+
+def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Default shardings: the batch over `data` and `fsdp`, each parameter's largest dimension that divides over `fsdp`.
+
+    The batch size is the first dimension of the batch's first array. Arrays of the batch with a different first dimension, and
+    parameters that no dimension divides, are replicated. PyTorch's hybrid sharding and MaxText use the two names in this way.
+
+    Raises:
+      ArgumentError: an axis has another name, or the batch does not divide.
+
+    >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
+    >>> tuple(map(tuple, usual_shardings(as_mesh("data=2,fsdp=4"), x, (x,))))
+    (('fsdp', None), (('data', 'fsdp'),))
+    """
+    unnamed = [name for name in mesh.axis_names if name not in (REPLICATED, DIVIDED)]
+    if unnamed:
+        raise ArgumentError(
+            f"mesh={shown(mesh)}: the workload does not say which arrays are partitioned over {', '.join(unnamed)}. Only the "
+            f"names {REPLICATED!r} and {DIVIDED!r} imply this; for other axes write Workload(…, mesh={{…}}, shardings=(…))"
+        )
+    parts = dict(mesh.shape).get(DIVIDED, 1)
+    # An old-style random key, uint32[2], is not an array of rows.
+    arrays = [leaf for leaf in jax.tree.leaves(batch) if leaf.shape and (leaf.shape, leaf.dtype) != ((2,), "uint32")]
+    rows = arrays[0].shape[0] if arrays else 0
+    if not rows or rows % mesh.size:
+        raise ArgumentError(
+            f"mesh={shown(mesh)} divides the batch into {mesh.size} parts, but its first array has {rows} rows: give a batch "
+            f"with a multiple of {mesh.size} rows, or another mesh"
+        )
+
+    def of_parameter(leaf: Any) -> PartitionSpec:
+        dividing = [axis for axis, size in enumerate(leaf.shape) if parts > 1 and size % parts == 0]
+        largest = max(dividing, key=lambda axis: leaf.shape[axis], default=None)
+        return PartitionSpec(*(DIVIDED if axis == largest else None for axis in range(len(leaf.shape)) if largest is not None))
+
+    def of_batch(leaf: Any) -> PartitionSpec:
+        return PartitionSpec(mesh.axis_names) if leaf.shape and leaf.shape[0] == rows else PartitionSpec()
+
+    return jax.tree.map(of_parameter, params), *jax.tree.map(of_batch, batch)
+
+
+def specs_for(mesh: AbstractMesh, shardings: tuple[Any, ...], original: AbstractMesh) -> tuple[Any, ...]:
+    """The specs of `shardings`, which are over the mesh `original`, for use over `mesh`.
+
+    Raises:
+      ArgumentError: `mesh` lacks an axis of the specs, or has an axis that is neither in the specs nor in `original`: the
+        devices along that axis would do the same work.
+    """
+    named = {axis for sharding in jax.tree.leaves(shardings) for axis in _axes(sharding.spec)}
+    lacking = [axis for axis in original.axis_names if axis in named and axis not in mesh.axis_names]
+    if lacking:
+        raise ArgumentError(
+            f"mesh={shown(mesh)}: the workload's shardings also use {', '.join(map(repr, lacking))}; give each of the "
+            f"workload's axes ({', '.join(original.axis_names)}) a size, 1 if it divides nothing"
+        )
+    idle = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in named and axis not in original.axis_names]
+    if idle:
+        raise ArgumentError(
+            f"mesh={shown(mesh)}: no array is partitioned over {', '.join(map(repr, idle))}; the workload's axes are "
+            f"{', '.join(original.axis_names)}"
+        )
+    return jax.tree.map(lambda sharding: sharding.spec, shardings)
