@@ -24,10 +24,6 @@ REPLICATED, DIVIDED = "data", "fsdp"
 def as_mesh(mesh: Any) -> AbstractMesh:
     """The mesh without its devices: `mesh` is a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis name, as text or data.
 
-    Raises:
-      ArgumentError: `mesh` is none of these, or a size is not a positive integer.
-      UnsupportedError: an axis is not of type Auto.
-
     >>> as_mesh({"data": 8, "fsdp": 4}).size
     32
     >>> as_mesh("data=8, fsdp=4").axis_names
@@ -87,10 +83,6 @@ def on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> t
     """The mesh of a workload, and the shardings of its parameters and batch; None and () for a single device.
 
     Without `mesh` and `shardings` they are those of the arrays.
-
-    Raises:
-      ArgumentError: one of the two is missing, they do not fit the arrays, or the arrays are on several meshes.
-      UnsupportedError: an array is in host memory.
     """
     if mesh is None and shardings is None:
         mesh, shardings = _mesh_and_shardings_of(params, batch)
@@ -134,9 +126,6 @@ def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: t
       shardings: `(for params, for batch[0], …)`. Each entry is a `PartitionSpec`, `NamedSharding` or None (replicated) for a
         whole argument, a pytree prefix of these, or a function of the path and the leaf that returns one. Arguments without an
         entry are replicated.
-
-    Raises:
-      ArgumentError: `shardings` has another form, the mesh lacks an axis, or an axis does not divide a dimension.
 
     >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
     >>> mesh = AbstractMesh((8,), ("data",))
@@ -268,11 +257,7 @@ def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) ->
 
 
 def under(mesh: AbstractMesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` traced under `mesh`, so that a bare `PartitionSpec` in its constraints refers to this mesh.
-
-    Raises:
-      ArgumentError: on a call under a mesh of a different size.
-    """
+    """`function` traced under `mesh`, so that a bare `PartitionSpec` in its constraints refers to this mesh."""
     if mesh is None:
         return function
 
@@ -286,11 +271,7 @@ def under(mesh: AbstractMesh | None, function: Callable[..., Any]) -> Callable[.
 
 
 def check_context(devices: int, called: str) -> None:
-    """Refuse a surrounding `jax.set_mesh` whose size is not `devices`: JAX cannot replace it by a mesh of a different size.
-
-    Raises:
-      ArgumentError: with both sizes; the message describes the request as `called`.
-    """
+    """Refuse a surrounding `jax.set_mesh` whose size is not `devices`: JAX cannot replace it by a mesh of a different size."""
     active = jax.sharding.get_abstract_mesh()
     if not active.empty and active.size != devices:
         raise ArgumentError(
@@ -320,9 +301,6 @@ def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> 
 
     The batch size is the first dimension of the batch's first array. Arrays of the batch with a different first dimension, and
     parameters that no dimension divides, are replicated. PyTorch's hybrid sharding and MaxText use the two names in this way.
-
-    Raises:
-      ArgumentError: an axis has another name, or the batch does not divide.
 
     >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
     >>> tuple(map(tuple, usual_shardings(as_mesh("data=2,fsdp=4"), x, (x,))))
@@ -356,12 +334,7 @@ def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> 
 
 
 def specs_for(mesh: AbstractMesh, shardings: tuple[Any, ...], original: AbstractMesh) -> tuple[Any, ...]:
-    """The specs of `shardings`, which are over the mesh `original`, for use over `mesh`.
-
-    Raises:
-      ArgumentError: `mesh` lacks an axis of the specs, or has an axis that is neither in the specs nor in `original`: the
-        devices along that axis would do the same work.
-    """
+    """The specs of `shardings`, which are over the mesh `original`, for use over `mesh`."""
     named = {axis for sharding in jax.tree.leaves(shardings) for axis in _axes(sharding.spec)}
     lacking = [axis for axis in original.axis_names if axis in named and axis not in mesh.axis_names]
     if lacking:

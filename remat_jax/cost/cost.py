@@ -1,7 +1,4 @@
-"""The cost of running a jaxpr: floating-point operations and bytes of memory traffic, kernel by kernel.
-
-`docs/how/planner.md`, "The cost model", states the rule by which equations become kernels.
-"""
+"""The cost of running a jaxpr, kernel by kernel; `docs/how/planner.md`, "The cost model", has the rule for kernels."""
 
 from __future__ import annotations
 
@@ -123,9 +120,8 @@ def flat_cost(eqns: Sequence[FlatEqn], outputs: Iterable[Array]) -> Cost:
 def shares(eqns: Sequence[FlatEqn], outputs: Iterable[Array], rates: HasSeconds) -> dict[FlatEqn, float]:
     """The time of each equation, which together is `flat_cost(eqns, outputs).seconds(rates)`.
 
-    A kernel's time is divided among its equations: in proportion to their bytes, or to their operations if these take longer.
-    Only the first equation of a kernel that reads an array pays for reading it. An array that is read only inside its kernel is
-    free.
+    A kernel's time is divided in proportion to its equations' bytes, or to their operations if these take longer. Only the
+    first equation of a kernel that reads an array pays for it. An array that is read only inside its kernel is free.
     """
     result = dict.fromkeys(eqns, 0.0)
     for kernel in _kernels(eqns, outputs):

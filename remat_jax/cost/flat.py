@@ -92,10 +92,9 @@ class Flat:
 
 
 def flatten(jaxpr: Any) -> Flat:
-    """The closed `jaxpr` as a flat program.
+    """The closed `jaxpr` as a flat program: calls are inlined; loops, branches and kernels remain single equations.
 
-    The bodies of `jit`, `checkpoint`, custom derivatives and `shard_map` are inlined. Loops, branches and kernels remain single
-    equations. A name (`checkpoint_name`) becomes a property of its array. Barriers and moves between memories disappear.
+    A name (`checkpoint_name`) becomes a property of its array. Barriers and moves between memories disappear.
 
     >>> import jax, jax.numpy as jnp
     >>> flat = flatten(jax.make_jaxpr(lambda x: jax.jit(jnp.sin)(x) * 2)(1.0))

@@ -145,8 +145,8 @@ def named_kernels(jaxpr: Any) -> dict[str, float]:
 def kernel_flops(jaxpr: Any) -> int:
     """The operations of the products in a kernel's body.
 
-    A loop of unknown length is assumed to read its arrays once; half of them if its bounds depend on the program's index in the
-    grid, as in causal attention.
+    A loop of unknown length is assumed to read its arrays once, or half of them if its bounds depend on the program's index in
+    the grid, as in causal attention.
     """
     total = 0
     varying: set[Any] = set()

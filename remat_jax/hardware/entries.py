@@ -43,12 +43,7 @@ _ALL_GPUS = """\
 
 
 def checked_entry(name: str, given: object) -> dict[str, Any]:
-    """The entry of the target `name`, checked and unchanged.
-
-    Raises:
-        TargetError: the entry is no table, a key or kind is unknown, a key is missing, or a figure is no number or has no
-            source.
-    """
+    """The entry of the target `name`, checked and unchanged."""
     entry = _as_table(name, given)
     unknown = sorted(set(entry) - set(KEYS))
     missing = sorted(set(REQUIRED) - set(entry))
@@ -141,7 +136,7 @@ def _check_rates(table: str, given: Mapping[str, Any]) -> None:
     rates |= {key: rate for key, rate in given.items() if key not in ("flops", "hidden_share")}
     wrong = _not_positive(rates)
     share = given.get("hidden_share", 1.0)
-    if not _is_figure(share) or not 0 <= share <= 1:
+    if not is_figure(share) or not 0 <= share <= 1:
         wrong["hidden_share"] = share
     if wrong:
         raise TargetError(
@@ -154,23 +149,20 @@ def _not_positive(figures: dict[str, Any]) -> dict[str, Any]:
     wrong = {
         key: value
         for key, value in figures.items()
-        if not _is_figure(value) or not 0 < value < 1e30 or (key in WHOLE and isinstance(value, float))
+        if not is_figure(value) or not 0 < value < 1e30 or (key in WHOLE and isinstance(value, float))
     }
     return {
         key: "an integer of many digits" if isinstance(value, int) and value >= 1e30 else value for key, value in wrong.items()
     }
 
 
-def _is_figure(value: object) -> bool:
+def is_figure(value: object) -> bool:
+    """Whether a value is a number, not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def compiler_description(facts: Mapping[str, Any], compiler: Mapping[str, Any], name: str) -> str:
-    """The description of one absent GPU for XLA's compiler, a `GpuTargetConfigProto` as text.
-
-    Raises:
-        TargetError: a key of `compiler` is missing or unknown, or the entry lacks its memory or rate.
-    """
+    """The description of one absent GPU for XLA's compiler, a `GpuTargetConfigProto` as text."""
     missing = [f"compiler.{key}" for key in COMPILER if key not in compiler]
     missing += [key for key in ("memory_bytes", "hbm_bytes_per_s") if key not in facts]
     unknown = sorted(set(compiler) - set(COMPILER))
@@ -180,7 +172,7 @@ def compiler_description(facts: Mapping[str, Any], compiler: Mapping[str, Any], 
         key
         for key, value in compiler.items()
         if key in COMPILER[1:]
-        and not (_is_figure(value) and 0 < value < 2**31 and (isinstance(value, int) or key == "clock_rate_ghz"))
+        and not (is_figure(value) and 0 < value < 2**31 and (isinstance(value, int) or key == "clock_rate_ghz"))
     ]
     if missing or unknown or wrong or not (dot and major.isdecimal() and minor.isdecimal()):
         raise TargetError(

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from remat_jax.errors import TargetError
-from remat_jax.hardware.entries import LINKS, SECONDS
+from remat_jax.hardware.entries import LINKS, SECONDS, is_figure
 from remat_jax.hardware.products import Product, reached_share
 from remat_jax.hardware.target import Target
 from remat_jax.hardware.target import target as target_named
@@ -20,11 +20,9 @@ MATMUL_SHARE, MEMORY_SHARE, LINK_SHARE, HIDDEN_SHARE = 0.8, 0.9, 0.8, 0.9
 """The assumed shares of nominal rates that programs reach, and of compute that copies can overlap, without a measurement.
 
 Large products, PCIe copies and collectives commonly reach four fifths of a data sheet's figure, streaming reads nine tenths.
-`remat-jax calibrate` measures all of them.
 """
 LAUNCH_SECONDS, COPY_SECONDS, DEVICE_LINK_SECONDS, NETWORK_SECONDS = 2e-6, 5e-6, 4e-6, 10e-6
-"""The assumed latencies of a kernel launch, a copy to or from the host, a message between devices of a host, and a message
-between hosts, without a measurement."""
+"""The assumed latencies of a kernel launch, a copy to or from the host, and messages within and between hosts."""
 # The dtype whose units a dtype without its own figure can run on; followed repeatedly.
 _FALLBACK = {
     "tensorfloat32": "float32",
@@ -150,10 +148,10 @@ class Rates:
                 _check_rate(name, getattr(self, name))
         if (self.out_bytes_per_s is None) != (self.in_bytes_per_s is None):
             raise TargetError("Rates: out_bytes_per_s and in_bytes_per_s belong together; give both, or neither.")
-        if not _is_number(self.hidden_share) or not 0 <= self.hidden_share <= 1:
+        if not is_figure(self.hidden_share) or not 0 <= self.hidden_share <= 1:
             raise TargetError(f"Rates: hidden_share={self.hidden_share!r}; expected a share from 0 to 1.")
         for name in ("launch_seconds", "copy_seconds"):
-            if not _is_number(getattr(self, name)) or not 0 <= getattr(self, name) < 1:
+            if not is_figure(getattr(self, name)) or not 0 <= getattr(self, name) < 1:
                 raise TargetError(f"Rates: {name}={getattr(self, name)!r}; expected seconds, 0 or some millionths.")
         curves = {dtype: dict(sorted(curve.items())) for dtype, curve in self.products.items()}
         for name, values in (("flops", self.flops), ("products", curves), ("source", self.source)):
@@ -180,11 +178,7 @@ class Rates:
         return cls(**_figures(described))
 
     def flops_per_s(self, dtype: str) -> float:
-        """The rate for a dtype: its own, or the rate of its `fallback`.
-
-        Raises:
-            TargetError: neither dtype has a rate.
-        """
+        """The rate for a dtype: its own, or the rate of its `fallback`; `TargetError` without either."""
         return self.flops[self.fallback(dtype)]
 
     def fallback(self, dtype: str) -> str:
@@ -197,7 +191,7 @@ class Rates:
         while tried[-1] not in self.flops:
             following = "bfloat16" if tried[-1].startswith("float8") else _FALLBACK.get(tried[-1])
             # Two narrow types fall back on each other; float32 is the last resort.
-            untried = [dtype for dtype in (following, "float32") if following is not None and dtype not in tried]
+            untried = [each for each in (following, "float32") if following is not None and each not in tried]
             if not untried:
                 raise TargetError(
                     f"dtype {dtype!r} has no rate, and neither have its fallbacks ({', '.join(tried[1:]) or 'none'}); the "
@@ -234,8 +228,8 @@ class Rates:
         """
         used = {self.fallback(dtype) for dtype in dtypes}
         names = ("hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", "hidden_share", *LINKS, *SECONDS)
-        found = [name for name in names if "assumed" in self.source.get(name, "")]
-        return ("flops", *found) if used & self.assumed_dtypes else tuple(found)
+        assumed = [name for name in names if "assumed" in self.source.get(name, "")]
+        return ("flops", *assumed) if used & self.assumed_dtypes else tuple(assumed)
 
 
 def _between(curve: Mapping[int, float], size: float) -> float:
@@ -312,11 +306,7 @@ def _flops(target: Target, source: dict[str, str]) -> dict[str, float]:
     return {**nominal, **published, **measured}
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _check_rate(name: str, value: object) -> None:
     # An integer may be larger than any float.
-    if not _is_number(value) or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
+    if not is_figure(value) or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
         raise TargetError(f"Rates: {name}={value!r}; expected a positive number per second.")

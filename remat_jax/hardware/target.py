@@ -199,11 +199,7 @@ def _text_of_table() -> str:
 
 
 def read_table(text: str) -> dict[str, Target]:
-    """The targets that a TOML text describes, by name.
-
-    Raises:
-        TargetError: the text is no TOML, a line is very long, or an entry is wrong (`checked_entry`).
-    """
+    """The targets that a TOML text describes, by name."""
     longest = max(map(len, text.splitlines()), default=0)
     if longest > MOST_LETTERS:
         raise TargetError(
@@ -226,9 +222,6 @@ def _read_target(name: str, given: object) -> Target:
 def entry(name: str) -> dict[str, Any]:
     """The entry of a target in this package's table, as plain data.
 
-    Raises:
-        TargetError: the table has no such target.
-
     >>> entry("h200")["memory_bytes"]
     150754820096
     """
@@ -240,9 +233,6 @@ def entry(name: str) -> dict[str, Any]:
 
 def target_text(name: str, facts: Mapping[str, Any]) -> str:
     """A target's entry as TOML, tables last. The text is read back once, so that a wrong entry is never written.
-
-    Raises:
-        TargetError: as in `target` for the file.
 
     >>> print(target_text("mine", {"kind": "cpu", "description": "a CPU", "source": {}}))
     [mine]

@@ -1,7 +1,6 @@
 """The share of each residual on one device of a mesh, as the compiler partitions it.
 
-The shardings of the arguments are given; XLA propagates them to all other arrays. To read the residuals' shardings, the
-training step under `everything` is compiled once with its residuals as results.
+To read the residuals' shardings, the training step under `everything` is compiled once with its residuals as results.
 """
 
 from __future__ import annotations
@@ -51,12 +50,7 @@ class Shares:
 
 
 def residual_shares(workload: Workload, target: Target, *, timeout: float = DEFAULT_TIMEOUT) -> Shares:
-    """The share of each residual on one device of the workload's mesh; compiles one step for `target`.
-
-    Raises:
-      ArgumentError: the target and the mesh differ in the number of devices.
-      CompileError, UnsupportedError: as in `measure`.
-    """
+    """The share of each residual on one device of the workload's mesh; compiles one step for `target`."""
     check_devices(workload, target)
     step, function = workload.step_with_residuals("everything")
     names = _names(function, step.arguments)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +60,7 @@ def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
     [(True, (2, 8, 50))]
     """
     products: dict[SoftmaxProduct, None] = {}
-    for body in _bodies(jaxpr, (), in_loop=False):
+    for body in _bodies(jaxpr):
         read = {_size(atom) for eqn, _ in body.products if _has_batch(eqn) for atom in eqn.invars}
         for eqn, path in body.products:
             result = eqn.outvars[0]
@@ -76,26 +75,27 @@ def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
     return tuple(products)
 
 
-def _bodies(jaxpr: Any, path: tuple[str, ...], *, in_loop: bool) -> Iterator[_Body]:
-    collected = _Body(in_loop)
-    yield from _collect(jaxpr, path, collected)
-    yield collected
+def _bodies(jaxpr: Any, path: tuple[str, ...] = (), *, in_loop: bool = False) -> list[_Body]:
+    """What `jaxpr` computes itself, after the bodies of its loops, which count separately."""
+    loops: list[_Body] = []
+    body = _Body(in_loop)
 
+    def collect(jaxpr: Any, path: tuple[str, ...]) -> None:
+        for eqn in jaxpr.jaxpr.eqns:
+            name, here = eqn.primitive.name, path + compat.scopes(eqn)
+            module = module_path("/".join([*here, name]))[0]
+            if name == "dot_general":
+                body.products.append((eqn, module))
+            elif name == "exp":
+                body.exponentials.append((eqn.outvars[0], module))
+            for inner in bodies(eqn):
+                if name in ("scan", "while"):
+                    loops.extend(_bodies(inner, here, in_loop=True))
+                else:
+                    collect(inner, here)
 
-def _collect(jaxpr: Any, path: tuple[str, ...], collected: _Body) -> Iterator[_Body]:
-    """Add the equations of `jaxpr` to `collected`, and yield the bodies of its loops, which count separately."""
-    for eqn in jaxpr.jaxpr.eqns:
-        here = path + compat.scopes(eqn)
-        module = module_path("/".join([*here, eqn.primitive.name]))[0]
-        if eqn.primitive.name == "dot_general":
-            collected.products.append((eqn, module))
-        elif eqn.primitive.name == "exp":
-            collected.exponentials.append((eqn.outvars[0], module))
-        for body in bodies(eqn):
-            if eqn.primitive.name in ("scan", "while"):
-                yield from _bodies(body, here, in_loop=True)
-            else:
-                yield from _collect(body, here, collected)
+    collect(jaxpr, path)
+    return [*loops, body]
 
 
 def is_softmax_of(exponential: Any, product: Any, *, is_head: bool) -> bool:

@@ -18,11 +18,7 @@ SECONDS_TO_START = 120.0
 
 
 def device_kind() -> str:
-    """JAX's name for the attached GPU, from a child process, because JAX in this process may be set up for the CPU.
-
-    Raises:
-      TargetError: no GPU is attached, or JAX cannot use it.
-    """
+    """JAX's name for the attached GPU, from a child process, because JAX in this process may be set up for the CPU."""
     key = "the attached GPU"
     try:
         answer = _asked({"key": key}, f"looking for {key}", SECONDS_TO_START)
@@ -40,11 +36,7 @@ def device_kind() -> str:
 def measured_peak(program: ExportedProgram, timeout: float, compiler_options: Mapping[str, Any] | None = None) -> int:
     """The allocator's peak in bytes while `program` runs once on the device, on random numbers, in a child process.
 
-    Only the step's allocations count: nothing is preallocated, and kernels are chosen as for the compiled figures. The step is
-    compiled with `compiler_options`.
-
-    Raises:
-      CompileError: the program could not be compiled or run, for example for lack of free memory.
+    Only the step's allocations count: nothing is preallocated, and kernels are chosen as for the compiled figures.
     """
     with scratch() as folder:
         path = folder / "program.jaxexport"

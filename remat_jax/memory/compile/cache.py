@@ -1,8 +1,8 @@
 """A cache of the compiler's answers in memory and, for GPUs, on disk; the key hashes everything that an answer depends on.
 
-The folder is `remat_jax` in the user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`). The environment variable
-`REMAT_JAX_CACHE` names another folder, or is `off`. CPU answers are not kept on disk, because they depend on the machine.
-A checksum detects damaged files but not forged ones: a folder that others may write is not used, with a `RematWarning`.
+The folder is `remat_jax` in the user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`), or that of the environment variable
+`REMAT_JAX_CACHE`, which may be `off`. CPU answers depend on the machine, and are not on disk. A checksum detects damaged files
+but not forged ones: a folder that others may write is not used, with a `RematWarning`.
 """
 
 from __future__ import annotations

@@ -107,13 +107,8 @@ def compile_programs(
       memory_limit: a device memory limit for XLA in bytes (`options.py`); a CPU has no such limit.
       on_done: called with each key when its program is compiled.
       kernels: the kernels of earlier calls for the same target with the same options; None if there are none.
-      children: the processes of a larger call, which ends them. If one of several programs fails here, all present and later
-        processes of that call are ended. A failure of a single program ends no other process.
-
-    Raises:
-      CompileError: the compiler failed, aborted, hung or ran out of memory; the message has its last output.
-      TargetError: the target is a GPU without a compiler description.
-      UnsupportedError: the target is a GPU and its compiler is not installed.
+      children: the processes of a larger call, which ends them. If one of several programs fails, all processes of that call
+        are ended; the failure of a single program ends no other process.
     """
     if target.kind == "gpu":
         if target.compiler_description is None:
@@ -148,11 +143,7 @@ def compile_programs(
 
 
 def result_shapes(program: ExportedProgram, target: Target, *, timeout: float) -> Sequence[tuple[int, ...]]:
-    """The shapes of the results of `program` on each device of a mesh, as the compiler partitions them.
-
-    Raises:
-      CompileError, UnsupportedError: as in `compile_programs`.
-    """
+    """The shapes of the results of `program` on each device of a mesh, as the compiler partitions them."""
     if target.kind == "gpu":
         compat.require_gpu_compiler()
     digest = cache.digest(program, target, {"results": True}, CHILD)

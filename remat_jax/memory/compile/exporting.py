@@ -61,13 +61,7 @@ class ExportedProgram:
 
 
 def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram:
-    """`step` lowered for the platform of `target`; nothing is compiled or allocated here.
-
-    Raises:
-      ArgumentError: the call is under a `jax.set_mesh` of another size.
-      CompileError: a kernel needs cuDNN, which is not installed.
-      UnsupportedError: the step has its own mesh of another size, or this package is in a zip file.
-    """
+    """`step` lowered for the platform of `target`; nothing is compiled or allocated here."""
     _check_process()
     devices = 1 if step.mesh is None else step.mesh.size
     check_context(devices, f"a step for {_counted(devices)}")

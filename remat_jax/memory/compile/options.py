@@ -43,10 +43,6 @@ _refused: set[str] = set()
 def limit_bytes(memory_limit: Any, target: Target) -> int | None:
     """A user's `memory_limit`, written like a budget, in bytes on `target`; None for no limit.
 
-    Raises:
-      ArgumentError: the limit is not an amount of memory, not positive, or above the target's memory; or the target has no
-        such limit.
-
     >>> from remat_jax.hardware import target
     >>> limit_bytes("40GiB", target("h200")) == 40 * 2**30, limit_bytes(None, target("cpu"))
     (True, None)

@@ -68,7 +68,7 @@ class Question:
       timeout: seconds for all keys together.
       who: the program that refuses a key, for error messages.
       left: the seconds left by earlier processes of the same call; None for all of `timeout`.
-      again: whether the child prints `{"done": true}` at the end and waits for another question, for at most `IDLE_SECONDS`.
+      again: whether the child waits for another question, for at most `IDLE_SECONDS`, after printing `{"done": true}`.
         Starting a child is most of the time for a small program.
     """
 
@@ -127,11 +127,7 @@ class Children:
 def ask(
     question: Question, on_done: Callable[[str], None] | None = None, children: Children | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The child's answer for each key. `on_done` is called for each answer as it comes; `children` may end the child.
-
-    Raises:
-      CompileError: the child refused a key, died, hung or ran out of memory; the message has its last output.
-    """
+    """The child's answer for each key. `on_done` is called for each answer as it comes; `children` may end the child."""
     child = _idle.take(question) or _Child(question)
     timer = threading.Timer(question.timeout if question.left is None else question.left, child.expire)
     timer.daemon = True
@@ -329,11 +325,7 @@ def _remedy(output: str, status: int) -> str:
 
 
 def compiler_environment(target: Target) -> dict[str, str]:
-    """The environment of a process that compiles for `target` without touching a GPU.
-
-    Raises:
-      CompileError: `XLA_FLAGS` names a file that cannot be read.
-    """
+    """The environment of a process that compiles for `target` without touching a GPU."""
     # The exported program carries its own dtypes; without x64 JAX would narrow them.
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "JAX_ENABLE_X64": "1"}
     if target.kind == "gpu":
@@ -349,11 +341,7 @@ def compiler_environment(target: Target) -> dict[str, str]:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A new folder in the temporary folder.
-
-    Raises:
-      CompileError: the temporary folder is full.
-    """
+    """A new folder in the temporary folder."""
     _sweep(tempfile.gettempdir())
     try:
         with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, open(Path(folder, _LOCK), "w") as held:

@@ -1,8 +1,4 @@
-"""The collectives of one step on a mesh, read from the compiled module.
-
-The compiler's partitioner, not the program, decides where an array is gathered, summed or scattered. A collective in a loop
-counts once per iteration. If collectives were combined into one call, each of its arrays counts.
-"""
+"""The collectives of one step on a mesh, read from the compiled module: the compiler, not the program, places them."""
 
 from __future__ import annotations
 
@@ -45,10 +41,8 @@ class Collective:
 def read_collectives(text: str | HloModule) -> tuple[Collective, ...]:
     """The collectives that one execution of the compiled module `text` runs, by kind and phase.
 
-    A loop runs for the trip count that the compiler knows, else once. Every branch of a `conditional` counts.
-
-    Raises:
-      UnsupportedError: the text has a line of an unknown form.
+    A loop runs for the trip count that the compiler knows, else once. Every branch of a `conditional` counts, and every array
+    of a combined collective.
 
     >>> read_collectives('''ENTRY %main (x: f32[2]) -> f32[8] {
     ...   %x = f32[2] parameter(0)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from remat_jax.memory.hlo.text import COLLECTIVES, Computation, HloModule, Instruction, elements, parse
+from remat_jax.memory.hlo.text import COLLECTIVES, Computation, HloModule, Instruction, elements, parse, split_outside_brackets
 
 DEVICE_SPACE = 0
 _RANGE = re.compile(r"^    (?P<name>[^\s{]+)\{(?P<index>[\d,]*)\}:(?P<start>\d+)-(?P<end>\d+)$")
@@ -155,13 +155,7 @@ def _written(body: Computation, place: int) -> tuple[str, bool]:
 
 
 class Schedule:
-    """When each device array of a compiled step is alive, and its place in memory.
-
-    Args:
-      program: the optimised program, `….after_optimizations.txt`, as text or parsed.
-      assignment: `…-buffer-assignment.txt`.
-      live_ranges: `…-live-range.txt`.
-    """
+    """When each device array of a compiled step is alive, and its place in memory, from three files of XLA's dump."""
 
     def __init__(self, program: str | HloModule, assignment: str, live_ranges: str) -> None:
         self.places = _device_places(assignment)
@@ -266,10 +260,11 @@ def module_path(op_name: str) -> tuple[str, str, str]:
     phases = {"rematted_computation": "recomputed", "transpose(": "backward", "jvp(": "forward"}
     phase = next((phase for mark, phase in phases.items() if mark in op_name), "other")
     parts: list[str] = []
-    for part in _split(op_name.partition(";")[0]):  # newer compilers join the names of merged operators
+    for part in split_outside_brackets(op_name.partition(";")[0], "/"):  # newer compilers join the names of merged operators
         while (wrapped := _WRAPPER.match(part)) is not None:
             part = wrapped["inside"]
-        parts += [inner for inner in _split(part) if not inner.startswith(("jit(", "remat("))]
+        inside = split_outside_brackets(part, "/")
+        parts += [inner for inner in inside if inner and not inner.startswith(("jit(", "remat("))]
     # A loop's body is not a module, but a module may be called `body`.
     parts = [part for before, part in pairwise(["", *parts]) if not (before == "while" and part in ("body", "cond"))]
     parts = [part for part in parts if _STRUCTURE.fullmatch(part) is None]
@@ -302,14 +297,3 @@ def _indices(shape: str) -> list[tuple[int, ...]]:
     if not shape.startswith("("):
         return [()]
     return [(place, *inside) for place, element in enumerate(elements(shape)) for inside in _indices(element)]
-
-
-def _split(op_name: str) -> list[str]:
-    """The parts of a name between slashes outside brackets."""
-    parts, depth, start = [], 0, 0
-    for place, letter in enumerate(op_name):
-        depth += (letter in "({[") - (letter in ")}]")
-        if letter == "/" and depth == 0:
-            parts.append(op_name[start:place])
-            start = place + 1
-    return [part for part in (*parts, op_name[start:]) if part]

@@ -1,9 +1,9 @@
 """The modelled time of a compiled step, simulated from its schedule, and how far compute covers copies and exchanges.
 
 XLA:GPU writes its schedule into the module: one line starts a copy or a collective, a later line waits for it, and the lines
-between may overlap it. This module simulates the schedule; nothing is run. Compute runs line by line on one stream, copies to
-the host on a second, copies back on a third, collectives on a fourth. A copy or a collective starts when its line is reached
-and its stream is free. The line that waits for it delays compute until it is done.
+between may overlap it. Compute runs line by line on one stream, copies to the host on a second, copies back on a third,
+collectives on a fourth. A copy or a collective starts when its line is reached and its stream is free. The line that waits for
+it delays compute until it is done.
 """
 
 from __future__ import annotations
@@ -58,16 +58,7 @@ def step_time(
     their shape (`remat_jax.hardware.products`), attention kernels the rate of their operands. A loop runs for the trip count
     that the compiler knows, else once. A `conditional` takes its longest branch.
 
-    Args:
-      text: `compiled.as_text()` of a program compiled for a GPU.
-      target: gives the devices, hosts and links.
-      rates: used instead of the target's `Rates.of(target)`.
-      kernels: the operations of Pallas kernels by name, as in `ExportedProgram.kernels`.
-
-    Raises:
-      ArgumentError: the target lacks a rate that the module needs.
-      TargetError: the target has no rates at all.
-      UnsupportedError: the text has a line of an unknown form.
+    `rates` replace the target's own; `kernels` has the operations of Pallas kernels by name.
 
     >>> from remat_jax.hardware import target
     >>> text = '''

@@ -45,12 +45,6 @@ def scanned_offload_is_miscompiled(text: str | HloModule) -> bool:
     Compares every iteration of every loop with a known trip count. False if no loop copies to or from host memory, or if the
     copies compute their addresses at run time.
 
-    Args:
-      text: `compiled.as_text()` of a program compiled for a GPU.
-
-    Raises:
-      UnsupportedError: a copy has a constant address, and the program's index cannot be evaluated.
-
     >>> scanned_offload_is_miscompiled("ENTRY %main (x: f32[]) -> f32[] {\\n  ROOT %x = f32[] parameter(0)\\n}")
     False
     """

@@ -18,7 +18,7 @@ _NAMED = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _COMMENT = re.compile(r"/\*.*?\*/")
-_PARENTHESIS, _BRACKET_OR_COMMA = re.compile(r"[()]"), re.compile(r"[(\[{)\]},]")
+_PARENTHESIS, _BRACKET_OR_SEPARATOR = re.compile(r"[()]"), re.compile(r"[(\[{)\]},/]")
 FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "optimization-barrier"}
 )
@@ -167,21 +167,26 @@ def elements(shape: str) -> list[str]:
     """The texts of a tuple's elements; any other shape by itself."""
     if not shape.startswith("("):
         return [shape]
-    parts, depth, start = [], 0, 1
-    for mark in _BRACKET_OR_COMMA.finditer(shape):
+    return [_COMMENT.sub("", part).strip() for part in split_outside_brackets(shape[1:-1], ",")]
+
+
+def split_outside_brackets(text: str, separator: str) -> list[str]:
+    """The parts of a text between the separators, `,` or `/`, that are in no bracket.
+
+    >>> split_outside_brackets("jvp(a/b)/c", "/")
+    ['jvp(a/b)', 'c']
+    """
+    parts, depth, start = [], 0, 0
+    for mark in _BRACKET_OR_SEPARATOR.finditer(text):
         depth += (mark[0] in "([{") - (mark[0] in ")]}")
-        if (mark[0] == "," and depth == 1) or mark.end() == len(shape):
-            parts.append(_COMMENT.sub("", shape[start : mark.start()]).strip())
+        if mark[0] == separator and depth == 0:
+            parts.append(text[start : mark.start()])
             start = mark.end()
-    return parts
+    return [*parts, text[start:]]
 
 
 def parse(text: str | HloModule) -> HloModule:
-    """The module in the text of `compiled.as_text()` or of XLA's dump; a parsed module is returned as it is.
-
-    Raises:
-      UnsupportedError: a line of a computation has an unknown form.
-    """
+    """The module in the text of `compiled.as_text()` or of XLA's dump; a parsed module is returned as it is."""
     if isinstance(text, HloModule):
         return text
     computations: dict[str, Computation] = {}
