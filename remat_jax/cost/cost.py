@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-import jax
 
 from remat_jax import compat
 from remat_jax.cost.flat import Array, FlatEqn, flatten, region
@@ -24,11 +22,9 @@ class HasSeconds(Protocol):
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a program.
+    """The work of each kernel of a program, and how often it runs.
 
-    Attributes:
-      kernels: the work of each kernel, and how often it runs.
-      unknown: primitives with unknown operations, of which only the operands' bytes count; and `while`, whose body counts once.
+    `unknown` has the primitives of which only the operands' bytes count, and `while`, whose body counts once.
     """
 
     kernels: tuple[tuple[Work, int], ...] = ()
@@ -53,20 +49,15 @@ class Cost:
         return Cost(tuple((work, times * rounds) for work, times in self.kernels), self.unknown)
 
 
-def cost(fn: Callable[..., Any], *args: Any) -> Cost:
-    """The cost of one call of `fn`.
+def jaxpr_cost(jaxpr: Any) -> Cost:
+    """The cost of evaluating the closed `jaxpr`, after dead-code elimination.
 
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
     >>> a, b = jnp.ones((2, 3)), jnp.ones((3, 5))
-    >>> both = cost(lambda a, b: jnp.sin(a @ b) + 1, a, b)  # a product, and a chain that reads it and writes its result
+    >>> both = jaxpr_cost(jax.make_jaxpr(lambda a, b: jnp.sin(a @ b) + 1)(a, b))  # a product; a chain that reads it
     >>> both.flops, both.bytes
     (80.0, 204.0)
     """
-    return jaxpr_cost(jax.make_jaxpr(fn)(*args))
-
-
-def jaxpr_cost(jaxpr: Any) -> Cost:
-    """The cost of evaluating the closed `jaxpr`, after dead-code elimination."""
     flat = flatten(compat.dce(jaxpr))
     return flat_cost(flat.eqns, flat.outputs)
 

@@ -22,13 +22,9 @@ _SAME_VALUE = frozenset({"device_put", "sharding_constraint", "pvary", "pcast"})
 
 @dataclass(eq=False)
 class Array:
-    """An array of a flat program. It is compared by identity.
+    """An array of a flat program, compared by identity, with its residual names in the order in which they were given.
 
-    Attributes:
-      aval: its type.
-      names: its residual names, in the order in which they were given.
-      literal: whether it is a literal in the program.
-      share: the fraction of it that one device holds if the program is partitioned.
+    `share` is the fraction of it that one device holds if the program is partitioned.
     """
 
     aval: Any
@@ -59,7 +55,7 @@ class FlatEqn:
 
     @property
     def primitive(self) -> str:
-        """The primitive's name."""
+        """The name of its primitive."""
         return str(self.eqn.primitive.name)
 
     @property
@@ -70,12 +66,7 @@ class FlatEqn:
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """A flat program.
-
-    Attributes:
-      inputs, outputs: the inputs and outputs of the jaxpr.
-      eqns: the equations that outputs need, in the order of execution.
-    """
+    """A flat program: the equations that its outputs need, in the order of execution."""
 
     inputs: tuple[Array, ...]
     eqns: tuple[FlatEqn, ...]

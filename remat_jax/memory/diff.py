@@ -32,13 +32,10 @@ _KEPT = (Action.SAVE.value, Action.OFFLOAD.value)
 
 @dataclass(frozen=True)
 class Move:
-    """A residual with different actions under the two policies.
+    """A residual with different actions under the two policies; `bytes` is the size of all `count` arrays.
 
-    Attributes:
-      name, shape, dtype, count: as in the table of residuals.
-      bytes: the size of all `count` arrays.
-      before, after: `save`, `offload`, `recompute`, or `not kept`: the backward pass does not read the array if everything is
-        kept, such as the output of a product whose activation is kept.
+    An action may be `not kept`: if everything is kept, the backward pass does not read the array, such as the output of a
+    product whose activation is kept.
     """
 
     name: str
@@ -69,8 +66,7 @@ class PolicyDiff:
       moves: the residuals whose action changes, the largest first.
       recompute_flops: (before, after): the FLOPs of the matrix products that a step recomputes, without products inside
         kernels. None if a loop of unknown length has products.
-      recomputed: the same by module path, with layers that differ in a number joined. The paths are those of the products, not
-        of the residuals.
+      recomputed: the same by the products' module paths, with layers that differ in a number joined.
     """
 
     before: MemoryReport
@@ -185,15 +181,8 @@ def compare_policies(
     """The change from the policy `before` to `after`: the residuals that move, and the change of memory and FLOPs.
 
     The bytes of residuals are from JAX's own linearisation (`residuals`), device and host memory from the compiled step
-    (`measure`), FLOPs from the matrix products in the recomputed part of the step's jaxpr.
-
-    Args:
-      before, after: policies, their names or texts.
-      memory_limit: XLA's memory limit, as for `measure`.
-
-    Raises:
-      UnsupportedError: the workload was made by `Workload.from_step`.
-      PolicyError, BlockError, NoEffectError, TargetError, CompileError: as `measure` raises them.
+    (`measure`), FLOPs from the matrix products in the recomputed part of the step's jaxpr. Errors are those of `measure`;
+    `UnsupportedError` for a workload made by `Workload.from_step`.
 
     >>> import jax.numpy as jnp, flax.linen as nn
     >>> class Block(nn.Module):

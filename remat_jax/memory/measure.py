@@ -53,17 +53,16 @@ def measure(
       target: the name of a target (`"cpu"`, `"h200"`, `"attached"`) or a `Target`.
       timeout: seconds for compiling, and again for each run.
       memory_limit: a device memory limit for XLA, written like a budget: bytes, a text (`"40GiB"`, `"80%"`) or a share (0.8).
-        XLA schedules for the limit and rematerialises by itself to meet it, but the step may still need more. Run the step
-        with `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, 76 % of the device's
-        memory; a larger limit has no effect.
+        XLA rematerialises by itself to meet it, but the step may still need more. Run the step with
+        `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, 76 % of the device's memory; a
+        larger limit has no effect.
 
     Raises:
       TargetError: the target is unknown, or no GPU is attached.
-      ArgumentError: the target and the workload's mesh differ in the number of devices; or `memory_limit` is not an amount of
-        the target's memory; or the target is a CPU, which has no such limit.
-      UnsupportedError: the target has several devices, but the workload has no mesh.
+      ArgumentError: the target and the workload's mesh differ in the number of devices; or `memory_limit` is no amount of the
+        target's memory, or the target is a CPU, which has no such limit.
+      UnsupportedError: the target has several devices, but the workload has no mesh; or its compiler is not installed.
       CompileError: the compiler failed, aborted, hung or ran out of memory.
-      UnsupportedError: the target's compiler is not installed.
       PolicyError, BlockError, NoEffectError: the policy is invalid, or has no effect on this workload.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn

@@ -84,8 +84,6 @@ class ResidualTable:
     Attributes:
       rows: the saved, then the offloaded, then the recomputed residuals, the largest of each first.
       policy: the policy's text.
-      device_bytes, host_bytes: the bytes kept between the passes, in device and in host memory.
-      recompute_bytes: the bytes that the backward pass recomputes.
       warning: a warning if the policy cannot keep anything, because the blocks are inside the model's own checkpoints.
       shared: the offloaded inputs that stay on the device because several blocks read them, the largest first. Arguments of the
         loss among them are not in `rows`.
@@ -153,13 +151,10 @@ class ResidualTable:
 def residuals(workload: Workload, policy: Any) -> ResidualTable:
     """The arrays that `workload` keeps between its forward and its backward pass under `policy`, and those it recomputes.
 
-    They are read from JAX's own linearisation under the policy: saved and offloaded rows are exactly the arrays that pass from
-    the forward to the backward pass, each array once. Recomputed rows are the other arrays that would pass if every named array
-    were saved. Nothing is allocated or run. On a mesh, shapes and bytes are those of all devices together.
-
-    Args:
-      workload: a workload with a loss; the gradient of a finished step cannot be read.
-      policy: a policy, its name or text, `"off"` included; policies by layer; a mapping from block to any of these.
+    Saved and offloaded rows are exactly the arrays that pass from the forward to the backward pass in JAX's own linearisation,
+    each array once. Recomputed rows are the other arrays that would pass if every named array were saved. Nothing is allocated
+    or run. On a mesh, shapes and bytes are those of all devices together. `policy` is a policy, its name or text, `"off"`
+    included, policies by layer, or a mapping from block to any of these.
 
     Raises:
       UnsupportedError: the workload was made by `Workload.from_step`.

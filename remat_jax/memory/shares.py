@@ -25,11 +25,9 @@ DEFAULT_TIMEOUT = 300.0
 
 @dataclass(frozen=True)
 class Shares:
-    """The share of each residual on one device.
+    """The share of each residual on one device, from 1 / devices to 1, and their mean, weighted by bytes.
 
-    Attributes:
-      by_name: residual name → share, from 1 / devices to 1; residuals outside the blocks by their place in the program.
-      mean: the mean share of all residuals, weighted by bytes.
+    Residuals outside the blocks are named by their place in the program.
     """
 
     by_name: Mapping[str, float]

@@ -20,12 +20,11 @@ class SoftmaxProduct:
     """A matrix product whose result a softmax reads.
 
     Attributes:
-      is_head: whether it is a head's product, tokens × classes, without batch dimensions and outside loops, not one of queries
-        and keys.
+      is_head: whether it is a head's product, without batch dimensions and outside loops, not one of queries and keys.
       shape: the result's shape, on all devices together.
       path: the innermost module around both the product and the softmax; empty if unknown.
       source: the user's source line.
-      read: the elements of what the softmax reads: all of the result, or most of it, as in a loss without the last token.
+      read: the number of elements that the softmax reads: all, or most, as in a loss without the last token.
     """
 
     is_head: bool

@@ -34,13 +34,12 @@ CHILD = Path(__file__).with_name("child.py")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The compiler's answer, in bytes; `host_*` is in host memory.
+    """The compiler's answer, in bytes; `host_*` is in host memory. What the target `cpu` does not have is empty or None.
 
     Attributes:
-      live: the buffers on the device at the peak; empty for the target `cpu`.
-      timeline: the buffers on the device over the schedule; None for the target `cpu`.
-      time: the modelled time of the compiled schedule; None for the target `cpu`, and if the compiled text or a rate is
-        unknown.
+      live: the buffers on the device at the peak.
+      timeline: the buffers on the device over the schedule.
+      time: the modelled time of the compiled schedule; None if the compiled text or a rate is unknown.
       no_time: why the time is unknown, in words; empty if it is known.
       miscompiled: whether a loop copies a wrong slot of a host buffer; None if the compiled text does not show it.
       collectives: the data exchanged between the devices of a mesh; None for one device, and if the compiled text is unknown.
@@ -98,13 +97,11 @@ def compile_programs(
     kernels: Kernels | None = None,
     children: Children | None = None,
 ) -> dict[str, Sizes]:
-    """The compiler's sizes of each program on `target`, by key. Programs are compiled in parallel, one process per core.
-
-    A program that the same compiler compiled before with the same options comes from the cache (`cache.py`).
+    """The compiler's sizes of each program on `target`, by key, from the cache or from one process per core.
 
     Args:
       timeout: seconds for all programs together.
-      memory_limit: a device memory limit for XLA in bytes (`options.py`); a CPU has no such limit.
+      memory_limit: a device memory limit for XLA in bytes (`options.py`).
       on_done: called with each key when its program is compiled.
       kernels: the kernels of earlier calls for the same target with the same options; None if there are none.
       children: the processes of a larger call, which ends them. If one of several programs fails, all processes of that call

@@ -39,11 +39,9 @@ def _check_process() -> None:
 
 @dataclass(frozen=True)
 class ExportedProgram:
-    """A training step, exported for a platform.
+    """A training step, exported for a platform, under the caller's key.
 
     Attributes:
-      key: the caller's key for the program.
-      blob: the serialised program.
       donated: the flat arguments whose buffers the program may reuse.
       arguments: the name of each flat argument.
       mesh: the axes of the program's mesh with their sizes; empty for a single device.

@@ -63,11 +63,8 @@ class Question:
     Attributes:
       child: the script. It reads `request` as a line of JSON on standard input, with this process's id as `parent`, and prints
         one JSON object for each of `keys`.
-      doing: the activity for error messages, such as `compiling for target='h200'`.
-      environment: the child's environment variables.
-      timeout: seconds for all keys together.
-      who: the program that refuses a key, for error messages.
-      left: the seconds left by earlier processes of the same call; None for all of `timeout`.
+      doing, who: the activity, and the program that refuses a key, for error messages.
+      timeout, left: the seconds for all keys together, and what earlier processes of the call left of them, if there were any.
       again: whether the child waits for another question, for at most `IDLE_SECONDS`, after printing `{"done": true}`.
         Starting a child is most of the time for a small program.
     """

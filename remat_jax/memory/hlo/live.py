@@ -1,8 +1,7 @@
 """The buffers that are alive on the device at a compiled step's peak, by the module that made them.
 
-Read from XLA's dump of a compilation: the optimised program, its buffer assignment, and the range of the schedule in which each
-buffer is alive. Operator names contain the module path. XLA's own peak, in the last file, is not used, since it counts host
-buffers as device memory.
+Read from XLA's dump: the optimised program, its buffer assignment, and the range of the schedule in which each buffer is alive.
+Operator names contain the module path. XLA's own peak is not used, since it counts host buffers as device memory.
 """
 
 from __future__ import annotations

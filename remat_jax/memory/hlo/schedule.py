@@ -54,8 +54,7 @@ def step_time(
 ) -> StepTime:
     """The modelled time of the compiled module `text` on one device of `target`.
 
-    A kernel takes its launch time plus the longer of the times for its operations and its bytes. Products reach the rate of
-    their shape (`remat_jax.hardware.products`), attention kernels the rate of their operands. A loop runs for the trip count
+    A kernel takes its launch time plus the longer of the times for its operations and its bytes. A loop runs for the trip count
     that the compiler knows, else once. A `conditional` takes its longest branch.
 
     `rates` replace the target's own; `kernels` has the operations of Pallas kernels by name.

@@ -36,8 +36,7 @@ class Timeline:
 
     Attributes:
       small: the largest sum of the small buffers in each segment, in bytes.
-      buffers: the large buffers. The new value of a donated argument counts as the argument. Other buffers that are alive at
-        the end of the step have the phase `result`.
+      buffers: the large buffers. The new value of a donated argument counts as the argument.
       spans: where the buffers are alive. If several buffers share a place at one time, only one of them has a span.
 
     >>> logits, kept = LiveBuffer("mul", "", "backward", 80, "f32[20]"), LiveBuffer("x", "", "forward", 60, "f32[15]")
