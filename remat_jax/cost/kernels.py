@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remat_jax import compat
-from remat_jax.core.products import eqn_flops
+from remat_jax.core.products import MATMULS, eqn_flops
 from remat_jax.core.walk import equations
 from remat_jax.cost.flat import Array, FlatEqn
 
@@ -183,19 +183,13 @@ def _rounds(body: Any) -> int:
 
 
 _SPECIAL: dict[str, Callable[[FlatEqn], Work]] = {
-    "dot_general": _product,
-    "ragged_dot": _product,
-    "ragged_dot_general": _product,
-    "scaled_matmul_wrapper": _product,
-    "conv_general_dilated": _product,
+    **dict.fromkeys((*MATMULS, "conv_general_dilated"), _product),
     "pallas_call": _pallas,
     "dynamic_update_slice": _update,
     # The leading terms of Golub and Van Loan, Matrix Computations, 4th edition.
     "cholesky": _factorisation(1 / 3),
     "lu": _factorisation(2 / 3),
-    "qr": _factorisation(2.0),
-    "geqrf": _factorisation(2.0),
-    "householder_product": _factorisation(2.0),
+    **dict.fromkeys(("qr", "geqrf", "householder_product"), _factorisation(2.0)),
     "eigh": _factorisation(9.0),
     "eig": _factorisation(25.0),
     "svd": _factorisation(22.0),

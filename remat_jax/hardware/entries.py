@@ -20,15 +20,10 @@ REACHED = ("flops", "hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", *LIN
 """The figures that programs reach: published ones (`reached`), or those of `remat-jax calibrate` (`measured`)."""
 MEASURED = (*REACHED, "products", "source")
 COMPILER = (
-    "compute_capability",
-    "core_count",
-    "fpus_per_core",
-    "clock_rate_ghz",
-    "threads_per_core_limit",
-    "shared_memory_per_core",
-    "shared_memory_per_block_optin",
-    "l2_cache_size",
+    *("compute_capability", "core_count", "fpus_per_core", "clock_rate_ghz", "threads_per_core_limit"),
+    *("shared_memory_per_core", "shared_memory_per_block_optin", "l2_cache_size"),
 )
+"""The keys of `compiler`."""
 # The same for every NVIDIA GPU from compute capability 8.0 on (CUDA C++ Programming Guide, technical specifications).
 _ALL_GPUS = """\
   threads_per_block_limit: 1024

@@ -25,22 +25,12 @@ LAUNCH_SECONDS, COPY_SECONDS, DEVICE_LINK_SECONDS, NETWORK_SECONDS = 2e-6, 5e-6,
 """The assumed latencies of a kernel launch, a copy to or from the host, and messages within and between hosts."""
 # The dtype whose units a dtype without its own figure can run on; followed repeatedly.
 _FALLBACK = {
-    "tensorfloat32": "float32",
-    "complex64": "float32",
+    **dict.fromkeys(("tensorfloat32", "complex64", "float64", "int32", "uint32", "int64", "uint64"), "float32"),
+    **dict.fromkeys(("int16", "uint16", "bool"), "float32"),
+    **dict.fromkeys(("uint8", "int4", "uint4"), "int8"),
     "complex128": "float64",
     "float16": "bfloat16",
     "bfloat16": "float16",
-    "float64": "float32",
-    "int32": "float32",
-    "uint32": "float32",
-    "int64": "float32",
-    "uint64": "float32",
-    "int16": "float32",
-    "uint16": "float32",
-    "bool": "float32",
-    "uint8": "int8",
-    "int4": "int8",
-    "uint4": "int8",
     "int8": "bfloat16",
 }
 _CPU_FLOPS, _CPU_BYTES = {"float32": 5e10, "float64": 2.5e10}, 1e10

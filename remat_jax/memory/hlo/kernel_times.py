@@ -119,7 +119,7 @@ def _device_bytes(instructions: Iterable[Instruction | None]) -> int:
 def _read(called: Computation, parameter: Instruction) -> int:
     whole = _device_bytes([parameter])
     part = 0
-    for user in called.users(parameter.name):
+    for user in (instruction for instruction in called if parameter.name in instruction.operands):
         if user.opcode in _PARTS and user.operands[0] == parameter.name:
             part += _device_bytes([user])
         elif user.opcode != "dynamic-update-slice" or user.operands[0] != parameter.name:

@@ -8,35 +8,29 @@ still an operand. JAX 0.10.2 and 0.11.0 use the address of slot k if the backwar
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 
 from remat_jax.errors import UnsupportedError
 from remat_jax.memory.hlo.text import Computation, HloArray, HloModule, Instruction, parse
 
 _ARITHMETIC: dict[str, Callable[..., int]] = {
-    "add": lambda a, b: a + b,
-    "subtract": lambda a, b: a - b,
-    "multiply": lambda a, b: a * b,
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
     "divide": lambda a, b: int(a / b),
     "remainder": lambda a, b: int(math.fmod(a, b)),
     "maximum": max,
     "minimum": min,
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "negate": lambda a: -a,
+    "and": operator.and_,
+    "or": operator.or_,
+    "negate": operator.neg,
     "not": lambda a: 1 - a,
     "select": lambda which, a, b: a if which else b,
     "clamp": lambda low, a, high: max(low, min(a, high)),
     **dict.fromkeys(("convert", "copy", "bitcast", "reshape", "broadcast"), lambda a: a),
 }
-_COMPARE: dict[str, Callable[[int, int], bool]] = {
-    "LT": lambda a, b: a < b,
-    "LE": lambda a, b: a <= b,
-    "GT": lambda a, b: a > b,
-    "GE": lambda a, b: a >= b,
-    "EQ": lambda a, b: a == b,
-    "NE": lambda a, b: a != b,
-}
+_COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne}
 
 
 def scanned_offload_is_miscompiled(text: str | HloModule) -> bool:

@@ -112,18 +112,6 @@ class Computation:
         """The instruction that computes an operand."""
         return self.instructions.get(instruction.operands[index]) if index < len(instruction.operands) else None
 
-    def users(self, name: str) -> list[Instruction]:
-        """The instructions that read `name`."""
-        return self._users.get(name, [])
-
-    @cached_property
-    def _users(self) -> dict[str, list[Instruction]]:
-        users: dict[str, list[Instruction]] = {}
-        for instruction in self:
-            for name in dict.fromkeys(instruction.operands):
-                users.setdefault(name, []).append(instruction)
-        return users
-
 
 @dataclass(frozen=True)
 class HloModule:
