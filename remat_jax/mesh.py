@@ -44,10 +44,10 @@ def as_mesh(mesh: Any) -> AbstractMesh:
             "{'data': 8, 'fsdp': 8}"
         )
     types = zip(abstract_mesh.axis_names, abstract_mesh.axis_types, strict=True)
-    if manual := [name for name, kind in types if kind is not AxisType.Auto]:
+    if refused := [name for name, kind in types if kind is not AxisType.Auto]:
         raise UnsupportedError(
-            f"mesh: the axes {', '.join(manual)} do not have the type Auto, which lets the compiler partition the computation; "
-            "make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * n, or give sizes by axis name"
+            f"mesh: the axes {', '.join(refused)} do not have the type Auto, which lets the compiler partition the "
+            "computation; make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * n, or give sizes by axis name"
         )
     return abstract_mesh
 
@@ -147,9 +147,9 @@ def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: t
 
 def _of_argument(mesh: AbstractMesh, given: Any, tree: Any, name: str) -> Any:
     leaves, treedef = jax.tree.flatten_with_path(tree)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    arrays = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
     if callable(given) and not _is_spec(given):
-        specs = [given(path, leaf) for path, (_, leaf) in zip(paths, leaves, strict=True)]
+        specs = [given(path, leaf) for path, leaf in arrays]
     else:
         try:
             # In `given` None is a spec; in the argument it is not a leaf.
@@ -157,13 +157,9 @@ def _of_argument(mesh: AbstractMesh, given: Any, tree: Any, name: str) -> Any:
             specs = jax.tree.leaves(jax.tree_util.tree_broadcast(given, tree, is_leaf=_is_given), is_leaf=_is_given)
         except ValueError as error:
             raise ArgumentError(f"shardings for {name} are not a pytree prefix of it: {error}") from error
-    return jax.tree.unflatten(
-        treedef,
-        [
-            _checked(mesh, spec, leaf.shape, f"{name}/{path}" if path else name)
-            for spec, path, (_, leaf) in zip(specs, paths, leaves, strict=True)
-        ],
-    )
+    pairs = zip(specs, arrays, strict=True)
+    checked = [_checked(mesh, spec, leaf.shape, f"{name}/{path}" if path else name) for spec, (path, leaf) in pairs]
+    return jax.tree.unflatten(treedef, checked)
 
 
 def _is_spec(value: Any) -> bool:
@@ -189,36 +185,32 @@ def _checked(mesh: AbstractMesh, given: Any, shape: tuple[int, ...], where: str)
             f"shardings: {given} for {where} has another mesh than mesh={dict(mesh.shape)}; give its PartitionSpec"
         )
     spec = PartitionSpec() if given is None else given.spec if isinstance(given, NamedSharding) else given
+
+    def wrong(reason: str) -> ArgumentError:
+        return ArgumentError(f"shardings: {spec} for {where} {reason}")
+
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
-        raise ArgumentError(
-            f"shardings: {spec} for {where} has unreduced or reduced axes, but an argument holds no partial sums: give the "
-            "spec without these axes"
-        )
+        raise wrong("has unreduced or reduced axes, but an argument holds no partial sums: give the spec without these axes")
     if len(spec) > len(shape):
-        raise ArgumentError(
-            f"shardings: {spec} for {where} has {len(spec)} entries, but the shape {list(shape)} has {len(shape)} dimensions"
-        )
-    sizes = dict(mesh.shape)
+        raise wrong(f"has {len(spec)} entries, but the shape {list(shape)} has {len(shape)} dimensions")
     for dimension, entry in enumerate(spec):
         if entry is PartitionSpec.UNCONSTRAINED:
-            raise ArgumentError(
-                f"shardings: {spec} for {where} leaves dimension {dimension} unconstrained, but an argument has a fixed "
-                "layout: give the axes that divide it, or None"
+            raise wrong(
+                f"leaves dimension {dimension} unconstrained, but an argument has a fixed layout: give the axes that divide "
+                "it, or None"
             )
         axes = _axes([entry])
-        lacking = [axis for axis in axes if axis not in sizes]
+        lacking = [axis for axis in axes if axis not in mesh.shape]
         if lacking:
-            raise ArgumentError(
-                f"shardings: {spec} for {where} names the axis {lacking[0]!r}, but the mesh has {', '.join(sizes)}"
-            )
-        parts = math.prod(sizes[axis] for axis in axes)
+            raise wrong(f"names the axis {lacking[0]!r}, but the mesh has {', '.join(mesh.shape)}")
+        parts = math.prod(mesh.shape[axis] for axis in axes)
         if shape[dimension] % parts:
-            raise ArgumentError(
-                f"shardings: {spec} for {where} divides dimension {dimension} of {list(shape)} into {parts} parts, but "
-                f"{shape[dimension]} is not a multiple of {parts}; divide another dimension, or pad it"
+            raise wrong(
+                f"divides dimension {dimension} of {list(shape)} into {parts} parts, but {shape[dimension]} is not a multiple "
+                f"of {parts}; divide another dimension, or pad it"
             )
     if len(set(_axes(spec))) < len(_axes(spec)):
-        raise ArgumentError(f"shardings: {spec} for {where} names an axis twice; an axis can divide only one dimension")
+        raise wrong("names an axis twice; an axis can divide only one dimension")
     return NamedSharding(mesh, spec)
 
 
