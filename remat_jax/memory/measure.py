@@ -92,14 +92,14 @@ def measure_many(
     limit = limit_bytes(memory_limit, described)
     check_devices(workload, described)
     check_timeout(timeout)
-    known = _reports.setdefault(workload, {})
+    cached = _reports.setdefault(workload, {})
     settings = (described.name, repr(described.to_dict()), compat.trace_settings(), compat.xla_flags(), limit)
     checked = [_checked(policy) for policy in policies]
-    new = [policy for policy in dict.fromkeys(checked) if (policy, settings) not in known]
+    new = [policy for policy in dict.fromkeys(checked) if (policy, settings) not in cached]
     if new:
         reports = _measured(workload, new, described, timeout, on_done, limit)
-        known.update(zip(((policy, settings) for policy in new), reports, strict=True))
-    return [known[policy, settings] for policy in checked]
+        cached.update(zip(((policy, settings) for policy in new), reports, strict=True))
+    return [cached[policy, settings] for policy in checked]
 
 
 def check_timeout(timeout: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -227,7 +226,7 @@ def _shared(read: list[Reading]) -> tuple[SharedInput, ...]:
     by_name: dict[tuple[str, int], SharedInput] = {}
     for reading in read:
         if reading.name and reading.stays():
-            nbytes = _bytes(reading.aval)
+            nbytes = compat.tree_bytes(reading.aval)
             blocks = None if reading.in_every_round else reading.blocks
             by_name.setdefault((reading.name, nbytes), SharedInput(reading.name, nbytes, blocks))
     return tuple(sorted(by_name.values(), key=lambda shared: -shared.bytes))
@@ -281,7 +280,7 @@ def _row(array_origin: Origin, atom: Any) -> Residual:
         name=array_origin.name,
         shape=tuple(atom.aval.shape),
         dtype=str(atom.aval.dtype),
-        bytes=_bytes(atom.aval),
+        bytes=compat.tree_bytes(atom.aval),
         action=(Action.OFFLOAD if is_on_host(atom) else Action.SAVE).value,
         source=array_origin.source,
         scanned=array_origin.scanned,
@@ -300,8 +299,3 @@ def _layers(row: Residual) -> str:
         return ""
     first, end = row.layers
     return str(first) if end == first + 1 else f"{first}–{end - 1}"
-
-
-def _bytes(aval: Any) -> int:
-    """The bytes of an array; an RNG key counts as its data."""
-    return math.prod(aval.shape) * compat.itemsize(aval.dtype)

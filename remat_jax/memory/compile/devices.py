@@ -34,11 +34,11 @@ def check_devices(workload: Workload, target: Target) -> None:
 def check_size(mesh: AbstractMesh, target: Target, called: str) -> None:
     """Refuse a mesh with more or fewer devices than the target; `called` describes the mesh in the message."""
     if mesh.size != target.devices:
-        one = re.sub(r"^(\d+x){1,2}", "", target.name)
+        single = re.sub(r"^(\d+x){1,2}", "", target.name)
         raise ArgumentError(
             f"target={target.name!r} has {target.devices} device{'s' * (target.devices > 1)}, but {called} has {mesh.size}: "
-            f"ask for {mesh.size}, such as '{mesh.size}x{one}' in one host ('8x8x{one}' has 64 in eight hosts), or change the "
-            "mesh"
+            f"ask for {mesh.size}, such as '{mesh.size}x{single}' in one host ('8x8x{single}' has 64 in eight hosts), or "
+            "change the mesh"
         )
 
 
