@@ -34,19 +34,17 @@ class Work:
 
 def own_kernel(eqn: FlatEqn) -> Work:
     """The work of an equation that does not fuse, on one device."""
-    # The arrays' bytes include their shares already.
-    return _own_kernel(eqn).scaled(eqn.share, 1.0)
-
-
-def _own_kernel(eqn: FlatEqn) -> Work:
     special = _SPECIAL.get(eqn.primitive)
     if special is not None:
-        return special(eqn)
-    if eqn.primitive.startswith("dot_product_attention"):
-        return _attention(eqn, eqn.inputs[:3], backward="bwd" in eqn.primitive)
-    if eqn.primitive.startswith("scatter"):
-        return _scatter(eqn)
-    return Work({}, _touched(eqn), frozenset({eqn.primitive}))
+        work = special(eqn)
+    elif eqn.primitive.startswith("dot_product_attention"):
+        work = _attention(eqn)
+    elif eqn.primitive.startswith("scatter"):
+        work = _scatter(eqn)
+    else:
+        work = Work({}, _touched(eqn), frozenset({eqn.primitive}))
+    # The arrays' bytes include their shares already.
+    return work.scaled(eqn.share, 1.0)
 
 
 def dtype_of(array: Array) -> str:
@@ -73,13 +71,14 @@ def _product(eqn: FlatEqn) -> Work:
     return Work({_units(eqn): eqn_flops(eqn.eqn)}, _touched(eqn))
 
 
-def _attention(eqn: FlatEqn, operands: tuple[Array, ...], *, backward: bool) -> Work:
+def _attention(eqn: FlatEqn) -> Work:
     """Attention: two products, together 4 · b · s · t · h · d, five in the backward pass; no array of s × t is in memory."""
-    query, key = operands[0].aval.shape, operands[1].aval.shape
+    query, key = eqn.inputs[0].aval.shape, eqn.inputs[1].aval.shape
+    products = 5 if "bwd" in eqn.primitive else 2
     layout = eqn.eqn.params.get("layout", 0)
     sequence = 2 if str(getattr(layout, "name", layout)) in ("BNTH", "1") else 1
     scores = math.prod(query[:-1]) * key[sequence]
-    return Work({dtype_of(operands[0]): 2.0 * (5 if backward else 2) * scores * query[-1]}, _touched(eqn))
+    return Work({dtype_of(eqn.inputs[0]): 2.0 * products * scores * query[-1]}, _touched(eqn))
 
 
 def _scatter(eqn: FlatEqn) -> Work:

@@ -27,16 +27,6 @@ _CUSTOM_CALLS = ("annotate_device_placement", "ALL")
 _REFUSED = re.compile(r'custom_call @"?([^\s("]+)"?\(')
 
 
-def _check_process() -> None:
-    """Raise at once for a process in which compiling would fail later or hang."""
-    if not Path(__file__).is_file():
-        raise UnsupportedError(
-            f"remat_jax was imported from {__file__.partition('/remat_jax/')[0]!r}, which is not a folder, but the compile "
-            "process must start from a file: install remat-jax, or unpack it"
-        )
-    compat.warn_of_lost_threads()
-
-
 @dataclass(frozen=True)
 class ExportedProgram:
     """A training step, exported for a platform, under the caller's key.
@@ -60,7 +50,12 @@ class ExportedProgram:
 
 def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram:
     """`step` lowered for the platform of `target`; nothing is compiled or allocated here."""
-    _check_process()
+    if not Path(__file__).is_file():
+        raise UnsupportedError(
+            f"remat_jax was imported from {__file__.partition('/remat_jax/')[0]!r}, which is not a folder, but the compile "
+            "process must start from a file: install remat-jax, or unpack it"
+        )
+    compat.warn_of_lost_threads()
     devices = 1 if step.mesh is None else step.mesh.size
     check_context(devices, f"a step for {_counted(devices)}")
     leaves, treedef = jax.tree.flatten(step.arguments)
