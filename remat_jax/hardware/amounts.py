@@ -68,7 +68,7 @@ def _written(text: str, target: Target | None, argument: str, error: type[RematE
     if unit.lower() not in _BY_LOWER:
         hint = nearest(unit, [*UNITS]) if len(unit) > 1 else f" Did you mean {unit.upper() + 'iB'!r} or {unit.upper() + 'B'!r}?"
         raise error(f"{argument}={text!r}: {unit!r} is not a unit of bytes; the units are {', '.join(UNITS)} and %.{hint}")
-    return math.floor(float(number) * UNITS[_BY_LOWER[unit.lower()]])
+    return int(float(number) * UNITS[_BY_LOWER[unit.lower()]])
 
 
 def _share(given: Any, share: float, target: Target | None, argument: str, error: type[RematError]) -> int:

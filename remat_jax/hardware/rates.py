@@ -179,10 +179,10 @@ class Rates:
         """
         tried = [dtype]
         while tried[-1] not in self.flops:
-            following = "bfloat16" if tried[-1].startswith("float8") else _FALLBACK.get(tried[-1])
+            following = "bfloat16" if tried[-1].startswith("float8") else _FALLBACK.get(tried[-1], "")
             # Two narrow types fall back on each other; float32 is the last resort.
-            untried = [each for each in (following, "float32") if following is not None and each not in tried]
-            if not untried:
+            untried = [each for each in (following, "float32") if each not in tried]
+            if not following or not untried:
                 raise TargetError(
                     f"dtype {dtype!r} has no rate, and neither have its fallbacks ({', '.join(tried[1:]) or 'none'}); the "
                     f"dtypes with a rate are {', '.join(sorted(self.flops))}. Add a rate to flops."

@@ -136,12 +136,12 @@ def largest_group(attributes: str, devices: int) -> list[int]:
     tiled = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if tiled is not None:
         shape, dims = _integers(tiled[1]), _integers(tiled[2])
-        order = _integers(tiled[3]) if tiled[3] else range(len(dims))
+        order = _integers(tiled[3]) if tiled[3] else list(range(len(dims)))
         return list(map(int, np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape)[0]))
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", attributes)
     if listed is None:
         return list(range(devices))
-    groups = map(_integers, re.findall(r"\{([\d,]*)\}", listed[1]))
+    groups = [_integers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
     return sorted(set(max(groups, key=lambda group: (max(group) - min(group), len(group)) if group else (-1, 0))))
 
 
