@@ -142,7 +142,8 @@ def largest_group(attributes: str, devices: int) -> list[int]:
     if listed is None:
         return list(range(devices))
     groups = [_integers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
-    return sorted(set(max(groups, key=lambda group: (max(group) - min(group), len(group)) if group else (-1, 0))))
+    widest: list[int] = max(groups, key=lambda group: (max(group) - min(group), len(group)) if group else (-1, 0))
+    return sorted(set(widest))
 
 
 def _integers(text: str) -> list[int]:
